@@ -1,0 +1,57 @@
+# Shoal: every target sets up .venv first, once; a second call starts at once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/.ready ## make .venv with Shoal and all it needs
+	@echo ".venv is ready."
+
+demo: .venv/.ready ## train a small language model on two processes, and kill one
+	@$(BIN)/python examples/demo.py
+
+test: .venv/.ready ## the quick suite
+	@$(BIN)/pytest tests -m "not full"
+
+test-full: .venv/.ready ## the quick suite and the long matrix
+	@$(BIN)/pytest tests
+
+lint: .venv/.ready ## ruff on everything, mypy strict on src
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: .venv/.ready ## measure Shoal against its peers, in one run
+	@$(BIN)/python -m bench
+
+clean: ## remove .venv and what tools leave behind
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# hatchling comes with the constraints like everything else, so the package itself is built with it
+# and not in an environment that pip fills on its own.
+.venv/.ready: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON). Install Python 3.11 or newer, or name it: make setup PYTHON=..."; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Shoal needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Name a newer one: make setup PYTHON=python3.12"; \
+	  exit 1; }
+	@echo "Setting up .venv; the first time takes a few minutes ..."
+	@if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
+	  $(PYTHON) -m venv .venv; \
+	else \
+	  $(PYTHON) -m venv --without-pip .venv && \
+	  $(PYTHON) -m pip --python $(BIN)/python install -qq -c constraints.txt pip; \
+	fi || { \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv"; \
+	  exit 1; }
+	@$(PIP) hatchling torch==2.13.0
+	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,test,lint]'
+	@touch $@

@@ -1,0 +1,39 @@
+"""Shoal: train any PyTorch model on many processes and machines.
+
+The public names, loaded when first used, so that `import shoal` costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal import data as data
+    from shoal.errors import ShoalError as ShoalError
+    from shoal.hooks import StepInfo as StepInfo
+    from shoal.hooks import every as every
+    from shoal.numerics import schedules as schedules
+    from shoal.plan import Plan as Plan
+    from shoal.run import Run as Run
+    from shoal.start import trainer as trainer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Plan": "shoal.plan",
+    "Run": "shoal.run",
+    "ShoalError": "shoal.errors",
+    "StepInfo": "shoal.hooks",
+    "every": "shoal.hooks",
+    "trainer": "shoal.start",
+}
+_MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
+
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

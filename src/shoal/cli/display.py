@@ -1,0 +1,77 @@
+"""What a person sees while ranks work: one live line, and a line for each thing that happens.
+
+It goes to standard error, so that standard output stays free for results. Without a terminal the
+live line becomes a plain line every few seconds.
+"""
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+PLAIN_EVERY_S = 5.0
+
+
+class Display:
+    """Told of progress and events by the supervisor."""
+
+    def __init__(self, num_steps: int | None = None):
+        self.num_steps = num_steps
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = self.console.is_terminal
+        self._shown_at = 0.0
+        self._last_evaluation: dict[str, float] | None = None
+        self._width = 0
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        match record["event"]:
+            case "progress":
+                self._progress(record)
+            case "exited":
+                self.say(f"[bold red]rank {record['rank']} {record['how']}[/] "
+                         f"after step {record['step']}; the others keep their places")
+            case "recovered":
+                who = "" if record["rank"] is None else f"a spare took the seat of rank {record['rank']}; "
+                self.say(
+                    f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
+                    f"at step {record['step']}, generation {record['generation']}"
+                )
+
+    def say(self, text: str) -> None:
+        self._clear()
+        self.console.print(text)
+
+    def close(self) -> None:
+        self._clear()
+
+    def _progress(self, record: dict[str, Any]) -> None:
+        evaluation = record.get("evaluation")
+        if evaluation is not None and evaluation != self._last_evaluation:
+            self._last_evaluation = evaluation
+            told = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.items())
+            self.say(f"step {record['step']}: evaluation  {told}")
+        line = self._line(record)
+        now = time.monotonic()
+        if self._live:
+            self._clear()
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            self._width = len(line)
+        elif now - self._shown_at > PLAIN_EVERY_S:
+            self._shown_at = now
+            self.console.print(Text(line))
+
+    def _line(self, record: dict[str, Any]) -> str:
+        of = f"/{self.num_steps}" if self.num_steps else ""
+        return (
+            f"step {record['step']}{of}  loss {record['loss']:.4f}  "
+            f"{record['samples_per_s']:.0f} samples/s  "
+            f"{100 * record['communication']:.0f} % in communication"
+        )
+
+    def _clear(self) -> None:
+        if self._live and self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._width = 0

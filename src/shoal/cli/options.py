@@ -1,0 +1,83 @@
+"""Options that several verbs share, and what they mean."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.errors import UsageError
+from shoal.plan import describe
+
+Command = Callable[..., Any]
+
+
+def plan_help() -> str:
+    rows = "\n".join(f"  {key:<13}{values}: {meaning}" for key, values, meaning in describe())
+    return f"\b\nThe keys of a plan, key=value, separated by spaces or commas:\n{rows}"
+
+
+def read_settings(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    settings = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{text!r} is not name=value.")
+        if name in settings:
+            raise click.BadParameter(f"{name} is set twice.")
+        settings[name] = value
+    return settings
+
+
+plan = click.option("--plan", metavar="PLAN", help="How the work is spread; keys below.")
+settings = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=read_settings,
+    help="Set a parameter of the recipe, or else a field of its Run. May be repeated.",
+)
+ranks = click.option(
+    "--ranks", type=click.IntRange(min=1), help="Number of ranks; the plan must fit it."
+)
+run_dir = click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the run keeps its files. Default: runs/<recipe>-<n>.",
+)
+spares = click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Warm processes that wait to take the seat of a lost rank.",
+)
+form_timeout = click.option(
+    "--form-timeout",
+    "form_timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for a rank that does not come.",
+)
+heartbeat_timeout = click.option(
+    "--heartbeat-timeout",
+    "heartbeat_timeout_s",
+    type=click.FloatRange(min=0.5),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A rank that is silent for longer is killed and replaced.",
+)
+
+
+def refuse_closed_output() -> None:
+    """Results go to standard output: without one, a run would be for nothing."""
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
+        if stream is None or stream.closed:
+            raise UsageError(f"Standard {name} is closed. Send it to a file or to /dev/null.")

@@ -1,0 +1,64 @@
+"""`shoal run`: a script of one's own, on several ranks of this machine."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.cli import options
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@options.ranks
+@options.run_dir
+@options.spares
+@options.form_timeout
+@options.heartbeat_timeout
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
+    """Run SCRIPT with ARGUMENTS on every rank.
+
+    Inside, `shoal.trainer(run)` finds its place, and a lost rank is replaced by a spare that runs
+    the script up to its trainer. A script that uses torch.distributed without Shoal works as under
+    torchrun. What rank 0 prints is shown; each rank's output is in its log.
+
+    \b
+    shoal run --ranks 2 examples/own_loop.py
+    """
+    options.refuse_closed_output()
+    from shoal.rundir import RunDir
+
+    with RunDir(given["run_dir"], script.name) as run_dir:
+        sys.exit(_run(script, arguments, given, run_dir))
+
+
+def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_dir: Any) -> int:
+    from shoal.cli.display import Display
+    from shoal.cluster.launch import launch
+    from shoal.elastic.membership import Membership
+    from shoal.elastic.worker import prepare_script
+    from shoal.world import cores
+
+    num_ranks = given["ranks"] or cores()
+    run_dir.describe(script=str(script), arguments=list(arguments), num_ranks=num_ranks)
+    display = Display()
+    outcome = launch(
+        lambda: prepare_script(script, arguments),
+        run_dir.path,
+        watch=display,
+        members=lambda _: Membership(
+            num_ranks,
+            num_spares=given["spares"],
+            heartbeat_timeout_s=given["heartbeat_timeout_s"],
+            form_timeout_s=given["form_timeout_s"],
+            scripts=True,
+        ),
+    )
+    display.close()
+    if outcome.exit_code:
+        if outcome.trace:
+            click.echo(outcome.trace, err=True)
+        click.echo(f"shoal: {outcome.cause}. Logs are in {run_dir.path / 'logs'}.", err=True)
+    return int(outcome.exit_code)

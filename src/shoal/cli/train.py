@@ -1,0 +1,163 @@
+"""`shoal train`: train a recipe under a plan, on the ranks of this machine."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from shoal.cli import options
+from shoal.errors import UsageError
+
+
+@click.command(epilog=options.plan_help())
+@click.argument("recipe")
+@options.plan
+@options.settings
+@options.ranks
+@options.run_dir
+@options.spares
+@options.form_timeout
+@options.heartbeat_timeout
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
+    """Train RECIPE, given as file.py:function or module:function.
+
+    \b
+    shoal train recipes/charlm.py:small
+    shoal train recipes/charlm.py:small --plan data=2 --set layers=6 --set steps=50
+
+    The run goes on when a rank is killed: a warm spare takes its seat. Ctrl-C once stops cleanly
+    after a step, twice at once. Exit codes: 0 done, 1 the recipe's own error, 2 usage, plan or
+    input, 130 and 143 stopped by a signal.
+    """
+    options.refuse_closed_output()
+    from shoal.rundir import RunDir
+
+    with RunDir(given["run_dir"], recipe) as run_dir:
+        code = _train(recipe, settings, given, run_dir)
+    sys.exit(code)
+
+
+def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
+    from shoal.cli.display import Display
+    from shoal.cluster.launch import NotLoaded, launch
+    from shoal.elastic.membership import Membership
+    from shoal.elastic.worker import prepare_training
+    from shoal.numerics.precision import bf16_environment
+    from shoal.optional import require
+    from shoal.plan import Plan
+
+    if given["tensorboard"]:
+        require("tensorboardX", extra="tensorboard")
+    plan = given["plan"]
+    if plan is not None and Plan.parse(plan).precision == "bf16":
+        os.environ.update(bf16_environment())
+    display = Display()
+    facts: dict[str, Any] = {}
+
+    def prepared(found: dict[str, Any]) -> None:
+        facts.update(found)
+        display.num_steps = found["num_steps"]
+        run_dir.describe(recipe=recipe, settings=settings, **found)
+        display.say(
+            f"{recipe}  {found['num_parameters'] / 1e6:.2f} M parameters, "
+            f"plan {found['plan'] or 'data=1'}, {found['num_ranks']} "
+            f"rank{'s' if found['num_ranks'] > 1 else ''}, "
+            f"{found['num_steps']} steps of {found['batch_size']} samples -> {run_dir.path}"
+        )
+
+    def members(found: dict[str, Any]) -> Membership:
+        return Membership(
+            found["num_ranks"],
+            num_spares=given["spares"],
+            heartbeat_timeout_s=given["heartbeat_timeout_s"],
+            form_timeout_s=given["form_timeout_s"],
+        )
+
+    def prepare() -> Any:
+        return prepare_training(
+            recipe, settings, plan, given["ranks"], run_dir.path, tensorboard=given["tensorboard"]
+        )
+
+    try:
+        outcome = launch(prepare, run_dir.path, watch=display, members=members, prepared=prepared)
+    except NotLoaded as error:
+        run_dir.discard()
+        if error.trace:
+            click.echo(error.trace, err=True)
+        click.echo(f"shoal: {error}", err=True)
+        return error.exit_code
+    display.close()
+    return report(outcome, facts, run_dir.path, as_json=given["as_json"])
+
+
+def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
+    """Say how a run ended; the first failure comes last on screen."""
+    own = outcome.summaries.get(0, {})
+    result = {
+        "steps": outcome.step,
+        "loss": own.get("loss"),
+        "evaluation": own.get("evaluation"),
+        "samples_per_s": own.get("samples_per_s"),
+        "bytes_sent": sum(s["bytes_sent"] for s in outcome.summaries.values()),
+        "peak_memory_bytes": max(
+            (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
+        ),
+        "recoveries": outcome.num_recoveries,
+        "plan": facts["plan"],
+        "run_dir": str(run_dir),
+        "exit_code": outcome.exit_code,
+    }
+    if outcome.exit_code == 0:
+        click.echo(_in_words(result, own, facts, run_dir), err=True)
+    else:
+        if outcome.trace:
+            click.echo(outcome.trace, err=True)
+        click.echo(_why_it_ended(outcome, run_dir), err=True)
+    if as_json:
+        _print_result(result)
+    return int(outcome.exit_code)
+
+
+def _in_words(
+    result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any], run_dir: Path
+) -> str:
+    times = own["times"]
+    total = sum(times.values()) or 1.0
+    shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())
+    lines = [
+        f"done: {result['steps']} steps, {result['steps'] * facts['batch_size']} samples, "
+        f"loss {result['loss']:.4f}, {result['samples_per_s']:.0f} samples/s",
+    ]
+    if result["evaluation"]:
+        told = "  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items())
+        lines.append(f"evaluation: {told}")
+    lines += [
+        f"time of rank 0: {shares}",
+        f"sent {result['bytes_sent'] / 1e6:.1f} MB, peak memory "
+        f"{result['peak_memory_bytes'] / 1e6:.0f} MB a rank",
+        f"model: {run_dir / 'model.safetensors'}",
+    ]
+    if result["recoveries"]:
+        lines.insert(1, f"lost ranks replaced: {result['recoveries']}; samples lost or repeated: 0")
+    return "\n".join(lines)
+
+
+def _why_it_ended(outcome: Any, run_dir: Path) -> str:
+    if outcome.stopped_by and outcome.exit_code == 128 + outcome.stopped_by and not outcome.cause:
+        return (
+            f"shoal: stopped after step {outcome.step}, as asked. There are no checkpoints yet: "
+            f"a new run begins from the start. Its record is in {run_dir}."
+        )
+    return f"shoal: {outcome.cause}. Logs are in {run_dir / 'logs'}."
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    try:
+        print(msgspec.json.encode(result).decode(), flush=True)
+    except OSError as error:
+        raise UsageError(f"The result could not be written to standard output: {error}.") from error

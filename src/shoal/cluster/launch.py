@@ -1,0 +1,58 @@
+"""From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
+from shoal.elastic.membership import Membership
+from shoal.elastic.supervise import Outcome, Supervisor, Watch
+from shoal.errors import RecipeError, ShoalError, UsageError
+
+Facts = dict[str, Any]
+
+
+class NotLoaded(ShoalError):
+    """The recipe could not be prepared; `trace` is its traceback, if it was its own doing."""
+
+    def __init__(self, message: str, trace: str, exit_code: int):
+        super().__init__(message)
+        self.trace = trace
+        self.exit_code = exit_code
+
+
+def launch(
+    prepare: Prepare,
+    run_dir: Path,
+    *,
+    watch: Watch,
+    members: Callable[[Facts], Membership],
+    prepared: Callable[[Facts], None] = lambda facts: None,
+) -> Outcome:
+    """Prepare in a warm process, fork the ranks from it and supervise them to the end.
+
+    `prepared` is told what the preparation found, before any rank starts. Call this from a process
+    that has not started a thread.
+    """
+    nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
+    try:
+        facts = _await(nursery)
+        prepared(facts)
+        return Supervisor(nursery, members(facts), run_dir, watch).run()
+    finally:
+        nursery.close()
+
+
+def _await(nursery: Nursery) -> Facts:
+    try:
+        report = nursery.next_report()
+    except EOFError:
+        raise RecipeError(
+            "The process that loads the recipe was killed (out of memory?). Its output is in "
+            "logs/recipe.log of the run directory."
+        ) from None
+    if isinstance(report, NotPrepared):
+        raise NotLoaded(report.message, report.trace, report.exit_code)
+    if not isinstance(report, Prepared):
+        raise UsageError("The process that loads the recipe answered out of turn.")
+    return report.facts

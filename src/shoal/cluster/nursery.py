@@ -1,0 +1,255 @@
+"""Processes that start in milliseconds: a warm process from which ranks are forked.
+
+The nursery imports torch, loads the recipe and builds the model once; each rank is then a fork of it,
+so no rank imports anything and the first weights are the same pages in all of them. It is a process of
+its own, forked before its parent starts a thread, and stays single-threaded, because forking a process
+with threads is not safe. If the parent dies the kernel kills the nursery, and with it the ranks.
+
+Linux only (pidfd, parent-death signal). A model that touches CUDA while it is built cannot be forked.
+"""
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from shoal.errors import ShoalError, UsageError
+
+_PR_SET_PDEATHSIG = 1
+_MOST_BYTES = 1 << 20
+
+
+class Birth(msgspec.Struct, frozen=True):
+    """What a child is told: its number, where its output goes, and what else it needs."""
+
+    number: int
+    log: str
+    told: dict[str, str]
+
+
+class _Kill(msgspec.Struct, frozen=True, tag="kill"):
+    number: int
+    signal: int
+
+
+class _Spawn(msgspec.Struct, frozen=True, tag="spawn"):
+    birth: Birth
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """The nursery is ready to bear; `facts` is what its preparation found out."""
+
+    facts: dict[str, Any]
+
+
+class NotPrepared(msgspec.Struct, frozen=True, tag="not-prepared"):
+    """The preparation failed, by the recipe's fault (`trace` is not empty) or another's."""
+
+    message: str
+    trace: str
+    exit_code: int
+
+
+class Born(msgspec.Struct, frozen=True, tag="born"):
+    number: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """`status` is the exit code, or minus the signal."""
+
+    number: int
+    status: int
+
+
+Report = Prepared | NotPrepared | Born | Exited
+ChildMain = Callable[[Birth], int]
+Prepare = Callable[[], tuple[dict[str, Any], ChildMain]]
+
+
+class Nursery:
+    """The parent's end. Make it before starting any thread."""
+
+    def __init__(self, prepare: Prepare, log: Path):
+        """Fork; `prepare` runs there, its output going to `log`, and gives the children's main."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _exit_with(_main, theirs, prepare, log, parent)
+        theirs.close()
+        self._socket = ours
+        self._reports = msgspec.json.Decoder(Report)
+        self.pids: dict[int, int] = {}
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def spawn(self, birth: Birth) -> None:
+        self._socket.send(msgspec.json.encode(_Spawn(birth)))
+
+    def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None:
+        """Through the nursery, whose child the process is: its number cannot have been reused."""
+        self._socket.send(msgspec.json.encode(_Kill(number, signal_number)))
+
+    def next_report(self, timeout_s: float | None = None) -> Report | None:
+        """What happened; None if nothing did in time. Raises EOFError when the nursery is gone."""
+        ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        if not ready:
+            return None
+        content = self._socket.recv(_MOST_BYTES)
+        if not content:
+            raise EOFError("the process that ranks are forked from is gone")
+        report: Report = self._reports.decode(content)
+        match report:
+            case Born():
+                self.pids[report.number] = report.pid
+            case Exited():
+                self.pids.pop(report.number, None)
+        return report
+
+    def close(self) -> None:
+        """End the nursery; the kernel ends its children."""
+        self._socket.close()
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            return
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def redirect_output(log: str | Path) -> None:
+    """Send standard output and error to a file, and take input from nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with open(log, "ab", buffering=0) as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _exit_with(main: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run a forked process to its end without returning into the parent's code."""
+    status = 1
+    try:
+        status = main(*arguments)
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status & 0xFF)
+
+
+def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> int:
+    die_with_parent(parent)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    redirect_output(log)
+    try:
+        facts, child_main = prepare()
+        _check_forkable()
+    except ShoalError as error:
+        report = NotPrepared(str(error), _trace_of(error), error.exit_code)
+        control.send(msgspec.json.encode(report))
+        return 0
+    except BaseException as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        report = NotPrepared(last, traceback.format_exc(), 1)
+        control.send(msgspec.json.encode(report)[:_MOST_BYTES])
+        return 0
+    gc.collect()
+    gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
+    control.send(msgspec.json.encode(Prepared(facts)))
+    return _Bearing(control, child_main).serve()
+
+
+def _trace_of(error: ShoalError) -> str:
+    """The traceback, if the recipe's code is the cause of the error."""
+    if error.__cause__ is None:
+        return ""
+    return "".join(traceback.format_exception(error.__cause__))
+
+
+def _check_forkable() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise UsageError(
+            "The recipe used CUDA while it was loaded or while its model was built, and a process "
+            "that did cannot be forked. Build the model on the CPU; each rank moves it."
+        )
+
+
+class _Bearing:
+    """The nursery's loop: spawn, kill, and report who ended, until the parent's end is closed."""
+
+    def __init__(self, control: socket.socket, child_main: ChildMain):
+        self._control = control
+        self._child_main = child_main
+        self._children: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
+        self._orders = msgspec.json.Decoder(_Spawn | _Kill)
+
+    def serve(self) -> int:
+        while True:
+            watched = {pidfd: number for number, (_, pidfd) in self._children.items()}
+            ready, _, _ = select.select([self._control, *watched], [], [])
+            for descriptor in ready:
+                if descriptor is not self._control:
+                    self._bury(watched[descriptor])
+            if self._control in ready:
+                content = self._control.recv(_MOST_BYTES)
+                if not content:
+                    return 0  # the kernel kills the children with us
+                order = self._orders.decode(content)
+                if isinstance(order, _Spawn):
+                    self._bear(order.birth)
+                elif order.number in self._children:
+                    os.kill(self._children[order.number][0], order.signal)
+
+    def _bear(self, birth: Birth) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _exit_with(self._live, birth, parent)
+        self._children[birth.number] = (pid, os.pidfd_open(pid))
+        self._control.send(msgspec.json.encode(Born(birth.number, pid)))
+
+    def _live(self, birth: Birth, parent: int) -> int:
+        die_with_parent(parent)
+        self._control.close()
+        for _, pidfd in self._children.values():
+            os.close(pidfd)
+        redirect_output(birth.log)
+        return self._child_main(birth)
+
+    def _bury(self, number: int) -> None:
+        pid, pidfd = self._children.pop(number)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(status)
+        self._control.send(msgspec.json.encode(Exited(number, code)))

@@ -1,0 +1,164 @@
+"""Gradients gathered into flat buffers that leave while backward is still running.
+
+Parameters are dealt to buckets of about 4 MB in reverse order, which is roughly the order in which
+their gradients arrive; a larger parameter has a bucket of its own. Layout and order of sending are
+pure functions of the parameter list, never of arrival, so ranks that use different parameters cannot
+deadlock: a hook only starts early what `send_rest` would start anyway. Buffers are made once and
+kept; a gradient is copied in when its bucket is full, which is as fast as living there and survives
+`zero_grad()`.
+
+Not for one process: there is nothing to send. Cost: one copy of the gradients, held for the run.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.comm.reduce import Reduction
+from shoal.comm.tree import PieceSum, Values
+from shoal.errors import RecipeError
+
+BUCKET_BYTES = 4 << 20
+
+
+def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
+    """Deal parameters, given as (bytes, kind), to buckets: in reverse, kinds kept apart."""
+    buckets: list[list[int]] = []
+    filled, kind = 0, None
+    for index in reversed(range(len(sizes))):
+        num_bytes, own_kind = sizes[index]
+        if not buckets or own_kind != kind or filled + num_bytes > bucket_bytes:
+            buckets.append([])
+            filled, kind = 0, own_kind
+        buckets[-1].append(index)
+        filled += num_bytes
+    return buckets
+
+
+class Bucket:
+    """Some parameters and a flat buffer with a row for each block of this rank's pieces."""
+
+    def __init__(self, indices: list[int], parameters: Sequence[nn.Parameter], num_rows: int):
+        self.indices = indices
+        first = parameters[indices[0]]
+        lengths = [parameters[i].numel() for i in indices]
+        self.rows = list(
+            torch.zeros(num_rows, sum(lengths), dtype=first.dtype, device=first.device)
+        )
+        self.views = [
+            [
+                part.view(parameters[i].shape)
+                for i, part in zip(indices, row.split(lengths), strict=True)
+            ]
+            for row in self.rows
+        ]
+
+    def fill(self, row: int, values: Values) -> None:
+        """Copy a row in; what no piece touched is zero."""
+        views = self.views[row]
+        present = [k for k, i in enumerate(self.indices) if values[i] is not None]
+        if len(present) < len(views):
+            for k in set(range(len(views))) - set(present):
+                views[k].zero_()
+        torch._foreach_copy_([views[k] for k in present], [values[self.indices[k]] for k in present])
+
+    def add(self, row: int, values: Values) -> None:
+        """Add to a row what pieces before it left."""
+        views = self.views[row]
+        present = [k for k, i in enumerate(self.indices) if values[i] is not None]
+        if present:
+            torch._foreach_add_(
+                [views[k] for k in present], [values[self.indices[k]] for k in present]
+            )
+
+
+class Buckets:
+    """The buckets of a parameter list and the hooks that send them.
+
+    Order of calls in a step: `begin`; `arm` before the last piece's backward; `send_rest` after it.
+    `start` is given the rows of a bucket, must not block, and is called once a bucket, in order.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        num_rows: int,
+        start: Callable[[Sequence[Tensor]], Reduction],
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self.parameters = parameters
+        sizes = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
+        self.buckets = [Bucket(i, parameters, num_rows) for i in layout(sizes, bucket_bytes)]
+        self._start = start
+        self._bucket_of = {i: k for k, b in enumerate(self.buckets) for i in b.indices}
+        self.hooks: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(self._arrived_hook(i))
+            for i, p in enumerate(parameters)
+        ]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.armed = False
+        self.reductions: list[Reduction] = []
+        self._missing = [len(b.indices) for b in self.buckets]
+        self._arrived: set[int] = set()
+        self.touched = [False] * len(self.parameters)
+
+    def arm(self, pieces: PieceSum | None) -> None:
+        """The next backward is this rank's last: send each bucket as soon as it is full."""
+        self.armed = True
+        self._pieces = pieces
+
+    def send_rest(self) -> None:
+        """Send what the hooks did not: buckets with unused parameters, or no backward at all."""
+        while len(self.reductions) < len(self.buckets):
+            self._send()
+
+    def drain(self) -> None:
+        for reduction in self.reductions:
+            reduction.drain()
+
+    def _arrived_hook(self, index: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if self.armed:
+                self._count(index)
+
+        return arrived
+
+    def _count(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if index in self._arrived:
+            if bucket < len(self.reductions):
+                raise RecipeError(
+                    "A gradient arrived twice in one piece, after it had been sent. A loss must "
+                    "run one backward pass; use non-reentrant checkpointing "
+                    "(use_reentrant=False)."
+                )
+            return
+        self._arrived.add(index)
+        self._missing[bucket] -= 1
+        # Strictly in index order, whatever arrives first.
+        while len(self.reductions) < len(self.buckets) and not self._missing[len(self.reductions)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.reductions)]
+        gradients: Values = [None] * len(self.parameters)
+        for i in bucket.indices:
+            gradients[i] = self.parameters[i].grad
+        last = len(bucket.rows) - 1
+        earlier: list[Values] = []
+        if self._pieces is not None:
+            for row, values in enumerate(self._pieces.rows[:last]):
+                bucket.fill(row, values)
+            earlier = self._pieces.rows[:last] + self._pieces.levels
+        bucket.fill(last, gradients)
+        if self._pieces is not None:
+            for values in reversed(self._pieces.levels):
+                bucket.add(last, values)
+        for i in bucket.indices:
+            self.touched[i] = gradients[i] is not None or any(v[i] is not None for v in earlier)
+        self.reductions.append(self._start(bucket.rows))

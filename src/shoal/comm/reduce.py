@@ -1,0 +1,99 @@
+"""Sums over ranks whose bits do not depend on how many ranks there are.
+
+Each rank brings one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
+all-reduce adds the same two numbers. Otherwise every rank gets its shard of every row by an
+all-to-all, folds them in the tree's order and hands the result round: the bytes of a ring all-reduce
+when each rank brings one row. Not for sums whose order is free: that is `Group.all_reduce`.
+
+Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Group, Pending
+from shoal.comm.tree import Block, fold
+
+
+class TreeReduce:
+    """Sums in the tree's order over the blocks of all ranks. `blocks` is given by rank."""
+
+    def __init__(self, group: Group, blocks: Sequence[Sequence[Block]]):
+        self.group = group
+        self.blocks = blocks
+        self.num_rows = len(blocks[group.rank])
+        self.num_pieces = sum(block.num_pieces for row in blocks for block in row)
+        self.any_order = all(len(row) == 1 for row in blocks) and len(blocks) <= 2
+
+    def start(self, rows: Sequence[Tensor]) -> "Reduction":
+        """Begin to sum flat rows of equal length; the result takes the place of the first row."""
+        assert len(rows) == self.num_rows
+        if self.any_order:
+            return Reduction(rows[0], self.group.all_reduce(rows[0]))
+        return ShardedReduction(self, rows)
+
+
+class Reduction:
+    """A sum under way. `fold` may start more messages; `finish` returns the sum."""
+
+    def __init__(self, result: Tensor, pending: Pending):
+        self.result = result
+        self.pending = pending
+
+    def fold(self) -> None:
+        """Do what follows the first message. Every rank calls it, in the order of the starts."""
+
+    def finish(self) -> Tensor:
+        self.pending.wait()
+        return self.result
+
+    def drain(self) -> None:
+        self.pending.drain()
+
+
+class ShardedReduction(Reduction):
+    """Shards of all rows to their ranks, folded there, and the sums back to all."""
+
+    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
+        group = tree.group
+        length, num_ranks = rows[0].numel(), group.num_ranks
+        cuts = [length * rank // num_ranks for rank in range(num_ranks + 1)]
+        lengths = [cuts[rank + 1] - cuts[rank] for rank in range(num_ranks)]
+        own = lengths[group.rank]
+        self.tree, self.shards = tree, list(rows[0].split(lengths))
+        self.received: dict[Block, Tensor] = {}
+        self.arrivals: list[Pending] = []
+        none = rows[0].new_empty(0)
+        for k in range(max(len(blocks) for blocks in tree.blocks)):
+            senders = [r for r in range(num_ranks) if k < len(tree.blocks[r])]
+            out = rows[0].new_empty(own * len(senders))
+            out_lengths = [own if r in senders else 0 for r in range(num_ranks)]
+            sends = group.rank in senders
+            self.arrivals.append(
+                group.all_to_all(
+                    out,
+                    rows[k] if sends else none,
+                    out_lengths,
+                    lengths if sends else [0] * num_ranks,
+                )
+            )
+            for sender, part in zip(senders, out.split(own) if own else (), strict=False):
+                self.received[tree.blocks[sender][k]] = part
+        self.result = rows[0]
+
+    def fold(self) -> None:
+        for arrival in self.arrivals:
+            arrival.wait()
+        group = self.tree.group
+        if self.received:
+            root = fold(self.received, self.tree.num_pieces, torch.add)
+            self.shards[group.rank].copy_(root)
+        self.pending = group.gather_shards(self.shards)
+
+    def drain(self) -> None:
+        for arrival in self.arrivals:
+            arrival.drain()
+        if hasattr(self, "pending"):
+            self.pending.drain()

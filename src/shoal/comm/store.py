@@ -1,0 +1,89 @@
+"""Where ranks meet: the key-value store and the forming and leaving of a group.
+
+The store listens on loopback unless told otherwise, through a socket bound beforehand, because
+`TCPStore("127.0.0.1")` would listen on every interface. Groups are keyed by generation, so a late
+message of an older one finds nobody.
+"""
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shoal.errors import FormError, GroupLost
+from shoal.world import World
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def listen(host: str = "127.0.0.1") -> tuple[dist.TCPStore, int]:
+    """A store that others join at `host`, and its port. It ends with this process."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.bind((host, 0))
+    bound.listen(128)
+    port: int = bound.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+    )
+    return store, port
+
+
+def client(host: str, port: int, timeout_s: float, listens: bool = False) -> dist.TCPStore:
+    """Join a store; `listens` makes this process the one that holds it."""
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=listens,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise FormError(
+            f"No store answers at {host}:{port} within {timeout_s:g} s "
+            f"({str(error).splitlines()[0]}). Rank 0 holds it: is rank 0 running?"
+        ) from error
+
+
+def come_together(store: dist.Store, prefix: str, world: World, timeout_s: float) -> None:
+    """Wait until every rank has come; after the deadline say which did not."""
+    here = dist.PrefixStore(f"{prefix}/here", store)
+    here.set(str(world.rank), "1")
+    deadline = time.monotonic() + timeout_s
+    missing = set(range(world.num_ranks))
+    while missing:
+        missing = {r for r in missing if not here.check([str(r)])}
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(r) for r in sorted(missing))
+            raise FormError(
+                f"The group of {world.num_ranks} ranks did not form within {timeout_s:g} s: "
+                f"rank {names} did not come. Look at the log of that rank."
+            )
+        if missing:
+            time.sleep(0.02)
+
+
+def form_group(store: dist.Store, prefix: str, world: World, timeout: timedelta) -> None:
+    """Form the default group. All ranks must have come; raises GroupLost if one is gone since."""
+    try:
+        dist.init_process_group(
+            world.backend,
+            store=dist.PrefixStore(prefix, store),
+            rank=world.rank,
+            world_size=world.num_ranks,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        # A failed attempt leaves the counter, and with it the store's key prefix, different from
+        # a newcomer's, and the group would never form again.
+        distributed_c10d._world.group_count = 0
+        raise GroupLost(f"the group did not form: {str(error).splitlines()[0]}") from error
+    distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, dist.group.WORLD)
+
+
+def leave_group() -> None:
+    """Drop the default group. The pending operations must have been drained."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,319 @@
+"""Batches: the samples of any step, by the step alone.
+
+`Batches(...).at(step)` is a pure function of the step, so there is no cursor to save, rewind or
+agree on: a step done again is the same step. The batch hands out its pieces one by one, and only a
+piece that is asked for is loaded, so a rank reads its own share and nothing else.
+
+Samples are loaded in the caller's thread; for samples that are slow to read or transform, do that
+work once and keep the result. Cost: for a source with `take`, the rows of several steps are
+gathered in one call and handed out in parts, at most 512 KiB over all pieces; the ids of up to
+16,384 coming samples are kept beside them. A part that a model wrote into is noticed, and loaded
+anew should its step be done again. Next: `order.py` for the order, `split.py` for the pieces.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data import order, split
+from shoal.data.order import Ids
+from shoal.data.sources import Collate, Source, Takes, as_source, fetch
+from shoal.errors import RecipeError, UsageError
+
+_WINDOW_BYTES = 512 << 10
+_WINDOW_STEPS = 256
+_WINDOW_IDS = 16_384
+
+
+class Piece(NamedTuple):
+    """What one forward and backward sees. An empty one (a short batch) has no inputs: skip it."""
+
+    inputs: Any
+    target: Any
+    num_samples: int
+    ids: Ids
+
+
+class Batch:
+    """The global batch of one step. Pieces are loaded when asked for."""
+
+    __slots__ = ("_batches", "_position", "epoch", "num_samples", "step")
+
+    def __init__(self, batches: "Batches", step: int, epoch: int, position: int, num_samples: int):
+        self.step = step
+        self.epoch = epoch
+        self.num_samples = num_samples
+        self._position = position  # of this batch in its epoch
+        self._batches = batches
+
+    def piece(self, index: int) -> Piece:
+        """Load piece `index` of `num_pieces`."""
+        return self._batches._piece(self, index)
+
+    def ids_of(self, piece: int) -> Ids:
+        """The sample ids of a piece, without loading it."""
+        return self._batches._ids_of(self, piece)
+
+
+class Batches:
+    """All batches of a run, in the order its seed gives."""
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int,
+        num_pieces: int = 1,
+        seed: int = 0,
+        end: str = "drop",
+        collate: Collate | None = None,
+        device: str = "cpu",
+    ):
+        check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
+        self.source: Source = source
+        self.num_samples = len(source)
+        self.batch_size = batch_size
+        self.num_pieces = num_pieces
+        self.seed = seed
+        self.end = end
+        self.steps_per_epoch = order.batches_per_epoch(self.num_samples, batch_size, end)
+        self._collate = collate
+        self.device = device
+        self._bounds = split.bounds(batch_size, num_pieces)
+        last = self.num_samples - (self.steps_per_epoch - 1) * batch_size
+        self._num_last = min(last, batch_size) if end == "pad" else batch_size
+        self._ids: _IdWindow | None = None
+        self._rows: dict[int, _RowWindow] = {}
+        # Steps gathered at once; unknown until a first piece has shown how large samples are.
+        gathers = collate is None and isinstance(source, Takes)
+        self._window_steps: int | None = None if gathers else 1
+
+    def at(self, step: int) -> Batch:
+        """The global batch of the 0-based `step`."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        is_last = position == self.steps_per_epoch - 1
+        num_samples = self._num_last if is_last else self.batch_size
+        return Batch(self, step, epoch, position, num_samples)
+
+    def _piece(self, batch: Batch, index: int) -> Piece:
+        window = self._rows.get(index)
+        if window is not None and window.covers(batch):
+            if window.is_untouched(batch):
+                return window.pieces[batch._position - window.first]
+        elif self._may_gather(batch):
+            return self._gather(batch, index)
+        return load(self.source, self._ids_of(batch, index), self._collate, self.device)
+
+    def _may_gather(self, batch: Batch) -> bool:
+        if self._window_steps == 1 or batch.num_samples != self.batch_size:
+            return False
+        return not torch.is_inference_mode_enabled()  # its tensors cannot be trained on later
+
+    def _gather(self, batch: Batch, index: int) -> Piece:
+        """Fill the window of piece `index` from this batch on, and return the batch's own."""
+        if self._window_steps is None:
+            piece = load(self.source, self._ids_of(batch, index), None, self.device)
+            self._window_steps = self._affordable_steps(piece)
+            return piece
+        first = batch._position
+        num_full = self.steps_per_epoch - (self._num_last != self.batch_size)
+        num_steps = min(self._window_steps, num_full - first)
+        start, stop = self._bounds[index]
+        ids = self._ids_from(batch.epoch, first, num_steps).reshape(num_steps, self.batch_size)
+        try:
+            rows = load(self.source, ids[:, start:stop].reshape(-1), None, self.device)
+        except RecipeError:
+            # A sample of a later step may have failed; it is reported when that step comes.
+            return load(self.source, self._ids_of(batch, index), None, self.device)
+        window = _RowWindow(batch.epoch, first, rows, ids[:, start:stop])
+        self._rows[index] = window
+        return window.pieces[0]
+
+    def _affordable_steps(self, piece: Piece) -> int:
+        """How many steps fit into the window, judged by one piece; 1 if not all are tensors."""
+        num_bytes = 0
+        for part in _leaves((piece.inputs, piece.target)):
+            if not isinstance(part, Tensor) or part.shape[:1] != (piece.num_samples,):
+                return 1
+            num_bytes += part.nbytes * self.num_pieces
+        return max(1, min(_WINDOW_STEPS, _WINDOW_BYTES // max(1, num_bytes)))
+
+    def _ids_of(self, batch: Batch, piece: int) -> Ids:
+        if batch.num_samples == self.batch_size:
+            start, stop = self._bounds[piece]
+        else:
+            start, stop = split.bounds(batch.num_samples, self.num_pieces)[piece]
+        return self._ids_from(batch.epoch, batch._position, 1)[start:stop]
+
+    def _ids_from(self, epoch: int, first: int, num_batches: int) -> Ids:
+        """The ids of consecutive batches of an epoch, from the kept window or a new one."""
+        window = self._ids
+        if window is None or not window.holds(epoch, first, num_batches):
+            most = max(num_batches, _WINDOW_IDS // self.batch_size, 1)
+            count = min(most, self.steps_per_epoch - first)
+            positions = order.batch_positions(
+                first, count, self.num_samples, self.batch_size, self.end
+            )
+            ids = order.permute(positions, self.num_samples, self.seed, epoch)
+            self._ids = window = _IdWindow(epoch, first, count, ids)
+        start = (first - window.first) * self.batch_size
+        return window.ids[start : start + num_batches * self.batch_size]
+
+
+class PiecesInOrder(Sequence[Piece]):
+    """A source cut into neighbouring pieces; made by `pieces_in_order`."""
+
+    def __init__(self, source: Source, piece_size: int, collate: Collate | None, device: str):
+        self._source = source
+        self._size = piece_size
+        self._collate = collate
+        self.device = device
+
+    def __len__(self) -> int:
+        return (len(self._source) + self._size - 1) // self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Piece]: ...
+
+    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"piece {index} of {len(self)}")
+        start = index % len(self) * self._size
+        ids = np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
+        return load(self._source, ids, self._collate, self.device)
+
+
+def pieces_in_order(
+    source: Any, piece_size: int, collate: Collate | None = None, device: str = "cpu"
+) -> PiecesInOrder:
+    """A source as a sequence of pieces of `piece_size` samples, in order; the last may be short.
+
+    For evaluation: ranks take some of the indices each, and every sample is met once.
+    """
+    if piece_size < 1:
+        raise UsageError(f"piece_size={piece_size}: a piece holds at least 1 sample.")
+    return PiecesInOrder(as_source(source), piece_size, collate, device)
+
+
+def load(source: Source, ids: Ids, collate: Collate | None, device: str) -> Piece:
+    """Load the samples `ids` as one piece, on `device`."""
+    if not len(ids):
+        return Piece(None, None, 0, ids)
+    inputs, target = fetch(source, ids, collate)
+    if device != "cpu":
+        inputs, target = _moved(inputs, device), _moved(target, device)
+    return Piece(inputs, target, len(ids), ids)
+
+
+def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
+    """Refuse, before any process starts, a source and a batch that cannot be trained on."""
+    num_samples = len(as_source(source))
+    order.check_end(end)
+    if batch_size < 1:
+        raise UsageError(f"batch_size={batch_size}. A global batch has at least 1 sample.")
+    if num_pieces < 1:
+        raise UsageError(f"num_pieces={num_pieces}. A global batch has at least 1 piece.")
+    if num_samples == 0:
+        raise UsageError("data is empty: len(data) is 0. There must be at least 1 sample.")
+    if num_samples < batch_size and end == "drop":
+        raise UsageError(
+            f"data has {num_samples} samples, batch_size is {batch_size}, and end='drop' leaves "
+            f"out a batch that is not full, so no step can be made. Use batch_size={num_samples} "
+            "or less, or end='pad' or end='wrap'."
+        )
+    if batch_size % num_pieces:
+        raise UsageError(
+            f"batch_size={batch_size} cannot be cut into {num_pieces} equal pieces. The number of "
+            f"pieces must divide the global batch. Use {_nearby(batch_size, num_pieces)} pieces, "
+            f"or batch_size={-(-batch_size // num_pieces) * num_pieces}."
+        )
+
+
+class _IdWindow(NamedTuple):
+    """The ids of batches `first` .. `first + num_batches - 1` of an epoch."""
+
+    epoch: int
+    first: int
+    num_batches: int
+    ids: Ids
+
+    def holds(self, epoch: int, first: int, num_batches: int) -> bool:
+        if epoch != self.epoch or first < self.first:
+            return False
+        return first + num_batches <= self.first + self.num_batches
+
+
+class _RowWindow:
+    """One piece of several consecutive steps, gathered at once and handed out in parts.
+
+    The parts share memory but no version counter, so each tells whether somebody wrote into it.
+    """
+
+    __slots__ = ("_tensors", "epoch", "first", "pieces")
+
+    def __init__(self, epoch: int, first: int, rows: Piece, ids: Ids):
+        self.epoch = epoch
+        self.first = first
+        size = ids.shape[1]
+        columns: list[Sequence[Tensor]] = []
+        inputs, target = _cut(rows.inputs, size, columns), _cut(rows.target, size, columns)
+        self.pieces = [Piece(x, y, size, of) for x, y, of in zip(inputs, target, ids, strict=True)]
+        self._tensors = list(zip(*columns, strict=True))
+
+    def covers(self, batch: Batch) -> bool:
+        at = batch._position - self.first
+        return batch.epoch == self.epoch and 0 <= at < len(self.pieces)
+
+    def is_untouched(self, batch: Batch) -> bool:
+        """Whether the batch's piece is still as it was gathered."""
+        return not any(part._version for part in self._tensors[batch._position - self.first])
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested tuples, lists and dicts."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _cut(rows: Any, size: int, columns: list[Sequence[Tensor]]) -> Sequence[Any]:
+    """Rows of several steps as one value per step; each tensor's parts go into `columns` too."""
+    if isinstance(rows, Mapping):
+        parts = [_cut(part, size, columns) for part in rows.values()]
+        return [dict(zip(rows, of_step, strict=True)) for of_step in zip(*parts, strict=True)]
+    if isinstance(rows, (tuple, list)):
+        return list(zip(*[_cut(part, size, columns) for part in rows], strict=True))
+    # Not views, to autograd: what a model writes into one must not give the others a history.
+    columns.append(rows.unsafe_split(size))
+    return columns[-1]
+
+
+def _moved(value: Any, device: str) -> Any:
+    """`value` with its tensors on `device`; whatever else a collate put in stays as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(part, device) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_moved(part, device) for part in value)
+    return value
+
+
+def _nearby(batch_size: int, num_pieces: int) -> str:
+    """The divisors of the batch on either side of `num_pieces`."""
+    divisors = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    below = [count for count in divisors if count < num_pieces][-1:]
+    above = [count for count in divisors if count > num_pieces][:1]
+    return " or ".join(map(str, below + above))

@@ -1,0 +1,131 @@
+"""The global order of samples: a keyed permutation that can be entered anywhere.
+
+The samples of an epoch are visited in an order that is a pure function of seed and epoch. It is
+never stored: a small Feistel network on a grid just larger than the data maps a position to a
+sample id, and one outside the data is mapped again until it falls inside (cycle walking). So a
+resumed run, a new world size or a spare rank asks for step 48,213 and has its ids at once.
+
+Not for data that must be read in sequence (a stream without indexing). All arithmetic is on
+explicit 32-bit words, so every platform gives the same bits. Cost: no memory per sample; about
+40 ns per id when a few thousand positions are mapped in one call, some 100 us for a lone
+batch, so callers map several steps at once (`loader.py`).
+
+Paper: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Next: `split.py`.
+"""
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import UsageError, nearest
+
+Ids = NDArray[np.int64]
+End = Literal["drop", "wrap", "pad"]
+
+ENDS: tuple[str, ...] = get_args(End)
+"""What happens to the last samples of an epoch that do not fill a batch.
+
+drop: they are left out this epoch. wrap: the batch is filled from the start of the same epoch's
+order. pad: the batch stays short; each of its samples counts as much as any other.
+"""
+
+_NUM_ROUNDS = 6
+_LONG = 0xFFFFFFFFFFFFFFFF
+
+
+def permute(positions: Ids, num_samples: int, seed: int, epoch: int) -> Ids:
+    """The sample ids at `positions` (each in 0 .. num_samples-1) of this epoch's order."""
+    keys = _round_keys(seed, epoch)
+    rows = math.isqrt(max(0, num_samples - 1)) + 1
+    columns = -(-num_samples // rows)
+    ids = _feistel(positions, rows, columns, keys)
+    outside = np.flatnonzero(ids >= num_samples)
+    while outside.size:
+        walked = _feistel(ids[outside], rows, columns, keys)
+        ids[outside] = walked
+        outside = outside[walked >= num_samples]
+    return ids
+
+
+def check_end(end: str) -> None:
+    """Refuse an `end` that is none of `ENDS`."""
+    if end not in ENDS:
+        raise UsageError(
+            f"end={end!r} is not known. It says what happens to the last samples of an epoch that "
+            f"do not fill a batch: {', '.join(ENDS)}. {nearest(end, ENDS)}"
+        )
+
+
+def batches_per_epoch(num_samples: int, batch_size: int, end: str) -> int:
+    """How many steps one pass over the data takes."""
+    if end == "drop":
+        return num_samples // batch_size
+    return -(-num_samples // batch_size)
+
+
+def epoch_of(step: int, num_samples: int, batch_size: int, end: str) -> int:
+    """The pass over the data, counted from 0, that the 0-based `step` belongs to."""
+    return step // batches_per_epoch(num_samples, batch_size, end)
+
+
+def batch_ids(step: int, num_samples: int, batch_size: int, seed: int, end: str) -> Ids:
+    """The sample ids of the global batch of the 0-based `step`."""
+    epoch, batch = divmod(step, batches_per_epoch(num_samples, batch_size, end))
+    positions = batch_positions(batch, 1, num_samples, batch_size, end)
+    return permute(positions, num_samples, seed, epoch)
+
+
+def batch_positions(
+    first_batch: int, num_batches: int, num_samples: int, batch_size: int, end: str
+) -> Ids:
+    """The positions of consecutive batches of one epoch, one batch after the other.
+
+    Each has `batch_size` of them, save the last of the epoch under "pad", which may be short.
+    """
+    positions = np.arange(first_batch * batch_size, (first_batch + num_batches) * batch_size)
+    if end == "wrap":
+        return positions % num_samples
+    return positions[positions < num_samples]
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    """One 32-bit key per round, from SplitMix64 over seed and epoch."""
+    state = _mix64((seed & _LONG) ^ 0x5348_4F41_4C00_0001)
+    state = _mix64((state + (epoch & _LONG)) & _LONG)
+    return [_mix64((state + i * 0x9E3779B97F4A7C15) & _LONG) >> 32 for i in range(_NUM_ROUNDS)]
+
+
+def _mix64(value: int) -> int:
+    """SplitMix64's finalizer on a Python integer: every input bit moves every output bit."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _LONG
+    return value ^ (value >> 31)
+
+
+def _feistel(values: Ids, rows: int, columns: int, keys: list[int]) -> Ids:
+    """A bijection on 0 .. rows*columns-1: rounds move a row by a hash of its column and in turn.
+
+    Each round adds, modulo one half's size, a number that depends on the other half alone, and so
+    can be undone. Halves stay below 2**31 and the hash too, so no sum overflows its 32 bits.
+    """
+    row = values // columns
+    moved, other = row.astype(np.uint32), (values - row * columns).astype(np.uint32)
+    size, other_size = rows, columns
+    for key in keys:
+        moved += _mix32(other ^ np.uint32(key)) >> np.uint32(1)
+        moved -= moved // np.uint32(size) * np.uint32(size)  # numpy's own remainder is slower
+        moved, other, size, other_size = other, moved, other_size, size
+    # An even number of rounds: `moved` is the row again.
+    return moved.astype(np.int64) * columns + other
+
+
+def _mix32(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """A multiply and xor-shift hash with low bias (Wellons' lowbias32), in place."""
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x7FEB352D)
+    words ^= words >> np.uint32(15)
+    words *= np.uint32(0x846CA68B)
+    words ^= words >> np.uint32(16)
+    return words

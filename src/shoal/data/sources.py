@@ -1,0 +1,274 @@
+"""Sources: anything with a length and an index, whose samples are pairs `(inputs, target)`.
+
+A list, a PyTorch map-style dataset or an object of one's own will do as it is. One with a method
+`take(ids)` gives many samples at once, already collated; `tensors` and `windows` do, and then
+loading a batch is one gather. Inputs may be a tensor, a tuple or a dict of tensors: the model is
+called with `model(x)`, `model(*x)` or `model(**x)`.
+
+Not for streams: without indexing there is no order that survives a restart. Cost: `tensors` and
+`windows` keep no copy of the data they are given. Next: `loader.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from shoal.errors import RecipeError, ShoalError, UsageError
+
+Ids: TypeAlias = NDArray[np.int64]
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What a Run trains on. `source[i]` is sample i, a pair `(inputs, target)`, the same each time.
+
+    An optional `take(ids) -> (inputs, target)` returns the collated samples at once. Row i of every
+    tensor must depend on sample `ids[i]` alone (pad to a fixed length, say, not to the longest of
+    the call), because one call may fetch the samples of several steps.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Takes(Source, Protocol):
+    """A source that gives many collated samples in one call."""
+
+    def take(self, ids: Ids) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Samples held in memory as the rows of tensors; made by `tensors`."""
+
+    inputs: Any
+    target: Any
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        _require_index(index, self.num_samples)
+
+        def row(tensor: Tensor) -> Tensor:
+            return tensor[index]
+
+        return map_tensors(row, self.inputs), map_tensors(row, self.target)
+
+    def take(self, ids: Ids) -> tuple[Any, Any]:
+        rows = torch.from_numpy(ids)
+
+        def select(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, rows)
+
+        return map_tensors(select, self.inputs), map_tensors(select, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSource:
+    """Windows side by side over a row of tokens; made by `windows`."""
+
+    spans: Tensor  # a view of the tokens, [num_windows, length + 1], one token shared by neighbours
+
+    def __len__(self) -> int:
+        return self.spans.shape[0]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        _require_index(index, len(self))
+        span = self.spans[index].long()
+        return span[:-1], span[1:]
+
+    def take(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        spans = self.spans[torch.from_numpy(ids)].long()
+        return spans[:, :-1].contiguous(), spans[:, 1:].contiguous()
+
+
+def tensors(inputs: Any, target: Any) -> TensorSource:
+    """A source over tensors in memory; sample i is row i of each.
+
+    `inputs` and `target` are each a tensor, or a tuple or dict of tensors, of one common length.
+    """
+    lengths: list[int] = []
+
+    def check(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            raise UsageError("tensors() was given a scalar. Each tensor needs one row per sample.")
+        lengths.append(tensor.shape[0])
+        return tensor
+
+    inputs, target = map_tensors(check, inputs), map_tensors(check, target)
+    if len(set(lengths)) != 1:
+        raise UsageError(
+            f"tensors() was given tensors of {', '.join(map(str, lengths))} rows. Row i of each "
+            "belongs to sample i, so all must have the same number of rows."
+        )
+    return TensorSource(inputs, target, lengths[0])
+
+
+def windows(text: Any, length: int) -> WindowSource:
+    """A source for next-token prediction: windows of `length` tokens, side by side.
+
+    `text` is a 1-D tensor of token ids, or anything with such `tokens` (a text of the catalog).
+    Sample i has tokens i*length .. i*length+length-1 as inputs, and as target the same shifted by
+    one. Tokens after the last full window are left out.
+    """
+    tokens = getattr(text, "tokens", text)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.is_floating_point():
+        given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(text)
+        raise UsageError(
+            f"windows() was given {given}. It needs a 1-D tensor of integer token ids, or a text "
+            'of the catalog: shoal.data.catalog.text("shakespeare").'
+        )
+    if not 1 <= length < len(tokens):
+        raise UsageError(
+            f"windows(length={length}) over {len(tokens)} tokens has no window. A window takes "
+            f"length + 1 tokens; use a length from 1 to {len(tokens) - 1}."
+        )
+    return WindowSource(tokens.unfold(0, length + 1, length))
+
+
+def as_source(data: Any) -> Source:
+    """`data` itself, when samples can be fetched from it by index; else an error that says why."""
+    if isinstance(data, Tensor) or (
+        isinstance(data, tuple) and any(isinstance(part, Tensor) for part in data)
+    ):
+        raise UsageError(
+            f"data is a {type(data).__name__} of tensors, which does not say what is input and "
+            "what is target. Use shoal.data.tensors(inputs, target)."
+        )
+    if isinstance(data, IterableDataset):
+        raise UsageError(
+            f"data is a stream ({type(data).__name__}). Samples are fetched by index, so that a "
+            "restart knows where it was; use a map-style dataset."
+        )
+    if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Source):
+        way_out = "Pass its dataset." if hasattr(data, "dataset") else "A list of pairs will do."
+        raise UsageError(
+            f"data is a {type(data).__name__}. It must have len() and indexing by 0, 1, 2, ..., "
+            f"each sample a pair (inputs, target). {way_out}"
+        )
+    return data
+
+
+def fetch(source: Source, ids: Ids, collate: Collate | None) -> tuple[Any, Any]:
+    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate."""
+    if collate is None and isinstance(source, Takes):
+        try:
+            return _pair(source.take(ids), "take()")
+        except ShoalError:
+            raise
+        except Exception as error:
+            if len(ids) > 1:
+                for at in range(len(ids)):  # find the one to name
+                    fetch(source, ids[at : at + 1], None)
+            raise RecipeError(_failed(ids, error)) from error
+    return collate_samples([_sample(source, int(index)) for index in ids], collate, ids)
+
+
+def collate_samples(
+    samples: list[Any], collate: Collate | None = None, ids: Ids | None = None
+) -> tuple[Any, Any]:
+    """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made."""
+    names = np.arange(len(samples)) if ids is None else ids
+    if collate is not None:
+        try:
+            return _pair(collate(samples), "collate")
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise RecipeError(f"collate failed on {_failed(names, error)}") from error
+    for index, sample in zip(names, samples, strict=True):
+        _pair(sample, f"sample {index}")
+    try:
+        inputs, target = (default_collate([sample[part] for sample in samples]) for part in (0, 1))
+    except Exception as error:
+        raise RecipeError(_unlike(samples, names) or _failed(names, error)) from error
+    # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
+    return _tuple_of_list(inputs), _tuple_of_list(target)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `change` applied to each of its tensors: itself, or those of a tuple or dict."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, np.ndarray):
+        return change(torch.from_numpy(value))
+    if isinstance(value, (tuple, list)):
+        return tuple(map_tensors(change, part) for part in value)
+    if isinstance(value, Mapping):
+        return {name: map_tensors(change, part) for name, part in value.items()}
+    raise UsageError(
+        f"a {type(value).__name__} stands where a tensor should. Inputs and target are each a "
+        "tensor, or a tuple or dict of tensors."
+    )
+
+
+def _sample(source: Source, index: int) -> Any:
+    try:
+        return source[index]
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
+            f"must work for each i below len(data); try data[{index}] by itself."
+        ) from error
+
+
+def _pair(value: Any, origin: str) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, Mapping)) else ""
+    raise RecipeError(
+        f"{origin} gave a {type(value).__name__}{size}. It must be a pair (inputs, target); "
+        "several inputs go into a tuple or dict of their own."
+    )
+
+
+def _unlike(samples: list[Any], names: Ids) -> str | None:
+    """The first sample whose shapes differ from the first one's, in a sentence."""
+    shapes = [_shapes(sample) for sample in samples]
+    for index, shape in zip(names, shapes, strict=True):
+        if shape != shapes[0]:
+            return (
+                f"samples {names[0]} and {index} do not fit into one batch: {shapes[0]} and "
+                f"{shape}. Samples of a batch must be alike; pad them, or give the Run a "
+                "`collate` that does."
+            )
+    return None
+
+
+def _shapes(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shapes(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_shapes, value)) + ")"
+    return type(value).__name__
+
+
+def _failed(ids: Ids, error: Exception) -> str:
+    named = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    some = "sample" if len(ids) == 1 else "samples"
+    return f"{some} {named} could not be loaded: {type(error).__name__}: {error}"
+
+
+def _tuple_of_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _require_index(index: int, length: int) -> None:
+    # Tensors accept -1 too, but iteration over a source must end at its length.
+    if not -length <= index < length:
+        raise IndexError(f"sample {index} of {length}")

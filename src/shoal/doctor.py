@@ -1,0 +1,396 @@
+"""What this machine offers, what is wrong with it, and the way out of each.
+
+Every check is a small function that returns one `Check`; those that judge a number take it as an
+argument, so the judgement is tested without the machine. A *problem* stops or breaks a run, a
+*note* is worth knowing, the rest is ok. `shoal doctor` prints them.
+
+It looks at this machine alone: run it on each host of a cluster. Cost: some seconds, most of them
+to import torch; the measurements start child processes with a deadline that talk over loopback.
+Read next: `shoal.cli.doctor`, `shoal.numerics.precision`.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from shoal.errors import UsageError
+from shoal.metrics.meters import Stopwatch, cpu_limit, memory_limit_bytes
+from shoal.numerics.precision import bf16_environment, bf16_speed, cache_directory
+from shoal.world import cores
+
+Verdict = Literal["ok", "note", "problem"]
+
+DEADLINE_S = 20
+MESSAGE_BYTES = 16 * 2**20
+_MB, _GB = 2**20, 2**30
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One finding. `advice` is the way out, empty where there is nothing to do."""
+
+    name: str
+    verdict: Verdict
+    value: str
+    advice: str = ""
+
+
+def examine(run_dir: Path, quick: bool) -> Iterator[Check]:
+    """All checks in turn; `quick` leaves out what has to be measured."""
+    facts: list[tuple[str, Callable[[], Check]]] = [
+        ("python", lambda: check_python(sys.version_info[:3])),
+        ("packages", check_packages),
+        ("extras", check_extras),
+        ("torch", check_torch),
+        ("devices", check_devices),
+        ("cores", lambda: check_cores(cores(), os.cpu_count() or 1, cpu_limit())),
+        ("memory", check_memory),
+        ("shared memory", lambda: check_shared_memory(Path("/dev/shm"))),
+        ("network", check_network),
+        ("open files", lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])),
+        ("run directory", lambda: check_disk("run directory", run_dir, "--run-dir")),
+        ("cache directory", check_cache),
+        ("clock", check_clock),
+        ("fused optimizer", check_fused_optimizer),
+        ("bf16", lambda: check_bf16(measure=not quick)),
+    ]
+    if not quick:
+        facts.append(("all-reduce", check_all_reduce))
+    for name, check in facts:
+        try:
+            yield check()
+        except Exception as error:  # noqa: BLE001 (one broken check must not hide the others)
+            what = f"could not be looked at: {type(error).__name__}: {error}"
+            yield Check(name, "problem", what, "This check itself failed; please report it.")
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    value = ".".join(map(str, version))
+    if version < (3, 11):
+        return Check("python", "problem", value, "Shoal needs Python 3.11 or newer.")
+    return Check("python", "ok", f"{value} at {sys.executable}")
+
+
+def check_packages() -> Check:
+    try:
+        found, missing = _installed(extra=False)
+    except importlib.metadata.PackageNotFoundError:
+        advice = "Shoal runs from its source tree and is not installed: pip install -e ."
+        return Check("packages", "note", "not known", advice)
+    if missing:
+        advice = f"pip install {' '.join(missing)}"
+        return Check("packages", "problem", f"missing: {', '.join(missing)}", advice)
+    return Check("packages", "ok", ", ".join(found))
+
+
+def check_extras() -> Check:
+    try:
+        found, missing = _installed(extra=True)
+    except importlib.metadata.PackageNotFoundError:
+        return Check("extras", "note", "not known", "See packages.")
+    value = ", ".join(found) or "none"
+    if missing:
+        value += f"; not installed: {', '.join(missing)}"
+    return Check("extras", "ok", value)
+
+
+def _installed(extra: bool) -> tuple[list[str], list[str]]:
+    """What the package asks for, always or for an extra: installed with versions, and missing."""
+    found, missing = [], []
+    for requirement in importlib.metadata.requires("shoal") or []:
+        if ("extra ==" in requirement) is extra:
+            name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+            try:
+                found.append(f"{name} {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(name)
+    return sorted(set(found)), sorted(set(missing))
+
+
+def check_torch() -> Check:
+    import torch
+
+    threads = torch.get_num_threads()
+    value = f"{torch.__version__}, {threads} threads; each rank is given one"
+    if not torch.distributed.is_available():
+        return Check("torch", "problem", value, "This build has no torch.distributed; use another.")
+    return Check("torch", "ok", value)
+
+
+def check_devices() -> Check:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check("devices", "ok", f"CPU only ({platform.machine()}); ranks talk through Gloo")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not torch.distributed.is_nccl_available():
+        return Check("devices", "problem", ", ".join(names), "This torch has no NCCL; use another.")
+    return Check("devices", "ok", ", ".join(names))
+
+
+def check_cores(usable: int, present: int, quota: float | None) -> Check:
+    value = f"{usable} usable of {present}"
+    if quota is not None and quota < usable:
+        return Check(
+            "cores",
+            "note",
+            f"{value}, held to the time of {quota:g}",
+            f"The container's CPU limit slows more than {max(int(quota), 1)} ranks; "
+            "use fewer with --ranks, or raise the limit.",
+        )
+    if usable < present:
+        return Check("cores", "note", value, "Affinity (taskset, a cpuset) keeps the others away.")
+    return Check("cores", "ok", value)
+
+
+def check_memory() -> Check:
+    memory = psutil.virtual_memory()
+    return judge_memory(memory.total, memory.available, memory_limit_bytes())
+
+
+def judge_memory(total: int, available: int, limit: int | None) -> Check:
+    usable = available if limit is None else min(available, limit)
+    value = f"{total / _GB:.1f} GB, {available / _GB:.1f} available"
+    if limit is not None and limit < total:
+        value += f", held to {limit / _GB:.1f} by the container"
+    if usable < 512 * _MB:
+        advice = "A rank takes about 300 MB before its model; free some or raise the limit."
+        return Check("memory", "problem", value, advice)
+    if usable < 2 * _GB:
+        return Check("memory", "note", value, "Enough for few ranks and small models.")
+    return Check("memory", "ok", value)
+
+
+def check_shared_memory(path: Path) -> Check:
+    if not path.is_dir():
+        return Check("shared memory", "note", f"no {path}", "Ranks of one host will talk over TCP.")
+    usage = shutil.disk_usage(path)
+    return judge_shared_memory(usage.total, usage.free)
+
+
+def judge_shared_memory(total: int, free: int) -> Check:
+    value = f"{total / _MB:.0f} MB, {free / _MB:.0f} free"
+    if free < 32 * _MB:
+        advice = "Remove what lies in /dev/shm, or give the container more (--shm-size=1g)."
+        return Check("shared memory", "problem", value, advice)
+    if free < 256 * _MB:
+        advice = "Small, as containers have it by default; raise it with --shm-size=1g."
+        return Check("shared memory", "note", value, advice)
+    return Check("shared memory", "ok", value)
+
+
+def check_network() -> Check:
+    interfaces = _interfaces()
+    value = ", ".join(f"{name} {address}" for name, address in interfaces.items()) or "none is up"
+    if loopback(interfaces) is None:
+        advice = "Ranks of one host meet on loopback; bring it up: ip link set lo up."
+        return Check("network", "problem", value, advice)
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        advice = "Gloo looks the host name up; add it to /etc/hosts or set GLOO_SOCKET_IFNAME."
+        return Check("network", "note", f"{value}; {socket.gethostname()} is not known", advice)
+    return Check("network", "ok", value)
+
+
+def _interfaces() -> dict[str, str]:
+    """Interfaces that are up, with an IPv4 address each."""
+    states = psutil.net_if_stats()
+    return {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name in states and states[name].isup
+    }
+
+
+def loopback(interfaces: dict[str, str]) -> str | None:
+    return next((name for name, ip in interfaces.items() if ip.startswith("127.")), None)
+
+
+def check_open_files(soft: int) -> Check:
+    value = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        verdict: Verdict = "problem" if soft < 256 else "note"
+        return Check("open files", verdict, value, "Raise it for many ranks: ulimit -n 4096.")
+    return Check("open files", "ok", value)
+
+
+def check_disk(name: str, path: Path, setting: str) -> Check:
+    """`path` need not exist: its nearest parent that does is looked at."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        advice = f"Make it writable, or choose another with {setting}."
+        return Check(name, "problem", f"{place} is not a directory that is writable", advice)
+    return judge_disk(name, path, shutil.disk_usage(place).free, setting)
+
+
+def check_cache() -> Check:
+    return check_disk("cache directory", cache_directory(), "SHOAL_CACHE")
+
+
+def judge_disk(name: str, path: Path, free: int, setting: str) -> Check:
+    value = f"{path}, {free / _GB:.1f} GB free"
+    if free < _GB:
+        verdict: Verdict = "problem" if free < 100 * _MB else "note"
+        return Check(name, verdict, value, f"Free some, or choose another with {setting}.")
+    return Check(name, "ok", value)
+
+
+def check_clock() -> Check:
+    clock = time.get_clock_info("monotonic")
+    value = f"monotonic, resolution {clock.resolution * 1e9:.0f} ns"
+    if not clock.monotonic or clock.resolution > 1e-3:
+        advice = "Heartbeats need a steady clock of 1 ms or finer; this system has none."
+        return Check("clock", "problem", value, advice)
+    return Check("clock", "ok", value)
+
+
+def check_fused_optimizer() -> Check:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(16))
+    parameter.grad = torch.ones(16)
+    try:
+        torch.optim.AdamW([parameter], fused=True).step()
+    except RuntimeError as error:
+        advice = "The optimizer step will be two to three times slower; use a newer torch."
+        return Check("fused optimizer", "note", str(error).splitlines()[0], advice)
+    return Check("fused optimizer", "ok", "AdamW(fused=True) works on the CPU")
+
+
+def check_bf16(measure: bool) -> Check:
+    try:
+        variables = bf16_environment()
+        ratio = bf16_speed(variables) if measure else None
+    except UsageError as error:
+        return Check("bf16", "note", str(error), "Train with precision=fp32.")
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    value = f"runs with {settings}, which Shoal sets" if settings else "runs"
+    if ratio is not None:
+        value += f", a matmul at {ratio:.2g} of the speed of fp32"
+        value += "" if ratio > 1 else ": it saves bytes, not time"
+    return Check("bf16", "ok", value)
+
+
+def check_all_reduce() -> Check:
+    name = loopback(_interfaces())
+    if name is None:
+        return Check("all-reduce", "problem", "not measured: no loopback", "See network.")
+    try:
+        answer = _run_pair(name)
+    except MeasurementFailed as error:
+        advice = "Ranks of this host cannot talk; is loopback behind a firewall, the machine busy?"
+        return Check("all-reduce", "problem", f"2 ranks on {name}: {error}", advice)
+    rate = MESSAGE_BYTES / answer["large_s"] / 1e9
+    latency = f"{answer['small_s'] * 1e6:.0f} us for 4 bytes"
+    return Check("all-reduce", "ok", f"2 ranks on {name}: {latency}, {rate:.2f} GB/s at 16 MB")
+
+
+class MeasurementFailed(Exception):
+    """A measuring child did not answer in time, or died; the message says which."""
+
+
+def _run_pair(interface: str) -> dict[str, float]:
+    """Rank 0's answer. The ranks meet at a store held here; none is left behind, come what may."""
+    from shoal.comm import store as stores
+
+    roots = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(root for root in roots if root),
+    }
+    deadline = time.monotonic() + DEADLINE_S
+    store, port = stores.listen()
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(2):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "shoal.doctor", str(rank), str(port)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(child)
+        failed = _first_failure(ranks, deadline)
+    finally:
+        for child in ranks:
+            child.kill()
+        outputs = [child.communicate() for child in ranks]
+        del store  # stops listening
+    if failed is not None:
+        lines = outputs[failed][1].strip().splitlines()
+        code = ranks[failed].returncode
+        raise MeasurementFailed(f"rank {failed}: {lines[-1] if lines else f'exit code {code}'}")
+    return msgspec.json.decode(outputs[0][0], type=dict[str, float])
+
+
+def _first_failure(ranks: list[subprocess.Popen[str]], deadline: float) -> int | None:
+    """Wait until all have ended well, or one has not: the other then waits for it in vain."""
+    while True:
+        codes = [child.poll() for child in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            raise MeasurementFailed(f"no answer within {DEADLINE_S} s")
+        time.sleep(0.02)
+
+
+def _measure_as(rank: int, port: int) -> dict[str, float]:
+    """One rank of the pair: the median seconds of a small and of a large all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    from shoal.comm import store as stores
+
+    limit_s = DEADLINE_S * 0.75
+    dist.init_process_group(
+        "gloo",
+        store=stores.client("127.0.0.1", port, limit_s),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=limit_s),
+    )
+    seconds = {}
+    for name, size, repeats in (("small_s", 1, 300), ("large_s", MESSAGE_BYTES // 4, 8)):
+        message, laps, watch = torch.zeros(size), [], Stopwatch()
+        for _ in range(repeats):
+            watch.start()
+            dist.all_reduce(message)
+            laps.append(watch.lap())
+        seconds[name] = statistics.median(laps)
+    dist.destroy_process_group()
+    return seconds
+
+
+if __name__ == "__main__":
+    signal.alarm(DEADLINE_S)  # ends this process even if its parent is gone ...
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ... and here as soon as it is
+    answer = _measure_as(*map(int, sys.argv[1:]))
+    sys.stdout.write(msgspec.json.encode(answer).decode())

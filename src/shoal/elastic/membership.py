@@ -1,0 +1,292 @@
+"""Who sits where, and in which generation: the decisions of the supervisor as a pure state machine.
+
+`Membership` is told what happened (`ready`, `exited`, `heard`, ...) with the time it happened at, and
+answers with what is to be done. It reads no clock and starts no process, so it is tested under random
+schedules. Its rules:
+
+- only the supervisor numbers generations, and each has all seats filled;
+- a suspect is killed before its seat is given away, so that it cannot act under two generations;
+- a group forms only after all members have said that they left the one before;
+- a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
+- three losses without a step between them end the run instead of looping.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FAILURES_AT_ONE_STEP = 3
+
+
+class Spawn(NamedTuple):
+    """Start a member."""
+
+    member: int
+
+
+class Kill(NamedTuple):
+    member: int
+
+
+class Announce(NamedTuple):
+    """Tell each seated member its place in a new generation."""
+
+    generation: int
+    seats: tuple[int, ...]
+
+
+class AllHere(NamedTuple):
+    """Tell the seated members to form the group."""
+
+    generation: int
+
+
+class AllFormed(NamedTuple):
+    """The group works. `replaced` names the seats that were refilled and why."""
+
+    generation: int
+    step: int
+    replaced: tuple[tuple[int, str], ...]
+    lost_at: float | None
+
+
+class AllDone(NamedTuple):
+    """Let everybody go."""
+
+
+class GiveUp(NamedTuple):
+    """End the run."""
+
+    cause: str
+    exit_code: int
+
+
+Action = Spawn | Kill | Announce | AllHere | AllFormed | AllDone | GiveUp
+
+
+@dataclass
+class Member:
+    last_heard: float
+    ready: bool = False
+    suspected: str = ""
+
+
+class Membership:
+    """`num_seats` places, filled by members that are numbered as they are spawned."""
+
+    def __init__(
+        self,
+        num_seats: int,
+        *,
+        num_spares: int = 1,
+        heartbeat_timeout_s: float = 10.0,
+        form_timeout_s: float = 30.0,
+        regroup_after_s: float = 2.0,
+    ):
+        self.num_seats = num_seats
+        self.num_spares = num_spares
+        self.recovers = True
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.form_timeout_s = form_timeout_s
+        self.regroup_after_s = regroup_after_s
+        self.generation = -1
+        self.step = 0
+        self.over = False
+        self.members: dict[int, Member] = {}
+        self.seats: list[int | None] = []
+        self.formed: set[int] = set()  # members in the working group
+        self._here: set[int] = set()
+        self._done: set[int] = set()
+        self._replaced: list[tuple[int, str]] = []
+        self._next_member = 0
+        self._failures_at_step = 0
+        self._lost_at: float | None = None  # first word of the loss under way
+        self._deadline: float | None = None  # by which the group must have formed
+
+    def begin(self, now: float) -> list[Action]:
+        spawns = [self._spawn(now) for _ in range(self.num_seats)]
+        self.seats = [spawn.member for spawn in spawns]
+        return [*spawns]
+
+    def heard(self, member: int, now: float, step: int = -1) -> None:
+        """Any message counts as a sign of life."""
+        if member in self.members:
+            self.members[member].last_heard = now
+            self._advance(step)
+
+    def ready(self, member: int, now: float, recovers: bool = True) -> list[Action]:
+        """A member can take a seat; one that cannot be replaced makes the run so."""
+        if member not in self.members:
+            return []
+        self.members[member].ready = True
+        if not recovers:
+            self.recovers, self.num_spares = False, 0
+        if self._deadline is None and self.generation < 0:
+            self._deadline = now + self.form_timeout_s
+        return self._fill_seats(now)
+
+    def here(self, member: int, generation: int) -> list[Action]:
+        if generation != self.generation or member not in self.seats:
+            return []
+        self._here.add(member)
+        return [AllHere(generation)] if self._here == set(self.seats) else []
+
+    def has_formed(self, member: int, generation: int, step: int, now: float) -> list[Action]:
+        if generation != self.generation or member not in self.seats:
+            return []
+        self.formed.add(member)
+        self._advance(step)
+        if self.formed != set(self.seats):
+            return []
+        self._deadline = None
+        answer: list[Action] = [
+            AllFormed(generation, step, tuple(self._replaced), self._lost_at)
+        ]
+        self._replaced, self._lost_at = [], None
+        return answer + self._refill_spares(now)
+
+    def lost(self, member: int, generation: int, now: float) -> list[Action]:
+        """A member's group broke. If nobody is found dead soon, the same members form again."""
+        if generation == self.generation and member in self.seats and self._lost_at is None:
+            self._lost_at = now
+        return []
+
+    def done(self, member: int, generation: int) -> list[Action]:
+        if generation != self.generation or member not in self.seats:
+            return []
+        self._done.add(member)
+        if self._done != set(self.seats):
+            return []
+        self.over = True
+        return [AllDone()]
+
+    def exited(self, member: int, status: int, now: float) -> list[Action]:
+        """A process ended: `status` is its exit code, or minus the signal that killed it."""
+        gone = self.members.pop(member, None)
+        if gone is None or self.over:
+            return []
+        if member not in self.seats:
+            return self._spare_exited(status, now)
+        seat = self.seats.index(member)
+        cause = gone.suspected or how_it_ended(status)
+        if status >= 0 and not gone.suspected:
+            return self._give_up(f"rank {seat} {cause} before the run was done", 1)
+        if not self.recovers:
+            return self._give_up(
+                f"rank {seat} {cause}, and this plan cannot replace it: what it held existed once",
+                1,
+            )
+        self.seats[seat] = None
+        self._replaced.append((seat, cause))
+        if self._lost_at is None:
+            self._lost_at = now
+        return self._count_failure(f"rank {seat} {cause}") or self._fill_seats(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passes: find who is silent, who is late, and groups broken without a death."""
+        if self.over:
+            return []
+        actions: list[Action] = []
+        for number, member in self.members.items():
+            silent_s = now - member.last_heard
+            if member.ready and not member.suspected and silent_s > self.heartbeat_timeout_s:
+                member.suspected = f"was silent for {silent_s:.1f} s and was killed"
+                actions.append(Kill(number))
+        if self._deadline is not None and now > self._deadline:
+            return self._give_up(self._who_is_missing(), 1)
+        broken = self._lost_at is not None and now - self._lost_at > self.regroup_after_s
+        if broken and None not in self.seats and not actions and not self._suspects():
+            actions += self._count_failure("the group broke") or self._announce(now)
+        return actions
+
+    def _spawn(self, now: float) -> Spawn:
+        number = self._next_member
+        self._next_member += 1
+        self.members[number] = Member(last_heard=now)
+        return Spawn(number)
+
+    def _spares(self) -> list[int]:
+        return [number for number in self.members if number not in self.seats]
+
+    def _suspects(self) -> list[int]:
+        return [n for n, member in self.members.items() if member.suspected]
+
+    def _spare_exited(self, status: int, now: float) -> list[Action]:
+        if status >= 0:
+            return self._give_up(f"a spare {how_it_ended(status)} before it was needed", 1)
+        return self._count_failure(f"a spare {how_it_ended(status)}") or self._refill_spares(now)
+
+    def _fill_seats(self, now: float) -> list[Action]:
+        """Give empty seats to ready spares; announce once every seat has a ready member."""
+        actions: list[Action] = []
+        for seat, member in enumerate(self.seats):
+            if member is None:
+                ready = [n for n in self._spares() if self.members[n].ready]
+                if ready:
+                    self.seats[seat] = ready[0]
+        num_empty = self.seats.count(None)
+        actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
+        waits_for_group = self.generation < 0 or self._lost_at is not None
+        if waits_for_group and self._all_seated_ready():
+            actions += self._announce(now)
+        elif num_empty and self._deadline is None:
+            self._deadline = now + self.form_timeout_s
+        return actions
+
+    def _all_seated_ready(self) -> bool:
+        return all(n is not None and self.members[n].ready for n in self.seats)
+
+    def _refill_spares(self, now: float) -> list[Action]:
+        if self.generation < 0 or self.formed != set(self.seats):
+            return []  # first things first
+        return [self._spawn(now) for _ in range(self.num_spares - len(self._spares()))]
+
+    def _announce(self, now: float) -> list[Action]:
+        self.generation += 1
+        self._here, self.formed, self._done = set(), set(), set()
+        if self._lost_at is not None:
+            self._lost_at = now if not self._replaced else self._lost_at
+        self._deadline = now + self.form_timeout_s
+        return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]
+
+    def _advance(self, step: int) -> None:
+        if step > self.step:
+            self.step = step
+            self._failures_at_step = 0
+
+    def _count_failure(self, what: str) -> list[Action]:
+        self._failures_at_step += 1
+        if self._failures_at_step < FAILURES_AT_ONE_STEP:
+            return []
+        return self._give_up(
+            f"step {self.step + 1} failed {FAILURES_AT_ONE_STEP} times, the last time because "
+            f"{what}",
+            1,
+        )
+
+    def _give_up(self, cause: str, exit_code: int) -> list[Action]:
+        self.over = True
+        return [GiveUp(cause, exit_code)]
+
+    def _who_is_missing(self) -> str:
+        def waited_for(number: int | None) -> bool:
+            if number is None or not self.members[number].ready:
+                return True
+            return self.generation >= 0 and number not in self.formed
+
+        missing = [str(seat) for seat, number in enumerate(self.seats) if waited_for(number)]
+        return (
+            f"the group of {self.num_seats} ranks did not form within {self.form_timeout_s:g} s: "
+            f"rank {', '.join(missing)} did not come"
+        )
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        import signal
+
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"exited with code {status}"

@@ -1,0 +1,230 @@
+"""A member's side of the supervisor: heartbeats out, places in, and a way out of dead collectives.
+
+A control thread keeps the conversation going whatever the trainer is doing. When a newer generation
+is announced while the trainer still sits in a collective of an older one, the thread shuts down that
+group's connections, again on every tick until the trainer has taken its new place.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import zmq
+
+from shoal.comm.collectives import Group
+from shoal.comm.sockets import open_sockets, shut_down
+from shoal.comm.store import client, form_group, leave_group
+from shoal.elastic import messages
+from shoal.elastic.messages import (
+    Beat,
+    Done,
+    Failed,
+    Formed,
+    Go,
+    Here,
+    Leave,
+    Lost,
+    Ready,
+    Stop,
+    TakeSeat,
+)
+from shoal.errors import FormError, GroupLost, StopNow
+from shoal.hooks import StepInfo
+from shoal.mesh import Mesh
+from shoal.plan import Plan
+from shoal.world import World
+
+BEAT_S = 0.1
+TICK_MS = 20
+# Gloo waits five times as long for a peer that died before it connected.
+CONNECT_TIMEOUT_S = 1.0
+
+
+class SupervisedSeat:
+    """The trainer's seat under a supervisor. Its methods are called from the trainer's thread."""
+
+    def __init__(
+        self, address: str, identity: str, *, recovers: bool = True, patience_s: float = 45.0
+    ):
+        self.recovers = recovers
+        self.summarise: Callable[[], dict[str, Any]] = dict
+        self.progress: Callable[[], dict[str, Any] | None] = lambda: None
+        self.generation = -1
+        self.step = 0
+        self._patience_s = patience_s  # how long to wait for a new generation after a loss
+        self._changed = threading.Condition()
+        self._place: TakeSeat | None = None
+        self._go = -1
+        self._stop = self._leave = self._closing = False
+        self._before: set[str] | None = None  # sockets that stood before forming began
+        self._own: set[str] = set()  # the group's
+        self._context = zmq.Context()
+        self._mouth = self._context.socket(zmq.PUSH)
+        self._mouth.bind("inproc://say")
+        self._thread = threading.Thread(
+            target=self._converse, args=(address, identity), name="shoal-control", daemon=True
+        )
+        self._thread.start()
+
+    def form(self) -> Mesh:
+        self._say(Ready(os.getpid(), self.recovers))
+        return self._take_place(None)
+
+    def reform(self, lost: GroupLost) -> Mesh:
+        self._say(Lost(self.generation, self.step, str(lost)))
+        return self._take_place(lost)
+
+    def formed(self, step: int) -> None:
+        self.step = step
+        self._say(Formed(self.generation, step))
+
+    def stepped(self, info: StepInfo) -> None:
+        self.step = info.step
+
+    def stop_requested(self) -> bool:
+        return self._stop
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
+        self._stop = True
+
+    def finish(self) -> bool:
+        self._say(Done(self.generation, self.step, self.summarise()))
+        with self._changed:
+            self._changed.wait_for(lambda: self._leave or self._place_is_new())
+            return self._leave
+
+    def fail(self, message: str, trace: str, exit_code: int) -> None:
+        """Say that the recipe failed here, and wait until the supervisor has heard it."""
+        self._say(Failed(self.step, message, trace, exit_code))
+        with self._changed:
+            self._changed.wait_for(lambda: self._leave, timeout=5.0)
+
+    def close(self) -> None:
+        leave_group()
+        self._closing = True
+        self._thread.join(timeout=2.0)
+        self._mouth.close(linger=0)
+        self._context.term()
+
+    def _say(self, message: messages.MemberMessage) -> None:
+        self._mouth.send(messages.encode(message))
+
+    def _take_place(self, lost: GroupLost | None) -> Mesh:
+        """Wait for a place in a newer generation and form its group, until one works."""
+        while True:
+            leave_group()
+            place = self._await_place(lost)
+            if not self._await_go(place):
+                continue
+            try:
+                return self._form(place)
+            except (GroupLost, FormError) as error:
+                lost = error if isinstance(error, GroupLost) else GroupLost(str(error))
+                self._say(Lost(self.generation, self.step, str(lost)))
+
+    def _await_place(self, lost: GroupLost | None) -> TakeSeat:
+        with self._changed:
+            patience_s = None if self.generation < 0 else self._patience_s
+            came = self._changed.wait_for(lambda: self._leave or self._place_is_new(), patience_s)
+            if self._leave:
+                raise StopNow("the supervisor lets this rank go")
+            if not came:
+                assert lost is not None
+                raise lost  # nobody else noticed: the error was this rank's own
+            assert self._place is not None
+            self.generation = self._place.generation
+            return self._place
+
+    def _await_go(self, place: TakeSeat) -> bool:
+        """Say that the old group is left; True when all have said so."""
+        self._say(Here(place.generation))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._leave or self._go == place.generation or self._place_is_new(),
+                self._patience_s,
+            )
+            return self._go == place.generation and not self._place_is_new()
+
+    def _form(self, place: TakeSeat) -> Mesh:
+        world = World(place.seat, place.num_seats, place.seat, place.num_seats, "shoal")
+        if place.num_seats == 1:
+            return Mesh(Group(), world.device, place.generation)
+        import torch.distributed as dist
+
+        self._own, self._before = set(), set(open_sockets())
+        try:
+            # One client a generation: an old one may hang in a wait of its own.
+            store = client(place.store_host, place.store_port, timeout_s=4.0)
+            timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+            form_group(store, f"generation/{place.generation}", world, timeout)
+        finally:
+            self._own = set(open_sockets()) - self._before
+            self._before = None
+        return Mesh(Group(dist.group.WORLD), world.device, place.generation)
+
+    def _place_is_new(self) -> bool:
+        return self._place is not None and self._place.generation > self.generation
+
+    def _converse(self, address: str, identity: str) -> None:
+        """The control thread."""
+        line = self._context.socket(zmq.DEALER)
+        line.setsockopt(zmq.IDENTITY, identity.encode())
+        line.setsockopt(zmq.LINGER, 500)
+        line.connect(address)
+        ear = self._context.socket(zmq.PULL)
+        ear.connect("inproc://say")
+        poller = zmq.Poller()
+        poller.register(line, zmq.POLLIN)
+        poller.register(ear, zmq.POLLIN)
+        last_beat = 0.0
+        try:
+            while not self._closing or ear.poll(0):
+                poller.poll(TICK_MS)
+                while ear.poll(0):
+                    line.send(ear.recv())
+                while line.poll(0):
+                    self._take_in(messages.decode_supervisor(line.recv()))
+                self._free_the_trainer()
+                if time.monotonic() - last_beat > BEAT_S:
+                    last_beat = time.monotonic()
+                    line.send(messages.encode(Beat(self.step, self.progress())))
+        finally:
+            line.close()
+            ear.close()
+
+    def _take_in(self, message: messages.SupervisorMessage) -> None:
+        with self._changed:
+            match message:
+                case TakeSeat():
+                    if self._place is None or message.generation > self._place.generation:
+                        self._place = message
+                case Go():
+                    self._go = message.generation
+                case Stop():
+                    self._stop = True
+                case Leave():
+                    self._leave = True
+            self._changed.notify_all()
+
+    def _free_the_trainer(self) -> None:
+        """Level-triggered: as long as the trainer is in a group it should have left."""
+        if self._place_is_new() or self._leave:
+            before = self._before
+            shut_down(self._own if before is None else set(open_sockets()) - before)
+
+
+def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
+    """The supervisor's seat, if `shoal run` started this process."""
+    address = os.environ.get("SHOAL_CONTROL")
+    if address is None:
+        return None
+    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))
+
+
+def can_recover(plan: Plan) -> bool:
+    """Whether a lost rank's state is held by another."""
+    return plan.local_steps == 1

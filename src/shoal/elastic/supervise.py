@@ -1,0 +1,270 @@
+"""The supervisor: it starts the ranks, listens, and keeps every seat filled until the run is over.
+
+It holds the store and numbers the generations, so any rank may die. All decisions are
+`membership.py`'s; this file carries them out. It runs in the process of the command line, whose death
+ends the nursery and every rank.
+"""
+
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Prepared
+from shoal.comm import store
+from shoal.elastic import membership, messages
+from shoal.elastic.membership import Membership
+from shoal.elastic.messages import Beat, Done, Failed, Formed, Go, Here, Leave, Lost, Ready
+from shoal.elastic.messages import Stop, TakeSeat
+from shoal.metrics.sinks import JsonLines
+
+POLL_MS = 100
+GRACE_S = 2.0
+
+
+@dataclass
+class Outcome:
+    """How a run ended. `trace` is the traceback of the first rank that failed."""
+
+    exit_code: int = 0
+    cause: str = ""
+    trace: str = ""
+    step: int = 0
+    num_recoveries: int = 0
+    stopped_by: int = 0
+    summaries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
+
+
+Watch = Callable[[dict[str, Any]], None]
+
+
+class Supervisor:
+    """Runs the ranks of one job. `watch` is told of progress and of every event."""
+
+    def __init__(self, nursery: Nursery, members: Membership, run_dir: Path, watch: Watch):
+        self.nursery = nursery
+        self.members = members
+        self.outcome = Outcome()
+        self._watch = watch
+        self._run_dir = run_dir
+        self._events = JsonLines(run_dir / "events.jsonl")
+        self._token = secrets.token_hex(16)
+        self._store, self._store_port = store.listen()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, 16 << 20)
+        self._address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._over = False
+        self._stop_signal = 0
+
+    def run(self) -> Outcome:
+        """Until the run is over, one way or another. Nothing is left running afterwards."""
+        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self.nursery.fileno(), zmq.POLLIN)
+        try:
+            self._act(self.members.begin(time.monotonic()))
+            while not self._over:
+                poller.poll(POLL_MS)
+                self._hear_nursery()
+                self._hear_members()
+                self._act(self.members.tick(time.monotonic()))
+                self._pass_on_stop()
+            self._let_go()
+        except EOFError as gone:
+            self._give_up(str(gone), 1)
+        finally:
+            self._close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return self.outcome
+
+    def stop(self, signal_number: int) -> None:
+        """Ask for a clean stop; a second time: end everything now."""
+        if self._stop_signal:
+            self._give_up("it was interrupted twice", 128 + signal_number)
+        self._stop_signal = self.outcome.stopped_by = signal_number
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.stop(number)
+
+    def _pass_on_stop(self) -> None:
+        """Repeated until the run is over: a member may have come after the first time."""
+        if self._stop_signal and not self._over:
+            if self.members.generation < 0:
+                self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
+            for member in self.members.seats:
+                if member is not None:
+                    self._send(member, Stop())
+
+    def _hear_nursery(self) -> None:
+        while (report := self.nursery.next_report(timeout_s=0)) is not None:
+            match report:
+                case Born():
+                    self._event("started", member=report.number, pid=report.pid)
+                case Exited():
+                    seat = self._seat_of(report.number)
+                    if seat is not None and not self._over:
+                        how = membership.how_it_ended(report.status)
+                        self._event("exited", rank=seat, how=how, step=self.members.step)
+                    now = time.monotonic()
+                    self._hear_members()  # what it said before it ended
+                    self._act(self.members.exited(report.number, report.status, now))
+                case Prepared() | NotPrepared():
+                    raise AssertionError("the nursery prepares once")
+
+    def _hear_members(self) -> None:
+        while self._router.poll(0):
+            identity, *frames = self._router.recv_multipart()
+            number, _, token = identity.decode(errors="replace").partition(":")
+            if not secrets.compare_digest(token, self._token) or not number.isdigit():
+                continue  # a stranger on the port
+            try:
+                message = messages.decode_member(frames[-1])
+            except msgspec.DecodeError:
+                continue
+            self._take_in(int(number), message)
+
+    def _take_in(self, member: int, message: messages.MemberMessage) -> None:
+        now = time.monotonic()
+        self.members.heard(member, now, getattr(message, "step", -1))
+        match message:
+            case Ready():
+                self._act(self.members.ready(member, now, message.recovers))
+            case Here():
+                self._act(self.members.here(member, message.generation))
+            case Formed():
+                self._act(
+                    self.members.has_formed(member, message.generation, message.step, now)
+                )
+            case Lost():
+                self._act(self.members.lost(member, message.generation, now))
+            case Beat():
+                if message.progress:
+                    self._watch({"event": "progress", **message.progress})
+            case Done():
+                seat = self._seat_of(member)
+                if seat is not None:
+                    self.outcome.summaries[seat] = message.summary
+                self._act(self.members.done(member, message.generation))
+            case Failed():
+                self._recipe_failed(member, message)
+
+    def _recipe_failed(self, member: int, message: Failed) -> None:
+        seat = self._seat_of(member)
+        if self._over:
+            return  # an echo of the first failure
+        who = "a spare" if seat is None else f"rank {seat}"
+        self.outcome.trace = message.trace
+        self._give_up(f"{who} failed at step {message.step + 1}: {message.message}",
+                      message.exit_code)
+
+    def _act(self, actions: list[membership.Action]) -> None:
+        for action in actions:
+            match action:
+                case membership.Spawn():
+                    self._spawn(action.member)
+                case membership.Kill():
+                    self.nursery.kill(action.member)
+                case membership.Announce():
+                    self._announce(action)
+                case membership.AllHere():
+                    for member in self.members.seats:
+                        if member is not None:
+                            self._send(member, Go(action.generation))
+                case membership.AllFormed():
+                    self._formed(action)
+                case membership.AllDone():
+                    self._over = True
+                case membership.GiveUp():
+                    self._give_up(action.cause, action.exit_code)
+
+    def _spawn(self, member: int) -> None:
+        log = self._run_dir / "logs" / (
+            f"rank-{member:03d}.log" if member < self.members.num_seats else f"spare-{member:03d}.log"
+        )
+        told = {
+            "SHOAL_CONTROL": self._address,
+            "SHOAL_MEMBER": f"{member}:{self._token}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(member),
+            "LOCAL_RANK": str(member),
+            "WORLD_SIZE": str(self.members.num_seats),
+            "LOCAL_WORLD_SIZE": str(self.members.num_seats),
+        }
+        self.nursery.spawn(Birth(member, str(log), told))
+
+    def _announce(self, plan: membership.Announce) -> None:
+        for seat, member in enumerate(plan.seats):
+            self._event(
+                "seat", rank=seat, pid=self.nursery.pids.get(member), generation=plan.generation
+            )
+            self._send(member, TakeSeat(plan.generation, seat, len(plan.seats), self._store_port))
+
+    def _formed(self, group: membership.AllFormed) -> None:
+        if group.lost_at is not None:
+            ms = round((time.monotonic() - group.lost_at) * 1000, 1)
+            self.outcome.num_recoveries += 1
+            for rank, cause in group.replaced or ((None, "the group broke"),):
+                self._event(
+                    "recovered",
+                    generation=group.generation,
+                    rank=rank,
+                    cause=cause,
+                    step=group.step,
+                    ms=ms,
+                )
+        else:
+            self._event("formed", generation=group.generation, step=group.step)
+
+    def _give_up(self, cause: str, exit_code: int) -> None:
+        if not self._over:
+            self._over = True
+            self.members.over = True
+            self.outcome.cause, self.outcome.exit_code = cause, exit_code
+            self._event("gave-up", cause=cause, step=self.members.step)
+
+    def _let_go(self) -> None:
+        """Let every member leave by itself; who does not is ended with the nursery."""
+        self.outcome.step = self.members.step
+        if self._stop_signal and not self.outcome.exit_code:
+            self.outcome.exit_code = 128 + self._stop_signal
+        deadline = time.monotonic() + GRACE_S
+        while self.nursery.pids and time.monotonic() < deadline:
+            for member in self.nursery.pids:
+                self._send(member, Leave())
+            self.nursery.next_report(timeout_s=0.02)
+            while self._router.poll(0):
+                self._router.recv_multipart()
+
+    def _send(self, member: int, message: messages.SupervisorMessage) -> None:
+        try:
+            identity = f"{member}:{self._token}".encode()
+            self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return  # it has not come or is gone: its exit or its silence says the same
+
+    def _seat_of(self, member: int) -> int | None:
+        return self.members.seats.index(member) if member in self.members.seats else None
+
+    def _event(self, event: str, **what: Any) -> None:
+        record = {"event": event, "time": time.time(), **what}
+        self._events.write(record)
+        self._watch(record)
+
+    def _close(self) -> None:
+        self.nursery.close()
+        self._events.close()
+        self._router.close()
+        self._context.term()

@@ -1,0 +1,170 @@
+"""What a rank's process does: train a prepared run, or run a user's script, under a seat."""
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import logs, recipe
+from shoal.checkpoint.export import write_model
+from shoal.cluster.nursery import Birth, ChildMain
+from shoal.elastic.seat import SupervisedSeat, can_recover
+from shoal.errors import ShoalError, StopNow
+from shoal.hooks import Hook, StepInfo
+from shoal.metrics.meters import Totals, peak_memory_bytes
+from shoal.metrics.scribe import Scribe
+from shoal.metrics.sinks import Sink, TensorBoard
+from shoal.plan import Plan
+from shoal.run import Run, make_batches
+from shoal.training import Trainer, resolve
+
+MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
+
+
+def prepare_training(
+    spec: str,
+    settings: dict[str, str],
+    plan: str | None,
+    ranks: int | None,
+    run_dir: Path,
+    *,
+    tensorboard: bool = False,
+    more_hooks: MoreHooks = lambda trainer, run_dir: (),
+) -> tuple[dict[str, Any], ChildMain]:
+    """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main."""
+    use_threads()
+    run = recipe.load_recipe(spec, settings)
+    resolved = resolve(run, plan, ranks)
+    make_batches(run, resolved.num_pieces)  # says what is wrong with the data
+    model = run.make_model()
+    _warm_up(run, model)
+    facts = {
+        "plan": str(resolved),
+        "num_ranks": resolved.num_ranks,
+        "num_pieces": resolved.num_pieces,
+        "num_steps": run.num_steps(),
+        "batch_size": run.batch_size,
+        "num_samples": len(run.data),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "run": recipe.provenance(run, settings),
+    }
+
+    def rank_main(birth: Birth) -> int:
+        def train(seat: SupervisedSeat) -> None:
+            trainer = Trainer(run, resolved, seat, model=model)
+            _train(trainer, seat, run_dir, tensorboard, more_hooks)
+
+        return under_seat(birth, resolved, train)
+
+    return facts, rank_main
+
+
+def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], ChildMain]:
+    """In the nursery: nothing but warm imports, since the script is the ranks' own."""
+    use_threads()
+    import torch.distributed.tensor  # noqa: F401 (warm)
+
+    def rank_main(birth: Birth) -> int:
+        os.environ.update(birth.told)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [str(script), *arguments]
+        sys.path.insert(0, str(script.resolve().parent))
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
+
+    return {}, rank_main
+
+
+def use_threads() -> None:
+    """One torch thread a rank, unless the user said otherwise: ranks are what fills the cores."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None]) -> int:
+    """Run `work` in a member's seat; an error goes to the supervisor, and is the exit code."""
+    logs.set_up(f"member {birth.number} ")
+    os.environ.update(birth.told)
+    seat = SupervisedSeat(
+        birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], recovers=can_recover(plan)
+    )
+    signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
+    try:
+        work(seat)
+        return 0
+    except StopNow:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        own = isinstance(error, ShoalError)
+        message = str(error) if own else f"{type(error).__name__}: {error}"
+        trace = "" if own and error.__cause__ is None else traceback.format_exc()
+        code = error.exit_code if isinstance(error, ShoalError) else 1
+        seat.fail(message, trace, code)
+        return code
+
+
+def _train(
+    trainer: Trainer,
+    seat: SupervisedSeat,
+    run_dir: Path,
+    tensorboard: bool,
+    more_hooks: MoreHooks,
+) -> None:
+    totals = Totals()
+    sinks: list[Callable[[], Sink]] = []
+    if tensorboard:
+        sinks.append(lambda: TensorBoard(run_dir / "tensorboard"))
+    scribe = Scribe(run_dir / "metrics.jsonl", lambda: trainer.is_scribe, sinks)
+
+    def keep_model(info: StepInfo) -> None:
+        if info.step == trainer.num_steps and trainer.mesh.rank == 0:
+            write_model(trainer.model, run_dir / "model.safetensors")
+
+    seat.summarise = lambda: _summary(totals)
+    seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
+    trainer.hooks += [totals.add, scribe, *more_hooks(trainer, run_dir), keep_model]
+    try:
+        with trainer:
+            for _ in trainer:
+                pass
+    finally:
+        scribe.close()
+
+
+def _progress(totals: Totals) -> dict[str, Any] | None:
+    last = totals.last
+    if last is None:
+        return None
+    return {
+        "step": last.step,
+        "loss": last.loss,
+        "samples_per_s": totals.samples_per_s,
+        "communication": totals.share_in_communication,
+        "evaluation": last.evaluation,
+    }
+
+
+def _summary(totals: Totals) -> dict[str, Any]:
+    last = totals.last
+    return {
+        "steps": last.step if last else 0,
+        "loss": last.loss if last else None,
+        "evaluation": last.evaluation if last else None,
+        "samples_per_s": totals.mean_samples_per_s,
+        "bytes_sent": totals.bytes_sent,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "times": totals.times._asdict(),
+    }
+
+
+def _warm_up(run: Run, model: nn.Module) -> None:
+    """Load what the first step would load: torch imports hundreds of modules with an optimizer."""
+    run.make_optimizer(model)
+    import torch.distributed.tensor  # noqa: F401

@@ -1,0 +1,58 @@
+"""Every error Shoal raises on purpose.
+
+A message says what happened with its values, the rule that was broken, and the way out. `exit_code`
+is what the command line returns for it; anything that is not a `ShoalError` is a defect of ours or
+the recipe's own.
+"""
+
+from difflib import get_close_matches
+from typing import Iterable
+
+
+class ShoalError(Exception):
+    """The root of the tree."""
+
+    exit_code = 1
+
+
+class UsageError(ShoalError):
+    """The command line, the recipe or another input is wrong. Raised before a process starts."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """The plan cannot work, alone or with this run or this machine."""
+
+
+class RecipeError(ShoalError):
+    """The recipe's own code failed, or what it computes cannot be trained on."""
+
+
+class NotFinite(RecipeError):
+    """A loss or a gradient is not finite and no smaller loss scale can cure it."""
+
+
+class GroupLost(ShoalError):
+    """A collective could not finish because a member of the group is gone.
+
+    Raised wherever it shows (forward, backward, exchange, evaluation) and handled in one place, the
+    trainer's `regroup`.
+    """
+
+
+class FormError(ShoalError):
+    """A group could not form before its deadline; the message names the ranks that did not come."""
+
+
+class StopNow(ShoalError):
+    """This process was told to leave without finishing its step."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that helps with a misspelt `name`: the nearest known one, else all of them."""
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Known: {', '.join(names)}."

@@ -1,0 +1,77 @@
+"""Evaluation: the mean loss and metrics over a source, each sample counted once.
+
+The source is cut into fixed pieces which are dealt over the ranks; what each piece gave is brought
+together and summed in order, so the answer has the same bits at any number of ranks. Under local
+steps each replica judges its pieces with its own weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.loader import pieces_in_order
+from shoal.data.split import share
+from shoal.errors import RecipeError, UsageError
+from shoal.mesh import Mesh
+from shoal.numerics.precision import Precision
+from shoal.run import Run, call_model, objective
+
+PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
+
+
+def measure(
+    run: Run, model: nn.Module, source: Any, mesh: Mesh, precision: Precision
+) -> dict[str, float]:
+    """`loss` and each of the run's metrics. Every rank must call it."""
+    pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), run.collate, mesh.device)
+    if not len(pieces):
+        raise UsageError("There is nothing to evaluate: the source has no samples.")
+    names = ["loss", *run.metrics]
+    table = torch.zeros(len(pieces), len(names), 2, dtype=torch.float64)
+    with evaluating(model):
+        for index in share(mesh.rank, mesh.num_ranks, len(pieces)):
+            piece = pieces[index]
+            with precision.autocast(mesh.device.split(":")[0]):
+                output = call_model(model, piece.inputs)
+                goal = objective(run, output, piece)
+            table[index, 0] = torch.tensor([float(goal.sum), float(goal.weight)])
+            for column, (name, metric) in enumerate(run.metrics.items(), start=1):
+                answer = metric(output, piece.target)
+                table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
+    if mesh.num_ranks > 1:
+        table = table.to(mesh.device)
+        mesh.data.all_reduce(table).wait()  # one contributor an entry: exact in any order
+    return {
+        name: sum(column[:, 0].tolist()) / sum(column[:, 1].tolist())
+        for name, column in zip(names, table.unbind(dim=1), strict=True)
+    }
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _sum_and_weight(name: str, answer: Any, num_samples: int) -> Tensor:
+    """A metric answers like a loss: a mean, or a pair (sum, weight)."""
+    try:
+        if isinstance(answer, tuple):
+            sum_, weight = map(float, answer)
+            return torch.tensor([sum_, weight], dtype=torch.float64)
+        return torch.tensor([float(answer) * num_samples, num_samples], dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecipeError(
+            f"The metric {name!r} returned {type(answer).__name__}: {error}. It must return a "
+            "number, the mean over the samples it was given, or a pair (sum, weight)."
+        ) from error

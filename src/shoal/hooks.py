@@ -1,0 +1,51 @@
+"""What a caller learns of each committed step, and how to act on some of them.
+
+`StepInfo` is made once per committed step, handed to the trainer's hooks and then to whoever drives
+the trainer. A hook is any function of a `StepInfo`.
+"""
+
+from typing import Callable, NamedTuple
+
+
+class Times(NamedTuple):
+    """Where the seconds of one step went, on this rank.
+
+    `waiting` is the part of the exchange in which a slower rank had not arrived yet.
+    """
+
+    data: float
+    compute: float
+    exchange: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        return self.data + self.compute + self.exchange + self.waiting
+
+
+class StepInfo(NamedTuple):
+    """One committed step. `step` counts from 1: the number of optimizer updates made so far."""
+
+    step: int
+    loss: float  # over the global batch, weighted as the loss is
+    samples: int  # in the global batch of this step
+    rate: float  # learning rate of the first parameter group
+    norm: float | None  # of the whole gradient before clipping; None when nothing asked for it
+    times: Times
+    bytes_sent: int  # by this rank, for this step
+    evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
+
+
+Hook = Callable[[StepInfo], None]
+
+
+def every(num_steps: int, hook: Hook) -> Hook:
+    """Call `hook` on each `num_steps`-th step only."""
+    if num_steps < 1:
+        raise ValueError(f"every({num_steps}): the number of steps must be at least 1.")
+
+    def on_some(info: StepInfo) -> None:
+        if info.step % num_steps == 0:
+            hook(info)
+
+    return on_some

@@ -1,0 +1,72 @@
+"""The record of a run's steps on disk, complete although its writer may die.
+
+Every rank keeps the latest steps in memory; one of them, the scribe, writes them to `metrics.jsonl`
+and to the other sinks, in the background. When the scribe dies another rank takes over, sees how far
+the file got, and writes on from what it remembers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.hooks import StepInfo
+from shoal.metrics.sinks import Background, JsonLines, Sink
+
+REMEMBERED = 4096
+
+
+class Scribe:
+    """A trainer's hook. `writes` says whether this rank is the one that writes, at this time."""
+
+    def __init__(
+        self, path: Path, writes: Callable[[], bool], more_sinks: Sequence[Callable[[], Sink]] = ()
+    ):
+        self._path = path
+        self._writes = writes
+        self._more_sinks = more_sinks
+        self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
+        self._sinks: list[Background] = []
+
+    def __call__(self, info: StepInfo) -> None:
+        self._recent.append(info)
+        if self._sinks:
+            for sink in self._sinks:
+                sink.put(info)
+        elif self._writes():
+            self._take_over()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _take_over(self) -> None:
+        written = last_step(self._path)
+        sinks: list[Sink] = [JsonLines(self._path), *(make() for make in self._more_sinks)]
+        self._sinks = [Background(s, type(s).__name__, encode=as_record) for s in sinks]
+        for info in self._recent:
+            if info.step > written:
+                for sink in self._sinks:
+                    sink.put(info)
+
+
+def as_record(info: StepInfo) -> Mapping[str, Any]:
+    """A step as it is written down."""
+    record: dict[str, Any] = info._asdict()
+    record["times"] = info.times._asdict()
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics file holds, 0 if none. A torn last line does not count."""
+    if not path.exists():
+        return 0
+    for line in reversed(path.read_bytes().splitlines()):
+        try:
+            step: int = msgspec.json.decode(line)["step"]
+            return step
+        except (msgspec.DecodeError, KeyError, TypeError):
+            continue
+    return 0

@@ -1,0 +1,158 @@
+"""The words of a plan's text: each key with its values, its meaning and its reader.
+
+`KEYS` is the one place that describes a key; parsing, printing the help of `--plan` and checking a
+`Plan` made in Python all go through it. Rules between keys are in `plan`, next to the record.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+Value = int | str | None
+
+
+class Key(NamedTuple):
+    """One key. `read` gives a value in its one canonical form, or raises ValueError."""
+
+    values: str
+    meaning: str
+    read: Callable[[str], Value]
+
+
+def _count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        count = int(text) if text.isascii() and text.isdecimal() else -1
+        if count < least or (most is not None and count > most):
+            raise ValueError(text)
+        return count
+
+    return read
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+def _data(text: str) -> int | None:
+    return None if text == "auto" else _count()(text)
+
+
+def _staleness(text: str) -> int | str:
+    return text if text == "any" else _count(0)(text)
+
+
+def _outer(text: str) -> str:
+    """`nesterov` is written out with its rate and momentum, so that equal plans are equal text."""
+    name, *numbers = text.split(":")
+    if name == "average" and not numbers:
+        return text
+    if name != "nesterov" or len(numbers) > 2:
+        raise ValueError(text)
+    defaults = ["0.7", "0.9"]
+    rate, momentum = (float(number) for number in numbers + defaults[len(numbers) :])
+    if not (0 < rate < math.inf and 0 <= momentum < 1):
+        raise ValueError(text)
+    return f"nesterov:{rate}:{momentum}"
+
+
+def _codec(text: str) -> str:
+    name, _, number = text.partition(":")
+    if name == "topk" and 0 < float(number) <= 1:
+        return f"topk:{float(number)}"
+    if name == "powersgd":
+        return f"powersgd:{_count()(number)}"
+    return _choice("none", "fp16", "bf16", "int8", "onebit")(text)
+
+
+# In the order in which a plan prints them, which is the order of the fields of `Plan`.
+KEYS: dict[str, Key] = {
+    "data": Key(
+        "auto, or 1 or more",
+        "number of replicas that share the batch (auto: the largest that fits)",
+        _data,
+    ),
+    "tensor": Key("1 or more", "number of ranks that share each layer", _count()),
+    "pipeline": Key("1 or more", "number of ranks that share the depth of the model", _count()),
+    "zero": Key(
+        "0, 1, 2, 3",
+        "level of what is sharded over data: nothing, optimizer state, + gradients, + parameters",
+        _count(0, 3),
+    ),
+    "schedule": Key(
+        "1f1b, gpipe, interleaved, zero-bubble, zbv",
+        "order of work in the pipeline",
+        _choice("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv"),
+    ),
+    "microbatches": Key(
+        "1 or more", "number of pieces in the pipeline together, else 2 x pipeline", _count()
+    ),
+    "stages": Key(
+        "1 or more",
+        "number of stages of each pipeline rank, else what the schedule needs",
+        _count(),
+    ),
+    "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
+    "servers": Key("1 or more", "number of parameter servers", _count()),
+    "staleness": Key(
+        "0 or more, or any", "number of steps a worker may be ahead of the slowest", _staleness
+    ),
+    "copies": Key("1 or more", "number of servers that hold each shard", _count()),
+    "local_steps": Key("1 or more", "number of steps between two agreements", _count()),
+    "outer": Key(
+        "average, nesterov[:rate[:momentum]] with rate > 0 and 0 <= momentum < 1",
+        "way in which local steps are brought together",
+        _outer,
+    ),
+    "sums": Key(
+        "exact, ring",
+        "order of summation: one tree over the pieces (the same bits on any number of ranks), "
+        "or whatever is fastest",
+        _choice("exact", "ring"),
+    ),
+    "codec": Key(
+        "none, fp16, bf16, int8, onebit, topk:F with 0 < F <= 1, powersgd:R with R of 1 or more",
+        "packing of gradients for the wire",
+        _codec,
+    ),
+    "precision": Key(
+        "fp32, bf16, fp16", "arithmetic of forward and backward", _choice("fp32", "bf16", "fp16")
+    ),
+    "accumulate": Key(
+        "1 or more", "number of pieces (pipeline rounds) each replica takes per step", _count()
+    ),
+    "pieces": Key(
+        "1 or more",
+        "number of equal parts of the global batch, else data x accumulate x microbatches",
+        _count(),
+    ),
+    "recompute": Key(
+        "none, blocks", "part of the forward pass that is done again", _choice("none", "blocks")
+    ),
+    "offload": Key(
+        "none, optimizer", "state that is kept off the device", _choice("none", "optimizer")
+    ),
+}
+
+# Keys whose default is all there is so far, with what another value would ask for. A technique that
+# gets built leaves this table.
+NOT_YET: dict[str, str] = {
+    "tensor": "layers cut over a tensor axis",
+    "pipeline": "a model cut into pipeline stages",
+    "zero": "state sharded over the data axis",
+    "schedule": "a pipeline schedule",
+    "microbatches": "pipeline microbatches",
+    "stages": "pipeline stages",
+    "sync": "parameter servers",
+    "servers": "parameter servers",
+    "staleness": "parameter servers with bounded staleness",
+    "copies": "replicated parameter servers",
+    "outer": "an outer optimizer",
+    "codec": "packed gradients",
+    "recompute": "recomputed activations",
+    "offload": "offloaded state",
+}

@@ -1,0 +1,170 @@
+"""The Run: what is trained, and nothing about where.
+
+A recipe returns one. It holds functions and numbers only; models, optimizers and ranks are made from
+it later, under a plan. What is wrong with it is said when it is made.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.loader import Batches, Piece
+from shoal.data.order import batches_per_epoch
+from shoal.errors import RecipeError, UsageError
+from shoal.numerics.schedules import Schedule, as_schedule
+
+_ENDS = ("drop", "pad", "wrap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, or (sum, weight)
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
+    data: Any  # anything with len() and indexing; a sample is (inputs, target)
+    batch_size: int  # of the whole job
+    steps: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    schedule: Callable[..., float] | None = None
+    clip: float | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    end: str = "drop"
+    evaluate: Any = None
+    evaluate_every: int | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    save_every: int | None = None
+    plan: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise UsageError(
+                    f"Run.{name} is a {type(getattr(self, name)).__name__}. It must be a function"
+                    f"{': write model=lambda: MyModel()' if name == 'model' else ''}."
+                )
+        self._check_counts()
+        if self.end not in _ENDS:
+            raise UsageError(f"end={self.end!r} is not known. It is one of {', '.join(_ENDS)}.")
+        if self.evaluate_every is not None and self.evaluate is None:
+            raise UsageError(
+                "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
+            )
+        if self.save_every is not None:
+            raise UsageError("save_every: checkpoints are not built yet. Leave it out.")
+        if self.schedule is not None:
+            as_schedule(self.schedule)
+
+    def _check_counts(self) -> None:
+        for name in ("batch_size", "steps", "epochs", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+        if (self.steps is None) == (self.epochs is None):
+            given = "both are" if self.steps else "neither is"
+            raise UsageError(f"A run needs steps or epochs, one of them; {given} given.")
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(f"clip={self.clip!r} must be above 0. Leave it out to clip nothing.")
+
+    def num_steps(self) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * batches_per_epoch(len(self.data), self.batch_size, self.end)
+
+    def make_schedule(self) -> Schedule | None:
+        return as_schedule(self.schedule) if self.schedule is not None else None
+
+    def make_model(self) -> nn.Module:
+        """The model with its first weights: the same for every plan."""
+        torch.manual_seed(self.seed)
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"Run.model returned a {type(model).__name__}, not an nn.Module.")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise RecipeError("The model has no parameter that requires a gradient.")
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The recipe's optimizer over the true parameters, fused where it leaves the choice."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        optimizer = self.optimizer(named)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RecipeError(
+                f"Run.optimizer returned a {type(optimizer).__name__}, not a torch optimizer."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RecipeError(
+                "LBFGS evaluates the loss several times a step, which no plan can spread. "
+                "Use an optimizer that steps once."
+            )
+        _fuse(optimizer)
+        return optimizer
+
+
+def make_batches(run: Run, num_pieces: int, device: str = "cpu") -> Batches:
+    """The run's batches, cut into pieces; says what is wrong with its data."""
+    return Batches(
+        run.data,
+        batch_size=run.batch_size,
+        num_pieces=num_pieces,
+        seed=run.seed,
+        end=run.end,
+        collate=run.collate,
+        device=device,
+    )
+
+
+class Objective(NamedTuple):
+    """The loss of a piece. `tensor` is what backward starts from."""
+
+    tensor: Tensor
+    sum: Tensor  # detached
+    weight: float | Tensor
+    is_mean: bool  # `tensor` is sum / weight; otherwise it is the sum
+
+
+def objective(run: Run, output: Any, piece: Piece) -> Objective:
+    """Ask the run's loss and check what it says."""
+    answer = run.loss(output, piece.target)
+    is_mean = not isinstance(answer, tuple)
+    loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise RecipeError(
+            f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
+            "the samples it was given, or a pair (sum, weight)."
+        )
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
+    loss = loss.reshape(())
+    detached = loss.detach()
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    return Objective(loss, detached * weight if is_mean else detached, weight, is_mean)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """A tensor goes in as model(x), a tuple as model(*x), a dict as model(**x)."""
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)
+
+
+_FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """One kernel for the whole step, three times as fast on a CPU, unless the recipe chose."""
+    if type(optimizer) not in _FUSABLE:
+        return
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") is not None or group.get("foreach") is not None
+        special = group.get("differentiable") or any(p.is_sparse for p in group["params"])
+        if not chosen and not special:
+            group["fused"] = True
+            group["foreach"] = False

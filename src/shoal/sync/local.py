@@ -1,0 +1,104 @@
+"""Local SGD: replicas step on their own and average their weights every H steps.
+
+Each replica trains on its share of every global batch with its own optimizer; after H steps, and
+after the last one, weights and buffers become the mean over replicas. Optimizer state stays local.
+Use it where the link is slow: an H-th of the traffic, for results that differ from training on the
+whole batch. Between two averages a replica's weights exist once, so its death ends the run. Losses
+and requests are agreed on when weights are; in between, a replica reports its own.
+
+Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.collectives import Group
+from shoal.comm.reduce import TreeReduce
+from shoal.comm.tree import Block
+from shoal.data.split import share
+from shoal.mesh import Mesh
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.state import Slice
+from shoal.sync.strategy import Agreed, Tally
+
+
+class LocalSGD:
+    def __init__(self, num_pieces: int, local_steps: int, num_steps: int, exact: bool = True):
+        self.num_pieces = num_pieces
+        self.local_steps = local_steps
+        self.num_steps = num_steps
+        self.exact = exact
+        self.step = 0
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        self.group = mesh.data
+        self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
+        self.inner = AllReduce(len(self.pieces), self.exact)
+        self.inner.attach(model, optimizer, mesh._replace(data=Group()))
+        self.model = model
+
+    def detach(self) -> None:
+        self.inner.detach()
+
+    def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        return self.inner.microbatch(first, last)
+
+    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+        own = self.inner.exchange(tally, want_norm)
+        if not self._averages_next():
+            return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks)
+        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop)]
+        rows = self.group.gather_numbers(mine)
+        return own._replace(
+            sums=[row[0] for row in rows],
+            weights=[row[1] for row in rows],
+            busy_s=[row[2] for row in rows],
+            stop=any(row[3] for row in rows),
+        )
+
+    def update(self, scale: float) -> bool:
+        averages = self._averages_next()
+        if not self.inner.update(scale):
+            return False
+        self.step += 1
+        if averages:
+            self._average()
+        return True
+
+    def state_dict(self) -> dict[str, Slice]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Slice]) -> None:
+        self.inner.load_state_dict(state)
+
+    def _averages_next(self) -> bool:
+        after = self.step + 1
+        return after % self.local_steps == 0 or after == self.num_steps
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Every rank must reach this."""
+        if self.group.num_ranks == 1:
+            return
+        replicas = [[Block(rank, 1)] for rank in range(self.group.num_ranks)]
+        tree = TreeReduce(self.group, replicas)
+        for tensors in _by_kind([*self.model.parameters(), *self.model.buffers()]):
+            reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
+            reduction.fold()
+            mean = reduction.finish().div_(self.group.num_ranks)
+            for tensor, part in zip(
+                tensors, mean.split([t.numel() for t in tensors]), strict=True
+            ):
+                tensor.copy_(part.view(tensor.shape))
+        self.inner.buffers.hold()
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Floating-point tensors, those of one type and device together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())

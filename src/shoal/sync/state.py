@@ -1,0 +1,113 @@
+"""The state of a job by canonical names, and how a newcomer gets it from a peer.
+
+A `Slice` says which part of a logical tensor this rank holds, so any plan can read what any plan
+wrote. Parameters and buffers are `model.<name>`; an optimizer's entries are
+`optimizer.<parameter>.<key>`, with plain numbers as tensors without dimensions under `number.`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.collectives import Group
+
+
+class Slice(NamedTuple):
+    """A block of a logical tensor, and where it lies in it."""
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def whole(tensor: Tensor) -> Slice:
+    """All of a logical tensor."""
+    tensor = tensor.detach()
+    return Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def replicated_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Slice]:
+    """The state of a model that every rank holds whole. The tensors are the live ones."""
+    state = {f"model.{name}": whole(p) for name, p in model.named_parameters()}
+    state |= {f"model.{name}": whole(b) for name, b in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{key}"] = whole(value)
+            elif isinstance(value, int | float):
+                kind = torch.int64 if isinstance(value, int) else torch.float64
+                state[f"number.{name}.{key}"] = whole(torch.tensor(value, dtype=kind))
+    return state
+
+
+@torch.no_grad()
+def load_replicated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Slice]
+) -> None:
+    """Take over such a state, made by the same recipe."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        tensor.copy_(state[f"model.{name}"].tensor)
+    optimizer.state.clear()
+    for name, part in state.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            continue
+        owner, _, key = rest.rpartition(".")
+        value = part.tensor if kind == "optimizer" else part.tensor.item()
+        optimizer.state[parameters[owner]][key] = value
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def share_bytes(group: Group, source: int, content: bytes) -> bytes:
+    """Give the source's bytes to all."""
+    length = torch.tensor([len(content)], dtype=torch.int64)
+    group.broadcast(length, source)
+    payload = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if group.rank == source:
+        payload.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    group.broadcast(payload, source)
+    return payload.numpy().tobytes()
+
+
+def share_state(group: Group, source: int, state: dict[str, Slice]) -> dict[str, Slice]:
+    """Give the source's state to all; the others' argument is not looked at.
+
+    One message for the names and shapes, one for all the bytes. Every rank must call it.
+    """
+    entries = [
+        _Entry(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
+        for n, s in state.items()
+    ]
+    header = share_bytes(group, source, msgspec.json.encode(entries))
+    if group.rank == source:
+        parts = [s.tensor.contiguous().reshape(-1).view(torch.uint8) for s in state.values()]
+        group.broadcast(torch.cat(parts).cpu(), source)
+        return state
+    entries = msgspec.json.decode(header, type=list[_Entry])
+    payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
+    group.broadcast(payload, source)
+    return dict(_unpack(entries, payload))
+
+
+def _num_bytes(entry: _Entry) -> int:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return torch.Size(entry.shape).numel() * dtype.itemsize
+
+
+def _unpack(entries: list[_Entry], payload: Tensor) -> Iterator[tuple[str, Slice]]:
+    parts = payload.split([_num_bytes(e) for e in entries])
+    for entry, part in zip(entries, parts, strict=True):
+        # A part may start anywhere, a view wants alignment: copy.
+        tensor = part.clone().view(getattr(torch, entry.dtype)).view(entry.shape)
+        yield entry.name, Slice(tensor, entry.global_shape, entry.offset)

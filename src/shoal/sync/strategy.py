@@ -1,0 +1,77 @@
+"""How replicas agree on each step: the one interface of the loose tier.
+
+The trainer calls, for each step and on every rank: `microbatch` around the forward and backward of
+each of the rank's pieces; `exchange` once they are done; `update` with the factor to multiply the
+gradients with. A step that `update` answers with False was not made, and is tried again.
+
+`attach` comes first and again after `detach`, when a group was lost and another was formed.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.mesh import Mesh
+from shoal.sync.state import Slice
+
+
+@dataclass
+class Tally:
+    """What one rank knows of a step before the exchange: one entry for each of its pieces."""
+
+    sums: list[Tensor] = field(default_factory=list)  # of the loss, in the units of `weights`
+    weights: list[float | Tensor] = field(default_factory=list)
+    busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
+    stop: bool = False  # this rank was asked to stop
+
+    def numbers(self) -> tuple[list[float], list[float]]:
+        sums: list[float] = torch.stack(self.sums).tolist() if self.sums else []
+        return sums, [float(weight) for weight in self.weights]
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after the exchange, unless a field says otherwise."""
+
+    sums: list[float]  # of the loss, by piece
+    weights: list[float]  # by piece
+    weight: float  # of the samples that the gradients at hand stand for
+    norm: float | None  # of those gradients, unscaled; None if it was not asked for
+    busy_s: list[float]  # by rank
+    stop: bool
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean over the pieces; summed in order, so the same on every rank."""
+        return sum(self.sums) / sum(self.weights)
+
+
+class Strategy(Protocol):
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        """Fix the layout and set the hooks. Repeatable after `detach`."""
+        ...
+
+    def detach(self) -> None:
+        """Let operations under way end and remove the hooks. Never communicates, never raises."""
+        ...
+
+    def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        """Around one piece. After `first`, nothing of an earlier attempt is left; during `last`,
+        what is ready may be sent."""
+        ...
+
+    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+        """Make gradients agree. They stay raw, on the parameters."""
+        ...
+
+    def update(self, scale: float) -> bool:
+        """Scale the gradients and step. False, and nothing changed, if they are not finite."""
+        ...
+
+    def state_dict(self) -> dict[str, Slice]:
+        """What this rank holds of the job's state, by canonical names."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Slice]) -> None: ...

@@ -1,0 +1,253 @@
+"""The loop: one step after another, each committed once, on every rank alike.
+
+A `Trainer` is an iterator of `StepInfo`, so a recipe can be trained to the end or driven by a loop of
+one's own. What differs between plans is in the strategy; what differs between places is in the seat;
+what can break is caught in one place, `regroup`. Everything a step needs is a pure function of its
+number (samples, random state, learning rate), so a step that failed is simply done again.
+
+Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newcomer catches up.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from shoal import handover
+from shoal.data.loader import Batch, Piece
+from shoal.data.split import share
+from shoal.errors import GroupLost, NotFinite, PlanError
+from shoal.evaluate import measure
+from shoal.hooks import Hook, StepInfo
+from shoal.mesh import Mesh, Seat
+from shoal.metrics.meters import split_times
+from shoal.numerics import schedules
+from shoal.numerics.norms import clip_factor
+from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.randomness import PieceSeeds
+from shoal.plan import Plan
+from shoal.run import Run, call_model, make_batches, objective
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.local import LocalSGD
+from shoal.sync.strategy import Agreed, Strategy, Tally
+from shoal.world import cores
+
+
+def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
+    """The plan with every count fixed for this run, or an error that says what does not fit."""
+    chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
+    chosen.refuse_missing()
+    return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+
+
+def strategy_for(plan: Plan, num_steps: int) -> Strategy:
+    exact = plan.sums == "exact"
+    if plan.local_steps > 1:
+        return LocalSGD(plan.num_pieces, plan.local_steps, num_steps, exact)
+    return AllReduce(plan.num_pieces, exact)
+
+
+class Trainer:
+    """Trains a run under a resolved plan. `step` counts the committed steps."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        seat: Seat,
+        *,
+        model: nn.Module | None = None,
+        hooks: Sequence[Hook] = (),
+    ):
+        self.run, self.plan, self.seat = run, plan, seat
+        self.hooks = list(hooks)
+        self.model = run.make_model() if model is None else model
+        self.num_steps = run.num_steps()
+        self.strategy = strategy_for(plan, self.num_steps)
+        self.precision = Precision(plan.precision)
+        self.loss_scale = LossScale(plan.precision)
+        self.schedule = run.make_schedule()
+        self.step = 0
+        self.stopped = False
+        self.holds_state = True
+        self.is_scribe = False  # whether this rank writes the run's record
+        self.answers: list[dict[str, float]] = []  # of evaluations since the last step
+        self.last_info: StepInfo | None = None
+        self._num_heard = 0  # answers that this rank's caller has
+        self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
+
+    def __enter__(self) -> Self:
+        self.mesh = self.seat.form()
+        if self.mesh.num_ranks != self.plan.num_ranks:
+            raise PlanError(
+                f"plan {str(self.plan) or 'data=1'!r} needs {self.plan.num_ranks} ranks; "
+                f"the launcher started {self.mesh.num_ranks}. Start as many, or change the plan."
+            )
+        self.model.to(self.mesh.device)
+        self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device)
+        self.optimizer = self.run.make_optimizer(self.model)
+        schedules.remember_rates(self.optimizer)
+        self.seeds = PieceSeeds(self.model, self.run.seed, self.mesh.device)
+        self.model.train()
+        self._settle(self.mesh)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.strategy.detach()
+        self.seeds.close()
+        self.seat.close()
+
+    def __iter__(self) -> Iterator[StepInfo]:
+        while True:
+            if self._unseen is not None:
+                yield self._tell(self._unseen)
+            elif self.step < self.num_steps and not self.stopped:
+                try:
+                    self._try_step()
+                except GroupLost as lost:
+                    self.regroup(lost)
+            elif self.seat.finish():
+                return
+            else:
+                self.regroup(GroupLost("another rank was lost after the last step"))
+
+    def evaluate(self, source: Any) -> dict[str, float]:
+        """Mean loss and metrics over a source, each sample once. Every rank must call it."""
+        while self._num_heard == len(self.answers):
+            try:
+                answer = measure(self.run, self.model, source, self.mesh, self.precision)
+                self.answers.append(answer)
+            except GroupLost as lost:
+                self.regroup(lost)
+        self._num_heard += 1
+        return self.answers[self._num_heard - 1]
+
+    def regroup(self, lost: GroupLost) -> None:
+        """Form the group again without leaving the process; raises if no other group comes."""
+        if self.plan.local_steps > 1:
+            raise lost  # a replica's own weights died with it
+        while True:
+            self.strategy.detach()
+            mesh = self.seat.reform(lost)
+            try:
+                self._settle(mesh)
+                return
+            except GroupLost as again:
+                lost = again
+
+    def _settle(self, mesh: Mesh) -> None:
+        """Take the place in a new mesh and agree on the state."""
+        self.mesh = mesh
+        self.pieces = share(mesh.rank, mesh.num_ranks, self.plan.num_pieces)
+        self.strategy.attach(self.model, self.optimizer, mesh)
+        if handover.catch_up(self):
+            self._unseen, self._num_heard = self.last_info, 0
+        self.seat.formed(self.step)
+
+    def _try_step(self) -> None:
+        """Do the next step, or find that it must be tried again with a smaller loss scale."""
+        started = perf_counter()
+        sent_before = self.mesh.data.bytes_sent
+        batch = self.batches.at(self.step)
+        tally = Tally(stop=self.seat.stop_requested())
+        data_s, is_mean = 0.0, True
+        for index in self.pieces:
+            asked = perf_counter()
+            piece = batch.piece(index)
+            data_s += perf_counter() - asked
+            with self.strategy.microbatch(
+                first=index == self.pieces.start, last=index == self.pieces.stop - 1
+            ):
+                is_mean = self._forward_backward(piece, index, batch, tally)
+        computed = perf_counter()
+        tally.busy_s = computed - started
+        agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
+        exchanged = perf_counter()
+        if not self._update(agreed, batch.num_samples if is_mean else 1.0):
+            if not self.loss_scale.overflow():
+                raise NotFinite(self._blame(batch, agreed))
+            return
+        self.loss_scale.good_step()
+        self.step += 1  # committed
+        self.stopped = agreed.stop
+        times = split_times(
+            data_s,
+            tally.busy_s - data_s + perf_counter() - exchanged,
+            exchanged - computed,
+            agreed.busy_s,
+            self.mesh.rank,
+        )
+        self.answers, self._num_heard = [], 0
+        self._unseen = self.last_info = StepInfo(
+            step=self.step,
+            loss=agreed.loss,
+            samples=batch.num_samples,
+            rate=float(self.optimizer.param_groups[0]["lr"]),
+            norm=None if agreed.norm is None else agreed.norm / self.loss_scale.value,
+            times=times,
+            bytes_sent=self.mesh.data.bytes_sent - sent_before,
+        )
+
+    def _forward_backward(self, piece: Piece, index: int, batch: Batch, tally: Tally) -> bool:
+        """One piece. Returns whether the loss is a mean."""
+        if not piece.num_samples:  # of a short last batch
+            tally.sums.append(torch.zeros((), device=self.mesh.device))
+            tally.weights.append(0.0)
+            return True
+        self.seeds.enter(self.step, index)
+        with self.precision.autocast(self.mesh.device.split(":")[0]):
+            goal = objective(self.run, call_model(self.model, piece.inputs), piece)
+        # Every piece's mean counts by its share of the batch; sums are divided once, at the end.
+        seed = self.loss_scale.value
+        if goal.is_mean:
+            seed *= piece.num_samples / batch.num_samples
+        goal.tensor.backward(None if seed == 1.0 else goal.tensor.new_tensor(seed))
+        tally.sums.append(goal.sum)
+        tally.weights.append(goal.weight)
+        return goal.is_mean
+
+    def _update(self, agreed: Agreed, unit: float) -> bool:
+        if not math.isfinite(agreed.loss):
+            return False
+        if self.schedule is not None:
+            schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
+        scale = unit / (agreed.weight * self.loss_scale.value)
+        if self.run.clip is not None and agreed.norm is not None:
+            scale *= clip_factor(agreed.norm * scale, self.run.clip)
+        return self.strategy.update(scale)
+
+    def _tell(self, info: StepInfo) -> StepInfo:
+        """Let hooks and the supervisor know of a committed step."""
+        run = self.run
+        if run.evaluate is not None and _due(info.step, run.evaluate_every, self.num_steps):
+            info = self.last_info = info._replace(evaluation=self.evaluate(run.evaluate))
+        self._unseen = None
+        for hook in self.hooks:
+            hook(info)
+        self.seat.stepped(info)
+        return info
+
+    def _blame(self, batch: Batch, agreed: Agreed) -> str:
+        """Which samples made the step not finite."""
+        bad = [i for i, value in enumerate(agreed.sums) if not math.isfinite(value)]
+        what = f"the loss is {agreed.loss}" if bad else "the loss is finite, its gradient is not"
+        culprits = bad if bad and len(agreed.sums) == self.plan.num_pieces else self.pieces
+        ids = [int(i) for piece in culprits for i in batch.ids_of(piece)]
+        named = ", ".join(map(str, ids[:20])) + (f" and {len(ids) - 20} more" if ids[20:] else "")
+        return (
+            f"Step {batch.step + 1} is not finite: {what}. It saw the samples {named}. Look at "
+            "those samples, lower the learning rate, or clip the gradient (clip=1.0)."
+        )
+
+
+def _due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)

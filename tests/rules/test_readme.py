@@ -1,0 +1,242 @@
+"""The README is true: its tree names what exists, its commands and their options are known.
+
+The tree is the fenced block with a line for `src/`; a line starts with one path, indented below its
+directory. Commands are the lines of unlabelled and shell blocks that start with `shoal` or `make`
+(after `$` in a `console` block, where the rest is output).
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+from shoal.plan import Plan
+
+FENCE = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELLS = {"", "sh", "bash", "shell", "console"}
+TARGET = re.compile(r"^([a-z][\w-]*):", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(text)]
+
+
+# ---- the tree
+
+
+def tree_of(text: str) -> str:
+    trees = [block.text for block in blocks(text) if re.search(r"^[\s│├└─]*src/", block.text, re.M)]
+    assert len(trees) == 1, (
+        f"README has {len(trees)} fenced blocks with a line for src/; it needs 1"
+    )
+    return trees[0]
+
+
+def paths_of(tree: str, root_names: tuple[str, ...] = ("shoal/", "./", ".")) -> list[str]:
+    """Each line's path, joined to the directories it is indented below."""
+    above: list[tuple[int, str]] = []
+    paths = []
+    for line in tree.splitlines():
+        bare = line.lstrip(" \t│├└─")
+        if not bare:
+            continue
+        column = len(line) - len(bare)
+        name = bare.split()[0]
+        while above and above[-1][0] >= column:
+            above.pop()
+        if not above and not paths and name in root_names:
+            continue
+        path = (above[-1][1] if above else "") + name
+        paths.append(path)
+        if name.endswith("/"):
+            above.append((column, path))
+    return paths
+
+
+def unlisted(paths: list[str], files: list[str]) -> list[str]:
+    """The files that neither have a line nor lie below a directory that is listed as a whole."""
+    whole = [
+        path
+        for path in paths
+        if path.endswith("/")
+        and not any(other != path and other.startswith(path) for other in paths)
+    ]
+    return [name for name in files if name not in paths and not name.startswith(tuple(whole))]
+
+
+def test_the_tree_names_what_exists(root: Path) -> None:
+    paths = paths_of(tree_of((root / "README.md").read_text("utf-8")))
+    missing = [path for path in paths if not (root / path).exists()]
+    assert not missing, "README's tree names what does not exist: " + ", ".join(missing)
+
+
+def test_the_tree_leaves_nothing_out(root: Path, package) -> None:
+    paths = paths_of(tree_of((root / "README.md").read_text("utf-8")))
+    modules = [source.path for source in package if not source.path.endswith("__init__.py")]
+    missing = unlisted(paths, modules)
+    assert not missing, "README's tree leaves out: " + ", ".join(missing)
+
+
+# ---- the commands
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Each `shoal` or `make` command of the shell blocks, as words."""
+    for block in blocks(text):
+        if block.language not in SHELLS:
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            line = line.strip()
+            if block.language == "console" and not line.startswith("$ "):
+                continue
+            if re.match(r"(\$ )?([A-Z_]+=\S+ )*(\.venv/bin/)?(shoal|make)\b", line):
+                yield from split_line(line.removeprefix("$ "))
+
+
+def split_line(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if set(word) <= set("&|;"):
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            if words and words[0].removeprefix(".venv/bin/") in ("shoal", "make"):
+                yield [words[0].removeprefix(".venv/bin/"), *words[1:]]
+            words = []
+        else:
+            words.append(word)
+
+
+def wrong_with(words: list[str], root: Path, group: click.Command) -> list[str]:
+    program, *rest = words
+    if program == "make":
+        targets = set(TARGET.findall((root / "Makefile").read_text("utf-8")))
+        asked = [word for word in rest if "=" not in word and not word.startswith("-")]
+        return [f"there is no target {word!r}" for word in asked if word not in targets]
+    command, rest = verb_of(group, rest)
+    if isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        return [f"there is no verb {rest[0]!r}"]
+    known = {"--help"} | {name for param in command.params for name in option_names(param)}
+    wrong = []
+    for word, following in zip(rest, [*rest[1:], ""]):
+        if word == "--":
+            break
+        name, _, value = word.partition("=")
+        if name.startswith("-") and name not in known:
+            wrong.append(f"{command.name} has no option {name}")
+        if name == "--plan":
+            Plan.parse(value or following).refuse_missing()
+        recipe = re.fullmatch(r"(\S+/\S+\.py)(?::(\w+))?", word)
+        if recipe:
+            wrong += wrong_with_recipe(root / recipe[1], recipe[2])
+    return wrong
+
+
+def verb_of(group: click.Command, words: list[str]) -> tuple[click.Command, list[str]]:
+    """Walk down from the group to the verb that the words name, and what is left of them."""
+    while isinstance(group, click.Group) and words:
+        verb = group.get_command(click.Context(group), words[0])
+        if verb is None:
+            break
+        group, words = verb, words[1:]
+    return group, words
+
+
+def option_names(parameter: click.Parameter) -> list[str]:
+    is_option = isinstance(parameter, click.Option)
+    return [*parameter.opts, *parameter.secondary_opts] if is_option else []
+
+
+def wrong_with_recipe(path: Path, function: str | None) -> list[str]:
+    if not path.exists():
+        return [f"there is no file {path.name}"]
+    if function and not re.search(rf"^def {function}\(", path.read_text("utf-8"), re.M):
+        return [f"{path.name} has no function {function}"]
+    return []
+
+
+def test_the_commands_are_known(root: Path) -> None:
+    from shoal.cli.main import main
+
+    found = list(commands((root / "README.md").read_text("utf-8")))
+    assert {words[0] for words in found} == {"shoal", "make"}, "README shows no command of one kind"
+    wrong = [
+        f"{shlex.join(words)}: {why}" for words in found for why in wrong_with(words, root, main)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- the rules themselves
+
+EXAMPLE = """
+```
+src/shoal/
+├── errors.py        what is raised
+└── comm/            moving bytes
+    └── buckets.py   flat buffers
+docs/
+```
+```sh
+make demo            # a minute
+shoal train recipes/charlm.py:small --plan "data=2, accumulate=2" && shoal doctor
+OMP_NUM_THREADS=1 .venv/bin/shoal run \\
+    script.py --ranks 2 -- --own
+```
+```console
+$ shoal train x.py
+shoal is not a command here
+```
+```python
+shoal = 1
+```
+"""
+
+
+def test_the_tree_is_read() -> None:
+    paths = paths_of(tree_of(EXAMPLE))
+    below = ["src/shoal/errors.py", "src/shoal/comm/", "src/shoal/comm/buckets.py"]
+    assert paths == ["src/shoal/", *below, "docs/"]
+    assert paths_of("shoal/\n  src/\n    a.py\n  docs/\n") == ["src/", "src/a.py", "docs/"]
+    assert unlisted(paths, ["docs/x.py", "src/shoal/errors.py", "src/shoal/comm/tree.py"]) == [
+        "src/shoal/comm/tree.py"
+    ]
+
+
+def test_the_commands_are_read() -> None:
+    assert list(commands(EXAMPLE)) == [
+        ["make", "demo"],
+        ["shoal", "train", "recipes/charlm.py:small", "--plan", "data=2, accumulate=2"],
+        ["shoal", "doctor"],
+        ["shoal", "run", "script.py", "--ranks", "2", "--", "--own"],
+        ["shoal", "train", "x.py"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_right"),
+    [
+        ("make test", True),
+        ("make tset", False),
+        ("shoal train a.py --plan data=2", True),
+        ("shoal train a.py --plan=data=2", True),
+        ("shoal --help", True),
+        ("shoal train a.py --plam data=2", False),
+        ("shoal fly", False),
+        ("shoal train recipes/none.py:small", False),
+    ],
+)
+def test_a_wrong_command_is_seen(line: str, is_right: bool, root: Path) -> None:
+    options: list[click.Parameter] = [click.Argument(["recipe"]), click.Option(["--plan"])]
+    train = click.Command("train", params=options)
+    group = click.Group("shoal", commands={"train": train})
+    assert (wrong_with(line.split(), root, group) == []) == is_right

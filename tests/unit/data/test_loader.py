@@ -1,0 +1,211 @@
+"""Batches: pure in the step, the same for any number of pieces, equal to indexing by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.data import loader, order
+from shoal.data.loader import Batches, pieces_in_order
+from shoal.data.sources import TensorSource, tensors
+from shoal.errors import RecipeError, UsageError
+
+ends = st.sampled_from(order.ENDS)
+
+
+def numbered(num_samples: int) -> TensorSource:
+    """Sample i has the inputs [i, i] and the target i."""
+    ids = torch.arange(num_samples)
+    return tensors(torch.stack([ids, ids], dim=1).float(), ids)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 100),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 4),
+    ends,
+    st.booleans(),
+    st.lists(st.integers(0, 60), min_size=1, max_size=12),
+)
+def test_pieces_equal_direct_indexing_in_any_order_of_steps(
+    num_samples: int, num_pieces: int, piece_size: int, end: str, takes: bool, steps: list[int]
+) -> None:
+    batch_size = num_pieces * piece_size
+    if num_samples < batch_size and end == "drop":
+        return
+    source = numbered(num_samples)
+    data: Any = source if takes else list(source)  # type: ignore[call-overload]
+    batches = Batches(data, batch_size=batch_size, num_pieces=num_pieces, seed=7, end=end)
+    for step in steps:
+        batch = batches.at(step)
+        ids = order.batch_ids(step, num_samples, batch_size, 7, end)
+        pieces = [batch.piece(index) for index in range(num_pieces)]
+        met = np.concatenate([piece.ids for piece in pieces])
+        assert met.tolist() == ids.tolist()
+        assert batch.num_samples == len(ids) == sum(piece.num_samples for piece in pieces)
+        assert batch.epoch == order.epoch_of(step, num_samples, batch_size, end)
+        for index, piece in enumerate(pieces):
+            assert batch.ids_of(index).tolist() == piece.ids.tolist()
+            if piece.num_samples:
+                assert piece.target.tolist() == piece.ids.tolist()
+                assert piece.inputs.tolist() == [[i, i] for i in piece.ids]
+            else:
+                assert piece.inputs is None and piece.target is None
+
+
+@given(st.integers(24, 200), ends, st.integers(0, 300), st.integers(0, 9))
+def test_the_samples_of_a_step_do_not_depend_on_the_pieces(
+    num_samples: int, end: str, step: int, seed: int
+) -> None:
+    met = set()
+    for num_pieces in (1, 2, 3, 4, 6, 8, 12, 24):
+        batches = Batches(
+            numbered(num_samples), batch_size=24, num_pieces=num_pieces, seed=seed, end=end
+        )
+        batch = batches.at(step)
+        met.add(tuple(np.concatenate([batch.ids_of(p) for p in range(num_pieces)]).tolist()))
+    assert len(met) == 1
+
+
+def test_nested_inputs_keep_their_form_within_a_window() -> None:
+    ids = torch.arange(40)
+    source = tensors({"a": ids, "b": (ids + 1, ids + 2)}, ids)
+    batches = Batches(source, batch_size=4, num_pieces=2)
+    for step in range(10):
+        inputs, target, _, _ = batches.at(step).piece(1)
+        assert torch.equal(inputs["a"], target)
+        assert isinstance(inputs["b"], tuple) and torch.equal(inputs["b"][1], target + 2)
+
+
+def test_only_the_pieces_asked_for_are_loaded() -> None:
+    class Counting(list[Any]):
+        loaded: set[int] = set()
+
+        def __getitem__(self, index: Any) -> Any:
+            self.loaded.add(index)
+            return super().__getitem__(index)
+
+    source = Counting((torch.zeros(1), i) for i in range(16))
+    batch = Batches(source, batch_size=16, num_pieces=4).at(0)
+    batch.piece(2)
+    assert source.loaded == set(batch.ids_of(2).tolist())
+
+
+def test_a_piece_that_was_written_into_is_loaded_anew() -> None:
+    batches = Batches(numbered(64), batch_size=4)
+    weight = torch.ones(2, requires_grad=True)
+    for step in range(6):
+        before = batches.at(step).piece(0)
+        assert not before.inputs.requires_grad
+        before.inputs.mul_(weight * 3)  # inside a graph, as a careless model would
+        before.target[0] = -1
+        again = batches.at(step).piece(0)
+        assert again.inputs.tolist() == [[i, i] for i in again.ids]
+        assert again.target.tolist() == again.ids.tolist()
+
+
+def test_inference_leaves_nothing_behind_that_cannot_be_trained_on() -> None:
+    batches = Batches(numbered(64), batch_size=4)
+    with torch.inference_mode():
+        for step in range(3):
+            batches.at(step).piece(0)
+    assert not batches.at(2).piece(0).inputs.is_inference()
+
+
+def test_the_window_is_bounded() -> None:
+    most = 0
+
+    class Watching:
+        rows = torch.zeros(400, 1000)
+
+        def __len__(self) -> int:
+            return 400
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return self.rows[index], 0
+
+        def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+            nonlocal most
+            most = max(most, len(ids) * 4000)
+            return self.rows[torch.from_numpy(ids)], torch.zeros(len(ids))
+
+    batches = Batches(Watching(), batch_size=4)
+    for step in range(100):
+        batches.at(step).piece(0)
+    assert 16_000 < most <= loader._WINDOW_BYTES
+
+
+class Broken:
+    """Sample 13 cannot be read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 13:
+            raise OSError("disk on fire")
+        return torch.zeros(2), index
+
+
+class BrokenTakes(Broken):
+    def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+        if 13 in ids:
+            raise OSError("disk on fire")
+        return torch.zeros(len(ids), 2), torch.from_numpy(ids)
+
+
+@pytest.mark.parametrize("source", [Broken(), BrokenTakes()])
+def test_a_sample_that_fails_is_named_at_its_own_step(source: Broken) -> None:
+    batches = Batches(source, batch_size=4)
+    for step in range(10):
+        batch = batches.at(step)
+        if 13 in batch.ids_of(0):
+            with pytest.raises(RecipeError, match=r"sample 13 .*OSError: disk on fire"):
+                batch.piece(0)
+        else:
+            assert batch.piece(0).target.tolist() == batch.ids_of(0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "settings_", "says"),
+    [
+        (0, {}, "data is empty"),
+        (7, {}, "Use batch_size=7 or less, or end='pad'"),
+        (99, {"batch_size": 0}, "batch_size=0"),
+        (99, {"num_pieces": 0}, "num_pieces=0"),
+        (99, {"num_pieces": 3}, "Use 2 or 4 pieces, or batch_size=9"),
+        (99, {"num_pieces": 16}, "Use 8 pieces, or batch_size=16"),
+        (99, {"end": "stop"}, "end='stop' is not known"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(
+    num_samples: int, settings_: dict[str, Any], says: str
+) -> None:
+    arguments = {"batch_size": 8, "num_pieces": 1, "end": "drop", **settings_}
+    with pytest.raises(UsageError, match=says):
+        loader.check([(0, 0)] * num_samples, **arguments)
+
+
+@pytest.mark.parametrize("end", ["pad", "wrap"])
+def test_data_shorter_than_a_batch_will_do_unless_dropped(end: str) -> None:
+    batch = Batches(numbered(3), batch_size=8, num_pieces=4, end=end).at(5)
+    assert batch.num_samples == (3 if end == "pad" else 8)
+    assert set(np.concatenate([batch.ids_of(p) for p in range(4)]).tolist()) == {0, 1, 2}
+
+
+def test_pieces_in_order_cover_the_source_once() -> None:
+    pieces = pieces_in_order(numbered(23), 5)
+    assert len(pieces) == 5
+    assert [piece.num_samples for piece in pieces] == [5, 5, 5, 5, 3]
+    assert [i for piece in pieces for i in piece.target.tolist()] == list(range(23))
+    assert pieces[-1].target.tolist() == [20, 21, 22]
+    assert len(pieces[1:3]) == 2
+    with pytest.raises(IndexError):
+        pieces[5]
+    with pytest.raises(UsageError, match="at least 1"):
+        pieces_in_order(numbered(3), 0)

@@ -1,0 +1,135 @@
+"""Sources: fetching many samples equals fetching each; what does not fit is named."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.data.catalog import Text
+from shoal.data.sources import Source, as_source, collate_samples, fetch, tensors, windows
+from shoal.errors import RecipeError, UsageError
+
+
+@given(st.integers(2, 200), st.integers(1, 20), st.data())
+def test_windows_lie_side_by_side(num_tokens: int, length: int, data: st.DataObject) -> None:
+    length = min(length, num_tokens - 1)
+    tokens = torch.arange(num_tokens, dtype=torch.uint8)
+    source = windows(tokens, length)
+    assert len(source) == (num_tokens - 1) // length
+    index = data.draw(st.integers(0, len(source) - 1))
+    inputs, target = source[index]
+    assert inputs.tolist() == list(range(index * length, index * length + length))
+    assert target.tolist() == [token + 1 for token in inputs.tolist()]
+    assert inputs.dtype == torch.int64
+
+
+def test_windows_take_equals_indexing_and_is_contiguous() -> None:
+    source = windows(torch.randint(0, 80, (500,), dtype=torch.uint8), 16)
+    ids = np.array([3, 0, 29, 3])
+    inputs, target = source.take(ids)
+    for row, index in enumerate(ids):
+        assert torch.equal(inputs[row], source[index][0])
+        assert torch.equal(target[row], source[index][1])
+    assert inputs.is_contiguous() and target.is_contiguous()
+
+
+def test_windows_accept_a_text_of_the_catalog() -> None:
+    text = Text(torch.zeros(33, dtype=torch.uint8), "a")
+    assert len(windows(text, 8)) == 4
+
+
+@pytest.mark.parametrize("length", [0, -1, 10, 11])
+def test_windows_without_a_window_are_refused(length: int) -> None:
+    with pytest.raises(UsageError, match="from 1 to 9"):
+        windows(torch.arange(10), length)
+
+
+@pytest.mark.parametrize("text", ["abc", torch.rand(9), torch.zeros(3, 3, dtype=torch.int64)])
+def test_windows_need_a_row_of_integers(text: Any) -> None:
+    with pytest.raises(UsageError, match="1-D tensor of integer"):
+        windows(text, 2)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_tensors_take_equals_default_collate_of_samples(kind: str) -> None:
+    a, b, y = torch.randn(10, 3), torch.randn(10, 2, 2), torch.arange(10)
+    inputs = {"tensor": a, "tuple": (a, b), "dict": {"a": a, "b": b}}[kind]
+    source = tensors(inputs, y)
+    ids = np.array([9, 1, 1, 4])
+    taken, target = fetch(source, ids, None)
+    collated, _ = collate_samples([source[int(index)] for index in ids])
+    assert type(taken) is type(collated) is type(inputs)
+    for left, right in zip(_parts(taken), _parts(collated), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(target, y[ids])
+    assert len(list(iter(source))) == 10
+
+
+def test_tensors_of_unlike_length_are_refused() -> None:
+    with pytest.raises(UsageError, match="10, 9 rows"):
+        tensors(torch.zeros(10, 2), torch.zeros(9))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ((torch.zeros(4), torch.zeros(4)), "shoal.data.tensors"),
+        (torch.zeros(4), "shoal.data.tensors"),
+        (Stream(), "stream"),
+        ({"a": 1}, "is a dict"),
+        (DataLoader([1, 2, 3]), "Pass its dataset"),  # type: ignore[arg-type]
+        (None, "len\\(\\) and indexing"),
+        (iter([1]), "len\\(\\) and indexing"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_a_way_out(data: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        as_source(data)
+
+
+def test_a_list_is_a_source() -> None:
+    data = [(torch.zeros(2), 0), (torch.ones(2), 1)]
+    assert as_source(data) is cast(Source, data)
+    inputs, target = fetch(as_source(data), np.array([1, 0]), None)
+    assert inputs.tolist() == [[1, 1], [0, 0]] and target.tolist() == [1, 0]
+
+
+def test_samples_of_unlike_shape_are_named() -> None:
+    data = [(torch.zeros(3), 0), (torch.zeros(3), 0), (torch.zeros(4), 0)]
+    with pytest.raises(RecipeError, match=r"samples 1 and 2 .*\[3\].*\[4\].*collate"):
+        fetch(as_source(data), np.array([1, 2]), None)
+
+
+def test_a_sample_that_is_no_pair_is_named() -> None:
+    with pytest.raises(RecipeError, match="sample 1 gave a dict of 2"):
+        fetch(as_source([0, {"a": 1, "b": 2}]), np.array([1]), None)
+
+
+def test_a_collate_is_asked_and_its_failure_names_the_samples() -> None:
+    data = [(torch.zeros(n + 1), n) for n in range(3)]
+
+    def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        inputs = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+        return inputs, torch.tensor([y for _, y in samples])
+
+    inputs, target = fetch(as_source(data), np.array([0, 2]), pad)
+    assert inputs.shape == (2, 3) and target.tolist() == [0, 2]
+    with pytest.raises(RecipeError, match=r"collate failed on samples 0, 2 .*ZeroDivisionError"):
+        fetch(as_source(data), np.array([0, 2]), lambda samples: 1 // 0)
+
+
+def _parts(value: Any) -> list[Tensor]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, tuple) else [value]

@@ -1,0 +1,312 @@
+"""The plan: its text, the rules between its keys, and how it is fitted to ranks and a batch."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal import plan as plan_module
+from shoal.errors import PlanError
+from shoal.plan import Plan, describe
+from shoal.plan_keys import KEYS, NOT_YET
+
+COUNT = st.integers(1, 64)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan that is allowed; keys that need another are drawn only beside it."""
+    keys: dict[str, object] = {
+        "data": draw(st.none() | st.integers(2, 64)),
+        "tensor": draw(COUNT),
+        "pipeline": draw(st.integers(1, 8)),
+        "sync": draw(st.sampled_from(["allreduce", "server"])),
+        "sums": draw(st.sampled_from(["exact", "ring"])),
+        "local_steps": draw(st.integers(1, 500)),
+        "precision": draw(st.sampled_from(["fp32", "bf16"])),
+        "accumulate": draw(COUNT),
+        "recompute": draw(st.sampled_from(["none", "blocks"])),
+        "offload": draw(st.sampled_from(["none", "optimizer"])),
+    }
+    fraction = st.floats(0, 1, exclude_min=True)
+    codecs = st.sampled_from(["none", "fp16", "bf16", "int8", "onebit"])
+    codecs |= st.builds("topk:{}".format, fraction) | st.builds("powersgd:{}".format, COUNT)
+    keys["codec"] = draw(codecs)
+    if keys["local_steps"] == 1:
+        keys["zero"] = draw(st.integers(0, 3))
+    else:
+        nesterov = st.builds("nesterov:{}:{}".format, fraction, st.floats(0, 0.99))
+        keys["outer"] = draw(st.sampled_from(["average", "nesterov"]) | nesterov)
+    if keys["sync"] == "server":
+        keys["servers"] = draw(COUNT)
+        keys["copies"] = draw(st.integers(1, keys["servers"]))
+        keys["staleness"] = draw(st.integers(0, 100) | st.just("any"))
+    if keys["pipeline"] != 1:
+        keys["microbatches"] = draw(st.none() | COUNT)
+        keys["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zbv"]))
+    if draw(st.booleans()):
+        unfixed = Plan(**keys)
+        rounds = keys["data"] or draw(COUNT)
+        keys["pieces"] = rounds * unfixed.accumulate * unfixed.num_microbatches
+    return Plan(**keys)
+
+
+@given(plans(), st.sampled_from([" ", ",", ", "]))
+def test_text_and_plan_are_the_same(plan: Plan, separator: str) -> None:
+    assert Plan.parse(str(plan).replace(" ", separator)) == plan
+    assert str(Plan.parse(str(plan))) == str(plan)
+
+
+@given(plans())
+def test_a_plan_survives_a_message(plan: Plan) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+def test_defaults_print_nothing() -> None:
+    assert str(Plan()) == ""
+    assert Plan.parse("") == Plan()
+    text = "data=auto tensor=1 zero=0 local_steps=1 sums=exact codec=none precision=fp32"
+    assert Plan.parse(text) == Plan()
+
+
+def test_values_have_one_form() -> None:
+    plan = Plan.parse("local_steps=8 outer=nesterov codec=topk:1e-2")
+    assert str(plan) == "local_steps=8 outer=nesterov:0.7:0.9 codec=topk:0.01"
+    assert plan == Plan(local_steps=8, outer="nesterov:0.70", codec="topk:0.010")
+    assert hash(plan) == hash(Plan.parse(str(plan)))
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Plan().data = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dat=2", "Did you mean 'data'?"),
+        ("batch=2", "Known: accumulate, codec"),
+        ("data=2 data=2", "given twice"),
+        ("data", "not key=value"),
+        ("data = 2", "no space around the '='"),
+        ("data=0", "auto, or 1 or more"),
+        ("data=-1", "not possible"),
+        ("data=2.0", "not possible"),
+        ("data=\u00b2", "not possible"),
+        ("zero=4", "0, 1, 2, 3"),
+        ("schedule=fast pipeline=2", "1f1b, gpipe"),
+        ("precision=fp8", "fp32, bf16, fp16"),
+        ("codec=topk:0", "0 < F <= 1"),
+        ("codec=topk:nan", "0 < F <= 1"),
+        ("codec=topk", "0 < F <= 1"),
+        ("codec=powersgd:0", "R of 1 or more"),
+        ("codec=int8:4", "int8"),
+        ("outer=nesterov:0.7:1 local_steps=2", "0 <= momentum < 1"),
+        ("outer=nesterov:inf local_steps=2", "rate > 0"),
+        ("outer=average:1 local_steps=2", "average, nesterov"),
+        ("sync=server staleness=some", "0 or more, or any"),
+    ],
+)
+def test_bad_words_are_refused(text: str, says: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        Plan.parse(text)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("zero=1 data=1", "use data=2 or more"),
+        ("microbatches=4", "add pipeline=2 or more"),
+        ("stages=2", "add pipeline=2 or more"),
+        ("schedule=gpipe", "add pipeline=2 or more"),
+        ("schedule=1f1b", "add pipeline=2 or more"),
+        ("staleness=4", "add sync=server"),
+        ("staleness=0", "add sync=server"),
+        ("servers=2", "add sync=server"),
+        ("copies=2", "add sync=server"),
+        ("outer=average", "add local_steps=2 or more"),
+        ("outer=nesterov", "add local_steps=2 or more"),
+        ("local_steps=4 data=1", "use data=2 or more"),
+        ("codec=int8 data=1", "use data=2 or more"),
+    ],
+)
+def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
+    with pytest.raises(PlanError, match="has no effect") as refused:
+        Plan.parse(text)
+    assert way_out in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("sync=server servers=2 copies=3", "Use servers=3 or copies=2."),
+        ("precision=fp16 local_steps=4", "Use precision=bf16."),
+        ("zero=1 local_steps=4", "Leave one of them out."),
+        ("data=4 pieces=3", "Use pieces=4 or more, or data=3 or fewer."),
+        ("data=2 accumulate=2 pieces=6", "data=2 x accumulate=2 = 4"),
+        ("accumulate=3 pieces=4", "Leave one of them out."),
+        ("pipeline=2 pieces=6", "Use pieces=8"),
+        ("data=2 local_steps=2 pieces=3", "Use a multiple of data."),
+        ("pipeline=2 stages=2", "use another schedule"),
+        ("pipeline=2 schedule=zbv stages=3", "needs 2 on each rank"),
+        ("pipeline=2 schedule=interleaved stages=1", "needs 2 or more on each rank"),
+    ],
+)
+def test_contradictions_are_refused(text: str, way_out: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        Plan.parse(text)
+    assert way_out in str(refused.value)
+
+
+def test_a_plan_made_in_python_meets_the_same_rules() -> None:
+    for keys in ({"data": 0}, {"data": 2.5}, {"zero": "two"}, {"staleness": 3}, {"tensor": None}):
+        with pytest.raises(PlanError):
+            Plan(**keys)
+    with pytest.raises(PlanError):
+        msgspec.structs.replace(Plan(zero=1), data=1)
+
+
+def resolve(text: str, *, ranks: int | None = None, cores: int = 2, batch_size: int = 32) -> str:
+    return str(Plan.parse(text).resolve(ranks=ranks, cores=cores, batch_size=batch_size))
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "cores", "resolved"),
+    [
+        ("", None, 1, "data=1 pieces=1"),
+        ("", None, 2, "data=2 pieces=2"),
+        ("", None, 3, "data=2 pieces=2"),
+        ("", None, 64, "data=32 pieces=32"),
+        ("", 4, 2, "data=4 pieces=4"),
+        ("data=4", None, 2, "data=4 pieces=4"),
+        ("data=4", 4, 2, "data=4 pieces=4"),
+        ("accumulate=16", None, 4, "data=2 accumulate=16 pieces=32"),
+        ("pieces=4", None, 3, "data=2 pieces=4"),
+        ("pieces=4", 3, 2, "data=3 pieces=4"),
+        ("accumulate=2 pieces=4", None, 8, "data=2 accumulate=2 pieces=4"),
+        ("data=2 sums=ring precision=fp16", None, 2, "data=2 sums=ring precision=fp16 pieces=2"),
+        ("local_steps=4 outer=average", None, 2, "data=2 local_steps=4 pieces=2"),
+    ],
+)
+def test_plans_are_fitted(text: str, ranks: int | None, cores: int, resolved: str) -> None:
+    assert resolve(text, ranks=ranks, cores=cores) == resolved
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        ("data=3", None, "data=3 does not divide the batch of 32."),
+        ("data=3", None, "Use 1, 2, 4, 8, 16 or 32."),
+        ("", 3, "3 ranks make data=3. data=3 does not divide the batch of 32."),
+        ("", 0, "Start at least 1."),
+        ("data=2", 4, "needs 2 ranks, and there are 4."),
+        ("data=2", 4, "Use data=4, or start 2 ranks."),
+        ("data=2 accumulate=3", None, "data=2 x accumulate=3 = 6 pieces do not divide"),
+        ("data=2 accumulate=3", None, "For accumulate use 1, 2, 4, 8 or 16."),
+        ("accumulate=64", None, "For accumulate use 1, 2, 4, 8, 16 or 32."),
+        ("pieces=5", None, "pieces=5 does not divide the batch of 32."),
+        ("pieces=4", 8, "leaves some of the data=8 replicas without work"),
+        ("accumulate=2 pieces=8", None, "asks for data=4, and only 2 fit on 2 cores"),
+        ("accumulate=2 pieces=8", 2, "Leave accumulate or pieces out."),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(text: str, ranks: int | None, says: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        resolve(text, ranks=ranks)
+    assert says in str(refused.value)
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="at least 1 sample"):
+        resolve("", batch_size=0)
+
+
+def test_of_many_divisors_the_nearest_are_named() -> None:
+    with pytest.raises(PlanError, match=r"Use 7, 8, 9, 10, 12 or 14\."):
+        resolve("data=11", batch_size=5040)
+
+
+@given(plans(), st.none() | COUNT, st.integers(1, 16), st.integers(1, 512))
+def test_a_fitted_plan_keeps_every_promise(
+    plan: Plan, ranks: int | None, cores: int, batch_size: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "NOT_YET", {})
+        try:
+            fitted = plan.resolve(ranks=ranks, cores=cores, batch_size=batch_size)
+        except PlanError:
+            return
+        assert batch_size % fitted.num_pieces == 0
+        assert fitted.num_replicas <= fitted.num_pieces
+        assert fitted.num_pieces % fitted.num_microbatches == 0
+        assert fitted.num_ranks == (ranks or fitted.num_ranks)
+        assert plan.data in (None, fitted.data)
+        assert plan.pieces in (None, fitted.pieces)
+        assert Plan.parse(str(fitted)) == fitted
+        again = fitted.resolve(ranks=fitted.num_ranks, cores=cores, batch_size=batch_size)
+        assert again == fitted
+
+
+def test_axes_share_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "NOT_YET", {})
+    assert resolve("tensor=2", cores=8) == "data=4 tensor=2 pieces=4"
+    assert resolve("pipeline=2", ranks=4) == "data=2 pipeline=2 pieces=8"
+    assert resolve("tensor=2 pipeline=2", cores=2) == "data=1 tensor=2 pipeline=2 pieces=4"
+    with pytest.raises(PlanError, match="Start 4 ranks"):
+        resolve("tensor=2", ranks=3)
+    with pytest.raises(PlanError, match=r"For microbatches use 1, 2, 4, 8, 16 or 32\."):
+        resolve("pipeline=2 microbatches=3")
+    with pytest.raises(PlanError, match="with data=1"):
+        resolve("zero=2", cores=1)
+
+
+def test_counts_of_an_open_plan_are_refused() -> None:
+    plan = Plan()
+    for name in ("num_ranks", "num_replicas", "num_pieces"):
+        with pytest.raises(PlanError, match="resolve"):
+            getattr(plan, name)
+    fitted = plan.resolve(ranks=4, cores=2, batch_size=8)
+    assert (fitted.num_ranks, fitted.num_replicas, fitted.num_pieces) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor=2",
+        "pipeline=2",
+        "pipeline=2 microbatches=4",
+        "zero=1",
+        "sync=server",
+        "sync=server staleness=any",
+        "local_steps=4 outer=nesterov",
+        "codec=topk:0.01",
+        "recompute=blocks",
+        "offload=optimizer",
+    ],
+)
+def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
+    plan = Plan.parse(text)
+    with pytest.raises(PlanError, match="not built yet"):
+        plan.refuse_missing()
+    with pytest.raises(PlanError, match="not built yet"):
+        plan.resolve(ranks=None, cores=8, batch_size=32)
+
+
+def test_keys_are_described_in_one_place() -> None:
+    fields = [field.name for field in msgspec.structs.fields(Plan)]
+    assert [key for key, _, _ in describe()] == fields == list(KEYS)
+    assert set(NOT_YET) <= set(KEYS)
+    for key, values, meaning in describe():
+        assert values and meaning
+        assert ("only the default so far" in meaning) == (key in NOT_YET)
+
+
+def test_the_plan_does_not_load_torch() -> None:
+    code = "import sys, shoal.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
