@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.logs import log
 from shoal.numerics.precision import ScaleState
@@ -51,6 +52,7 @@ def catch_up(trainer: "Trainer") -> bool:
     behind = held < notes.step
     if behind:
         trainer.holds_state = False  # until everything has arrived
+    faultpoint("handover.sharing", notes.step)
     state = share_state(group, leader, trainer.strategy.state_dict())
     if behind:
         trainer.strategy.load_state_dict(state)

@@ -22,6 +22,7 @@ from shoal.data.loader import Batch, Piece
 from shoal.data.split import share
 from shoal.errors import GroupLost, NotFinite, PlanError
 from shoal.evaluate import measure
+from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
 from shoal.mesh import Mesh, Seat
 from shoal.metrics.meters import split_times
@@ -155,6 +156,7 @@ class Trainer:
 
     def _try_step(self) -> None:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
+        faultpoint("step.begin", self.step)
         started = perf_counter()
         sent_before = self.mesh.data.bytes_sent
         batch = self.batches.at(self.step)
@@ -168,16 +170,19 @@ class Trainer:
                 first=index == self.pieces.start, last=index == self.pieces.stop - 1
             ):
                 is_mean = self._forward_backward(piece, index, batch, tally)
+        faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
         agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
         exchanged = perf_counter()
+        faultpoint("step.exchanged", self.step)
         if not self._update(agreed, batch.num_samples if is_mean else 1.0):
             if not self.loss_scale.overflow():
                 raise NotFinite(self._blame(batch, agreed))
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
+        faultpoint("step.committed", self.step)
         self.stopped = agreed.stop
         times = split_times(
             data_s,

@@ -32,6 +32,7 @@ from shoal.elastic.messages import (
     TakeSeat,
 )
 from shoal.errors import FormError, GroupLost, StopNow
+from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import Mesh
 from shoal.plan import Plan
@@ -141,6 +142,7 @@ class SupervisedSeat:
 
     def _await_go(self, place: TakeSeat) -> bool:
         """Say that the old group is left; True when all have said so."""
+        faultpoint("seat.here", self.step)
         self._say(Here(place.generation))
         with self._changed:
             self._changed.wait_for(
@@ -155,6 +157,7 @@ class SupervisedSeat:
             return Mesh(Group(), world.device, place.generation)
         import torch.distributed as dist
 
+        faultpoint("seat.forming", self.step)
         self._own, self._before = set(), set(open_sockets())
         try:
             # One client a generation: an old one may hang in a wait of its own.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import logs, recipe
+from shoal import faults, logs, recipe
 from shoal.checkpoint.export import write_model
 from shoal.cluster.nursery import Birth, ChildMain
 from shoal.elastic.seat import SupervisedSeat, can_recover
@@ -73,6 +73,7 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
 
     def rank_main(birth: Birth) -> int:
         os.environ.update(birth.told)
+        faults.arm(birth.number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.resolve().parent))
@@ -91,6 +92,7 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     """Run `work` in a member's seat; an error goes to the supervisor, and is the exit code."""
     logs.set_up(f"member {birth.number} ")
     os.environ.update(birth.told)
+    faults.arm(birth.number)
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], recovers=can_recover(plan)
     )

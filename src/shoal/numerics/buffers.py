@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 
+LARGE = 1 << 16  # elements; a larger buffer is a constant such as a mask unless its version says so
+
+
 class PieceBuffers:
-    """Order of calls: `begin_piece`, forward and backward, `end_piece`, for each piece; then
+    """Order of calls: `restore`, forward and backward, `end_piece`, for each piece; then
     `commit` with the mean of what `end_piece` returned, or nothing if the step is given up."""
 
     def __init__(self, model: nn.Module):
@@ -35,15 +38,16 @@ class PieceBuffers:
     def __len__(self) -> int:
         return len(self._places)
 
-    def begin_piece(self) -> None:
+    def restore(self) -> None:
+        """Go back to the step's values."""
         for i in range(len(self._places)):
-            if self._mark(i) != self._versions[i]:
+            if self._changed(i):
                 self._put(i, self._held[i])
 
     def end_piece(self) -> list[Tensor | None]:
         """What this piece made of each buffer, in double precision; None where it is as before."""
         return [
-            self._value(i).detach().double() if self._mark(i) != self._versions[i] else None
+            self._value(i).detach().to(torch.float64, copy=True) if self._changed(i) else None
             for i in range(len(self._places))
         ]
 
@@ -52,7 +56,7 @@ class PieceBuffers:
         for i, mean in enumerate(means):
             if mean is not None:
                 self._held[i] = mean.to(self._held[i].dtype)
-            if mean is not None or self._mark(i) != self._versions[i]:
+            if mean is not None or self._changed(i):
                 self._put(i, self._held[i])
 
     def shapes(self) -> list[torch.Size]:
@@ -63,6 +67,13 @@ class PieceBuffers:
         value = module._buffers[name]
         assert value is not None
         return value
+
+    def _changed(self, i: int) -> bool:
+        if self._mark(i) != self._versions[i]:
+            return True
+        # BatchNorm's kernel writes its statistics without raising their version.
+        held = self._held[i]
+        return held.numel() <= LARGE and not torch.equal(held, self._value(i))
 
     def _mark(self, i: int) -> tuple[int, int]:
         # A forward may write into a buffer or put another tensor in its place.

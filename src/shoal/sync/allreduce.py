@@ -48,6 +48,7 @@ class AllReduce:
         self._around = _Piece(self)
 
     def detach(self) -> None:
+        self.buffers.restore()  # of a step given up, nothing stays
         if self.buckets is not None:
             self.buckets.drain()
             for hook in self.buckets.hooks:
@@ -184,7 +185,7 @@ class _Piece:
         self.last = False
 
     def __enter__(self) -> None:
-        self._strategy.buffers.begin_piece()
+        self._strategy.buffers.restore()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:

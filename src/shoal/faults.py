@@ -1,0 +1,76 @@
+"""Named points at which a test can break things.
+
+Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms points
+through the environment, as `point:action[:member=N][:step=K]` separated by commas: the action (kill,
+stop, raise, exit, segfault) happens once, in that member, at that step.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+VARIABLE = "SHOAL_FAULTS"
+
+
+class Fault(NamedTuple):
+    point: str
+    action: str
+    member: int | None
+    step: int | None
+
+
+class InjectedError(RuntimeError):
+    """What `raise` raises: an error of the recipe's own, as far as anybody can tell."""
+
+
+def _signal(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise() -> None:
+    raise InjectedError("a test broke this rank on purpose")
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "segfault": _signal(signal.SIGSEGV),
+    "abort": _signal(signal.SIGABRT),
+    "raise": _raise,
+    "exit": lambda: os._exit(0),
+}
+
+_armed: list[Fault] = []
+
+
+def parse(text: str) -> list[Fault]:
+    """Faults from the variable's text; raises ValueError for what is not one."""
+    faults = []
+    for part in filter(None, text.split(",")):
+        point, action, *conditions = part.split(":")
+        if action not in ACTIONS:
+            raise ValueError(f"{part!r}: the action is one of {', '.join(ACTIONS)}")
+        where = dict(condition.split("=", 1) for condition in conditions)
+        member, step = where.pop("member", None), where.pop("step", None)
+        if where:
+            raise ValueError(f"{part!r}: unknown condition {', '.join(where)}")
+        faults.append(
+            Fault(point, action, int(member) if member else None, int(step) if step else None)
+        )
+    return faults
+
+
+def arm(member: int) -> None:
+    """Arm what the environment says for this member. Called once, as a rank's process starts."""
+    _armed[:] = [f for f in parse(os.environ.get(VARIABLE, "")) if f.member in (None, member)]
+
+
+def faultpoint(point: str, step: int | None = None) -> None:
+    """Break here, if a test said so."""
+    if _armed:
+        for fault in _armed:
+            if fault.point == point and fault.step in (None, step):
+                _armed.remove(fault)
+                ACTIONS[fault.action]()
+                return
