@@ -37,7 +37,9 @@ def measure(
             with precision.autocast(mesh.device.split(":")[0]):
                 output = call_model(model, piece.inputs)
                 goal = objective(run, output, piece)
-            table[index, 0] = torch.tensor([float(goal.sum), float(goal.weight)])
+            loss, weight = goal.tensor.item(), float(goal.weight)
+            table[index, 0, 0] = loss * weight if goal.is_mean else loss
+            table[index, 0, 1] = weight
             for column, (name, metric) in enumerate(run.metrics.items(), start=1):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)

@@ -122,9 +122,8 @@ class Objective(NamedTuple):
     """The loss of a piece. `tensor` is what backward starts from."""
 
     tensor: Tensor
-    sum: Tensor  # detached
     weight: float | Tensor
-    is_mean: bool  # `tensor` is sum / weight; otherwise it is the sum
+    is_mean: bool  # over `weight`; otherwise it is the sum
 
 
 def objective(run: Run, output: Any, piece: Piece) -> Objective:
@@ -140,10 +139,8 @@ def objective(run: Run, output: Any, piece: Piece) -> Objective:
         )
     if not loss.requires_grad and torch.is_grad_enabled():
         raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
-    loss = loss.reshape(())
-    detached = loss.detach()
     weight = weight.detach() if isinstance(weight, Tensor) else weight
-    return Objective(loss, detached * weight if is_mean else detached, weight, is_mean)
+    return Objective(loss.reshape(()), weight, is_mean)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

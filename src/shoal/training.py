@@ -161,7 +161,7 @@ class Trainer:
         sent_before = self.mesh.data.bytes_sent
         batch = self.batches.at(self.step)
         tally = Tally(stop=self.seat.stop_requested())
-        data_s, is_mean = 0.0, True
+        data_s = 0.0
         for index in self.pieces:
             asked = perf_counter()
             piece = batch.piece(index)
@@ -169,14 +169,14 @@ class Trainer:
             with self.strategy.microbatch(
                 first=index == self.pieces.start, last=index == self.pieces.stop - 1
             ):
-                is_mean = self._forward_backward(piece, index, batch, tally)
+                self._forward_backward(piece, index, batch, tally)
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
         agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
-        if not self._update(agreed, batch.num_samples if is_mean else 1.0):
+        if not self._update(agreed, batch.num_samples if tally.is_mean else 1.0):
             if not self.loss_scale.overflow():
                 raise NotFinite(self._blame(batch, agreed))
             return
@@ -202,12 +202,11 @@ class Trainer:
             bytes_sent=self.mesh.data.bytes_sent - sent_before,
         )
 
-    def _forward_backward(self, piece: Piece, index: int, batch: Batch, tally: Tally) -> bool:
-        """One piece. Returns whether the loss is a mean."""
+    def _forward_backward(self, piece: Piece, index: int, batch: Batch, tally: Tally) -> None:
         if not piece.num_samples:  # of a short last batch
-            tally.sums.append(torch.zeros((), device=self.mesh.device))
+            tally.losses.append(torch.zeros(()))
             tally.weights.append(0.0)
-            return True
+            return
         self.seeds.enter(self.step, index)
         with self.precision.autocast(self.mesh.device.split(":")[0]):
             goal = objective(self.run, call_model(self.model, piece.inputs), piece)
@@ -216,9 +215,9 @@ class Trainer:
         if goal.is_mean:
             seed *= piece.num_samples / batch.num_samples
         goal.tensor.backward(None if seed == 1.0 else goal.tensor.new_tensor(seed))
-        tally.sums.append(goal.sum)
+        tally.losses.append(goal.tensor.detach())
         tally.weights.append(goal.weight)
-        return goal.is_mean
+        tally.is_mean = goal.is_mean
 
     def _update(self, agreed: Agreed, unit: float) -> bool:
         if not math.isfinite(agreed.loss):

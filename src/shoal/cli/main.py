@@ -6,7 +6,7 @@ import sys
 import click
 
 from shoal import __version__
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, nearest
 
 _VERBS = {
     "train": "Train a recipe under a plan.",
@@ -15,6 +15,9 @@ _VERBS = {
     "doctor": "Show what this machine offers and what is wrong with it.",
     "warm": "Keep a warm process, so that the next commands start at once.",
 }
+
+
+_WARM = ("train", "run", "verify")
 
 
 class Verbs(click.Group):
@@ -33,8 +36,6 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        from shoal.errors import nearest
-
         if args and args[0] not in _VERBS and not args[0].startswith("-"):
             raise click.UsageError(f"There is no verb {args[0]!r}. {nearest(args[0], _VERBS)}")
         return super().resolve_command(ctx, args)
@@ -46,7 +47,7 @@ class Verbs(click.Group):
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="shoal %(version)s")
-def group() -> None:
+def verbs() -> None:
     """Train any PyTorch model on many processes and machines.
 
     A recipe says what is trained; a plan, one line of text, says how the work is spread.
@@ -54,22 +55,30 @@ def group() -> None:
     """
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
+def main() -> None:
+    """Run the command of this process's arguments, in the warm process if there is one."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in _WARM and not {"-h", "--help"} & set(arguments):
+        from shoal.cluster.warm import run_warm
+
+        code = run_warm(arguments)
+        if code is not None:
+            sys.exit(code)
+    sys.exit(run_here(arguments))
+
+
+def run_here(arguments: list[str]) -> int:
+    """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
     try:
-        group.main(arguments, prog_name="shoal", standalone_mode=False)
-    except click.UsageError as error:
-        error.show()
-        sys.exit(2)
+        verbs.main(arguments, prog_name="shoal", standalone_mode=False)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:
-        sys.exit(130)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
     except ShoalError as error:
-        if error.__cause__ is not None and error.exit_code == 1:
-            import traceback
-
-            traceback.print_exception(error.__cause__)
         click.echo(f"shoal: {error}", err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    return 0

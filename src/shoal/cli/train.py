@@ -46,10 +46,11 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     from shoal.cli.display import Display
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
-    from shoal.elastic.worker import prepare_training
+    from shoal.elastic.worker import prepare_training, use_threads
     from shoal.numerics.precision import bf16_environment
     from shoal.optional import require
     from shoal.plan import Plan
+    from shoal.recipe import load_recipe, provenance
 
     if given["tensorboard"]:
         require("tensorboardX", extra="tensorboard")
@@ -79,9 +80,12 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
         )
 
     def prepare() -> Any:
-        return prepare_training(
-            recipe, settings, plan, given["ranks"], run_dir.path, tensorboard=given["tensorboard"]
+        use_threads()
+        run = load_recipe(recipe, settings)
+        facts, rank_main = prepare_training(
+            run, plan, given["ranks"], run_dir.path, tensorboard=given["tensorboard"]
         )
+        return facts | {"run": provenance(run, settings)}, rank_main
 
     try:
         outcome = launch(prepare, run_dir.path, watch=display, members=members, prepared=prepared)

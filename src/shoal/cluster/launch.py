@@ -36,14 +36,14 @@ def launch(
     """
     nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
     try:
-        facts = _await(nursery)
+        facts = await_facts(nursery)
         prepared(facts)
         return Supervisor(nursery, members(facts), run_dir, watch).run()
     finally:
         nursery.close()
 
 
-def _await(nursery: Nursery) -> Facts:
+def await_facts(nursery: Nursery) -> Facts:
     try:
         report = nursery.next_report()
     except EOFError:

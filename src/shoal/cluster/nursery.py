@@ -109,7 +109,10 @@ class Nursery:
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
         if not ready:
             return None
-        content = self._socket.recv(_MOST_BYTES)
+        try:
+            content = self._socket.recv(_MOST_BYTES)
+        except ConnectionResetError:  # it ended before it had read all orders
+            content = b""
         if not content:
             raise EOFError("the process that ranks are forked from is gone")
         report: Report = self._reports.decode(content)

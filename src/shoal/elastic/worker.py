@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import faults, logs, recipe
+from shoal import faults, logs
 from shoal.checkpoint.export import write_model
 from shoal.cluster.nursery import Birth, ChildMain
 from shoal.elastic.seat import SupervisedSeat, can_recover
@@ -29,8 +29,7 @@ MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
 
 
 def prepare_training(
-    spec: str,
-    settings: dict[str, str],
+    run: Run,
     plan: str | None,
     ranks: int | None,
     run_dir: Path,
@@ -39,8 +38,6 @@ def prepare_training(
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
 ) -> tuple[dict[str, Any], ChildMain]:
     """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main."""
-    use_threads()
-    run = recipe.load_recipe(spec, settings)
     resolved = resolve(run, plan, ranks)
     make_batches(run, resolved.num_pieces)  # says what is wrong with the data
     model = run.make_model()
@@ -53,7 +50,6 @@ def prepare_training(
         "batch_size": run.batch_size,
         "num_samples": len(run.data),
         "num_parameters": sum(p.numel() for p in model.parameters()),
-        "run": recipe.provenance(run, settings),
     }
 
     def rank_main(birth: Birth) -> int:

@@ -35,13 +35,16 @@ def clip_factor(norm: float, limit: float) -> float:
 
 def scale_if_finite(gradients: Sequence[Tensor], scale: float) -> bool:
     """Multiply all by `scale` in place, in one pass that also finds what is not finite."""
-    if not gradients:
-        return True
-    found = torch.zeros(1, device=gradients[0].device)
-    factor = torch.tensor([scale], device=gradients[0].device)
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
         by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for alike in by_kind.values():
+    finite = True
+    for (dtype, device), alike in by_kind.items():
+        found = torch.zeros(1, device=device)
+        wide = dtype == torch.float64  # the kernel's factor is single precision
+        factor = torch.tensor([1.0 if wide else scale], device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found, factor)
-    return not found.item()
+        if wide:
+            torch._foreach_mul_(alike, scale)
+        finite = finite and not found.item()
+    return finite

@@ -22,14 +22,19 @@ from shoal.sync.state import Slice
 class Tally:
     """What one rank knows of a step before the exchange: one entry for each of its pieces."""
 
-    sums: list[Tensor] = field(default_factory=list)  # of the loss, in the units of `weights`
+    losses: list[Tensor] = field(default_factory=list)
     weights: list[float | Tensor] = field(default_factory=list)
+    is_mean: bool = True  # whether the losses are means over their weights, or sums
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
     stop: bool = False  # this rank was asked to stop
 
     def numbers(self) -> tuple[list[float], list[float]]:
-        sums: list[float] = torch.stack(self.sums).tolist() if self.sums else []
-        return sums, [float(weight) for weight in self.weights]
+        """The sum of the loss and the weight of each piece."""
+        losses = [loss.item() for loss in self.losses]
+        weights = [float(weight) for weight in self.weights]
+        if self.is_mean:
+            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        return losses, weights
 
 
 class Agreed(NamedTuple):

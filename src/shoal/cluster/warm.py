@@ -1,0 +1,264 @@
+"""A process kept warm between commands, so that the next `shoal train` need not import torch.
+
+`shoal warm start` puts it in the background; it forks itself for each command it is handed, with the
+caller's terminal, directory and environment, and leaves after an hour without work. The caller passes
+signals on and gets the exit code; if it dies, the command dies with it. The socket is in a directory
+that only its owner can enter, under a name that changes with the code, so a stale process is not used.
+
+This module is also what the client side imports, so it loads nothing heavy.
+"""
+
+import array
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+IDLE_S = 3600.0
+_PRELOADED = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "zmq",
+    "rich.console",
+    "shoal.cli.train",
+    "shoal.cli.run",
+    "shoal.cli.verify",
+    "shoal.cli.display",
+    "shoal.cluster.launch",
+    "shoal.elastic.worker",
+    "shoal.verify",
+)
+
+
+def socket_path() -> Path:
+    """Where the warm process for this interpreter and this code listens."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/shoal-{os.getuid()}"
+    package = Path(__file__).resolve().parents[1]
+    newest = max(entry.stat().st_mtime_ns for entry in package.rglob("*.py"))
+    identity = f"{sys.executable}|{package}|{newest}"
+    return Path(base) / "shoal" / f"warm-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.sock"
+
+
+def run_warm(arguments: list[str]) -> int | None:
+    """Have the warm process run a command; None if there is none."""
+    connection = _connect()
+    if connection is None:
+        return None
+    request = {"arguments": arguments, "cwd": os.getcwd(), "environment": dict(os.environ)}
+    content = json.dumps(request).encode()
+    with connection:
+        socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+        connection.sendall(content)
+        answers = connection.makefile("r")
+        pid = int(json.loads(answers.readline())["pid"])
+        passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in passed_on:
+            signal.signal(number, lambda n, _: os.kill(pid, n))
+        line = answers.readline()
+        if not line:
+            print("shoal: the warm process ended under this command.", file=sys.stderr)
+            return 1
+        return int(json.loads(line)["status"])
+
+
+def start(idle_s: float = IDLE_S) -> bool:
+    """Start the warm process and wait until it answers; False if it was up already."""
+    if is_up():
+        return False
+    path = socket_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_open_directory(path.parent)
+    log = path.with_suffix(".log")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "shoal.cluster.warm", str(path), str(idle_s)],
+            stdin=nothing,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+        )
+    deadline = time.monotonic() + 60.0
+    while not is_up():
+        if child.poll() is not None or time.monotonic() > deadline:
+            raise OSError(f"the warm process did not come up:\n{log.read_text()}")
+        time.sleep(0.02)
+    return True
+
+
+def stop() -> bool:
+    """End the warm process; False if there was none."""
+    connection = _connect()
+    if connection is None:
+        return False
+    with connection:
+        connection.sendall((0).to_bytes(8, "big"))
+        connection.recv(1)  # until it closes
+    return True
+
+
+def is_up() -> bool:
+    connection = _connect()
+    if connection is not None:
+        connection.close()
+    return connection is not None
+
+
+def _connect() -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(socket_path()))
+        return connection
+    except OSError:
+        connection.close()
+        return None
+
+
+def _refuse_open_directory(path: Path) -> None:
+    facts = path.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise OSError(f"{path} can be entered by others; remove it and try again")
+
+
+class Warm:
+    """The process itself: single-threaded, so that it may fork."""
+
+    def __init__(self, path: Path, idle_s: float):
+        self._path = path
+        self._idle_s = idle_s
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, caller
+
+    def serve(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listener.bind(str(self._path))
+        self._listener.listen(16)
+        try:
+            while self._serve_one():
+                continue
+        finally:
+            self._path.unlink(missing_ok=True)
+
+    def _serve_one(self) -> bool:
+        callers = {caller: pidfd for pidfd, (_, caller) in self._children.items()}
+        watched = [self._listener, *self._children, *callers]
+        ready, _, _ = select.select(watched, [], [], self._idle_s if not callers else None)
+        if not ready:
+            return False
+        for source in ready:
+            if source is self._listener:
+                if not self._answer(self._listener.accept()[0]):
+                    return False
+            elif source in self._children:
+                self._report_end(source)
+            elif source in callers and callers[source] in self._children:
+                os.kill(self._children[callers[source]][0], signal.SIGKILL)  # the caller is gone
+                self._report_end(callers[source])
+        return True
+
+    def _answer(self, caller: socket.socket) -> bool:
+        """Run a caller's command in a fork; False when asked to end."""
+        caller.settimeout(5.0)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(caller, 8, 3)
+            if len(head) < 8:  # only asked whether we are here
+                caller.close()
+                return True
+            length = int.from_bytes(head, "big")
+            if length == 0:
+                caller.close()
+                return False
+            content = b""
+            while len(content) < length and (part := caller.recv(length - len(content))):
+                content += part
+            request = json.loads(content)
+        except (OSError, ValueError):
+            caller.close()
+            return True
+        caller.settimeout(None)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, descriptors, caller, parent)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._children[os.pidfd_open(pid)] = (pid, caller)
+        _tell(caller, pid=pid)
+        return True
+
+    def _become(
+        self, request: dict[str, Any], descriptors: "array.array[int] | list[int]",
+        caller: socket.socket, parent: int,
+    ) -> None:
+        """In the fork: turn into the caller's command."""
+        from shoal.cluster.nursery import _exit_with, die_with_parent
+
+        die_with_parent(parent)
+        os.setsid()
+        self._listener.close()
+        caller.close()
+        for _, other in self._children.values():
+            other.close()
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["cwd"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.argv = ["shoal", *request["arguments"]]
+
+        def command() -> int:
+            from shoal.cli.main import run_here
+
+            return run_here(request["arguments"])
+
+        _exit_with(command)
+
+    def _report_end(self, pidfd: int) -> None:
+        pid, caller = self._children.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(status)
+        _tell(caller, status=code if code >= 0 else 128 - code)
+        caller.close()
+
+
+def _tell(caller: socket.socket, **what: int) -> None:
+    try:
+        caller.sendall(json.dumps(what).encode() + b"\n")
+    except OSError:
+        return  # it has gone; its command is ended when that shows
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    import gc
+    import importlib
+
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGTERM, _ended)
+    Warm(Path(sys.argv[1]), float(sys.argv[2])).serve()

@@ -1,0 +1,384 @@
+"""A pool of warm ranks for tests: real processes and real Gloo, without a start-up for each test.
+
+`Pool` forks four ranks once, from a warm process, and keeps them for the whole test run.
+`pool.run` calls a function on some of them under a fresh group and returns what each rank returned;
+a rank that died or hung is replaced, and of a hang the stacks of all ranks are shown. `pool.start`
+runs a command in a fork of the same warm process, which saves it the import of torch.
+
+Functions go by name (module and qualified name), values as msgpack with tensors as bytes: nothing
+is pickled, so a function must be importable and must not be a closure. Not for benches: four ranks
+on fewer cores measure nothing. Cost of a call: about 20 ms for the group.
+"""
+
+import faulthandler
+import importlib
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.cluster.nursery import Birth, Born, ChildMain, Exited, Nursery, Prepared
+from shoal.comm.collectives import Group
+from shoal.comm.store import client, form_group, leave_group, listen
+from shoal.elastic.membership import how_it_ended
+from shoal.mesh import Mesh
+from shoal.world import World
+
+NUM_RANKS = 4
+LIMIT_S = 50.0  # below the limit of a test, so that the stacks are seen first
+GRACE_S = 5.0  # for the others, once one rank has failed
+_TENSOR = 1
+
+
+class RankError(AssertionError):
+    """A function failed on a rank, or the rank died or hung; the message holds its traceback."""
+
+
+class _Call(msgspec.Struct, frozen=True):
+    function: str
+    rank: int
+    num_ranks: int
+    group: str
+    store_port: int
+    arguments: msgspec.Raw
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    value: msgspec.Raw
+    trace: str = ""
+    is_echo: bool = False  # the group broke under it: another rank failed first
+
+
+def pack(value: Any) -> bytes:
+    """Plain data and tensors as msgpack."""
+    return msgspec.msgpack.encode(value, enc_hook=_pack_tensor)
+
+
+def unpack(content: bytes | msgspec.Raw) -> Any:
+    return msgspec.msgpack.decode(content, ext_hook=_unpack_tensor)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name under which another process finds a function of a module."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in name:
+        raise TypeError(f"{name} has no importable name. Use a function of a module.")
+    return name
+
+
+def find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+class Command(NamedTuple):
+    """A command under way in a fork of the warm process."""
+
+    pool: "Pool"
+    number: int
+    pid: int
+
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        return self.pool._await_exit(self.number, timeout_s)
+
+    def is_running(self) -> bool:
+        return not self.pool._has_exited(self.number)
+
+    def send_signal(self, number: int) -> None:
+        self.pool._nursery.kill(self.number, number)
+
+
+class Pool:
+    """Make it before this process starts a thread; use it in a `with` block."""
+
+    def __init__(self, directory: Path, num_ranks: int = NUM_RANKS):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._address = f"\0shoal-pool-{secrets.token_hex(16)}"
+        self._key = secrets.token_hex(16)
+        self._nursery = Nursery(_prepare, directory / "nursery.log")
+        self._next_number = 0
+        self._num_calls = 0
+        self._exits: dict[int, int] = {}
+        self._listener = Listener(self._address, "AF_UNIX", authkey=self._key.encode())
+        report = self._nursery.next_report()
+        if not isinstance(report, Prepared):
+            raise RuntimeError(f"The warm process could not be made: {report}")
+        self._store, self._store_port = listen()
+        self._ranks: list[tuple[int, Connection]] = []
+        self._num_ranks = num_ranks
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _number, line in self._ranks:
+            line.close()
+        self._listener.close()
+        self._nursery.close()
+
+    @property
+    def nursery_pid(self) -> int:
+        return self._nursery.pid
+
+    def pids(self) -> set[int]:
+        """The processes that stay for the whole test run."""
+        known = {self._nursery.pids.get(number) for number, _ in self._ranks}
+        return {self._nursery.pid, *(pid for pid in known if pid is not None)}
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        num_ranks: int,
+        *arguments: Any,
+        limit_s: float = LIMIT_S,
+    ) -> list[Any]:
+        """Call `function(mesh, *arguments)` on ranks 0 to num_ranks-1 and return their answers."""
+        self._fill()
+        if num_ranks > len(self._ranks):
+            raise ValueError(f"{num_ranks} ranks are asked for; the pool has {len(self._ranks)}.")
+        self._num_calls += 1
+        packed = msgspec.Raw(pack(list(arguments)))
+        lines: dict[Connection, int] = {}
+        for rank, (_, line) in enumerate(self._ranks[:num_ranks]):
+            call = _Call(
+                name_of(function),
+                rank,
+                num_ranks,
+                f"call/{self._num_calls}",
+                self._store_port,
+                packed,
+            )
+            line.send_bytes(msgspec.msgpack.encode(call))
+            lines[line] = rank
+        answers: dict[int, _Answer] = {}
+        try:
+            self._collect(lines, answers, limit_s)
+        finally:
+            for rank in set(range(num_ranks)) - answers.keys():
+                self._drop(rank)
+            self._ranks = [(number, line) for number, line in self._ranks if not line.closed]
+        _raise_first(answers, num_ranks)
+        return [unpack(answers[rank].value) for rank in range(num_ranks)]
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        output: Path,
+        errors: Path,
+        directory: Path,
+    ) -> Command:
+        """Call a function in a process of its own, and exit with what it returns or exits with."""
+        told = {
+            "function": name_of(function),
+            "arguments": msgspec.json.encode(list(arguments)).decode(),
+            "environment": msgspec.json.encode(dict(environment or {})).decode(),
+            "output": str(output.resolve()),
+            "errors": str(errors.resolve()),
+            "directory": str(directory.resolve()),
+        }
+        number, pid = self._spawn(told, self._directory / "commands.log")
+        return Command(self, number, pid)
+
+    def _collect(
+        self, lines: dict[Connection, int], answers: dict[int, _Answer], limit_s: float
+    ) -> None:
+        deadline = time.monotonic() + limit_s
+        waiting = dict(lines)
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if any(answer.trace for answer in answers.values()):
+                    return  # the others wait for one that failed
+                raise RankError(self._hung(sorted(waiting.values()), limit_s))
+            for line in ready:
+                assert isinstance(line, Connection)
+                rank = waiting.pop(line)
+                answers[rank] = self._read(line, rank)
+                if answers[rank].trace:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+
+    def _read(self, line: Connection, rank: int) -> _Answer:
+        try:
+            return msgspec.msgpack.decode(line.recv_bytes(), type=_Answer)
+        except (EOFError, ConnectionError):
+            status = self._await_exit(self._ranks[rank][0], GRACE_S)
+            line.close()
+            return _Answer(msgspec.Raw(pack(None)), f"rank {rank} {how_it_ended(status)}")
+
+    def _hung(self, ranks: Sequence[int], limit_s: float) -> str:
+        """Have the stacks of all ranks written down, and return them."""
+        logs = {rank: self._log(self._ranks[rank][0]) for rank in ranks}
+        before = {rank: log.stat().st_size for rank, log in logs.items()}
+        for rank in ranks:
+            self._nursery.kill(self._ranks[rank][0], signal.SIGUSR1)
+        time.sleep(1.0)
+        stacks = [
+            f"rank {rank}:\n{logs[rank].read_bytes()[before[rank] :].decode(errors='replace')}"
+            for rank in ranks
+        ]
+        named = ", ".join(map(str, ranks))
+        return f"rank {named} did not answer within {limit_s:g} s.\n" + "\n".join(stacks)
+
+    def _drop(self, rank: int) -> None:
+        number, line = self._ranks[rank]
+        if not line.closed:
+            self._nursery.kill(number)
+            self._await_exit(number, GRACE_S)
+            line.close()
+
+    def _fill(self) -> None:
+        """Start ranks until all places are taken; one that died between calls is noticed too."""
+        self._pump(0)
+        for number, line in self._ranks:
+            if number in self._exits:
+                line.close()
+        self._ranks = [(number, line) for number, line in self._ranks if not line.closed]
+        while len(self._ranks) < self._num_ranks:
+            told = {"address": self._address, "key": self._key}
+            number, _ = self._spawn(told, self._log(self._next_number))
+            self._ranks.append((number, self._listener.accept()))
+
+    def _log(self, number: int) -> Path:
+        return self._directory / f"rank-{number:03d}.log"
+
+    def _spawn(self, told: dict[str, str], log: Path) -> tuple[int, int]:
+        number = self._next_number
+        self._next_number += 1
+        self._nursery.spawn(Birth(number, str(log), told))
+        while number not in self._nursery.pids and number not in self._exits:
+            self._pump(GRACE_S)
+        return number, self._nursery.pids.get(number, -1)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in what the nursery reports."""
+        while (report := self._nursery.next_report(timeout_s)) is not None:
+            if isinstance(report, Exited):
+                self._exits[report.number] = report.status
+            assert isinstance(report, Born | Exited)
+            timeout_s = 0
+
+    def _has_exited(self, number: int) -> bool:
+        self._pump(0)
+        return number in self._exits
+
+    def _await_exit(self, number: int, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while number not in self._exits:
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise TimeoutError(f"process {number} has not ended within {timeout_s:g} s")
+            self._pump(left)
+        return self._exits[number]
+
+
+def _raise_first(answers: Mapping[int, _Answer], num_ranks: int) -> None:
+    """Raise for the rank that failed of itself rather than for one that missed its peer."""
+    failed = [rank for rank, answer in sorted(answers.items()) if answer.trace]
+    if not failed:
+        return
+    own = [rank for rank in failed if not answers[rank].is_echo] or failed
+    told = "\n".join(f"rank {rank}: {answers[rank].trace}" for rank in own)
+    silent = sorted(set(range(num_ranks)) - answers.keys())
+    also = f"\nrank {', '.join(map(str, silent))} waited for it and was ended" if silent else ""
+    raise RankError(told + also)
+
+
+def _prepare() -> tuple[dict[str, Any], ChildMain]:
+    """In the warm process."""
+    # A test runner's capture put streams of its own in place of these.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (kept for good)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    importlib.import_module("torch.distributed.tensor")  # the first optimizer would import it
+    return {}, _live
+
+
+def _live(birth: Birth) -> int:
+    if "function" in birth.told:
+        return _live_as_command(birth.told)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with Client(birth.told["address"], "AF_UNIX", birth.told["key"].encode()) as line:
+        while True:
+            try:
+                content = line.recv_bytes()
+            except EOFError:
+                return 0
+            line.send_bytes(msgspec.msgpack.encode(_answer(content)))
+
+
+def _answer(content: bytes) -> _Answer:
+    call = msgspec.msgpack.decode(content, type=_Call)
+    torch.manual_seed(0)
+    try:
+        value = _under_group(call)
+        return _Answer(msgspec.Raw(pack(value)))
+    except Exception as error:  # noqa: BLE001 (whatever a test raises goes to the test)
+        trace = traceback.format_exc()
+        broken = type(error).__name__ == "GroupLost" or "onnection" in str(error)
+        return _Answer(msgspec.Raw(pack(None)), trace, is_echo=broken)
+
+
+def _under_group(call: _Call) -> Any:
+    function, arguments = find(call.function), unpack(call.arguments)
+    if call.num_ranks == 1:
+        return function(Mesh(Group(), "cpu"), *arguments)
+    world = World(call.rank, call.num_ranks, call.rank, call.num_ranks, "shoal.testing")
+    store = client("127.0.0.1", call.store_port, timeout_s=10.0)
+    form_group(store, call.group, world, timedelta(seconds=10))
+    try:
+        return function(Mesh(Group(dist.group.WORLD), "cpu"), *arguments)
+    finally:
+        leave_group()
+
+
+def _live_as_command(told: Mapping[str, str]) -> int:
+    for path, descriptor in ((told["output"], 1), (told["errors"], 2)):
+        with open(path, "ab", buffering=0) as file:
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(told["directory"])
+    os.environ.update(msgspec.json.decode(told["environment"], type=dict[str, str]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    result = find(told["function"])(*msgspec.json.decode(told["arguments"]))
+    with suppress(OSError):
+        sys.stdout.flush()
+    return result if isinstance(result, int) else 0
+
+
+def _pack_tensor(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{type(value).__name__} cannot be sent: use plain data and tensors")
+    value = value.detach().contiguous()
+    content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    name = str(value.dtype).removeprefix("torch.")
+    return msgspec.msgpack.Ext(
+        _TENSOR, msgspec.msgpack.encode((name, tuple(value.shape), content))
+    )
+
+
+def _unpack_tensor(code: int, content: memoryview) -> Tensor:
+    assert code == _TENSOR, f"unknown kind {code}"
+    name, shape, payload = msgspec.msgpack.decode(content, type=tuple[str, tuple[int, ...], bytes])
+    dtype: torch.dtype = getattr(torch, name)
+    if not payload:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,37 @@
+"""Fixtures for all tests: the pool of ranks, and leaks that fail the test that made them."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks fill the cores
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shoal.testing.leaks import no_leaks, private_temporary_directory
+from shoal.testing.ranks import Pool
+
+__all__ = ["no_leaks", "private_temporary_directory"]
+
+_pools: list[Pool] = []
+
+
+@pytest.fixture(scope="session")
+def pool(
+    tmp_path_factory: pytest.TempPathFactory, private_temporary_directory: object
+) -> Iterator[Pool]:
+    """Four warm ranks for the whole test run."""
+    with Pool(tmp_path_factory.mktemp("pool")) as made:
+        made.run(_nothing, 4)  # so that the ranks stand before any test is compared
+        _pools.append(made)
+        yield made
+        _pools.clear()
+
+
+@pytest.fixture(scope="session")
+def kept_processes() -> Callable[[], frozenset[int]]:
+    return lambda: frozenset(pid for pool in _pools for pid in pool.pids())
+
+
+def _nothing(mesh: object) -> None:
+    """What a rank does to warm up."""
