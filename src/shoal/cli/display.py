@@ -29,11 +29,14 @@ class Display:
         match record["event"]:
             case "progress":
                 self._progress(record)
-            case "exited":
-                self.say(f"[bold red]rank {record['rank']} {record['how']}[/] "
-                         f"after step {record['step']}; the others keep their places")
+            case "exited" if record["status"] < 0:
+                self.say(
+                    f"[bold red]rank {record['rank']} {record['how']}[/] "
+                    f"after step {record['step']}; the others keep their places"
+                )
             case "recovered":
-                who = "" if record["rank"] is None else f"a spare took the seat of rank {record['rank']}; "
+                rank = record["rank"]
+                who = "" if rank is None else f"a spare took the seat of rank {rank}; "
                 self.say(
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"

@@ -9,6 +9,25 @@ import click
 from shoal.cli import options
 
 
+class Echo:
+    """Shows what was added to a log since the last time."""
+
+    def __init__(self, log: Path):
+        self._log = log
+        self._shown = 0
+
+    def __call__(self) -> None:
+        if not self._log.exists():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        self._shown += len(new)
+        if new:
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @options.ranks
 @options.run_dir
@@ -44,10 +63,16 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     num_ranks = given["ranks"] or cores()
     run_dir.describe(script=str(script), arguments=list(arguments), num_ranks=num_ranks)
     display = Display()
+    echo = Echo(run_dir.path / "logs" / "rank-000.log")
+
+    def watch(record: dict[str, Any]) -> None:
+        display(record)
+        echo()
+
     outcome = launch(
         lambda: prepare_script(script, arguments),
         run_dir.path,
-        watch=display,
+        watch=watch,
         members=lambda _: Membership(
             num_ranks,
             num_spares=given["spares"],
@@ -57,6 +82,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
         ),
     )
     display.close()
+    echo()
     if outcome.exit_code:
         if outcome.trace:
             click.echo(outcome.trace, err=True)

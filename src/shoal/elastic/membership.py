@@ -81,13 +81,17 @@ class Membership:
         heartbeat_timeout_s: float = 10.0,
         form_timeout_s: float = 30.0,
         regroup_after_s: float = 2.0,
+        scripts: bool = False,
     ):
+        """`scripts`: members run a program of their own, which may train several times or never,
+        and are done when they exit."""
         self.num_seats = num_seats
         self.num_spares = num_spares
         self.recovers = True
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.form_timeout_s = form_timeout_s
         self.regroup_after_s = regroup_after_s
+        self.scripts = scripts
         self.generation = -1
         self.step = 0
         self.over = False
@@ -99,6 +103,8 @@ class Membership:
         self._replaced: list[tuple[int, str]] = []
         self._next_member = 0
         self._failures_at_step = 0
+        self._wants_group = True  # no group works, and one should
+        self._left: set[int] = set()  # members of scripts that ended well
         self._lost_at: float | None = None  # first word of the loss under way
         self._deadline: float | None = None  # by which the group must have formed
 
@@ -120,7 +126,7 @@ class Membership:
         self.members[member].ready = True
         if not recovers:
             self.recovers, self.num_spares = False, 0
-        if self._deadline is None and self.generation < 0:
+        if self._deadline is None and self._wants_group:
             self._deadline = now + self.form_timeout_s
         return self._fill_seats(now)
 
@@ -137,7 +143,7 @@ class Membership:
         self._advance(step)
         if self.formed != set(self.seats):
             return []
-        self._deadline = None
+        self._deadline, self._wants_group = None, False
         answer: list[Action] = [
             AllFormed(generation, step, tuple(self._replaced), self._lost_at)
         ]
@@ -156,7 +162,11 @@ class Membership:
         self._done.add(member)
         if self._done != set(self.seats):
             return []
-        self.over = True
+        if self.scripts:  # another training may follow
+            self._wants_group, self.formed, self.step = True, set(), 0
+            for number in self._done:
+                self.members[number].ready = False
+        self.over = not self.scripts
         return [AllDone()]
 
     def exited(self, member: int, status: int, now: float) -> list[Action]:
@@ -166,6 +176,8 @@ class Membership:
             return []
         if member not in self.seats:
             return self._spare_exited(status, now)
+        if self.scripts and status == 0 and member not in self.formed:
+            return self._script_ended(member)
         seat = self.seats.index(member)
         cause = gone.suspected or how_it_ended(status)
         if status >= 0 and not gone.suspected:
@@ -176,6 +188,7 @@ class Membership:
                 1,
             )
         self.seats[seat] = None
+        self._wants_group = True
         self._replaced.append((seat, cause))
         if self._lost_at is None:
             self._lost_at = now
@@ -195,6 +208,7 @@ class Membership:
             return self._give_up(self._who_is_missing(), 1)
         broken = self._lost_at is not None and now - self._lost_at > self.regroup_after_s
         if broken and None not in self.seats and not actions and not self._suspects():
+            self._wants_group = True
             actions += self._count_failure("the group broke") or self._announce(now)
         return actions
 
@@ -209,6 +223,13 @@ class Membership:
 
     def _suspects(self) -> list[int]:
         return [n for n, member in self.members.items() if member.suspected]
+
+    def _script_ended(self, member: int) -> list[Action]:
+        self._left.add(member)
+        if self._left != set(self.seats):
+            return []
+        self.over = True
+        return [AllDone()]
 
     def _spare_exited(self, status: int, now: float) -> list[Action]:
         if status >= 0:
@@ -225,15 +246,15 @@ class Membership:
                     self.seats[seat] = ready[0]
         num_empty = self.seats.count(None)
         actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
-        waits_for_group = self.generation < 0 or self._lost_at is not None
-        if waits_for_group and self._all_seated_ready():
+        if self._wants_group and self._all_seated_ready():
             actions += self._announce(now)
         elif num_empty and self._deadline is None:
             self._deadline = now + self.form_timeout_s
         return actions
 
     def _all_seated_ready(self) -> bool:
-        return all(n is not None and self.members[n].ready for n in self.seats)
+        return all(n in self.members and self.members[n].ready for n in self.seats if n is not None) \
+            and None not in self.seats
 
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):
@@ -269,7 +290,7 @@ class Membership:
 
     def _who_is_missing(self) -> str:
         def waited_for(number: int | None) -> bool:
-            if number is None or not self.members[number].ready:
+            if number is None or number not in self.members or not self.members[number].ready:
                 return True
             return self.generation >= 0 and number not in self.formed
 

@@ -59,6 +59,7 @@ class Supervisor:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a script's second trainer comes anew
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, 16 << 20)
         self._address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
@@ -79,6 +80,7 @@ class Supervisor:
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
                 self._pass_on_stop()
+                self._watch({"event": "tick"})
             self._let_go()
         except EOFError as gone:
             self._give_up(str(gone), 1)
@@ -100,7 +102,7 @@ class Supervisor:
     def _pass_on_stop(self) -> None:
         """Repeated until the run is over: a member may have come after the first time."""
         if self._stop_signal and not self._over:
-            if self.members.generation < 0:
+            if self.members.generation < 0 or self.members.scripts and not self.members.formed:
                 self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
             for member in self.members.seats:
                 if member is not None:
@@ -115,7 +117,13 @@ class Supervisor:
                     seat = self._seat_of(report.number)
                     if seat is not None and not self._over:
                         how = membership.how_it_ended(report.status)
-                        self._event("exited", rank=seat, how=how, step=self.members.step)
+                        self._event(
+                            "exited",
+                            rank=seat,
+                            status=report.status,
+                            how=how,
+                            step=self.members.step,
+                        )
                     now = time.monotonic()
                     self._hear_members()  # what it said before it ended
                     self._act(self.members.exited(report.number, report.status, now))
@@ -184,7 +192,10 @@ class Supervisor:
                 case membership.AllFormed():
                     self._formed(action)
                 case membership.AllDone():
-                    self._over = True
+                    self._over = self.members.over
+                    for member in self.members.seats:
+                        if member is not None:
+                            self._send(member, Leave())
                 case membership.GiveUp():
                     self._give_up(action.cause, action.exit_code)
 

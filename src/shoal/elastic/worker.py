@@ -73,7 +73,14 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.resolve().parent))
-        runpy.run_path(str(script), run_name="__main__")
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except StopNow:
+            return 0
+        except Exception as error:
+            traceback.print_exc()
+            seat = SupervisedSeat(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"])
+            return _tell_failure(seat, error)
         return 0
 
     return {}, rank_main
@@ -100,12 +107,17 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
         return 0
     except Exception as error:
         traceback.print_exc()
-        own = isinstance(error, ShoalError)
-        message = str(error) if own else f"{type(error).__name__}: {error}"
-        trace = "" if own and error.__cause__ is None else traceback.format_exc()
-        code = error.exit_code if isinstance(error, ShoalError) else 1
-        seat.fail(message, trace, code)
-        return code
+        return _tell_failure(seat, error)
+
+
+def _tell_failure(seat: SupervisedSeat, error: Exception) -> int:
+    """Report an error being handled to the supervisor; the exit code it means."""
+    own = isinstance(error, ShoalError)
+    message = str(error) if own else f"{type(error).__name__}: {error}"
+    trace = "" if own and error.__cause__ is None else traceback.format_exc()
+    code = error.exit_code if isinstance(error, ShoalError) else 1
+    seat.fail(message, trace, code)
+    return code
 
 
 def _train(

@@ -1,0 +1,90 @@
+"""A first look: train a small GPT on Shakespeare with two processes, and kill one of them half-way.
+
+`make demo` runs this. It starts `shoal train` as you would, watches the run directory, sends one rank
+a SIGKILL in the middle, and tells what came of it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 120
+RECIPE = "recipes/charlm.py:small"
+SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
+
+
+def main() -> int:
+    run_dir = next_run_dir()
+    command = [Path(sys.executable).parent / "shoal", "train", RECIPE, "--plan", "data=2", *SETTINGS]
+    print(f"$ shoal {' '.join(str(part) for part in command[1:])}\n", flush=True)
+    with tempfile.TemporaryFile("w+") as answer:
+        training = subprocess.Popen(
+            [*command, "--json", "--run-dir", run_dir], cwd=ROOT, stdout=answer
+        )
+        try:
+            victim = kill_half_way(training, run_dir)
+            code = training.wait()
+        except KeyboardInterrupt:
+            return training.wait()  # it heard the Ctrl-C too, and stops cleanly
+        answer.seek(0)
+        content = answer.read()
+    if code or not content:
+        return code or 1
+    tell(json.loads(content.splitlines()[-1]), victim, run_dir)
+    return 0
+
+
+def kill_half_way(training: "subprocess.Popen[bytes]", run_dir: Path) -> int | None:
+    """Kill rank 1 at half the steps; its process number, or None if the run ended before."""
+    while training.poll() is None:
+        if last_step(run_dir) >= STEPS // 2:
+            pid = process_of_rank(run_dir, 1)
+            os.kill(pid, signal.SIGKILL)
+            return pid
+        time.sleep(0.05)
+    return None
+
+
+def last_step(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def process_of_rank(run_dir: Path, rank: int) -> int:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    seats = [e for e in events if e["event"] == "seat" and e["rank"] == rank]
+    return seats[-1]["pid"]
+
+
+def tell(result: dict, victim: int | None, run_dir: Path) -> None:
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    once = steps == list(range(1, STEPS + 1))
+    shown = os.path.relpath(run_dir)
+    print(f"""
+What was trained: a character GPT on the works of Shakespeare, {result['steps']} steps on 2 processes.
+What was lost:    {'nothing: each step was committed exactly once' if once else 'something! ' + str(steps)}
+                  although process {victim} was killed with -9 half-way.
+Where it is:      {shown} (model.safetensors, metrics.jsonl, events.jsonl, logs/)
+
+What to try next:
+  .venv/bin/shoal verify {RECIPE} --plan "data=2 accumulate=2" --steps 3
+  .venv/bin/shoal train recipes/digits.py:small
+  .venv/bin/shoal doctor""")
+
+
+def next_run_dir() -> Path:
+    number = 1
+    while (ROOT / "runs" / f"demo-{number}").exists():
+        number += 1
+    return ROOT / "runs" / f"demo-{number}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

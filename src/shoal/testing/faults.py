@@ -1,0 +1,204 @@
+"""Break a training run on purpose, and judge what comes of it.
+
+`start` runs `shoal train` in a fork of the pool's warm process, with fault points armed
+(`shoal.faults`) or to be hit by signals from outside. `Trained` holds what the run left, and the
+`check_*` functions are the oracles: the same model bytes as an undisturbed run, each step recorded
+once and in order, each sample once per epoch, survivors that kept their processes. That nothing is
+left running is for `shoal.testing.leaks`.
+
+Not for timing. Cost: about a second a run.
+"""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shoal.cli.main import run_here
+from shoal.data.order import batch_ids, batches_per_epoch
+from shoal.faults import VARIABLE
+from shoal.metrics.scribe import last_step
+from shoal.testing.leaks import descendants, wait_until
+from shoal.testing.ranks import LIMIT_S, Command, Pool
+
+
+class Trained(NamedTuple):
+    """A run that ended."""
+
+    exit_code: int
+    output: str
+    errors: str
+    run_dir: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The JSON object that `--json` prints last."""
+        found: dict[str, Any] = msgspec.json.decode(self.output.splitlines()[-1])
+        return found
+
+    @property
+    def last_words(self) -> str:
+        """The last line for people."""
+        return self.errors.strip().splitlines()[-1]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return events(self.run_dir, kind)
+
+    def steps(self) -> list[dict[str, Any]]:
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def model(self) -> bytes:
+        return (self.run_dir / "model.safetensors").read_bytes()
+
+    def pids(self) -> list[dict[int, int]]:
+        """For each generation, the process in each seat."""
+        seats: dict[int, dict[int, int]] = {}
+        for event in self.events("seat"):
+            seats.setdefault(event["generation"], {})[event["rank"]] = event["pid"]
+        return [seats[generation] for generation in sorted(seats)]
+
+
+class Training(NamedTuple):
+    """A run under way."""
+
+    command: Command
+    run_dir: Path
+
+    def wait(self, timeout_s: float = LIMIT_S) -> Trained:
+        """Until it ends; if it does not, everything is ended and the wait fails."""
+        try:
+            code = self.command.wait(timeout_s)
+        except TimeoutError as late:
+            self.command.send_signal(signal.SIGKILL)
+            raise AssertionError(f"{late}; it said: {_told(self.run_dir, '.err')}") from late
+        return Trained(code, _told(self.run_dir, ".out"), _told(self.run_dir, ".err"), self.run_dir)
+
+    def wait_for_step(self, step: int, timeout_s: float = LIMIT_S) -> None:
+        """Until the record has this step; it is written several times a second."""
+        path = self.run_dir / "metrics.jsonl"
+        came = wait_until(
+            lambda: last_step(path) >= step or not self.command.is_running(), timeout_s
+        )
+        assert came and last_step(path) >= step, (
+            f"step {step} was not reached; it said: {_told(self.run_dir, '.err')}"
+        )
+
+    def wait_for_seats(self, generation: int = 0, timeout_s: float = LIMIT_S) -> dict[int, int]:
+        """The process in each seat of a generation, once it has formed."""
+
+        def formed() -> bool:
+            kinds = (*events(self.run_dir, "formed"), *events(self.run_dir, "recovered"))
+            return any(event["generation"] >= generation for event in kinds)
+
+        assert wait_until(formed, timeout_s), f"generation {generation} did not form"
+        seats = [e for e in events(self.run_dir, "seat") if e["generation"] == generation]
+        return {event["rank"]: event["pid"] for event in seats}
+
+    def processes(self) -> set[int]:
+        """The supervisor and all that it started."""
+        return {self.command.pid, *descendants(self.command.pid)}
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """To the process that now sits in this seat."""
+        seats = [e["pid"] for e in events(self.run_dir, "seat") if e["rank"] == rank]
+        os.kill(seats[-1], number)
+
+
+def start(
+    pool: Pool,
+    recipe: str,
+    run_dir: Path,
+    *,
+    plan: str,
+    settings: Mapping[str, object] | None = None,
+    faults: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> Training:
+    """Start `shoal train`; `faults` are of the form `shoal.faults` reads."""
+    words = ["train", recipe, "--plan", plan, "--run-dir", str(run_dir.resolve()), "--json"]
+    for name, value in (settings or {}).items():
+        words += ["--set", f"{name}={value}"]
+    command = pool.start(
+        run_here,
+        [*words, *options],
+        environment={VARIABLE: ",".join(faults)},
+        output=_beside(run_dir, ".out"),
+        errors=_beside(run_dir, ".err"),
+        directory=run_dir.parent,
+    )
+    return Training(command, run_dir)
+
+
+def check_same(trained: Trained, undisturbed: Trained) -> None:
+    """Done, with the bits and the loss curve of the undisturbed run."""
+    assert trained.exit_code == 0, trained.errors
+    losses = [record["loss"] for record in undisturbed.steps()]
+    assert [record["loss"] for record in trained.steps()] == losses, "the losses differ"
+    assert trained.model() == undisturbed.model(), "the weights differ"
+    assert trained.result["loss"] == undisturbed.result["loss"]
+
+
+def check_ledger(trained: Trained, num_steps: int) -> None:
+    """Each step recorded once and in order; each sample at most once per epoch, and all of a
+    whole epoch when batches fill it."""
+    run = msgspec.json.decode((trained.run_dir / "run.json").read_bytes())
+    steps = [record["step"] for record in trained.steps()]
+    assert steps == list(range(1, num_steps + 1)), f"recorded steps: {steps}"
+    num_samples, batch_size = run["num_samples"], run["batch_size"]
+    seed, end = run["run"]["seed"]["value"], run["run"]["end"]["value"]
+    per_epoch = batches_per_epoch(num_samples, batch_size, end)
+    for first in range(0, num_steps, per_epoch):
+        epoch = steps[first : first + per_epoch]
+        seen = Counter(
+            int(i) for s in epoch for i in batch_ids(s - 1, num_samples, batch_size, seed, end)
+        )
+        assert max(seen.values()) == 1, "a sample was seen twice in an epoch"
+        if len(epoch) == per_epoch and num_samples % batch_size == 0:
+            assert len(seen) == num_samples, "a sample was lost in an epoch"
+
+
+def check_survivors(trained: Trained, replaced: Sequence[int]) -> None:
+    """Between two generations, only the replaced seats changed hands: `replaced` in order."""
+    seats = trained.pids()
+    changed = [
+        rank
+        for before, after in zip(seats, seats[1:], strict=False)
+        for rank in sorted(after)
+        if before[rank] != after[rank]
+    ]
+    assert sorted(changed) == sorted(replaced), f"seats that changed hands: {changed}"
+
+
+def check_recovered(trained: Trained, causes: Mapping[int, str]) -> None:
+    """One event for each replaced seat, with rank, step, generation and cause."""
+    told: dict[int, str] = {}
+    for event in trained.events("recovered"):
+        assert {"generation", "rank", "cause", "step", "ms"} <= event.keys()
+        told[event["rank"]] = event["cause"]
+    assert told.keys() == causes.keys(), told
+    for rank, words in causes.items():
+        assert words in told[rank], told
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run_dir / "events.jsonl") if event["event"] == kind]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; a line being written is left out."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [msgspec.json.decode(line) for line in whole.splitlines()]
+
+
+def _beside(run_dir: Path, suffix: str) -> Path:
+    return run_dir.with_name(run_dir.name + suffix)
+
+
+def _told(run_dir: Path, suffix: str) -> str:
+    return _beside(run_dir, suffix).read_text(errors="replace")

@@ -1,0 +1,46 @@
+"""What the fault tests share: the tiny run, started from the pool, and its undisturbed twin."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.testing import faults
+from shoal.testing.faults import Trained, Training
+from shoal.testing.ranks import Pool
+
+RECIPE = str(Path(__file__).with_name("tiny.py"))
+PLAN = "data=3"
+NUM_STEPS = 60
+
+Start = Callable[..., Training]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    training = faults.start(pool, f"{RECIPE}:mlp", run_dir, plan=PLAN, settings={"pause": 0})
+    trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    return trained
+
+
+@pytest.fixture
+def start(pool: Pool, tmp_path: Path) -> Start:
+    """Start the tiny run (or another of its file) with faults."""
+
+    def begin(
+        *armed: str, recipe: str = "mlp", options: tuple[str, ...] = (), **settings: object
+    ) -> Training:
+        run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
+        return faults.start(
+            pool,
+            f"{RECIPE}:{recipe}",
+            run_dir,
+            plan=PLAN,
+            settings=settings,
+            faults=armed,
+            options=options,
+        )
+
+    return begin

@@ -1,0 +1,66 @@
+"""A tiny run for fault tests: every sample is its own id, and a pause lets faults land inside.
+
+Dropout and BatchNorm are in it, so that random state and buffers count; AdamW, so that optimizer
+state does.
+"""
+
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+
+NUM_SAMPLES = 120
+
+
+def run_of(pause: float, **fields: object) -> shoal.Run:
+    ids = torch.arange(NUM_SAMPLES)
+    angles = ids[:, None] * torch.tensor([0.1, 0.2, 0.5, 1.0])
+    return shoal.Run(
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        ),
+        loss=lambda output, target: slow_loss(output, target, pause),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        data=shoal.data.tensors(angles.sin(), ids[:, None] / NUM_SAMPLES),
+        **{"batch_size": 12, "steps": 60, "clip": 1.0, **fields},  # type: ignore[arg-type]
+    )
+
+
+def slow_loss(output: Tensor, target: Tensor, pause: float) -> Tensor:
+    time.sleep(pause)
+    return F.mse_loss(output, target)
+
+
+def mlp(pause: float = 0.002) -> shoal.Run:
+    return run_of(pause)
+
+
+def evaluated(pause: float = 0.002) -> shoal.Run:
+    held_out = shoal.data.tensors(torch.randn(30, 4), torch.zeros(30, 1))
+    return run_of(pause, evaluate=held_out, evaluate_every=5)
+
+
+def raises(pause: float = 0.002, at_id: int = 5) -> shoal.Run:
+    """A loss of the recipe's own that breaks at one sample, and so on one rank."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if (target == at_id / NUM_SAMPLES).any():
+            raise ValueError(f"sample {at_id} is broken")
+        return slow_loss(output, target, pause)
+
+    return run_of(pause, loss=loss)
+
+
+def leaves(pause: float = 0.002, at_id: int = 5, code: int = 0) -> shoal.Run:
+    """A loss that ends its process, as a library that calls exit() would."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if (target == at_id / NUM_SAMPLES).any():
+            os._exit(code)
+        return slow_loss(output, target, pause)
+
+    return run_of(pause, loss=loss)
