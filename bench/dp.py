@@ -2,12 +2,12 @@
 
 All arms live in the same two processes, on one Gloo group, and take turns a few steps at a time:
 DDP with its gradients in its buckets and the better of two bucket sizes; Shoal's whole trainer,
-metrics on, with `sums=ring` and with `sums=exact`; and the twins, a plain loop on each rank's share,
-which no way of agreeing can beat. All use a fused AdamW and the same batches in the same order, and
-all but the twins must end with the same loss.
+metrics on, with `sums=ring` and with `sums=exact`; and the twins, a plain loop on each rank's
+share, which no way of agreeing can beat. All use a fused AdamW and the same batches in the same
+order, and all but the twins must end with the same loss.
 
-Two models: a GPT of 3.2 M parameters, where computing hides most of the traffic, and an MLP of 12.6 M
-on a batch of 8 a rank, where it cannot.
+Two models: a GPT of 3.2 M parameters, where computing hides most of the traffic, and an MLP of
+12.6 M on a batch of 8 a rank, where it cannot.
 """
 
 import os
@@ -36,8 +36,8 @@ from shoal.data.sources import tensors
 from shoal.mesh import LauncherSeat
 from shoal.metrics.meters import Totals
 from shoal.metrics.scribe import Scribe
-from shoal.run import Run, make_batches
-from shoal.training import Trainer, resolve
+from shoal.run import Run, make_batches, resolve
+from shoal.training import Trainer
 from shoal.world import World
 
 NUM_RANKS = 2
@@ -159,7 +159,7 @@ class ShoalLoop:
         self.trainer.hooks += [Totals().add, scribe]
         stack.callback(scribe.close)
         stack.enter_context(self.trainer)
-        self.steps = iter(self.trainer)
+        self.steps, self.loss = iter(self.trainer), 0.0
 
     def chunk(self) -> float:
         dist.barrier()
@@ -185,7 +185,7 @@ def measure_model(name: str, world: World, quick: bool) -> Times:
         stack.enter_context(harness.quiet())
         best = _best_bucket(loops, 4 if quick else 10)
         del loops
-        arms = {
+        arms: dict[str, PlainLoop | ShoalLoop] = {
             "ddp": PlainLoop(run, world.rank, best),
             "ring": ShoalLoop(run, "ring", world, stack),
             "exact": ShoalLoop(run, "exact", world, stack),
@@ -281,7 +281,7 @@ def _row(name: str, sums: str, times: Times) -> Row:
     )
     ddp_ms, twins_ms = (harness.spread(seconds[arm]).median * 1e3 for arm in ("ddp", "twins"))
     # The exact sums' floor has its allowance in it already.
-    noise = harness.noise_of(control, 1.0) if FLOORS[sums] == 1.0 else 0.0
+    noise = harness.noise_of(control) if FLOORS[sums] == 1.0 else 0.0
     return Row(
         name=f"dp/{name}/{sums}",
         value=against.median,

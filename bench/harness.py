@@ -1,9 +1,9 @@
 """How every bench measures, judges and reports.
 
-A ratio is believed only if both sides were measured in one run, in turns, so that whatever else the
-machine does hits both. So each round measures every arm once, in an order that changes from round to
-round; a figure is the median over the rounds of one arm against another in the same round. One arm is
-the peer a second time: how far the peer is from itself is the noise, and a figure is no better.
+A ratio is believed only if both sides were measured in one run, in turns, so that whatever else
+the machine does hits both. So each round measures every arm once, in an order that changes from
+round to round; a figure is the median over the rounds of one arm against another in the same round.
+One arm is the peer a second time: how far it is from itself is the noise, and no figure is better.
 
 Not for profiling: it says how much, never why. Cost: the rounds, times the arms.
 """
@@ -27,7 +27,7 @@ MOST_NOISE = 0.05
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of one bench. `value` is None if it could not be measured; `note` then says why."""
+    """One figure of one bench. `value` is None if it was not measured; `note` then says why."""
 
     name: str
     value: float | None = None  # the median over the pairs
@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = "x"
     floor: float
     at_most: bool = False  # the value must stay below the floor, not above it
-    noise: float = 0.0  # in the value's unit: what the floor forgives
+    noise: float = 0.0  # what the floor forgives, in the value's unit
     peer: str = ""
     ceiling: str = ""
     control: float | None = None  # the peer against itself, a ratio
@@ -66,16 +66,17 @@ def differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(left, right, strict=True)]
 
 
-def noise_of(figures: Sequence[float], expected: float) -> float:
-    """How far from `expected` a median of such figures strays by chance.
+def noise_of(control: Sequence[float]) -> float:
+    """How far from 1 the median of ratios strays by chance, told by the control's.
 
-    The distance of their own median, and two standard errors of it, estimated from the median
-    absolute deviation because single rounds can be far out.
+    The distance of its own median, and two standard errors of it, estimated from the median
+    absolute deviation because single rounds can be far out. No more than `MOST_NOISE`: a busy
+    machine excuses nothing.
     """
-    median = statistics.median(figures)
-    deviation = statistics.median(abs(figure - median) for figure in figures)
-    error = 1.2533 * 1.4826 * deviation / math.sqrt(len(figures))
-    return abs(median - expected) + 2 * error
+    median = statistics.median(control)
+    deviation = statistics.median(abs(ratio - median) for ratio in control)
+    error = 1.2533 * 1.4826 * deviation / math.sqrt(len(control))
+    return min(MOST_NOISE, abs(median - 1) + 2 * error)
 
 
 def verdict(row: Row) -> str:

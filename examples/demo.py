@@ -1,7 +1,8 @@
-"""A first look: train a small GPT on Shakespeare with two processes, and kill one of them half-way.
+"""A first look: train a small GPT on Shakespeare with two processes, and kill one of them
+half-way.
 
-`make demo` runs this. It starts `shoal train` as you would, watches the run directory, sends one rank
-a SIGKILL in the middle, and tells what came of it.
+`make demo` runs this. It starts `shoal train` as you would, watches the run directory, sends one
+rank a SIGKILL in the middle, and tells what came of it.
 """
 
 import json
@@ -21,7 +22,14 @@ SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
 
 def main() -> int:
     run_dir = next_run_dir()
-    command = [Path(sys.executable).parent / "shoal", "train", RECIPE, "--plan", "data=2", *SETTINGS]
+    command = [
+        Path(sys.executable).parent / "shoal",
+        "train",
+        RECIPE,
+        "--plan",
+        "data=2",
+        *SETTINGS,
+    ]
     print(f"$ shoal {' '.join(str(part) for part in command[1:])}\n", flush=True)
     with tempfile.TemporaryFile("w+") as answer:
         training = subprocess.Popen(
@@ -64,12 +72,15 @@ def process_of_rank(run_dir: Path, rank: int) -> int:
 
 
 def tell(result: dict, victim: int | None, run_dir: Path) -> None:
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     once = steps == list(range(1, STEPS + 1))
     shown = os.path.relpath(run_dir)
+    lost = "nothing: each step was committed exactly once" if once else f"something! {steps}"
     print(f"""
-What was trained: a character GPT on the works of Shakespeare, {result['steps']} steps on 2 processes.
-What was lost:    {'nothing: each step was committed exactly once' if once else 'something! ' + str(steps)}
+What was trained: a character GPT on Shakespeare, {result["steps"]} steps on 2 processes.
+What was lost:    {lost}
                   although process {victim} was killed with -9 half-way.
 Where it is:      {shown} (model.safetensors, metrics.jsonl, events.jsonl, logs/)
 

@@ -1,8 +1,8 @@
 """Every error Shoal raises on purpose.
 
-A message says what happened with its values, the rule that was broken, and the way out. `exit_code`
-is what the command line returns for it; anything that is not a `ShoalError` is a defect of ours or
-the recipe's own.
+A message says what happened with its values, the rule that was broken, and the way out.
+`exit_code` is what the command line returns for it; anything that is not a `ShoalError` is a
+defect of ours or the recipe's own.
 """
 
 from difflib import get_close_matches

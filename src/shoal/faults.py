@@ -1,8 +1,8 @@
 """Named points at which a test can break things.
 
-Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms points
-through the environment, as `point:action[:member=N][:step=K]` separated by commas: the action (kill,
-stop, raise, exit, segfault) happens once, in that member, at that step.
+Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms
+points through the environment, as `point:action[:member=N][:step=K]` separated by commas: the
+action (kill, stop, raise, exit, segfault) happens once, in that member, at that step.
 """
 
 import os

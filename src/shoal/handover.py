@@ -1,9 +1,9 @@
 """How the ranks of a new group come to hold the same state.
 
 All say how far they are. Who is furthest, the lowest rank among equals, is the leader; whoever is
-behind takes the leader's state, in the form a checkpoint has. Ranks that lived through a loss differ
-by one step at most, since the exchange of a step needs all of them; a newcomer is behind by
-everything. If nobody holds a state, all begin again from the seed.
+behind takes the leader's state, in the form a checkpoint has. Ranks that lived through a loss
+differ by one step at most, since the exchange of a step needs all of them; a newcomer is behind
+by everything. If nobody holds a state, all begin again from the seed.
 """
 
 from typing import TYPE_CHECKING
@@ -82,5 +82,3 @@ def _begin_again(trainer: "Trainer") -> None:
     trainer.optimizer.state.clear()
     trainer.strategy.load_state_dict(trainer.strategy.state_dict())
     trainer.step, trainer.holds_state = 0, True
-
-

@@ -1,7 +1,7 @@
 """What a caller learns of each committed step, and how to act on some of them.
 
-`StepInfo` is made once per committed step, handed to the trainer's hooks and then to whoever drives
-the trainer. A hook is any function of a `StepInfo`.
+`StepInfo` is made once per committed step, handed to the trainer's hooks and then to whoever
+drives the trainer. A hook is any function of a `StepInfo`.
 """
 
 from typing import Callable, NamedTuple

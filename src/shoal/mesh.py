@@ -1,9 +1,9 @@
 """The mesh: this rank's place along each axis, and the group to talk to there.
 
-A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the group
-once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under the next
-generation. Forming has a deadline of its own, because left alone it can wait half an hour for a rank
-that never came.
+A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the
+group once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under
+the next generation. Forming has a deadline of its own, because left alone it can wait half an
+hour for a rank that never came.
 """
 
 import os
@@ -62,7 +62,7 @@ class Seat(Protocol):
 
 
 class LauncherSeat:
-    """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. It cannot be refilled."""
+    """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
 
     recovers = False
 

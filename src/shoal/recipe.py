@@ -1,7 +1,7 @@
 """Recipes by name: `file.py:function` or `module:function`, with values set from outside.
 
-`--set name=value` reaches the recipe's own parameters first, then the fields of the Run it returns.
-Values are read by the type of the annotation or of the default.
+`--set name=value` reaches the recipe's own parameters first, then the fields of the Run it
+returns. Values are read by the type of the annotation or of the default.
 """
 
 import dataclasses
@@ -27,9 +27,8 @@ def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:
     parameters = _parameters(function, spec)
     own = {k: _read(k, v, parameters[k]) for k, v in settings.items() if k in parameters}
     for name in settings.keys() - own.keys() - set(_SETTABLE):
-        raise UsageError(
-            f"--set {name}: neither {spec} nor a Run has it. {nearest(name, [*parameters, *_SETTABLE])}"
-        )
+        known = nearest(name, [*parameters, *_SETTABLE])
+        raise UsageError(f"--set {name}: neither {spec} nor a Run has it. {known}")
     try:
         run = function(**own)
     except ShoalError:
@@ -106,7 +105,7 @@ def _parameters(function: Callable[..., Any], spec: str) -> dict[str, Any]:
 
 def _read(name: str, text: str, kind: Any) -> Any:
     """A value of the given type from text."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    options = list(typing.get_args(kind)) if isinstance(kind, types.UnionType) else [kind]
     if type(None) in options and text.lower() == "none":
         return None
     options = [option for option in options if option is not type(None)]

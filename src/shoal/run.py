@@ -1,7 +1,7 @@
 """The Run: what is trained, and nothing about where.
 
-A recipe returns one. It holds functions and numbers only; models, optimizers and ranks are made from
-it later, under a plan. What is wrong with it is said when it is made.
+A recipe returns one. It holds functions and numbers only; models, optimizers and ranks are made
+from it later, under a plan. What is wrong with it is said when it is made.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.loader import Batches, Piece
-from shoal.data.order import batches_per_epoch
-from shoal.errors import RecipeError, UsageError
+from shoal.data.order import batches_per_epoch, check_end
+from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.schedules import Schedule, as_schedule
-
-_ENDS = ("drop", "pad", "wrap")
+from shoal.plan import Plan
+from shoal.world import cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,7 @@ class Run:
                     f"{': write model=lambda: MyModel()' if name == 'model' else ''}."
                 )
         self._check_counts()
-        if self.end not in _ENDS:
-            raise UsageError(f"end={self.end!r} is not known. It is one of {', '.join(_ENDS)}.")
+        check_end(self.end)
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
@@ -74,6 +73,13 @@ class Run:
             return self.steps
         assert self.epochs is not None
         return self.epochs * batches_per_epoch(len(self.data), self.batch_size, self.end)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether `step` is one to evaluate after: as often as the run says, and the last."""
+        if self.evaluate is None:
+            return False
+        often = self.evaluate_every is not None and step % self.evaluate_every == 0
+        return often or step == self.num_steps()
 
     def make_schedule(self) -> Schedule | None:
         return as_schedule(self.schedule) if self.schedule is not None else None
@@ -103,6 +109,17 @@ class Run:
             )
         _fuse(optimizer)
         return optimizer
+
+
+def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
+    """The plan with every count fixed for this run, or an error that says what does not fit."""
+    chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
+    if chosen.local_steps > 1 and run.end == "pad":
+        raise PlanError(
+            "local_steps does not go with end='pad': the short batch at the end of an epoch may "
+            "leave a replica without samples. Use end='drop' or end='wrap'."
+        )
+    return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
 
 def make_batches(run: Run, num_pieces: int, device: str = "cpu") -> Batches:

@@ -6,8 +6,8 @@ from shoal.elastic.seat import seat_from_environment
 from shoal.hooks import Hook
 from shoal.mesh import LauncherSeat, Seat
 from shoal.plan import Plan
-from shoal.run import Run
-from shoal.training import Trainer, resolve
+from shoal.run import Run, resolve
+from shoal.training import Trainer
 from shoal.world import World
 
 

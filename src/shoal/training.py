@@ -1,9 +1,10 @@
 """The loop: one step after another, each committed once, on every rank alike.
 
-A `Trainer` is an iterator of `StepInfo`, so a recipe can be trained to the end or driven by a loop of
-one's own. What differs between plans is in the strategy; what differs between places is in the seat;
-what can break is caught in one place, `regroup`. Everything a step needs is a pure function of its
-number (samples, random state, learning rate), so a step that failed is simply done again.
+A `Trainer` is an iterator of `StepInfo`, so a recipe can be trained to the end or driven by a
+loop of one's own. What differs between plans is in the strategy; what differs between places is
+in the seat; what can break is caught in one place, `regroup`. Everything a step needs is a pure
+function of its number (samples, random state, learning rate), so a step that failed is simply
+done again.
 
 Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newcomer catches up.
 """
@@ -32,24 +33,8 @@ from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
 from shoal.run import Run, call_model, make_batches, objective
-from shoal.sync.allreduce import AllReduce
-from shoal.sync.local import LocalSGD
-from shoal.sync.strategy import Agreed, Strategy, Tally
-from shoal.world import cores
-
-
-def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
-    """The plan with every count fixed for this run, or an error that says what does not fit."""
-    chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
-    chosen.refuse_missing()
-    return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
-
-
-def strategy_for(plan: Plan, num_steps: int) -> Strategy:
-    exact = plan.sums == "exact"
-    if plan.local_steps > 1:
-        return LocalSGD(plan.num_pieces, plan.local_steps, num_steps, exact)
-    return AllReduce(plan.num_pieces, exact)
+from shoal.sync.choose import strategy_for
+from shoal.sync.strategy import Agreed, Tally
 
 
 class Trainer:
@@ -231,9 +216,8 @@ class Trainer:
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
-        run = self.run
-        if run.evaluate is not None and _due(info.step, run.evaluate_every, self.num_steps):
-            info = self.last_info = info._replace(evaluation=self.evaluate(run.evaluate))
+        if self.run.evaluates_after(info.step):
+            info = self.last_info = info._replace(evaluation=self.evaluate(self.run.evaluate))
         self._unseen = None
         for hook in self.hooks:
             hook(info)
@@ -251,7 +235,3 @@ class Trainer:
             f"Step {batch.step + 1} is not finite: {what}. It saw the samples {named}. Look at "
             "those samples, lower the learning rate, or clip the gradient (clip=1.0)."
         )
-
-
-def _due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)

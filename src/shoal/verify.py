@@ -1,11 +1,11 @@
 """Does a plan train what one process would have trained?
 
-The plan runs on its ranks, each of which writes down its loss, gradients, weights and buffers after
-every step; the reference runs beside it in a process of its own, compares, and deletes what it has
-read. Gradients are compared relative to the norm of the whole gradient, everything else relative to
-the largest element of its tensor. The weight of an element whose gradient fell below 1e-7 of the norm
-is rounding noise that Adam magnifies (a bias before BatchNorm): it is counted, not judged, and buffers
-may differ by as much as such weights do.
+The plan runs on its ranks, each of which writes down its loss, gradients, weights and buffers
+after every step; the reference runs beside it in a process of its own, compares, and deletes what
+it has read. Gradients are compared relative to the norm of the whole gradient, everything else
+relative to the largest element of its tensor. The weight of an element whose gradient fell below
+1e-7 of the norm is rounding noise that Adam magnifies (a bias before BatchNorm): it is counted,
+not judged, and buffers may differ by as much as such weights do.
 
 Cost: the time of both runs, and disk for a few steps of the model's state.
 """
@@ -129,7 +129,9 @@ def _compare_step(
     place: tuple[int, int],
 ) -> None:
     _note(verdict, "loss", "", found["loss"], torch.tensor([own.loss], dtype=torch.float64), place)
-    norm = torch.sqrt(sum((g.double().square().sum() for g in own.gradients.values()), torch.zeros(())))
+    norm = torch.sqrt(
+        sum((g.double().square().sum() for g in own.gradients.values()), torch.zeros(()))
+    )
     slack = 0.0  # by which weights that are not judged differ
     for name, weight in own.weights.items():
         gradient, theirs = own.gradients.get(name), found.get(f"gradient/{name}")

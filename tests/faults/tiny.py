@@ -4,6 +4,7 @@ Dropout and BatchNorm are in it, so that random state and buffers count; AdamW, 
 state does.
 """
 
+import dataclasses
 import os
 import time
 
@@ -16,18 +17,21 @@ import shoal
 NUM_SAMPLES = 120
 
 
-def run_of(pause: float, **fields: object) -> shoal.Run:
+def run_of(pause: float, **changes: object) -> shoal.Run:
     ids = torch.arange(NUM_SAMPLES)
     angles = ids[:, None] * torch.tensor([0.1, 0.2, 0.5, 1.0])
-    return shoal.Run(
+    run = shoal.Run(
         model=lambda: nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
         ),
         loss=lambda output, target: slow_loss(output, target, pause),
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
         data=shoal.data.tensors(angles.sin(), ids[:, None] / NUM_SAMPLES),
-        **{"batch_size": 12, "steps": 60, "clip": 1.0, **fields},  # type: ignore[arg-type]
+        batch_size=12,
+        steps=60,
+        clip=1.0,
     )
+    return dataclasses.replace(run, **changes)
 
 
 def slow_loss(output: Tensor, target: Tensor, pause: float) -> Tensor:

@@ -18,8 +18,13 @@ from shoal.errors import UsageError
 @click.argument("recipe")
 @options.plan
 @options.settings
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
-              help="How many steps to compare.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="How many steps to compare.",
+)
 @options.run_dir
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> None:
@@ -50,7 +55,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     from shoal.numerics.precision import bf16_environment
     from shoal.plan import Plan
     from shoal.recipe import load_recipe
-    from shoal.training import resolve
+    from shoal.run import resolve
 
     if given["plan"] is not None and Plan.parse(given["plan"]).precision == "bf16":
         os.environ.update(bf16_environment())
@@ -59,7 +64,9 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
 
     def load() -> Any:
         use_threads()
-        return dataclasses.replace(load_recipe(recipe, settings), evaluate=None, evaluate_every=None)
+        return dataclasses.replace(
+            load_recipe(recipe, settings), evaluate=None, evaluate_every=None
+        )
 
     def run_reference() -> Any:
         run = load()

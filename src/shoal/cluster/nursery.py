@@ -1,11 +1,13 @@
 """Processes that start in milliseconds: a warm process from which ranks are forked.
 
-The nursery imports torch, loads the recipe and builds the model once; each rank is then a fork of it,
-so no rank imports anything and the first weights are the same pages in all of them. It is a process of
-its own, forked before its parent starts a thread, and stays single-threaded, because forking a process
-with threads is not safe. If the parent dies the kernel kills the nursery, and with it the ranks.
+The nursery imports torch, loads the recipe and builds the model once; each rank is then a fork of
+it, so no rank imports anything and the first weights are the same pages in all of them. It is a
+process of its own, forked before its parent starts a thread, and stays single-threaded, because
+forking a process with threads is not safe. If the parent dies the kernel kills the nursery, and
+with it the ranks.
 
-Linux only (pidfd, parent-death signal). A model that touches CUDA while it is built cannot be forked.
+Linux only (pidfd, parent-death signal). A model that touches CUDA while it is built cannot be
+forked.
 """
 
 import ctypes
@@ -158,7 +160,7 @@ def _exit_with(main: Callable[..., int], *arguments: Any) -> NoReturn:
         status = main(*arguments)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (the end of a process: there is nobody to raise to)
         traceback.print_exc()
     finally:
         try:
@@ -181,7 +183,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
         report = NotPrepared(str(error), _trace_of(error), error.exit_code)
         control.send(msgspec.json.encode(report))
         return 0
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
         report = NotPrepared(last, traceback.format_exc(), 1)
         control.send(msgspec.json.encode(report)[:_MOST_BYTES])
@@ -220,11 +222,10 @@ class _Bearing:
     def serve(self) -> int:
         while True:
             watched = {pidfd: number for number, (_, pidfd) in self._children.items()}
-            ready, _, _ = select.select([self._control, *watched], [], [])
-            for descriptor in ready:
-                if descriptor is not self._control:
-                    self._bury(watched[descriptor])
-            if self._control in ready:
+            ready, _, _ = select.select([self._control.fileno(), *watched], [], [])
+            for pidfd in watched.keys() & set(ready):
+                self._bury(watched[pidfd])
+            if self._control.fileno() in ready:
                 content = self._control.recv(_MOST_BYTES)
                 if not content:
                     return 0  # the kernel kills the children with us

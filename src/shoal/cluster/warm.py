@@ -1,9 +1,10 @@
 """A process kept warm between commands, so that the next `shoal train` need not import torch.
 
-`shoal warm start` puts it in the background; it forks itself for each command it is handed, with the
-caller's terminal, directory and environment, and leaves after an hour without work. The caller passes
-signals on and gets the exit code; if it dies, the command dies with it. The socket is in a directory
-that only its owner can enter, under a name that changes with the code, so a stale process is not used.
+`shoal warm start` puts it in the background; it forks itself for each command it is handed, with
+the caller's terminal, directory and environment, and leaves after an hour without work. The
+caller passes signals on and gets the exit code; if it dies, the command dies with it. The socket
+is in a directory that only its owner can enter, under a name that changes with the code, so a
+stale process is not used.
 
 This module is also what the client side imports, so it loads nothing heavy.
 """
@@ -152,21 +153,17 @@ class Warm:
             self._path.unlink(missing_ok=True)
 
     def _serve_one(self) -> bool:
-        callers = {caller: pidfd for pidfd, (_, caller) in self._children.items()}
-        watched = [self._listener, *self._children, *callers]
+        callers = {caller.fileno(): pidfd for pidfd, (_, caller) in self._children.items()}
+        watched = [self._listener.fileno(), *self._children, *callers]
         ready, _, _ = select.select(watched, [], [], self._idle_s if not callers else None)
-        if not ready:
-            return False
-        for source in ready:
-            if source is self._listener:
-                if not self._answer(self._listener.accept()[0]):
-                    return False
-            elif source in self._children:
-                self._report_end(source)
-            elif source in callers and callers[source] in self._children:
-                os.kill(self._children[callers[source]][0], signal.SIGKILL)  # the caller is gone
-                self._report_end(callers[source])
-        return True
+        for descriptor in ready:
+            if descriptor in self._children:
+                self._report_end(descriptor)
+            elif callers.get(descriptor) in self._children:
+                os.kill(self._children[callers[descriptor]][0], signal.SIGKILL)  # caller is gone
+        if self._listener.fileno() in ready:
+            return self._answer(self._listener.accept()[0])
+        return bool(ready)
 
     def _answer(self, caller: socket.socket) -> bool:
         """Run a caller's command in a fork; False when asked to end."""
@@ -199,8 +196,11 @@ class Warm:
         return True
 
     def _become(
-        self, request: dict[str, Any], descriptors: "array.array[int] | list[int]",
-        caller: socket.socket, parent: int,
+        self,
+        request: dict[str, Any],
+        descriptors: "array.array[int] | list[int]",
+        caller: socket.socket,
+        parent: int,
     ) -> None:
         """In the fork: turn into the caller's command."""
         from shoal.cluster.nursery import _exit_with, die_with_parent

@@ -1,11 +1,11 @@
 """Gradients gathered into flat buffers that leave while backward is still running.
 
-Parameters are dealt to buckets of about 4 MB in reverse order, which is roughly the order in which
-their gradients arrive; a larger parameter has a bucket of its own. Layout and order of sending are
-pure functions of the parameter list, never of arrival, so ranks that use different parameters cannot
-deadlock: a hook only starts early what `send_rest` would start anyway. Buffers are made once and
-kept; a gradient is copied in when its bucket is full, which is as fast as living there and survives
-`zero_grad()`.
+Parameters are dealt to buckets of about 4 MB in reverse order, which is roughly the order in
+which their gradients arrive; a larger parameter has a bucket of its own. Layout and order of
+sending are pure functions of the parameter list, never of arrival, so ranks that use different
+parameters cannot deadlock: a hook only starts early what `send_rest` would start anyway. Buffers
+are made once and kept; a gradient is copied in when its bucket is full, which is as fast as
+living there and survives `zero_grad()`.
 
 Not for one process: there is nothing to send. Cost: one copy of the gradients, held for the run.
 """
@@ -57,21 +57,27 @@ class Bucket:
 
     def fill(self, row: int, values: Values) -> None:
         """Copy a row in; what no piece touched is zero."""
-        views = self.views[row]
-        present = [k for k, i in enumerate(self.indices) if values[i] is not None]
-        if len(present) < len(views):
-            for k in set(range(len(views))) - set(present):
-                views[k].zero_()
-        torch._foreach_copy_([views[k] for k in present], [values[self.indices[k]] for k in present])
+        views, present = self._present(row, values)
+        if len(present) < len(self.indices):
+            self.rows[row].zero_()
+        if present:
+            torch._foreach_copy_(views, present)
 
     def add(self, row: int, values: Values) -> None:
         """Add to a row what pieces before it left."""
-        views = self.views[row]
-        present = [k for k, i in enumerate(self.indices) if values[i] is not None]
+        views, present = self._present(row, values)
         if present:
-            torch._foreach_add_(
-                [views[k] for k in present], [values[self.indices[k]] for k in present]
-            )
+            torch._foreach_add_(views, present)
+
+    def _present(self, row: int, values: Values) -> tuple[list[Tensor], list[Tensor]]:
+        """The values of this bucket's parameters that exist, and their places in the row."""
+        views, present = [], []
+        for view, index in zip(self.views[row], self.indices, strict=True):
+            value = values[index]
+            if value is not None:
+                views.append(view)
+                present.append(value)
+        return views, present
 
 
 class Buckets:

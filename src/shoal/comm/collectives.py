@@ -1,8 +1,8 @@
 """The collectives Shoal uses, on one group, with what they cost.
 
-A thin layer over torch.distributed with two duties: an error of the transport becomes `GroupLost`,
-so that the trainer can tell a broken group from a broken recipe, and the bytes that leave this rank
-are counted. A group of one communicates nothing.
+A thin layer over torch.distributed with two duties: an error of the transport becomes
+`GroupLost`, so that the trainer can tell a broken group from a broken recipe, and the bytes that
+leave this rank are counted. A group of one communicates nothing.
 
 Every method must be called by all ranks of the group, in the same order.
 """
@@ -100,10 +100,7 @@ class Group:
         return rows
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        work = dist.broadcast(
-            tensor, group_src=source, group=self.handle, async_op=True
-        )
-        assert work is not None
+        work: dist.Work = dist.broadcast(tensor, group_src=source, group=self.handle, async_op=True)
         return work
 
     @property

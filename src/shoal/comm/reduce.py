@@ -2,8 +2,9 @@
 
 Each rank brings one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
 all-reduce adds the same two numbers. Otherwise every rank gets its shard of every row by an
-all-to-all, folds them in the tree's order and hands the result round: the bytes of a ring all-reduce
-when each rank brings one row. Not for sums whose order is free: that is `Group.all_reduce`.
+all-to-all, folds them in the tree's order and hands the result round: the bytes of a ring
+all-reduce when each rank brings one row. Not for sums whose order is free: that is
+`Group.all_reduce`.
 
 Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes.
 """

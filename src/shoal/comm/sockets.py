@@ -1,8 +1,9 @@
 """How to free a thread that waits in a collective for a peer that will never answer.
 
-Gloo's own abort does not interrupt a wait. Shutting down the group's connections does: every pending
-read and write fails at once. The group's are those that appeared while it formed. Only sockets with a
-peer are touched, since shutting down a listening one ends the process in Gloo's accept loop.
+Gloo's own abort does not interrupt a wait. Shutting down the group's connections does: every
+pending read and write fails at once. The group's are those that appeared while it formed. Only
+sockets with a peer are touched, since shutting down a listening one ends the process in Gloo's
+accept loop.
 """
 
 import os

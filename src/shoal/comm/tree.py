@@ -1,9 +1,10 @@
 """The one order in which the pieces of a global batch are summed.
 
 Floating-point sums depend on their order, so "the same weights at any number of ranks" needs one
-order that every split of the work can follow: a binary tree over the piece numbers. A rank adds up
-the largest aligned subtrees that lie wholly in its share and sends those; whoever holds all of them
-folds them into the root. Pure; costs log2(pieces) partial sums of memory while pieces accumulate.
+order that every split of the work can follow: a binary tree over the piece numbers. A rank adds
+up the largest aligned subtrees that lie wholly in its share and sends those; whoever holds all of
+them folds them into the root. Pure; costs log2(pieces) partial sums of memory while pieces
+accumulate.
 
 Read next: `buckets.py`, which sends the subtrees.
 """
@@ -64,10 +65,15 @@ Values = list[Tensor | None]  # one entry a parameter; None where a piece did no
 
 def add_values(left: Values, right: Values) -> Values:
     """Add into the left entries where both exist; the lists are consumed."""
-    both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if not (a is None or b is None)]
-    if both:
-        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+    sums, terms, result = [], [], []
+    for a, b in zip(left, right, strict=True):
+        if a is not None and b is not None:
+            sums.append(a)
+            terms.append(b)
+        result.append(b if a is None else a)
+    if sums:
+        torch._foreach_add_(sums, terms)
+    return result
 
 
 class PieceSum:

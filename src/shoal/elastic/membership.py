@@ -1,8 +1,9 @@
-"""Who sits where, and in which generation: the decisions of the supervisor as a pure state machine.
+"""Who sits where, and in which generation: the decisions of the supervisor as a pure state
+machine.
 
-`Membership` is told what happened (`ready`, `exited`, `heard`, ...) with the time it happened at, and
-answers with what is to be done. It reads no clock and starts no process, so it is tested under random
-schedules. Its rules:
+`Membership` is told what happened (`ready`, `exited`, `heard`, ...) with the time it happened at,
+and answers with what is to be done. It reads no clock and starts no process, so it is tested
+under random schedules. Its rules:
 
 - only the supervisor numbers generations, and each has all seats filled;
 - a suspect is killed before its seat is given away, so that it cannot act under two generations;
@@ -144,9 +145,7 @@ class Membership:
         if self.formed != set(self.seats):
             return []
         self._deadline, self._wants_group = None, False
-        answer: list[Action] = [
-            AllFormed(generation, step, tuple(self._replaced), self._lost_at)
-        ]
+        answer: list[Action] = [AllFormed(generation, step, tuple(self._replaced), self._lost_at)]
         self._replaced, self._lost_at = [], None
         return answer + self._refill_spares(now)
 
@@ -253,8 +252,10 @@ class Membership:
         return actions
 
     def _all_seated_ready(self) -> bool:
-        return all(n in self.members and self.members[n].ready for n in self.seats if n is not None) \
+        return (
+            all(n in self.members and self.members[n].ready for n in self.seats if n is not None)
             and None not in self.seats
+        )
 
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):

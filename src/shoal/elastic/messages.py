@@ -1,7 +1,7 @@
 """What the supervisor and the members say to each other: typed records as JSON, one a frame.
 
-A member's ZeroMQ identity is its number and the run's token, so a stranger on the port is not heard.
-Messages that belong to a generation carry it, and those of an older one are ignored.
+A member's ZeroMQ identity is its number and the run's token, so a stranger on the port is not
+heard. Messages that belong to a generation carry it, and those of an older one are ignored.
 """
 
 from typing import Any

@@ -1,8 +1,10 @@
-"""A member's side of the supervisor: heartbeats out, places in, and a way out of dead collectives.
+"""A member's side of the supervisor: heartbeats out, places in, and a way out of dead
+collectives.
 
-A control thread keeps the conversation going whatever the trainer is doing. When a newer generation
-is announced while the trainer still sits in a collective of an older one, the thread shuts down that
-group's connections, again on every tick until the trainer has taken its new place.
+A control thread keeps the conversation going whatever the trainer is doing. When a newer
+generation is announced while the trainer still sits in a collective of an older one, the thread
+shuts down that group's connections, again on every tick until the trainer has taken its new
+place.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""The supervisor: it starts the ranks, listens, and keeps every seat filled until the run is over.
+"""The supervisor: it starts the ranks, listens, and keeps every seat filled until the run is
+over.
 
 It holds the store and numbers the generations, so any rank may die. All decisions are
-`membership.py`'s; this file carries them out. It runs in the process of the command line, whose death
-ends the nursery and every rank.
+`membership.py`'s; this file carries them out. It runs in the process of the command line, whose
+death ends the nursery and every rank.
 """
 
 import secrets
@@ -20,8 +21,19 @@ from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Pre
 from shoal.comm import store
 from shoal.elastic import membership, messages
 from shoal.elastic.membership import Membership
-from shoal.elastic.messages import Beat, Done, Failed, Formed, Go, Here, Leave, Lost, Ready
-from shoal.elastic.messages import Stop, TakeSeat
+from shoal.elastic.messages import (
+    Beat,
+    Done,
+    Failed,
+    Formed,
+    Go,
+    Here,
+    Leave,
+    Lost,
+    Ready,
+    Stop,
+    TakeSeat,
+)
 from shoal.metrics.sinks import JsonLines
 
 POLL_MS = 100
@@ -102,7 +114,7 @@ class Supervisor:
     def _pass_on_stop(self) -> None:
         """Repeated until the run is over: a member may have come after the first time."""
         if self._stop_signal and not self._over:
-            if self.members.generation < 0 or self.members.scripts and not self.members.formed:
+            if self.members.generation < 0 or (self.members.scripts and not self.members.formed):
                 self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
             for member in self.members.seats:
                 if member is not None:
@@ -151,9 +163,7 @@ class Supervisor:
             case Here():
                 self._act(self.members.here(member, message.generation))
             case Formed():
-                self._act(
-                    self.members.has_formed(member, message.generation, message.step, now)
-                )
+                self._act(self.members.has_formed(member, message.generation, message.step, now))
             case Lost():
                 self._act(self.members.lost(member, message.generation, now))
             case Beat():
@@ -173,8 +183,9 @@ class Supervisor:
             return  # an echo of the first failure
         who = "a spare" if seat is None else f"rank {seat}"
         self.outcome.trace = message.trace
-        self._give_up(f"{who} failed at step {message.step + 1}: {message.message}",
-                      message.exit_code)
+        self._give_up(
+            f"{who} failed at step {message.step + 1}: {message.message}", message.exit_code
+        )
 
     def _act(self, actions: list[membership.Action]) -> None:
         for action in actions:
@@ -200,8 +211,14 @@ class Supervisor:
                     self._give_up(action.cause, action.exit_code)
 
     def _spawn(self, member: int) -> None:
-        log = self._run_dir / "logs" / (
-            f"rank-{member:03d}.log" if member < self.members.num_seats else f"spare-{member:03d}.log"
+        log = (
+            self._run_dir
+            / "logs"
+            / (
+                f"rank-{member:03d}.log"
+                if member < self.members.num_seats
+                else f"spare-{member:03d}.log"
+            )
         )
         told = {
             "SHOAL_CONTROL": self._address,

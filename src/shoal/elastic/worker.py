@@ -22,8 +22,8 @@ from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.plan import Plan
-from shoal.run import Run, make_batches
-from shoal.training import Trainer, resolve
+from shoal.run import Run, make_batches, resolve
+from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
 
@@ -77,7 +77,7 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
             runpy.run_path(str(script), run_name="__main__")
         except StopNow:
             return 0
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
             traceback.print_exc()
             seat = SupervisedSeat(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"])
             return _tell_failure(seat, error)
@@ -105,9 +105,12 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
         return 0
     except StopNow:
         return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
         traceback.print_exc()
-        return _tell_failure(seat, error)
+        seat.close()  # as the trainer has, if it got that far
+        voice = SupervisedSeat(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"])
+        voice.step = seat.step
+        return _tell_failure(voice, error)
 
 
 def _tell_failure(seat: SupervisedSeat, error: Exception) -> int:

@@ -1,8 +1,8 @@
 """The record of a run's steps on disk, complete although its writer may die.
 
-Every rank keeps the latest steps in memory; one of them, the scribe, writes them to `metrics.jsonl`
-and to the other sinks, in the background. When the scribe dies another rank takes over, sees how far
-the file got, and writes on from what it remembers.
+Every rank keeps the latest steps in memory; one of them, the scribe, writes them to
+`metrics.jsonl` and to the other sinks, in the background. When the scribe dies another rank takes
+over, sees how far the file got, and writes on from what it remembers.
 """
 
 from collections import deque
@@ -39,6 +39,8 @@ class Scribe:
             self._take_over()
 
     def close(self) -> None:
+        if self._recent and not self._sinks and self._writes():
+            self._take_over()  # the scribe before it died after the last step
         for sink in self._sinks:
             sink.close()
 

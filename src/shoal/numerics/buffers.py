@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-
 LARGE = 1 << 16  # elements; a larger buffer is a constant such as a mask unless its version says so
 
 

@@ -1,8 +1,8 @@
 """The norm of a gradient, in a form that any split of the parameters can compute alike.
 
-Norms of fixed blocks of 1,024 elements, counted from each parameter's start, are taken first and then
-the norm of those. Whoever holds some of the blocks can contribute them, so a sharded plan clips by
-the same number, bit for bit, as one process.
+Norms of fixed blocks of 1,024 elements, counted from each parameter's start, are taken first and
+then the norm of those. Whoever holds some of the blocks can contribute them, so a sharded plan
+clips by the same number, bit for bit, as one process.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> float:
             parts.append(torch.linalg.vector_norm(flat[whole:]).view(1))
     if not parts:
         return 0.0
-    return torch.linalg.vector_norm(torch.cat([part.float() for part in parts])).item()
+    return float(torch.linalg.vector_norm(torch.cat([part.float() for part in parts])))
 
 
 def clip_factor(norm: float, limit: float) -> float:

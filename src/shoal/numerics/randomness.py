@@ -1,10 +1,10 @@
 """Random draws that do not depend on who computes what.
 
-The generator is set anew on entering each block of the model, keyed by (seed, step, piece, block),
-and again on leaving it. So a dropout mask is the same at any number of ranks, a later stage of a
-pipeline need not replay the draws of an earlier one, and a step that is done again draws the same.
-A model without a list of blocks is one block. Draws must come from torch's default generator of the
-device; Python's `random` and numpy are not covered.
+The generator is set anew on entering each block of the model, keyed by (seed, step, piece,
+block), and again on leaving it. So a dropout mask is the same at any number of ranks, a later
+stage of a pipeline need not replay the draws of an earlier one, and a step that is done again
+draws the same. A model without a list of blocks is one block. Draws must come from torch's
+default generator of the device; Python's `random` and numpy are not covered.
 
 Cost: about 2 us per block and piece.
 """

@@ -1,14 +1,14 @@
 """Learning-rate schedules: a pure function of the step and the number of steps.
 
-A schedule is `schedule(step, steps) -> factor`, with `step` counted from 0; each parameter group's
-first learning rate is multiplied by the factor. One optimizer step is one step of the schedule at
-every world size, and since nothing is counted along the way there is nothing to save: a resumed run
-asks for the factor of the step it is at.
+A schedule is `schedule(step, steps) -> factor`, with `step` counted from 0; each parameter
+group's first learning rate is multiplied by the factor. One optimizer step is one step of the
+schedule at every world size, and since nothing is counted along the way there is nothing to save:
+a resumed run asks for the factor of the step it is at.
 
-torch's own schedulers keep state and are stepped by hand; use one in a loop of your own, not here.
-Warm-up rises linearly over the first `warmup` steps and is at 1 with the last of them. Cost: under
-1 us a step, no bytes. Papers: cosine arXiv:1608.03983, one-cycle arXiv:1708.07120. Read next:
-`shoal.trainer`.
+torch's own schedulers keep state and are stepped by hand; use one in a loop of your own, not
+here. Warm-up rises linearly over the first `warmup` steps and is at 1 with the last of them.
+Cost: under 1 us a step, no bytes. Papers: cosine arXiv:1608.03983, one-cycle arXiv:1708.07120.
+Read next: `shoal.trainer`.
 """
 
 import inspect

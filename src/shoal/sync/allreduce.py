@@ -2,12 +2,14 @@
 
 Gradients leave in buckets while backward runs (`comm/buckets.py`). With exact sums the pieces are
 added in one tree (`comm/tree.py`), so that any number of ranks trains the same bits; otherwise in
-whatever order is fastest. One process does the same without communication. When not to use it: when
-the model, its gradients and its optimizer state do not fit one rank's memory; shard them then.
+whatever order is fastest. One process does the same without communication. When not to use it:
+when the model, its gradients and its optimizer state do not fit one rank's memory; shard them
+then.
 
 Cost: two times the gradients' bytes per rank and step, and their copy in memory.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -167,7 +169,7 @@ class AllReduce:
         num_ranks = self.group.num_ranks
         return [blocks_of(share(r, num_ranks, self.num_pieces)) for r in range(num_ranks)]
 
-    def _start_in_any_order(self, rows: list[Tensor]) -> Reduction:
+    def _start_in_any_order(self, rows: Sequence[Tensor]) -> Reduction:
         return Reduction(rows[0], self.group.all_reduce(rows[0]))
 
 

@@ -88,9 +88,7 @@ class LocalSGD:
             reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
             reduction.fold()
             mean = reduction.finish().div_(self.group.num_ranks)
-            for tensor, part in zip(
-                tensors, mean.split([t.numel() for t in tensors]), strict=True
-            ):
+            for tensor, part in zip(tensors, mean.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self.inner.buffers.hold()
 

@@ -5,8 +5,8 @@ are handed to this process), its threads, its listening ports, shared-memory seg
 variables and temporary files. Import `no_leaks` and `private_temporary_directory` in a
 `conftest.py` and every test is compared with the moment before it.
 
-Linux only. Cost: a few milliseconds a test. What a test keeps on purpose (a pool of ranks) is named
-by the fixture `kept_processes`, which a `conftest.py` may override.
+Linux only. Cost: a few milliseconds a test. What a test keeps on purpose (a pool of ranks) is
+named by the fixture `kept_processes`, which a `conftest.py` may override.
 """
 
 import ctypes

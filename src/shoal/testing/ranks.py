@@ -1,13 +1,14 @@
 """A pool of warm ranks for tests: real processes and real Gloo, without a start-up for each test.
 
 `Pool` forks four ranks once, from a warm process, and keeps them for the whole test run.
-`pool.run` calls a function on some of them under a fresh group and returns what each rank returned;
-a rank that died or hung is replaced, and of a hang the stacks of all ranks are shown. `pool.start`
-runs a command in a fork of the same warm process, which saves it the import of torch.
+`pool.run` calls a function on some of them under a fresh group and returns what each rank
+returned; a rank that died or hung is replaced, and of a hang the stacks of all ranks are shown.
+`pool.start` runs a command in a fork of the same warm process, which saves it the import of
+torch.
 
 Functions go by name (module and qualified name), values as msgpack with tensors as bytes: nothing
-is pickled, so a function must be importable and must not be a closure. Not for benches: four ranks
-on fewer cores measure nothing. Cost of a call: about 20 ms for the group.
+is pickled, so a function must be importable and must not be a closure. Not for benches: four
+ranks on fewer cores measure nothing. Cost of a call: about 20 ms for the group.
 """
 
 import faulthandler
@@ -308,6 +309,8 @@ def _prepare() -> tuple[dict[str, Any], ChildMain]:
     # A test runner's capture put streams of its own in place of these.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (kept for good)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.disable()  # the runner's would write to where the runner's output goes
+    faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(1)
     importlib.import_module("torch.distributed.tensor")  # the first optimizer would import it
     return {}, _live
@@ -370,9 +373,7 @@ def _pack_tensor(value: Any) -> Any:
     value = value.detach().contiguous()
     content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
     name = str(value.dtype).removeprefix("torch.")
-    return msgspec.msgpack.Ext(
-        _TENSOR, msgspec.msgpack.encode((name, tuple(value.shape), content))
-    )
+    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((name, tuple(value.shape), content)))
 
 
 def _unpack_tensor(code: int, content: memoryview) -> Tensor:

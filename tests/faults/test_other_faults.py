@@ -1,0 +1,158 @@
+"""Faults other than a kill: told apart, with the right exit code, message and nothing left."""
+
+import signal
+import time
+
+import pytest
+
+from shoal.testing.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
+from shoal.testing.leaks import is_alive, wait_until
+
+NUM_STEPS = 60
+ECHOES = ("GroupLost", "onnection closed", "onnection reset", "Broken pipe")
+
+
+def assert_alone(trained: Trained) -> None:
+    """The other ranks' connection errors are not shown."""
+    for echo in ECHOES:
+        assert echo not in trained.errors, trained.errors
+
+
+def test_a_rank_that_is_stopped_for_good_is_evicted(start, undisturbed) -> None:
+    options = ("--heartbeat-timeout", "1")
+    trained = start("step.computed:stop:member=1:step=20", options=options).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    check_survivors(trained, [1])
+    check_recovered(trained, {1: "silent"})
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_kept(start, undisturbed) -> None:
+    training = start(pause=0.01)
+    training.wait_for_step(5)
+    training.signal_rank(2, signal.SIGSTOP)
+    time.sleep(0.5)
+    training.signal_rank(2, signal.SIGCONT)
+    trained = training.wait()
+    check_same(trained, undisturbed)
+    check_survivors(trained, [])
+
+
+def test_the_recipes_own_error_ends_the_run(start) -> None:
+    trained = start(recipe="raises").wait()
+    assert trained.exit_code == 1
+    assert "ValueError: sample 5 is broken" in trained.errors
+    assert 'raise ValueError(f"sample {at_id} is broken")' in trained.errors
+    assert "failed at step" in trained.last_words and "sample 5 is broken" in trained.last_words
+    assert "Traceback" not in trained.last_words
+    assert_alone(trained)
+    assert not (trained.run_dir / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_an_error_inside_the_loop_names_its_rank_and_step(start, rank: int) -> None:
+    trained = start(f"step.computed:raise:member={rank}:step=20").wait()
+    assert trained.exit_code == 1
+    assert f"rank {rank} failed at step 21" in trained.last_words
+    assert "a test broke this rank on purpose" in trained.last_words
+    assert_alone(trained)
+
+
+def test_leaving_early_with_code_0_is_not_success(start) -> None:
+    trained = start("step.begin:exit:member=1:step=20").wait()
+    assert trained.exit_code == 1
+    assert "rank 1 exited with code 0 before the run was done" in trained.last_words
+    assert_alone(trained)
+
+
+@pytest.mark.full
+def test_leaving_early_with_another_code_is_told_apart(start) -> None:
+    trained = start(recipe="leaves", code=7).wait()
+    assert trained.exit_code == 1
+    assert "exited with code 7 before the run was done" in trained.last_words
+
+
+@pytest.mark.parametrize(
+    ("action", "name"),
+    [("segfault", "SIGSEGV"), pytest.param("abort", "SIGABRT", marks=pytest.mark.full)],
+)
+def test_a_crash_is_repaired_and_told_by_its_signal(start, undisturbed, action, name) -> None:
+    trained = start(f"step.computed:{action}:member=2:step=20").wait()
+    check_same(trained, undisturbed)
+    check_recovered(trained, {2: f"killed by {name}"})
+    assert f"rank 2 was killed by {name}" in trained.errors
+
+
+def test_the_same_step_failing_three_times_ends_the_run(start) -> None:
+    # Members 3 and 4 are the spares that take the seat of rank 1.
+    trained = start(*(f"step.computed:kill:member={m}:step=20" for m in (1, 3, 4))).wait()
+    assert trained.exit_code == 1
+    assert "step 21 failed 3 times" in trained.last_words
+    assert "rank 1 was killed by SIGKILL" in trained.last_words
+    assert_alone(trained)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+)
+def test_a_signal_stops_after_a_step_that_all_agree_on(start, undisturbed, number, code) -> None:
+    training = start(pause=0.02)
+    training.wait_for_step(5)
+    training.command.send_signal(number)
+    trained = training.wait()
+    assert trained.exit_code == code
+    steps = trained.steps()
+    assert 5 <= len(steps) < NUM_STEPS
+    assert [s["loss"] for s in steps] == [s["loss"] for s in undisturbed.steps()][: len(steps)]
+    assert f"stopped after step {len(steps)}, as asked" in trained.last_words
+    assert trained.result["steps"] == len(steps)
+
+
+def test_ctrl_c_twice_ends_at_once(start) -> None:
+    training = start(pause=0.5)
+    training.wait_for_seats()
+    training.command.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    training.command.send_signal(signal.SIGINT)
+    trained = training.wait(20)
+    assert trained.exit_code == 130
+    assert "interrupted twice" in trained.last_words
+
+
+def test_ctrl_c_and_a_kill_together(start) -> None:
+    training = start(pause=0.02)
+    training.wait_for_step(5)
+    training.signal_rank(1, signal.SIGKILL)
+    training.command.send_signal(signal.SIGINT)
+    trained = training.wait()
+    assert trained.exit_code == 130
+    assert [s["step"] for s in trained.steps()] == list(range(1, len(trained.steps()) + 1))
+
+
+@pytest.mark.parametrize("pause", [0.02, pytest.param(0.5, marks=pytest.mark.full)])
+def test_killing_the_supervisor_leaves_no_process(start, pause: float) -> None:
+    training = start(pause=pause)
+    training.wait_for_seats()
+    processes = training.processes()
+    assert len(processes) >= 5  # supervisor, nursery, three ranks
+    training.command.send_signal(signal.SIGKILL)
+    assert training.wait().exit_code == -signal.SIGKILL
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10), "a process was left"
+
+
+def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
+    training = start(pause=0.02)
+    seats = training.wait_for_seats()
+    (nursery,) = training.processes() - {training.command.pid} - set(seats.values()) - spares(training)
+    import os
+
+    os.kill(nursery, signal.SIGKILL)
+    trained = training.wait()
+    assert trained.exit_code == 1
+    assert "the process that ranks are forked from is gone" in trained.last_words
+
+
+def spares(training) -> set[int]:
+    from shoal.testing.faults import events
+
+    return {event["pid"] for event in events(training.run_dir, "started")}
