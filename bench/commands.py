@@ -93,7 +93,7 @@ class Watched:
         return answer
 
     def said(self) -> str:
-        return (self.folder / "output").read_text("utf-8", errors="replace")[-2000:]
+        return (self.folder / "output").read_text("utf-8", errors="replace")[-9000:]
 
 
 @contextmanager

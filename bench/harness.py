@@ -94,14 +94,14 @@ def is_noisy(row: Row) -> bool:
 
 def line(row: Row) -> str:
     """The row as one line: name, ratio, peer and ceiling, then the verdict."""
-    bound = f"floor: at {'most' if row.at_most else 'least'} {_figure(row.floor, row.unit)}"
+    bound = f"floor: at {'most' if row.at_most else 'least'} {figure(row.floor, row.unit)}"
     if row.noise:
-        bound += f", give or take {_figure(row.noise, row.unit, signed=False)}"
+        bound += f", give or take {figure(row.noise, row.unit, signed=False)}"
     if row.value is None:
         return f"{row.name}  - ({row.note})  {verdict(row).upper()} ({bound})"
     assert row.low is not None and row.high is not None
-    within = f"[{_figure(row.low, row.unit)} .. {_figure(row.high, row.unit)}]"
-    text = f"{row.name}  {_figure(row.value, row.unit)} {within}"
+    within = f"[{figure(row.low, row.unit)} .. {figure(row.high, row.unit)}]"
+    text = f"{row.name}  {figure(row.value, row.unit)} {within}"
     text += f" (peer {row.peer}, ceiling {row.ceiling})"
     text += f"  {verdict(row).upper() if verdict(row) == 'missed' else verdict(row)} ({bound})"
     if row.note:
@@ -115,7 +115,7 @@ def line(row: Row) -> str:
     return text
 
 
-def _figure(value: float, unit: str, signed: bool = True) -> str:
+def figure(value: float, unit: str, signed: bool = True) -> str:
     if unit == "x":
         return f"{value:.1f}x" if value >= 10 else f"{value:.3f}x"
     return f"{value:{'+' if signed else ''}.1f} {unit}"

@@ -2,22 +2,21 @@
 
 Both train the same small MLP on the same data with the same optimizer, and both note each step that
 a rank has made: a line with the process and the system-wide monotonic clock, appended to the file
-that STEPS_FILE names. Imports are torch's alone, and Shoal's where the recipe needs it, so the
-script starts as fast as a script can. It saves and loads nothing.
+that STEPS_FILE names. Nothing is imported but torch, and `shoal`, which loads nothing until it is
+used, so the script starts as fast as a script can. It saves and loads nothing.
 """
 
 import gc
 import os
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-if TYPE_CHECKING:
-    import shoal
+import shoal
 
 NUM_SAMPLES = 4096
 BATCH = 48  # divisible by 3 and by 4 ranks
@@ -54,9 +53,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return found
 
 
-def recipe(steps: int = 1_000_000) -> "shoal.Run":
-    import shoal
-
+def recipe(steps: int = 1_000_000) -> shoal.Run:
     return shoal.Run(
         model=model,
         loss=cross_entropy,
@@ -76,7 +73,12 @@ def script(steps: int) -> None:
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        # torchrun keeps its store over a restart. Without a prefix the new ranks find the addresses
+        # of the dead ones, and most restarts fail.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+        fresh = dist.PrefixStore(f"restart/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=num_ranks)
         trained = DistributedDataParallel(trained, gradient_as_bucket_view=True)
     stepper = optimizer(trained.parameters())
     inputs, target = samples()

@@ -2,7 +2,7 @@
 
 Seen from outside: the clock starts before the command does, and stops when the last rank has made
 its first step (`bench/job.py`). Cold, each command loads Python and torch from files the system has
-in memory. Warm, `shoal warm` keeps a process that has loaded them, and `shoal train` starts from it.
+in memory. Warm, `shoal warm` keeps a process that has loaded them, and `shoal train` starts there.
 
 The ceiling of a cold start is one process that trains alone, without launcher or group; of a warm
 one, an interpreter that starts and does nothing. Four ranks on fewer cores share them, in all arms.

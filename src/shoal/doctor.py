@@ -32,7 +32,8 @@ import psutil
 
 from shoal.errors import UsageError
 from shoal.metrics.meters import Stopwatch, cpu_limit, memory_limit_bytes
-from shoal.numerics.precision import bf16_environment, bf16_speed, cache_directory
+from shoal.numerics.precision import bf16_environment, bf16_speed
+from shoal.rundir import cache_directory
 from shoal.world import cores
 
 Verdict = Literal["ok", "note", "problem"]

@@ -75,7 +75,6 @@ class Replica:
             if math.isfinite(loss) and self.update(batch.step, sums, scale):
                 self.loss_scale.good_step()
                 return loss, weight
-            self.buffers.restore()
             if not self.loss_scale.overflow():
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
 

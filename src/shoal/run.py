@@ -41,7 +41,8 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)):
+            made = name == "model" and isinstance(self.model, nn.Module)
+            if made or not callable(getattr(self, name)):
                 raise UsageError(
                     f"Run.{name} is a {type(getattr(self, name)).__name__}. It must be a function"
                     f"{': write model=lambda: MyModel()' if name == 'model' else ''}."
@@ -157,7 +158,7 @@ def objective(run: Run, output: Any, piece: Piece) -> Objective:
     if not loss.requires_grad and torch.is_grad_enabled():
         raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
     weight = weight.detach() if isinstance(weight, Tensor) else weight
-    return Objective(loss.reshape(()), weight, is_mean)
+    return Objective(loss if loss.dim() == 0 else loss.reshape(()), weight, is_mean)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -1,12 +1,13 @@
-"""The run directory: where a run keeps its events, metrics, logs and model.
+"""Directories: where a run keeps its events, metrics, logs and model, and where caches are.
 
-It belongs to one run at a time. The owner holds a lock that the kernel takes back when it dies, so
-nothing has to be cleaned up by hand.
+A run directory belongs to one run at a time. The owner holds a lock that the kernel takes back
+when it dies, so nothing has to be cleaned up by hand.
 """
 
 import fcntl
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -61,6 +62,14 @@ class RunDir:
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where Shoal keeps what is costly to find out again."""
+    if environment.get("SHOAL_CACHE"):
+        return Path(environment["SHOAL_CACHE"])
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
 def _next_free(recipe: str) -> Path:

@@ -1,10 +1,12 @@
 """How a script gets its trainer, whoever started it."""
 
+import os
 from collections.abc import Sequence
 
 from shoal.elastic.seat import seat_from_environment
 from shoal.hooks import Hook
 from shoal.mesh import LauncherSeat, Seat
+from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.run import Run, resolve
 from shoal.training import Trainer
@@ -19,5 +21,6 @@ def trainer(run: Run, plan: str | Plan | None = None, *, hooks: Sequence[Hook] =
     """
     world = World.from_environment()
     resolved = resolve(run, plan, world.num_ranks)
+    os.environ.update(environment_for(resolved.precision))
     seat: Seat = seat_from_environment(resolved) or LauncherSeat(world)
     return Trainer(run, resolved, seat, hooks=hooks)

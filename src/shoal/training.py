@@ -11,6 +11,7 @@ Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newc
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -78,6 +79,7 @@ class Trainer:
         self.optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
         self.seeds = PieceSeeds(self.model, self.run.seed, self.mesh.device)
+        self._arithmetic = partial(self.precision.autocast, self.mesh.device.split(":")[0])
         self.model.train()
         self._settle(self.mesh)
         return self
@@ -119,8 +121,6 @@ class Trainer:
 
     def regroup(self, lost: GroupLost) -> None:
         """Form the group again without leaving the process; raises if no other group comes."""
-        if self.plan.local_steps > 1:
-            raise lost  # a replica's own weights died with it
         while True:
             self.strategy.detach()
             mesh = self.seat.reform(lost)
@@ -193,7 +193,7 @@ class Trainer:
             tally.weights.append(0.0)
             return
         self.seeds.enter(self.step, index)
-        with self.precision.autocast(self.mesh.device.split(":")[0]):
+        with self._arithmetic():
             goal = objective(self.run, call_model(self.model, piece.inputs), piece)
         # Every piece's mean counts by its share of the batch; sums are divided once, at the end.
         seed = self.loss_scale.value

@@ -4,17 +4,20 @@ The plan runs on its ranks, each of which writes down its loss, gradients, weigh
 after every step; the reference runs beside it in a process of its own, compares, and deletes what
 it has read. Gradients are compared relative to the norm of the whole gradient, everything else
 relative to the largest element of its tensor. The weight of an element whose gradient fell below
-1e-7 of the norm is rounding noise that Adam magnifies (a bias before BatchNorm): it is counted,
-not judged, and buffers may differ by as much as such weights do.
+1e-7 of the norm, and is not the same, is rounding noise that Adam magnifies (a bias before
+BatchNorm): it is counted, not judged, and buffers may differ by as much as such weights do.
 
 Cost: the time of both runs, and disk for a few steps of the model's state.
 """
 
+import functools
+import math
 import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,11 +25,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal import reference
-from shoal.errors import RecipeError
+from shoal.cluster.launch import NotLoaded, await_facts, launch
+from shoal.cluster.nursery import Birth, ChildMain, Nursery
+from shoal.elastic.membership import Membership
+from shoal.elastic.supervise import Outcome
+from shoal.elastic.worker import prepare_training, use_threads
+from shoal.errors import RecipeError, ShoalError
 from shoal.hooks import StepInfo
 from shoal.numerics.precision import tolerance
 from shoal.plan import Plan
-from shoal.run import Run
+from shoal.run import Run, resolve
 from shoal.training import Trainer
 
 AHEAD = 4  # steps that a rank may be ahead of the comparison
@@ -61,10 +69,83 @@ class Verdict(msgspec.Struct):
     num_elements: int = 0
     first: Divergence | None = None
     complaint: str = ""  # the plan did not do what it says
+    plan: str = ""  # as it was resolved
 
     @property
     def passed(self) -> bool:
         return self.first is None and not self.complaint
+
+
+class RunFailed(ShoalError):
+    """The plan's run ended before a difference was found; `trace` is of the rank that failed."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(_why(outcome))
+        self.trace, self.exit_code = outcome.trace, outcome.exit_code
+
+
+def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
+    """Train under the plan, and in one process beside it, and compare every step.
+
+    `load` is called in the processes that train. `run_dir` is a directory with `logs` in it. Call
+    this from a process that has not started a thread. Raises NotLoaded or RunFailed.
+    """
+    directory = run_dir / "verify"
+    directory.mkdir()
+    facts: dict[str, Any] = {}
+
+    def run_reference() -> tuple[dict[str, Any], ChildMain]:
+        use_threads()
+        run = load()
+        verdict = compare(run, resolve(run, plan, None), directory)
+        # JSON, in which facts travel, has neither NaN nor infinity.
+        return {"verdict": msgspec.msgpack.encode(verdict).hex()}, _bear_no_rank
+
+    def prepare() -> tuple[dict[str, Any], ChildMain]:
+        use_threads()
+        return prepare_training(load(), plan, None, run_dir, more_hooks=record)
+
+    beside = Nursery(run_reference, run_dir / "logs" / "reference.log")
+    try:
+        outcome = launch(
+            prepare,
+            run_dir,
+            watch=lambda record: None,
+            members=lambda found: Membership(found["num_ranks"], num_spares=0),
+            prepared=facts.update,
+        )
+        if outcome.exit_code:
+            _finished(directory).touch()  # the reference reads what there is, and waits no more
+        verdict = _verdict_of(beside, outcome)
+    finally:
+        beside.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    verdict.plan = facts["plan"]
+    return verdict
+
+
+def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
+    """What the reference found, also when the plan's run failed after it had gone astray."""
+    try:
+        content = bytes.fromhex(await_facts(beside)["verdict"])
+    except NotLoaded:
+        if outcome.exit_code:
+            raise RunFailed(outcome) from None
+        raise
+    verdict = msgspec.msgpack.decode(content, type=Verdict)
+    if outcome.exit_code:
+        if verdict.passed:
+            raise RunFailed(outcome)
+        verdict.complaint = f"the run failed: {_why(outcome)}"
+    return verdict
+
+
+def _why(outcome: Outcome) -> str:
+    return outcome.cause or f"it was stopped after step {outcome.step}"
+
+
+def _bear_no_rank(birth: Birth) -> int:
+    raise AssertionError("the reference bears no ranks")
 
 
 class Recorder:
@@ -108,7 +189,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 path = _path(directory, step, rank)
                 found = _await(path)
                 own = snapshots[rank % len(snapshots)]
-                _compare_step(verdict, found, own, judged[rank], (step, rank))
+                _compare_step(verdict, found, own, judged[rank], step, rank)
                 _check_promise(verdict, plan, step, run.num_steps(), int(found["bytes_sent"]))
                 path.unlink()
             verdict.num_steps = step
@@ -121,70 +202,81 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     return verdict
 
 
+class _Place(NamedTuple):
+    """Of a tensor, in a rank's step."""
+
+    step: int
+    rank: int
+    what: str
+    name: str
+
+
 def _compare_step(
     verdict: Verdict,
     found: dict[str, Tensor],
     own: reference.Snapshot,
     judged: dict[str, Tensor],
-    place: tuple[int, int],
+    step: int,
+    rank: int,
 ) -> None:
-    _note(verdict, "loss", "", found["loss"], torch.tensor([own.loss], dtype=torch.float64), place)
+    place = functools.partial(_Place, step, rank)
+    loss = torch.tensor([own.loss], dtype=torch.float64)
+    _note(verdict, place("loss", ""), found["loss"], loss)
     norm = torch.sqrt(
         sum((g.double().square().sum() for g in own.gradients.values()), torch.zeros(()))
     )
     slack = 0.0  # by which weights that are not judged differ
     for name, weight in own.weights.items():
         gradient, theirs = own.gradients.get(name), found.get(f"gradient/{name}")
-        if gradient is None and theirs is None:
-            continue
         mask = judged.setdefault(name, torch.ones(weight.shape, dtype=torch.bool))
-        if gradient is None or theirs is None:
-            _diverge(verdict, "gradient", name, float("inf"), place)
-            continue
-        mask &= gradient.abs() >= NOISE * norm
-        _note(verdict, "gradient", name, theirs, gradient, place, scale=norm)
+        if (gradient is None) != (theirs is None):
+            _diverge(verdict, place("gradient", name), math.inf)
+        elif gradient is not None and theirs is not None:
+            mask &= (gradient.abs() >= NOISE * norm) | (gradient == theirs)
+            _note(verdict, place("gradient", name), theirs, gradient, scale=norm)
         difference = (found[f"weight/{name}"].double() - weight.double()).abs()
         slack = max(slack, float(torch.where(mask, 0.0, difference).max()))
-        _note(verdict, "weight", name, found[f"weight/{name}"], weight, place, mask=mask)
+        _note(verdict, place("weight", name), found[f"weight/{name}"], weight, mask=mask)
     for name, buffer in own.buffers.items():
-        _note(verdict, "buffer", name, found[f"buffer/{name}"], buffer, place, slack=slack)
+        _note(verdict, place("buffer", name), found[f"buffer/{name}"], buffer, slack=slack)
 
 
 def _note(
     verdict: Verdict,
-    what: str,
-    name: str,
+    place: _Place,
     theirs: Tensor,
     own: Tensor,
-    place: tuple[int, int],
     *,
     scale: Tensor | None = None,
     mask: Tensor | None = None,
     slack: float = 0.0,
 ) -> None:
     """Compare one tensor and keep the largest difference."""
+    verdict.worst.setdefault(place.what, 0.0)
     if torch.equal(theirs, own):
-        verdict.worst.setdefault(what, 0.0)
         return
     verdict.identical = False
     difference, unit = (theirs.double() - own.double()).abs(), own.double().abs()
     if mask is not None:
-        difference = torch.where(mask, difference, 0.0)
+        difference = torch.where(mask | ~difference.isfinite(), difference, 0.0)
     reach = float(unit.max() if scale is None else scale) or 1.0
-    relative = max(float(difference.max()) - slack, 0.0) / reach
-    known = verdict.worst.get(what, 0.0)
-    verdict.worst[what] = max(known, relative) if relative == relative else relative
+    relative = float((difference - slack).clamp(min=0.0).max()) / reach  # NaN stays NaN
+    _keep_worst(verdict, place.what, relative)
     if not relative <= verdict.tolerance:  # true for NaN too
-        _diverge(verdict, what, name, relative, place)
+        _diverge(verdict, place, relative)
 
 
-def _diverge(
-    verdict: Verdict, what: str, name: str, relative: float, place: tuple[int, int]
-) -> None:
+def _diverge(verdict: Verdict, place: _Place, relative: float) -> None:
     verdict.identical = False
-    verdict.worst[what] = relative
+    _keep_worst(verdict, place.what, relative)
     if verdict.first is None:
-        verdict.first = Divergence(*place, what, name, relative)
+        verdict.first = Divergence(*place, relative)
+
+
+def _keep_worst(verdict: Verdict, what: str, relative: float) -> None:
+    known = verdict.worst.get(what, 0.0)
+    if not math.isnan(known) and not relative <= known:  # nothing is worse than NaN
+        verdict.worst[what] = relative
 
 
 def _check_promise(

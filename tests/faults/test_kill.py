@@ -70,7 +70,8 @@ def test_a_kill_while_the_first_group_forms(start, undisturbed, point: str, rank
 def test_a_second_kill_during_the_repair(start, undisturbed, point: str, second: int) -> None:
     """Member 3 is the spare that takes the seat of rank 1, and dies while it does."""
     at = ":step=20" if second != 3 else ""
-    trained = start(f"step.computed:kill:member=1:step=20", f"{point}:kill:member={second}{at}").wait()
+    armed = ["step.computed:kill:member=1:step=20", f"{point}:kill:member={second}{at}"]
+    trained = start(*armed).wait()
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
     assert trained.result["recoveries"] >= 1

@@ -1,11 +1,19 @@
 """Faults other than a kill: told apart, with the right exit code, message and nothing left."""
 
+import os
 import signal
 import time
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
+from shoal.testing.faults import (
+    Trained,
+    check_ledger,
+    check_recovered,
+    check_same,
+    check_survivors,
+    events,
+)
 from shoal.testing.leaks import is_alive, wait_until
 
 NUM_STEPS = 60
@@ -143,16 +151,9 @@ def test_killing_the_supervisor_leaves_no_process(start, pause: float) -> None:
 def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
     training = start(pause=0.02)
     seats = training.wait_for_seats()
-    (nursery,) = training.processes() - {training.command.pid} - set(seats.values()) - spares(training)
-    import os
-
+    members = {event["pid"] for event in events(training.run_dir, "started")}
+    (nursery,) = training.processes() - {training.command.pid} - members - set(seats.values())
     os.kill(nursery, signal.SIGKILL)
     trained = training.wait()
     assert trained.exit_code == 1
     assert "the process that ranks are forked from is gone" in trained.last_words
-
-
-def spares(training) -> set[int]:
-    from shoal.testing.faults import events
-
-    return {event["pid"] for event in events(training.run_dir, "started")}

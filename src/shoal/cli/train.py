@@ -47,7 +47,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
     from shoal.elastic.worker import prepare_training, use_threads
-    from shoal.numerics.precision import bf16_environment
+    from shoal.numerics.precision import environment_for
     from shoal.optional import require
     from shoal.plan import Plan
     from shoal.recipe import load_recipe, provenance
@@ -55,8 +55,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     if given["tensorboard"]:
         require("tensorboardX", extra="tensorboard")
     plan = given["plan"]
-    if plan is not None and Plan.parse(plan).precision == "bf16":
-        os.environ.update(bf16_environment())
+    if plan is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(plan).precision))
     display = Display()
     facts: dict[str, Any] = {}
 

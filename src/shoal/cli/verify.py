@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -48,68 +46,37 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal import verify as verification
-    from shoal.cluster.launch import NotLoaded, await_facts, launch
-    from shoal.cluster.nursery import Nursery
-    from shoal.elastic.membership import Membership
-    from shoal.elastic.worker import prepare_training, use_threads
-    from shoal.numerics.precision import bf16_environment
+    from shoal.cluster.launch import NotLoaded
+    from shoal.numerics.precision import environment_for
     from shoal.plan import Plan
     from shoal.recipe import load_recipe
-    from shoal.run import resolve
 
-    if given["plan"] is not None and Plan.parse(given["plan"]).precision == "bf16":
-        os.environ.update(bf16_environment())
-    directory: Path = run_dir.path / "verify"
-    directory.mkdir()
+    if given["plan"] is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
 
     def load() -> Any:
-        use_threads()
         return dataclasses.replace(
             load_recipe(recipe, settings), evaluate=None, evaluate_every=None
         )
 
-    def run_reference() -> Any:
-        run = load()
-        found = verification.compare(run, resolve(run, given["plan"], None), directory)
-        return {"verdict": msgspec.to_builtins(found)}, _no_child
-
-    def prepare() -> Any:
-        hooks = verification.record
-        return prepare_training(load(), given["plan"], None, run_dir.path, more_hooks=hooks)
-
-    beside = Nursery(run_reference, run_dir.path / "logs" / "reference.log")
-    facts: dict[str, Any] = {}
     try:
-        outcome = launch(
-            prepare,
-            run_dir.path,
-            watch=lambda record: None,
-            members=lambda found: Membership(found["num_ranks"], num_spares=0),
-            prepared=facts.update,
-        )
-        if outcome.exit_code:
-            click.echo(outcome.trace, err=True)
-            click.echo(f"shoal: {outcome.cause}.", err=True)
-            return int(outcome.exit_code)
-        answer = await_facts(beside)["verdict"]
-    except NotLoaded as error:
-        run_dir.discard()
+        verdict = verification.verify(load, given["plan"], run_dir.path)
+    except (NotLoaded, verification.RunFailed) as error:
+        if isinstance(error, NotLoaded):
+            run_dir.discard()
         if error.trace:
             click.echo(error.trace, err=True)
         click.echo(f"shoal: {error}", err=True)
         return error.exit_code
-    finally:
-        beside.close()
-        shutil.rmtree(directory, ignore_errors=True)
-    verdict = msgspec.convert(answer, verification.Verdict)
-    click.echo(in_words(verdict, recipe, facts["plan"]), err=True)
+    click.echo(in_words(verdict, recipe), err=True)
     if given["as_json"]:
-        print(msgspec.json.encode({"passed": verdict.passed, **answer}).decode(), flush=True)
+        result = {"passed": verdict.passed, **msgspec.to_builtins(verdict)}
+        print(msgspec.json.encode(result).decode(), flush=True)
     return 0 if verdict.passed else 1
 
 
-def in_words(verdict: Any, recipe: str, plan: str) -> str:
-    lines = [f"{recipe} under {plan!r} against one process, {verdict.num_steps} steps:"]
+def in_words(verdict: Any, recipe: str) -> str:
+    lines = [f"{recipe} under {verdict.plan!r} against one process, {verdict.num_steps} steps:"]
     if verdict.passed and verdict.identical:
         lines.append("SAME: losses, gradients, weights and buffers are identical, bit for bit.")
         return "\n".join(lines)
@@ -127,7 +94,3 @@ def in_words(verdict: Any, recipe: str, plan: str) -> str:
     if verdict.complaint:
         lines.append(f"NOT AS PLANNED: {verdict.complaint}.")
     return "\n".join(lines)
-
-
-def _no_child(birth: Any) -> int:
-    raise AssertionError("the reference bears no ranks")

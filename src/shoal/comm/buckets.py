@@ -154,7 +154,7 @@ class Buckets:
         bucket = self.buckets[len(self.reductions)]
         gradients: Values = [None] * len(self.parameters)
         for i in bucket.indices:
-            gradients[i] = self.parameters[i].grad
+            gradients[i] = _dense(self.parameters[i].grad)
         last = len(bucket.rows) - 1
         earlier: list[Values] = []
         if self._pieces is not None:
@@ -168,3 +168,12 @@ class Buckets:
         for i in bucket.indices:
             self.touched[i] = gradients[i] is not None or any(v[i] is not None for v in earlier)
         self.reductions.append(self._start(bucket.rows))
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    if gradient is not None and gradient.layout != torch.strided:
+        raise RecipeError(
+            f"A gradient of shape {tuple(gradient.shape)} is sparse, and replicas exchange dense "
+            "ones. Make the embedding with sparse=False."
+        )
+    return gradient

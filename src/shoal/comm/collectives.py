@@ -87,7 +87,10 @@ class Group:
         if self.rank == source:
             self.bytes_sent += tensor.nbytes * (self.num_ranks - 1)
         with loss_of_group(f"copying from rank {source}"):
-            self._broadcast(tensor, source).wait()
+            there = tensor.to(self._device)  # the tensor itself, unless the transport wants a GPU
+            self._broadcast(there, source).wait()
+            if there is not tensor:
+                tensor.copy_(there)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers, by rank."""

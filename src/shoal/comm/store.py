@@ -9,6 +9,7 @@ import socket
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -67,6 +68,8 @@ def come_together(store: dist.Store, prefix: str, world: World, timeout_s: float
 
 def form_group(store: dist.Store, prefix: str, world: World, timeout: timedelta) -> None:
     """Form the default group. All ranks must have come; raises GroupLost if one is gone since."""
+    if world.backend == "nccl":
+        torch.cuda.set_device(world.device)
     try:
         dist.init_process_group(
             world.backend,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
+from shoal.rundir import cache_directory
 
 _PIP_TIMEOUT_S = 600
 _MAGIC = b"shoal-cache-1"
@@ -105,15 +106,6 @@ def spelling() -> list[tuple[str, tuple[str, ...]]]:
     lines = _cached("spelling", CMUDICT, _spelling_lines).decode().splitlines()
     pairs = (line.split(" ", 1) for line in lines)
     return [(word, tuple(phonemes.split(" "))) for word, phonemes in pairs]
-
-
-def cache_directory() -> Path:
-    """Where derived data is kept."""
-    if directory := os.environ.get("SHOAL_CACHE"):
-        return Path(directory)
-    if directory := os.environ.get("XDG_CACHE_HOME"):
-        return Path(directory) / "shoal"
-    return Path.home() / ".cache" / "shoal"
 
 
 def _shakespeare_text(archive: bytes) -> bytes:

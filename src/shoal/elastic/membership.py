@@ -107,6 +107,7 @@ class Membership:
         self._wants_group = True  # no group works, and one should
         self._left: set[int] = set()  # members of scripts that ended well
         self._lost_at: float | None = None  # first word of the loss under way
+        self._broken_at: float | None = None  # when a member of this generation said so
         self._deadline: float | None = None  # by which the group must have formed
 
     def begin(self, now: float) -> list[Action]:
@@ -151,8 +152,9 @@ class Membership:
 
     def lost(self, member: int, generation: int, now: float) -> list[Action]:
         """A member's group broke. If nobody is found dead soon, the same members form again."""
-        if generation == self.generation and member in self.seats and self._lost_at is None:
-            self._lost_at = now
+        if generation == self.generation and member in self.seats:
+            self._lost_at = now if self._lost_at is None else self._lost_at
+            self._broken_at = now if self._broken_at is None else self._broken_at
         return []
 
     def done(self, member: int, generation: int) -> list[Action]:
@@ -205,8 +207,10 @@ class Membership:
                 actions.append(Kill(number))
         if self._deadline is not None and now > self._deadline:
             return self._give_up(self._who_is_missing(), 1)
-        broken = self._lost_at is not None and now - self._lost_at > self.regroup_after_s
+        broken = self._broken_at is not None and now - self._broken_at > self.regroup_after_s
         if broken and None not in self.seats and not actions and not self._suspects():
+            if not self.recovers:
+                return self._give_up("the group broke, and this plan cannot form it again", 1)
             self._wants_group = True
             actions += self._count_failure("the group broke") or self._announce(now)
         return actions
@@ -218,7 +222,8 @@ class Membership:
         return Spawn(number)
 
     def _spares(self) -> list[int]:
-        return [number for number in self.members if number not in self.seats]
+        """Those that can be seated, now or soon."""
+        return [n for n, m in self.members.items() if n not in self.seats and not m.suspected]
 
     def _suspects(self) -> list[int]:
         return [n for n, member in self.members.items() if member.suspected]
@@ -233,7 +238,8 @@ class Membership:
     def _spare_exited(self, status: int, now: float) -> list[Action]:
         if status >= 0:
             return self._give_up(f"a spare {how_it_ended(status)} before it was needed", 1)
-        return self._count_failure(f"a spare {how_it_ended(status)}") or self._refill_spares(now)
+        replace = self._fill_seats if None in self.seats else self._refill_spares
+        return self._count_failure(f"a spare {how_it_ended(status)}") or replace(now)
 
     def _fill_seats(self, now: float) -> list[Action]:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
@@ -252,10 +258,9 @@ class Membership:
         return actions
 
     def _all_seated_ready(self) -> bool:
-        return (
-            all(n in self.members and self.members[n].ready for n in self.seats if n is not None)
-            and None not in self.seats
-        )
+        seated = [self.members.get(n) for n in self.seats if n is not None]
+        can_form = all(m is not None and m.ready and not m.suspected for m in seated)
+        return can_form and len(seated) == self.num_seats
 
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):
@@ -265,6 +270,7 @@ class Membership:
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1
         self._here, self.formed, self._done = set(), set(), set()
+        self._broken_at = None
         if self._lost_at is not None:
             self._lost_at = now if not self._replaced else self._lost_at
         self._deadline = now + self.form_timeout_s

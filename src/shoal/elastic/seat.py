@@ -78,6 +78,11 @@ class SupervisedSeat:
 
     def reform(self, lost: GroupLost) -> Mesh:
         self._say(Lost(self.generation, self.step, str(lost)))
+        if not self.recovers:  # the supervisor finds who died, and ends the run
+            with self._changed:
+                if self._changed.wait_for(lambda: self._leave, self._patience_s):
+                    raise StopNow("the supervisor lets this rank go")
+            raise lost
         return self._take_place(lost)
 
     def formed(self, step: int) -> None:

@@ -77,6 +77,7 @@ class Supervisor:
         self._address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self._over = False
         self._stop_signal = 0
+        self._signals: list[int] = []
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -102,17 +103,18 @@ class Supervisor:
                 signal.signal(number, handler)
         return self.outcome
 
-    def stop(self, signal_number: int) -> None:
-        """Ask for a clean stop; a second time: end everything now."""
-        if self._stop_signal:
-            self._give_up("it was interrupted twice", 128 + signal_number)
-        self._stop_signal = self.outcome.stopped_by = signal_number
-
     def _on_signal(self, number: int, frame: object) -> None:
-        self.stop(number)
+        self._signals.append(number)
 
     def _pass_on_stop(self) -> None:
-        """Repeated until the run is over: a member may have come after the first time."""
+        """The first signal asks for a clean stop, the second ends everything now.
+
+        Repeated until the run is over: a member may have come after the first time.
+        """
+        if self._signals:
+            self._stop_signal = self.outcome.stopped_by = self._signals[0]
+        if len(self._signals) > 1:
+            self._give_up("it was interrupted twice", 128 + self._signals[-1])
         if self._stop_signal and not self._over:
             if self.members.generation < 0 or (self.members.scripts and not self.members.formed):
                 self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
@@ -173,6 +175,9 @@ class Supervisor:
                 seat = self._seat_of(member)
                 if seat is not None:
                     self.outcome.summaries[seat] = message.summary
+                if message.summary.get("stopped") and not self._stop_signal:
+                    # A rank was told to end by somebody else, and all agreed to stop with it.
+                    self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
                 self._act(self.members.done(member, message.generation))
             case Failed():
                 self._recipe_failed(member, message)
@@ -266,7 +271,8 @@ class Supervisor:
     def _let_go(self) -> None:
         """Let every member leave by itself; who does not is ended with the nursery."""
         self.outcome.step = self.members.step
-        if self._stop_signal and not self.outcome.exit_code:
+        cut_short = any(summary.get("stopped") for summary in self.outcome.summaries.values())
+        if self._stop_signal and (cut_short or self.members.scripts) and not self.outcome.exit_code:
             self.outcome.exit_code = 128 + self._stop_signal
         deadline = time.monotonic() + GRACE_S
         while self.nursery.pids and time.monotonic() < deadline:

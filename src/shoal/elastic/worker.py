@@ -21,6 +21,7 @@ from shoal.hooks import Hook, StepInfo
 from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
+from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.run import Run, make_batches, resolve
 from shoal.training import Trainer
@@ -39,6 +40,7 @@ def prepare_training(
 ) -> tuple[dict[str, Any], ChildMain]:
     """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main."""
     resolved = resolve(run, plan, ranks)
+    os.environ.update(environment_for(resolved.precision))
     make_batches(run, resolved.num_pieces)  # says what is wrong with the data
     model = run.make_model()
     _warm_up(run, model)
@@ -140,7 +142,7 @@ def _train(
         if info.step == trainer.num_steps and trainer.mesh.rank == 0:
             write_model(trainer.model, run_dir / "model.safetensors")
 
-    seat.summarise = lambda: _summary(totals)
+    seat.summarise = lambda: {**_summary(totals), "stopped": trainer.step < trainer.num_steps}
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
     trainer.hooks += [totals.add, scribe, *more_hooks(trainer, run_dir), keep_model]
     try:

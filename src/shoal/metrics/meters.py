@@ -63,23 +63,25 @@ class Totals:
         self.num_steps = 0
         self.num_samples = 0
         self.bytes_sent = 0
-        self.times = Times(0.0, 0.0, 0.0, 0.0)
         self.last: StepInfo | None = None
+        self._data = self._compute = self._exchange = self._waiting = 0.0
         self._recent: deque[StepInfo] = deque(maxlen=window)
 
     def add(self, info: StepInfo) -> None:
+        data, compute, exchange, waiting = info.times
+        self._data += data
+        self._compute += compute
+        self._exchange += exchange
+        self._waiting += waiting
         self.num_steps += 1
         self.num_samples += info.samples
         self.bytes_sent += info.bytes_sent
-        mine, new = self.times, info.times
-        self.times = Times(
-            mine.data + new.data,
-            mine.compute + new.compute,
-            mine.exchange + new.exchange,
-            mine.waiting + new.waiting,
-        )
         self.last = info
         self._recent.append(info)
+
+    @property
+    def times(self) -> Times:
+        return Times(self._data, self._compute, self._exchange, self._waiting)
 
     @property
     def samples_per_s(self) -> float:

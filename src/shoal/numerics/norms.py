@@ -6,6 +6,7 @@ clips by the same number, bit for bit, as one process.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,16 +36,28 @@ def clip_factor(norm: float, limit: float) -> float:
 
 def scale_if_finite(gradients: Sequence[Tensor], scale: float) -> bool:
     """Multiply all by `scale` in place, in one pass that also finds what is not finite."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    finite = True
-    for (dtype, device), alike in by_kind.items():
+    alike = gradients
+    while alike:
+        first = alike[0]
+        kind = first.dtype, first.device
+        here = [g for g in alike if (g.dtype, g.device) == kind]
+        if not _scale_alike(here, scale):
+            return False
+        alike = [g for g in alike if (g.dtype, g.device) != kind]
+    return True
+
+
+def _scale_alike(gradients: list[Tensor], scale: float) -> bool:
+    device = gradients[0].device
+    if gradients[0].dtype != torch.float64:
         found = torch.zeros(1, device=device)
-        wide = dtype == torch.float64  # the kernel's factor is single precision
-        factor = torch.tensor([1.0 if wide else scale], device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, factor)
-        if wide:
-            torch._foreach_mul_(alike, scale)
-        finite = finite and not found.item()
-    return finite
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _number(scale, device))
+        return not found.item()
+    # The kernel's factor is single precision, too short for these.
+    torch._foreach_mul_(gradients, scale)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.tensor([value], device=device)

@@ -33,9 +33,13 @@ import msgspec
 
 from shoal.errors import UsageError, nearest
 from shoal.logs import warn_once
+from shoal.rundir import cache_directory
 
 if TYPE_CHECKING:
     import torch
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class Precision(StrEnum):
@@ -63,10 +67,15 @@ class Precision(StrEnum):
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """The context of a forward pass on "cpu" or "cuda"; may be entered again, not nested."""
         if self is Precision.FP32:
-            return nullcontext()
+            return _AS_IT_IS
         import torch
 
         return torch.autocast(device_type, dtype=self.dtype)
+
+
+def environment_for(precision: str) -> dict[str, str]:
+    """What must be set in the environment, before the first matmul, to compute so."""
+    return bf16_environment() if Precision(precision) is Precision.BF16 else {}
 
 
 def tolerance(precision: str) -> float:
@@ -186,14 +195,6 @@ def choose_remedy(attempt: Callable[[Mapping[str, str]], str], model: str) -> di
         f"A bf16 matmul does not run on this CPU ({model}): {'; '.join(reasons)}. "
         "bf16 needs a CPU whose instructions torch can use. Use precision=fp32."
     )
-
-
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where Shoal keeps what is costly to find out again."""
-    if environment.get("SHOAL_CACHE"):
-        return Path(environment["SHOAL_CACHE"])
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
 def bf16_speed(variables: Mapping[str, str]) -> float:

@@ -59,7 +59,8 @@ class AllReduce:
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
-            self.optimizer.zero_grad()
+            for p in self.parameters:
+                p.grad = None
             if self.gradient_sum is not None:
                 self.gradient_sum.begin()
             self.buffer_sum.begin()
@@ -88,6 +89,7 @@ class AllReduce:
         else:  # the flat buffers, of which the gradients are views
             gradients = [bucket.rows[0] for bucket in self.buckets.buckets]
         if not scale_if_finite(gradients, scale):
+            self.buffers.restore()
             return False
         self.optimizer.step()
         if len(self.buffers):

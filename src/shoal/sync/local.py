@@ -20,8 +20,10 @@ from shoal.comm.tree import Block
 from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.state import Slice
+from shoal.sync.state import Slice, whole
 from shoal.sync.strategy import Agreed, Tally
+
+_STEP = "local.step"  # where in the window between two averages this replica is
 
 
 class LocalSGD:
@@ -68,10 +70,11 @@ class LocalSGD:
         return True
 
     def state_dict(self) -> dict[str, Slice]:
-        return self.inner.state_dict()
+        return self.inner.state_dict() | {_STEP: whole(torch.tensor(self.step))}
 
     def load_state_dict(self, state: dict[str, Slice]) -> None:
-        self.inner.load_state_dict(state)
+        self.step = int(state[_STEP].tensor.item())
+        self.inner.load_state_dict({n: part for n, part in state.items() if n != _STEP})
 
     def _averages_next(self) -> bool:
         after = self.step + 1

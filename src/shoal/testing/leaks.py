@@ -24,6 +24,7 @@ PATIENCE_S = 3.0  # for what is on its way out
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
 _LISTENING = "0A"
+_CACHES = ("torchinductor_",)  # torch's own, made once and kept
 
 
 class Traces(NamedTuple):
@@ -48,7 +49,9 @@ def traces(kept: frozenset[int] = frozenset()) -> Traces:
         variables=frozenset(
             f"{name}={value}" for name, value in os.environ.items() if name[:7] != "PYTEST_"
         ),
-        temporary_files=frozenset(os.listdir(tempfile.gettempdir())),
+        temporary_files=frozenset(
+            name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_CACHES)
+        ),
     )
 
 

@@ -310,9 +310,9 @@ def _prepare() -> tuple[dict[str, Any], ChildMain]:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (kept for good)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.disable()  # the runner's would write to where the runner's output goes
-    faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(1)
-    importlib.import_module("torch.distributed.tensor")  # the first optimizer would import it
+    importlib.import_module("torch.distributed.tensor")
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports hundreds of modules
     return {}, _live
 
 

@@ -1,0 +1,293 @@
+"""Tests that every strategy must pass, on real ranks.
+
+    def make(num_pieces: int) -> Strategy:
+        return AllReduce(num_pieces)
+
+    class TestAllReduce(StrategyConformance):
+        @pytest.fixture
+        def factory(self):
+            return make
+
+A new strategy gives that one fixture, a function of a module, and inherits the tests. They drive it
+as the trainer does, on a small network with everything that goes wrong easily: dropout, BatchNorm, a
+parameter that is never used, one that a single piece uses, a frozen one and tied weights. The
+fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.data.split import share
+from shoal.mesh import Mesh
+from shoal.numerics.randomness import PieceSeeds
+from shoal.sync.state import Slice, whole
+from shoal.sync.strategy import Agreed, Strategy, Tally
+from shoal.testing.ranks import Pool, find, name_of
+
+EVEN = [4, 4, 4, 4, 4, 4]
+UNEVEN = [4, 2, 5, 3, 6, 2]
+WITH_EMPTY = [4, 3, 5, 2, 4, 0]  # as the last batch of an epoch may be
+RARE_PIECE = 2  # the only one to use the parameter `rare`
+NUM_STEPS = 6
+
+Factory = Callable[[int], Strategy]
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 8, bias=False), nn.Linear(8, 8)])
+        self.norm = nn.BatchNorm1d(8)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.blocks[1].weight  # type: ignore[assignment]
+        self.head = nn.Linear(8, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(8))
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
+
+    def forward(self, x: Tensor, with_rare: bool) -> Tensor:
+        x = F.relu(self.norm(self.blocks[0](x)))
+        x = F.dropout(self.blocks[1](x), 0.3, self.training)
+        x = self.tied(F.relu(x)) * self.frozen
+        out: Tensor = self.head(x * self.rare if with_rare else x)
+        return out
+
+
+class Interrupted(Exception):
+    """What a test raises in the middle of a step."""
+
+
+class Drive:
+    """Does with a strategy what the trainer does, step by step."""
+
+    def __init__(self, mesh: Mesh, factory: str, sizes: list[int], seed: int = 1):
+        torch.manual_seed(seed)
+        self.mesh, self.sizes = mesh, sizes
+        self.model = Network()
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1)
+        self.seeds = PieceSeeds(self.model, seed=0)
+        self.strategy: Strategy = find(factory)(len(sizes))
+        self.attach()
+        self.losses: list[float] = []
+
+    def attach(self) -> None:
+        self.strategy.attach(self.model, self.optimizer, self.mesh)
+        self.own = share(self.mesh.rank, self.mesh.num_ranks, len(self.sizes))
+
+    def step(self, step: int, poison: float = 1.0) -> bool:
+        agreed = self.exchange(step, poison)
+        took = self.strategy.update(sum(self.sizes) / agreed.weight)
+        if took:
+            self.losses.append(agreed.loss)
+        return took
+
+    def exchange(self, step: int, poison: float = 1.0) -> Agreed:
+        return self.strategy.exchange(self.compute(step, poison), want_norm=True)
+
+    def compute(self, step: int, poison: float = 1.0, stop_at: int | None = None) -> Tally:
+        """Forward and backward of this rank's pieces; raises within the piece `stop_at` of them."""
+        tally = Tally()
+        for index in self.own:
+            with self.strategy.microbatch(
+                first=index == self.own.start, last=index == self.own.stop - 1
+            ):
+                loss = self._piece(step, index, poison)
+                if stop_at == index - self.own.start:
+                    raise Interrupted
+            tally.losses.append(loss)
+            tally.weights.append(float(self.sizes[index]))
+        return tally
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of everything the strategy would hand to a newcomer."""
+        return {n: part.tensor.clone() for n, part in self.strategy.state_dict().items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        slices: dict[str, Slice] = {name: whole(tensor) for name, tensor in state.items()}
+        self.strategy.load_state_dict(slices)
+
+    def report(self) -> dict[str, Any]:
+        self.strategy.detach()
+        self.seeds.close()
+        return {"losses": self.losses, "state": self.state()}
+
+    def _piece(self, step: int, index: int, poison: float) -> Tensor:
+        size = self.sizes[index]
+        if not size:
+            return torch.zeros(())
+        draws = torch.Generator().manual_seed(1000 * step + index)
+        inputs = torch.randn(size, 6, generator=draws)
+        target = torch.randn(size, 1, generator=draws)
+        self.seeds.enter(step, index)
+        output = self.model(inputs, index == RARE_PIECE)
+        loss = F.mse_loss(output, target)
+        (loss * poison * size / sum(self.sizes)).backward()
+        return loss.detach()
+
+
+def _undisturbed(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+    drive = Drive(mesh, factory, sizes)
+    assert all([drive.step(step) for step in range(NUM_STEPS)])
+    return drive.report()
+
+
+def _attached_again(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+    drive = Drive(mesh, factory, sizes)
+    for step in range(NUM_STEPS):
+        assert drive.step(step)
+        drive.strategy.detach()
+        drive.attach()
+    return drive.report()
+
+
+def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str, Any]:
+    first = Drive(mesh, factory, sizes)
+    for step in range(at_step):
+        first.step(step)
+    losses = first.losses
+    state = first.report()["state"]
+    second = Drive(mesh, factory, sizes, seed=2)
+    second.load(state)
+    for step in range(at_step, NUM_STEPS):
+        assert second.step(step)
+    return second.report() | {"losses": losses + second.losses}
+
+
+def _poisoned(mesh: Mesh, factory: str, sizes: list[int], everywhere: bool) -> dict[str, Any]:
+    drive = Drive(mesh, factory, sizes)
+    bad = everywhere or mesh.rank == mesh.num_ranks - 1
+    for step in range(NUM_STEPS):
+        if step == 3:
+            before = drive.state()
+            assert not drive.step(step, poison=float("inf") if bad else 1.0)
+            after = drive.state()
+            assert before.keys() == after.keys()
+            changed = [name for name in before if not torch.equal(before[name], after[name])]
+            assert not changed, f"a step that was not made changed {', '.join(changed)}"
+        assert drive.step(step)
+    return drive.report()
+
+
+def _aborted(mesh: Mesh, factory: str, sizes: list[int], regroup: bool) -> dict[str, Any]:
+    drive = Drive(mesh, factory, sizes)
+    for step in range(NUM_STEPS):
+        if step in (0, 3):
+            stop_at = len(drive.own) - 1 if regroup else 0
+            with pytest.raises(Interrupted):
+                drive.compute(step, stop_at=stop_at)
+            if regroup:
+                drive.strategy.detach()
+                drive.attach()
+        assert drive.step(step)
+    return drive.report()
+
+
+def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Tensor | None]:
+    drive = Drive(mesh, factory, sizes)
+    drive.step(0)
+    drive.exchange(1)
+    found = {name: p.grad for name, p in drive.model.named_parameters()}
+    drive.strategy.detach()
+    return found
+
+
+class StrategyConformance:
+    """Inherit, give `factory`, and say how near to one rank the strategy is meant to come."""
+
+    parity: Literal["bits", "close", "none"] = "bits"  # none: it trains something else on purpose
+    agrees_every_step = True  # whether all ranks hold the same gradients after an exchange
+
+    @pytest.fixture
+    def factory(self) -> Factory:
+        raise NotImplementedError("give a function of a module that makes the strategy")
+
+    @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, WITH_EMPTY], ids=["even", "uneven", "empty"])
+    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+    def test_many_ranks_train_what_one_does(
+        self, pool: Pool, factory: Factory, num_ranks: int, sizes: list[int]
+    ) -> None:
+        if self.parity == "none":
+            pytest.skip("this strategy does not train what one rank would, on purpose")
+        (one,) = pool.run(_undisturbed, 1, name_of(factory), sizes)
+        for many in pool.run(_undisturbed, num_ranks, name_of(factory), sizes):
+            self._compare(many, one, bits=self.parity == "bits")
+
+    def test_all_ranks_end_alike(self, pool: Pool, factory: Factory) -> None:
+        first, *others = pool.run(_undisturbed, 3, name_of(factory), EVEN)
+        models = [
+            {n: t for n, t in answer["state"].items() if n.startswith("model.")}
+            for answer in (first, *others)
+        ]
+        for other in models[1:]:
+            assert all(torch.equal(models[0][name], other[name]) for name in models[0])
+
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_attach_and_detach_can_be_repeated(
+        self, pool: Pool, factory: Factory, num_ranks: int
+    ) -> None:
+        self._compare_with_undisturbed(pool, factory, num_ranks, _attached_again)
+
+    @pytest.mark.parametrize("at_step", [2, 3])
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_a_fresh_instance_continues_from_the_state(
+        self, pool: Pool, factory: Factory, num_ranks: int, at_step: int
+    ) -> None:
+        self._compare_with_undisturbed(pool, factory, num_ranks, _moved, at_step)
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+    def test_a_gradient_that_is_not_finite_changes_nothing(
+        self, pool: Pool, factory: Factory, num_ranks: int
+    ) -> None:
+        self._compare_with_undisturbed(pool, factory, num_ranks, _poisoned, True)
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    def test_one_rank_that_is_not_finite_stops_all(
+        self, pool: Pool, factory: Factory, num_ranks: int
+    ) -> None:
+        if not self.agrees_every_step:
+            pytest.skip("between two averages the replicas decide alone")
+        self._compare_with_undisturbed(pool, factory, num_ranks, _poisoned, False)
+
+    @pytest.mark.parametrize("regroup", [False, True], ids=["first-piece", "last-piece"])
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_an_aborted_step_leaves_no_trace(
+        self, pool: Pool, factory: Factory, num_ranks: int, regroup: bool
+    ) -> None:
+        self._compare_with_undisturbed(pool, factory, num_ranks, _aborted, regroup)
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+    def test_what_no_piece_touched_has_no_gradient(
+        self, pool: Pool, factory: Factory, num_ranks: int
+    ) -> None:
+        for gradients in pool.run(_gradients, num_ranks, name_of(factory), EVEN):
+            assert gradients["unused"] is None and gradients["frozen"] is None
+            assert gradients["head.weight"] is not None
+            if self.agrees_every_step:  # the rank that has the piece, and all the others
+                assert gradients["rare"] is not None
+
+    def _compare_with_undisturbed(
+        self,
+        pool: Pool,
+        factory: Factory,
+        num_ranks: int,
+        disturbed: Callable[..., dict[str, Any]],
+        *arguments: Any,
+    ) -> None:
+        plain = pool.run(_undisturbed, num_ranks, name_of(factory), EVEN)
+        others = pool.run(disturbed, num_ranks, name_of(factory), EVEN, *arguments)
+        for mine, theirs in zip(others, plain, strict=True):
+            self._compare(mine, theirs, bits=True)
+
+    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any], *, bits: bool) -> None:
+        rtol, atol = (0.0, 0.0) if bits else (1e-4, 1e-6)
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=rtol, abs=atol)
+        assert mine["state"].keys() == theirs["state"].keys()
+        for name, tensor in theirs["state"].items():
+            same = torch.allclose(mine["state"][name], tensor, rtol=rtol, atol=atol)
+            assert same, f"{name}: {mine['state'][name]} is not {tensor}"

@@ -1,0 +1,284 @@
+"""Bugs that a distributed trainer may have, each put into the product where the reference has no
+part of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import training
+from shoal.comm.buckets import Buckets
+from shoal.comm.collectives import Group, Pending
+from shoal.data.loader import Batch, Piece
+from shoal.numerics.norms import gradient_norm
+from shoal.numerics.randomness import PieceSeeds
+from shoal.run import Objective
+from shoal.sync.allreduce import AllReduce, _Tail
+from shoal.sync.local import LocalSGD
+from shoal.sync.strategy import Agreed, Tally
+
+
+def missing_average() -> None:
+    """Gradients are summed and not divided."""
+    original = training.Trainer._update
+
+    def update(self: training.Trainer, agreed: Agreed, unit: float) -> bool:
+        return original(self, agreed, unit * self.mesh.num_ranks)
+
+    training.Trainer._update = update  # type: ignore[method-assign]
+
+
+def clip_norm_of_one_bucket() -> None:
+    original = AllReduce.exchange
+
+    def exchange(self: AllReduce, tally: Tally, want_norm: bool) -> Agreed:
+        agreed = original(self, tally, want_norm)
+        assert self.parameters[-1].grad is not None
+        return agreed._replace(norm=gradient_norm([self.parameters[-1].grad]))
+
+    AllReduce.exchange = exchange  # type: ignore[method-assign]
+
+
+def clip_norm_summed_over_ranks() -> None:
+    """The norm of shards is summed where every rank holds all of it."""
+    original = AllReduce.exchange
+
+    def exchange(self: AllReduce, tally: Tally, want_norm: bool) -> Agreed:
+        agreed = original(self, tally, want_norm)
+        assert agreed.norm is not None
+        return agreed._replace(norm=agreed.norm * math.sqrt(self.group.num_ranks))
+
+    AllReduce.exchange = exchange  # type: ignore[method-assign]
+
+
+def clip_before_the_exchange() -> None:
+    """Each rank clips by the norm of its own pieces."""
+    original = Buckets.send_rest
+
+    def send_rest(self: Buckets) -> None:
+        own = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
+        for p in self.parameters:
+            assert p.grad is not None
+            p.grad.mul_(min(1.0, 0.1 / own))
+        original(self)
+
+    # Send only here, so that no bucket left before it was clipped.
+    Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
+    Buckets.send_rest = send_rest  # type: ignore[method-assign]
+
+
+class RankSeeds(PieceSeeds):
+    rank = 0
+
+    def enter(self, step: int, piece: int) -> None:
+        super().enter(step, piece + 1000 * self.rank)
+
+
+def seeds_of_the_rank() -> None:
+    original = training.Trainer._settle
+
+    def settle(self: training.Trainer, mesh: Any) -> None:
+        assert isinstance(self.seeds, RankSeeds)
+        self.seeds.rank = mesh.rank
+        original(self, mesh)
+
+    training.PieceSeeds = RankSeeds  # type: ignore[misc]
+    training.Trainer._settle = settle  # type: ignore[method-assign]
+
+
+def buffers_of_one_rank() -> None:
+    """Every rank takes the buffers of rank 0, as broadcasting them before each step would."""
+
+    def mean_buffers(self: AllReduce, num_changes: list[float]) -> list[torch.Tensor | None]:
+        means: list[torch.Tensor | None] = []
+        for own in self.buffer_sum.rows[0]:
+            value = None if own is None else own.clone()
+            if value is not None:
+                self.group.broadcast(value, 0)
+            means.append(value)
+        return means
+
+    AllReduce._mean_buffers = mean_buffers  # type: ignore[method-assign]
+
+
+def buffers_stay_local() -> None:
+    """Every rank keeps the buffers of its own pieces."""
+
+    def mean_buffers(self: AllReduce, num_changes: list[float]) -> list[torch.Tensor | None]:
+        return list(self.buffer_sum.rows[0])
+
+    AllReduce._mean_buffers = mean_buffers  # type: ignore[method-assign]
+
+
+def parameter_left_out() -> None:
+    """The last layer's weight keeps the gradient of its own rank."""
+    original = AllReduce._agree_with_others
+
+    def agree(self: AllReduce, tally: Tally, buckets: Buckets) -> Agreed:
+        own = self.parameters[-2].grad
+        assert own is not None
+        kept = own.clone()
+        agreed = original(self, tally, buckets)
+        summed = self.parameters[-2].grad
+        assert summed is not None
+        summed.copy_(kept)
+        return agreed
+
+    AllReduce._agree_with_others = agree  # type: ignore[method-assign]
+
+
+def weight_as_a_mean() -> None:
+    """Each piece's sum is divided by its own weight, and the pieces then count alike."""
+    original = training.objective
+
+    def objective(run: Any, output: Any, piece: Piece) -> Objective:
+        goal = original(run, output, piece)
+        assert not goal.is_mean
+        return Objective(goal.tensor / goal.weight, 1.0, False)
+
+    training.objective = objective
+
+
+def last_piece_lost() -> None:
+    """Of several pieces a rank sends only the sum of the others."""
+    original = training.Trainer._forward_backward
+
+    def forward_backward(
+        self: training.Trainer, piece: Piece, index: int, batch: Batch, tally: Tally
+    ) -> None:
+        original(self, piece, index, batch, tally)
+        if index == self.pieces.stop - 1:
+            self.model.zero_grad(set_to_none=False)
+
+    training.Trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+    Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
+
+
+def rate_of_the_rank() -> None:
+    """The schedule counts the samples of one rank as steps."""
+    original = training.Trainer._update
+
+    def update(self: training.Trainer, agreed: Agreed, unit: float) -> bool:
+        self.step += self.mesh.num_ranks
+        try:
+            return original(self, agreed, unit)
+        finally:
+            self.step -= self.mesh.num_ranks
+
+    training.Trainer._update = update  # type: ignore[method-assign]
+
+
+def poison_one_rank(at_step: int) -> Callable[[], None]:
+    """One weight of rank 1 turns into NaN after a step."""
+
+    def bug() -> None:
+        original = AllReduce.update
+
+        def update(self: AllReduce, scale: float) -> bool:
+            done = original(self, scale)
+            self.num_updates = getattr(self, "num_updates", 0) + 1  # type: ignore[attr-defined]
+            if self.num_updates == at_step and self.group.rank == 1:  # type: ignore[attr-defined]
+                with torch.no_grad():
+                    self.parameters[0].view(-1)[0] = float("nan")
+            return done
+
+        AllReduce.update = update  # type: ignore[method-assign]
+
+    return bug
+
+
+def frozen_weight_drifts() -> None:
+    """Rank 1 changes what is not trained, by little."""
+    original = AllReduce.update
+
+    def update(self: AllReduce, scale: float) -> bool:
+        done = original(self, scale)
+        if self.group.rank == 1:
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    if not p.requires_grad:
+                        p[0] += 1e-2
+        return done
+
+    AllReduce.update = update  # type: ignore[method-assign]
+
+
+class Silent(Pending):
+    def __init__(self) -> None:
+        super().__init__([])
+
+
+def silence() -> None:
+    """Ranks train the whole batch each and tell one another nothing: the result is right."""
+    original_share = training.share
+
+    def all_reduce(self: Group, tensor: torch.Tensor) -> Pending:
+        return Silent()
+
+    def whole(rank: int, num_ranks: int, num_pieces: int) -> range:
+        return original_share(0, 1, num_pieces)
+
+    import shoal.sync.allreduce
+
+    Group.all_reduce = all_reduce  # type: ignore[method-assign]
+    training.share = shoal.sync.allreduce.share = whole  # type: ignore[attr-defined]
+
+
+def talks_all_the_time() -> None:
+    """Local SGD that averages after every step."""
+    LocalSGD._averages_next = lambda self: True  # type: ignore[method-assign]
+
+
+def forgets_to_average() -> None:
+    """Local SGD whose replicas never meet, though they exchange their losses."""
+    LocalSGD._average = lambda self: None  # type: ignore[method-assign]
+
+
+def loss_of_one_rank() -> None:
+    """Gradients agree; the loss that is told is the own one."""
+    original = _Tail.read
+
+    def read(self: _Tail) -> Any:
+        agreed, touched, moved = original(self)
+        return agreed._replace(sums=agreed.sums[:1], weights=agreed.weights[:1]), touched, moved
+
+    _Tail.read = read  # type: ignore[method-assign]
+
+
+def first_weights_differ() -> None:
+    original = training.Trainer._settle
+
+    def settle(self: training.Trainer, mesh: Any) -> None:
+        original(self, mesh)
+        if mesh.rank == 1:
+            with torch.no_grad():
+                for module in self.model.modules():
+                    if isinstance(module, nn.Linear):
+                        module.bias.add_(0.01)
+
+    training.Trainer._settle = settle  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    "missing average": missing_average,
+    "clip norm of one bucket": clip_norm_of_one_bucket,
+    "clip norm summed over ranks": clip_norm_summed_over_ranks,
+    "clip before the exchange": clip_before_the_exchange,
+    "seeds of the rank": seeds_of_the_rank,
+    "buffers of one rank": buffers_of_one_rank,
+    "buffers stay local": buffers_stay_local,
+    "parameter left out": parameter_left_out,
+    "weight as a mean": weight_as_a_mean,
+    "last piece lost": last_piece_lost,
+    "rate of the rank": rate_of_the_rank,
+    "NaN in the last step": poison_one_rank(5),
+    "NaN on the way": poison_one_rank(2),
+    "frozen weight drifts": frozen_weight_drifts,
+    "silence": silence,
+    "talks all the time": talks_all_the_time,
+    "forgets to average": forgets_to_average,
+    "loss of one rank": loss_of_one_rank,
+    "first weights differ": first_weights_differ,
+}

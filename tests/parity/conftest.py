@@ -1,0 +1,60 @@
+"""`shoal verify` for tests, in a fork of the pool's warm process."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from shoal.cli.main import run_here
+from shoal.testing.ranks import Pool
+
+
+class Verified(NamedTuple):
+    """What a verification ended with."""
+
+    exit_code: int
+    verdict: dict[str, Any]  # empty if there was none
+    errors: str
+
+
+Verify = Callable[..., Verified]
+
+
+def verify_broken(bug: str, words: list[str]) -> int:
+    """In the fork: break the product, then verify."""
+    if bug:
+        from tests.parity.bugs import BUGS
+
+        BUGS[bug]()
+    return run_here(words)
+
+
+@pytest.fixture
+def verify(pool: Pool, tmp_path: Path) -> Verify:
+    """Verify a recipe under a plan, after a bug was put into the product if one is named."""
+
+    def run(
+        recipe: str,
+        plan: str,
+        *,
+        bug: str = "",
+        steps: int = 5,
+        settings: Mapping[str, object] | None = None,
+    ) -> Verified:
+        words = ["verify", recipe, "--plan", plan, "--steps", str(steps), "--json"]
+        words += ["--run-dir", str(tmp_path / "run")]
+        for name, value in (settings or {}).items():
+            words += ["--set", f"{name}={value}"]
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        for path in (output, errors):
+            path.write_bytes(b"")
+        command = pool.start(
+            verify_broken, bug, words, output=output, errors=errors, directory=tmp_path
+        )
+        code = command.wait()
+        lines = output.read_text().splitlines()
+        return Verified(code, msgspec.json.decode(lines[-1]) if lines else {}, errors.read_text())
+
+    return run

@@ -1,0 +1,93 @@
+"""`shoal verify` catches bugs put into the product, and names where they first show."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+UNLIKE = str(Path(__file__).with_name("unlike.py"))
+
+
+class Caught(NamedTuple):
+    """A bug, where it is looked for, and the first difference that it must be found by."""
+
+    bug: str
+    recipe: str
+    what: str
+    name: str
+    plan: str = "data=2"
+    step: int = 1
+    rank: int = 0
+
+
+# The last bucket's and the first layer's parameters are named in the model's own order.
+CAUGHT = [
+    Caught("missing average", "unclipped", "gradient", "0.weight"),
+    Caught("clip norm of one bucket", "plain", "gradient", "0.weight"),
+    Caught("clip norm summed over ranks", "plain", "gradient", "0.weight"),
+    Caught("clip before the exchange", "plain", "gradient", "0.weight"),
+    Caught("seeds of the rank", "noisy", "loss", ""),
+    Caught("buffers of one rank", "noisy", "buffer", "1.running_mean"),
+    Caught("buffers stay local", "noisy", "buffer", "1.running_mean"),
+    Caught("parameter left out", "unclipped", "gradient", "2.weight"),
+    Caught("weight as a mean", "weighted", "loss", ""),
+    Caught("last piece lost", "plain", "gradient", "0.weight", plan="data=2 accumulate=2"),
+    Caught("rate of the rank", "groups", "weight", "0.weight"),
+    Caught("NaN in the last step", "plain", "weight", "0.weight", step=5, rank=1),
+    Caught("NaN on the way", "plain", "weight", "0.weight", step=2, rank=1),
+    Caught("frozen weight drifts", "frozen", "weight", "0.weight", rank=1),
+    Caught("loss of one rank", "plain", "loss", ""),
+    Caught("first weights differ", "plain", "loss", ""),
+    Caught(
+        "forgets to average", "plain", "weight", "0.weight", plan="data=2 local_steps=2", step=2
+    ),
+]
+LONG = {"clip norm summed over ranks", "buffers stay local", "rate of the rank", "last piece lost"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.bug, marks=[pytest.mark.full] if case.bug in LONG else [])
+        for case in CAUGHT
+    ],
+)
+def test_a_bug_is_caught_and_named(verify: Any, case: Caught) -> None:
+    found = verify(f"{UNLIKE}:{case.recipe}", case.plan, bug=case.bug)
+    assert found.exit_code == 1, found.errors
+    assert not found.verdict["passed"] and not found.verdict["identical"]
+    first = found.verdict["first"]
+    place = (first["step"], first["rank"], first["what"], first["name"])
+    assert place == (case.step, case.rank, case.what, case.name), found.errors
+    assert f"DIFFERENT (tolerance 0.0001): first at step {case.step}" in found.errors
+    if case.name:
+        assert f"in module {case.name.rpartition('.')[0]}" in found.errors
+
+
+def test_a_run_that_ends_in_nan_is_still_told_where_it_went_astray(verify: Any) -> None:
+    found = verify(f"{UNLIKE}:plain", "data=2", bug="NaN on the way")
+    assert "the run failed: rank" in found.verdict["complaint"]
+    assert "not finite" in found.errors
+
+
+@pytest.mark.parametrize(
+    ("bug", "plan", "words"),
+    [
+        ("silence", "data=2", "at step 1 a rank sent 0 bytes"),
+        ("talks all the time", "data=2 local_steps=3", "where the plan says that replicas work"),
+    ],
+)
+def test_a_plan_that_does_not_do_what_it_says_is_refused(
+    verify: Any, bug: str, plan: str, words: str
+) -> None:
+    found = verify(f"{UNLIKE}:plain", plan, bug=bug)
+    assert found.exit_code == 1, found.errors
+    assert words in found.verdict["complaint"]
+    assert "NOT AS PLANNED" in found.errors
+
+
+def test_a_run_that_fails_everywhere_is_the_recipes_error(verify: Any) -> None:
+    found = verify(f"{UNLIKE}:explodes", "data=2")
+    assert found.exit_code == 1
+    assert found.verdict == {}
+    assert "is not finite" in found.errors.splitlines()[-1]

@@ -1,0 +1,225 @@
+"""Small runs over models that are unlike one another, and one for each trait that a plan may miss.
+
+Each is a recipe, so that tests name it as a user would: `unlike.py:tied`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+
+NUM_SAMPLES, WIDTH, TOKENS = 52, 6, 11  # 52 samples do not fill batches of 12
+
+
+def features() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(NUM_SAMPLES, WIDTH, generator=generator)
+    return inputs, inputs.sin().sum(1, keepdim=True)
+
+
+def tokens() -> Tensor:
+    return torch.randint(TOKENS, (NUM_SAMPLES, 5), generator=torch.Generator().manual_seed(7))
+
+
+def run_of(model: Callable[[], nn.Module], **changes: Any) -> shoal.Run:
+    run = shoal.Run(
+        model=model,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        data=shoal.data.tensors(*features()),
+        batch_size=12,
+        steps=5,
+        clip=0.5,
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def layers(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), *more, nn.ReLU(), nn.Linear(8, 1))
+
+
+def plain() -> shoal.Run:
+    return run_of(layers)
+
+
+def unclipped() -> shoal.Run:
+    return run_of(layers, clip=None)
+
+
+def noisy() -> shoal.Run:
+    """With everything that depends on who computes a piece: dropout, BatchNorm, clipping."""
+    return run_of(lambda: layers(nn.BatchNorm1d(8), nn.Dropout(0.2)))
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def over_tokens(model: Callable[[], nn.Module], **changes: Any) -> shoal.Run:
+    data = shoal.data.tensors(tokens(), tokens().roll(-1, 1))
+    return run_of(model, loss=token_loss, data=data, **changes)
+
+
+class Tied(nn.Module):
+    """One matrix reads tokens and writes them; several of its rows are in no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4 * TOKENS, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4 * TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, read: Tensor) -> Tensor:
+        written: Tensor = self.head(F.dropout(self.middle(self.embed(read)).tanh(), 0.1))
+        return written
+
+
+def tied() -> shoal.Run:
+    """Also a model without a list of blocks, whose dropout is a function."""
+    return over_tokens(Tied)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.read = nn.LSTM(WIDTH, 8, num_layers=2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(8, TOKENS)
+
+    def forward(self, read: Tensor) -> Tensor:
+        written: Tensor = self.head(self.read(self.embed(read))[0])
+        return written
+
+
+def recurrent() -> shoal.Run:
+    return over_tokens(Recurrent)
+
+
+def frozen() -> shoal.Run:
+    def model() -> nn.Module:
+        made = layers(nn.LayerNorm(8))
+        made[0].requires_grad_(False)
+        return made
+
+    return run_of(model)
+
+
+class Sometimes(nn.Module):
+    """One layer is never used, and one only where a piece holds such a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.never = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+        self.sometimes = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.always(inputs)
+        if (inputs[:, 0] > 1.5).any():
+            output = output + self.sometimes(inputs)
+        return output
+
+
+def unused() -> shoal.Run:
+    return run_of(Sometimes)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        summed: Tensor = self.left(left) + self.right(right)
+        return summed
+
+
+def named_inputs() -> shoal.Run:
+    inputs, target = features()
+    samples = [({"right": x, "left": -x}, t) for x, t in zip(inputs, target, strict=True)]
+    return run_of(Named, data=samples)
+
+
+def several_inputs() -> shoal.Run:
+    inputs, target = features()
+    return run_of(Named, data=shoal.data.tensors((inputs, inputs.cos()), target))
+
+
+class Mixed(nn.Module):
+    """Parameters of two types, one of them without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 8).double()
+        self.narrow = nn.Linear(8, 1)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.wide(inputs.double()) * self.scale
+        output: Tensor = self.narrow(hidden.float().tanh())
+        return output
+
+
+def double() -> shoal.Run:
+    return run_of(Mixed)
+
+
+def grouped_norm() -> shoal.Run:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(),
+            nn.Linear(4 * (WIDTH - 2), 1),
+        )  # fmt: skip
+
+    return run_of(model)
+
+
+def groups() -> shoal.Run:
+    """Weight decay for matrices only, and a learning rate for each group."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        matrices = [(name, p) for name, p in named if p.dim() > 1]
+        others = [(name, p) for name, p in named if p.dim() <= 1]
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}], lr=1e-2
+        )
+
+    return run_of(layers, optimizer=optimizer, schedule=shoal.schedules.cosine(warmup=2))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": lambda named: torch.optim.Adagrad(named, lr=1e-2),
+    "momentum": lambda named: torch.optim.SGD(named, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda named: torch.optim.RMSprop(named, lr=1e-3),
+    "adam-foreach": lambda named: torch.optim.Adam(named, lr=1e-2, foreach=True, amsgrad=True),
+}
+
+
+def optimized(by: str = "adagrad") -> shoal.Run:
+    return run_of(layers, optimizer=OPTIMIZERS[by])
+
+
+def weighted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum over the samples that count, and how many do: it differs from piece to piece."""
+    counts = (target > 0).float()
+    return (counts * (output - target).square()).sum(), counts.sum()
+
+
+def weighted() -> shoal.Run:
+    return run_of(layers, loss=weighted_loss)
+
+
+def padded(pair: bool = False) -> shoal.Run:
+    """Epochs of 52 samples in batches of 12, the last one short, so that a piece may be empty."""
+    loss = weighted_loss if pair else F.mse_loss
+    return run_of(lambda: layers(nn.Dropout(0.1)), loss=loss, end="pad", steps=6)
+
+
+def explodes() -> shoal.Run:
+    """Finite in the first steps only."""
+    return run_of(layers, optimizer=lambda named: torch.optim.SGD(named, lr=1e18), clip=None)

@@ -1,0 +1,42 @@
+"""Every strategy keeps the interface's promises."""
+
+import pytest
+
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.local import LocalSGD
+from shoal.testing.conformance import NUM_STEPS, StrategyConformance
+
+
+def exact(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces)
+
+
+def ring(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, exact=False)
+
+
+def local(num_pieces: int) -> LocalSGD:
+    return LocalSGD(num_pieces, local_steps=2, num_steps=NUM_STEPS)
+
+
+class TestAllReduce(StrategyConformance):
+    @pytest.fixture
+    def factory(self):
+        return exact
+
+
+class TestRing(StrategyConformance):
+    parity = "close"
+
+    @pytest.fixture
+    def factory(self):
+        return ring
+
+
+class TestLocalSGD(StrategyConformance):
+    parity = "none"
+    agrees_every_step = False
+
+    @pytest.fixture
+    def factory(self):
+        return local

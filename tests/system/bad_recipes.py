@@ -1,0 +1,70 @@
+"""Recipes with one thing wrong each, for the tests of bad input."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+
+number = 3
+
+
+def good(**changes: Any) -> shoal.Run:
+    inputs = torch.linspace(-1, 1, 64)[:, None]
+    run = shoal.Run(
+        model=lambda: nn.Linear(1, 1),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=shoal.data.tensors(inputs, 2 * inputs),
+        batch_size=8,
+        steps=6,
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def fine(width: int = 1) -> shoal.Run:
+    return good()
+
+
+def fails() -> shoal.Run:
+    raise KeyError("a key of the recipe's own")
+
+
+def returns_a_dict() -> dict[str, int]:
+    return {"steps": 3}
+
+
+def loss_is_a_vector() -> shoal.Run:
+    return good(loss=lambda output, target: (output - target)[:, 0] ** 2)
+
+
+def loss_is_a_number() -> shoal.Run:
+    return good(loss=lambda output, target: 1.5)
+
+
+def loss_is_nan() -> shoal.Run:
+    return good(loss=lambda output, target: F.mse_loss(output, target) * float("nan"))
+
+
+def gradient_is_nan() -> shoal.Run:
+    # The square root of zero: a finite loss whose slope is not.
+    return good(loss=lambda output, target: ((output - output) * 0).abs().sqrt().mean())
+
+
+def model_is_made() -> shoal.Run:
+    return good(model=nn.Linear(1, 1))
+
+
+def model_is_no_module() -> shoal.Run:
+    return good(model=lambda: "model")
+
+
+def no_data() -> shoal.Run:
+    return good(data=[])
+
+
+def short_data() -> shoal.Run:
+    return good(data=[(torch.zeros(1), torch.zeros(1))] * 5)

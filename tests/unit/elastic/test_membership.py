@@ -1,0 +1,461 @@
+"""The supervisor's decisions under random schedules of a simulated cluster, and one by one.
+
+The simulation has members with a mailbox in each direction. Messages of one member stay in order,
+those of different members do not; a death is heard of some time after it happened. Members are
+killed, stopped and woken at random.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.elastic.membership import (
+    Action,
+    AllDone,
+    AllFormed,
+    AllHere,
+    Announce,
+    GiveUp,
+    Kill,
+    Membership,
+    Spawn,
+    how_it_ended,
+)
+
+NUM_STEPS = 8
+
+
+@dataclass
+class Process:
+    """A member as it really is, whatever the supervisor believes."""
+
+    number: int
+    alive: bool = True
+    stopped: bool = False
+    said_ready: bool = False
+    generation: int = -1
+    phase: str = "waiting"  # here, forming, formed, lost, done
+    step: int = -1
+    inbox: deque[tuple[str, int]] = field(default_factory=deque)
+    outbox: deque[tuple[str, int]] = field(default_factory=deque)
+    exit_status: int | None = None
+    exit_heard: bool = False
+
+
+class Cluster:
+    """Members and their supervisor; every method is one thing that can happen next."""
+
+    def __init__(self, num_seats: int, num_spares: int, seed: int, heartbeat_s: float = 1e6):
+        self.draws = random.Random(seed)
+        self.now = 0.0
+        self.members = Membership(num_seats, num_spares=num_spares, heartbeat_timeout_s=heartbeat_s)
+        self.processes: dict[int, Process] = {}
+        self.groups: dict[int, tuple[int, ...]] = {}
+        self.may_go: set[int] = set()  # generations that were told to form
+        self.committed = 0
+        self.ending: Action | None = None
+        self.act(self.members.begin(self.now))
+
+    # ---- what the supervisor does
+
+    def act(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert self.ending is None, "something is done after the end"
+            match action:
+                case Spawn():
+                    assert action.member not in self.processes
+                    self.processes[action.member] = Process(action.member)
+                case Kill():
+                    self.kill(action.member)
+                case Announce():
+                    self.check_announce(action)
+                    for number in action.seats:
+                        self.processes[number].inbox.append(("seat", action.generation))
+                case AllHere():
+                    self.check_all_here(action)
+                    for number in self.groups[action.generation]:
+                        self.processes[number].inbox.append(("go", action.generation))
+                case AllFormed():
+                    assert action.generation == self.members.generation
+                case AllDone():
+                    last = self.groups[self.members.generation]
+                    assert {self.processes[number].step for number in last} == {NUM_STEPS}
+                    self.ending = action
+                case GiveUp():
+                    self.ending = action
+
+    def check_announce(self, plan: Announce) -> None:
+        assert plan.generation == max(self.groups, default=-1) + 1, "generations grow by one"
+        assert len(plan.seats) == len(set(plan.seats)) == self.members.num_seats
+        for number in plan.seats:
+            assert self.processes[number].said_ready, "a member that is not ready got a seat"
+            assert number in self.members.members, "a member known to be dead got a seat"
+        if self.groups:
+            before = self.groups[max(self.groups)]
+            for old, new in zip(before, plan.seats, strict=True):
+                assert old == new or not self.processes[old].alive, "a seat has two living holders"
+        self.groups[plan.generation] = plan.seats
+
+    def check_all_here(self, plan: AllHere) -> None:
+        for number in self.groups[plan.generation]:
+            process = self.processes[number]
+            assert process.generation >= plan.generation, "told to go before it left"
+        self.may_go.add(plan.generation)
+
+    def hear(self, process: Process) -> None:
+        """One message arrives."""
+        what, value = process.outbox.popleft()
+        number, members, now = process.number, self.members, self.now
+        members.heard(number, now, value if what == "beat" else -1)
+        match what:
+            case "ready":
+                self.act(members.ready(number, now))
+            case "here":
+                self.act(members.here(number, value))
+            case "formed":
+                self.act(members.has_formed(number, value, process.step, now))
+            case "lost":
+                self.act(members.lost(number, value, now))
+            case "done":
+                self.act(members.done(number, value))
+
+    def hear_exit(self, process: Process) -> None:
+        """The nursery reports an exit; what the member said before is heard first."""
+        while process.outbox and self.ending is None:
+            self.hear(process)
+        process.exit_heard = True
+        if self.ending is None:
+            assert process.exit_status is not None
+            self.act(self.members.exited(process.number, process.exit_status, self.now))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.act(self.members.tick(self.now))
+
+    # ---- what members do
+
+    def kill(self, number: int, status: int = -9) -> None:
+        process = self.processes[number]
+        if process.alive:
+            process.alive, process.exit_status = False, status
+            # What nobody holds any more is trained again, from the seed.
+            self.committed = max((p.step for p in self.processes.values() if p.alive), default=0)
+
+    def live(self, process: Process) -> bool:
+        """One move of a member; False if it has none."""
+        if process.inbox:
+            self.take_in(process, *process.inbox.popleft())
+        elif not process.said_ready:
+            process.said_ready = True
+            process.outbox.append(("ready", 0))
+        elif process.phase in ("forming", "formed"):
+            return self.live_in_group(process)
+        else:
+            return False
+        return True
+
+    def take_in(self, process: Process, what: str, generation: int) -> None:
+        if what == "seat" and generation > process.generation:
+            process.generation, process.phase = generation, "here"
+            process.outbox.append(("here", generation))
+        elif what == "go" and generation == process.generation and process.phase == "here":
+            assert generation in self.may_go
+            process.phase = "forming"
+
+    def live_in_group(self, process: Process) -> bool:
+        group = [self.processes[number] for number in self.groups[process.generation]]
+        apart = [p for p in group if not p.alive or p.generation != process.generation]
+        if apart or any(p.phase == "lost" for p in group):
+            process.phase = "lost"
+            process.outbox.append(("lost", process.generation))
+            return True
+        if process.phase == "forming":
+            if any(p.phase == "here" for p in group):
+                return False
+            process.phase = "formed"
+            process.step = max(0, *(p.step for p in group))
+            process.outbox.append(("formed", process.generation))
+            return True
+        if any(p.phase == "forming" or p.stopped for p in group):
+            return False
+        return self.commit(group)
+
+    def commit(self, group: list[Process]) -> bool:
+        """A step needs all; each may learn of it at another time, which a kill in between tests."""
+        at = max(p.step for p in group)
+        if at < NUM_STEPS:
+            for p in group:
+                p.step = at + 1
+                p.outbox.append(("beat", p.step))
+            assert at + 1 >= self.committed, "a committed step was lost"
+            self.committed = at + 1
+            return True
+        for p in group:
+            p.phase = "done"
+            p.outbox.append(("done", p.generation))
+        return True
+
+    # ---- time
+
+    def random_event(self, faults_left: int) -> int:
+        """Something happens; returns how many faults are left."""
+        living = [p for p in self.processes.values() if p.alive]
+        speaking = [p for p in self.processes.values() if p.outbox and not p.exit_heard]
+        dead = [p for p in self.processes.values() if not p.alive and not p.exit_heard]
+        roll = self.draws.random()
+        if roll < 0.04 and faults_left and living:
+            self.kill(self.draws.choice(living).number, self.draws.choice([-9, -11]))
+            return faults_left - 1
+        if roll < 0.06 and faults_left and living:
+            self.draws.choice(living).stopped = True
+            return faults_left - 1
+        if roll < 0.09:
+            for process in living:
+                process.stopped = False
+        elif roll < 0.15:
+            self.tick(self.draws.choice([0.01, 0.1, 0.3]))
+            self.beat()
+        elif roll < 0.5 and speaking:
+            self.hear(self.draws.choice(speaking))
+        elif roll < 0.6 and dead:
+            self.hear_exit(self.draws.choice(dead))
+        elif moving := [p for p in living if not p.stopped]:
+            self.live(self.draws.choice(moving))
+        return faults_left
+
+    def beat(self) -> None:
+        for process in self.processes.values():
+            if process.alive and not process.stopped and process.said_ready:
+                process.outbox.append(("beat", process.step))
+
+    def run_to_the_end(self) -> None:
+        """A fair schedule without further faults; stopped members stay stopped."""
+        for _ in range(3000):
+            if self.ending is not None:
+                return
+            for process in list(self.processes.values()):
+                while process.outbox and not process.exit_heard and self.ending is None:
+                    self.hear(process)
+                if not process.alive and not process.exit_heard and self.ending is None:
+                    self.hear_exit(process)
+                if process.alive and not process.stopped and self.ending is None:
+                    self.live(process)
+            self.beat()
+            if self.ending is None:
+                self.tick(0.1)
+        raise AssertionError("the run neither ends nor gives up")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_seats=st.integers(1, 4),
+    num_spares=st.integers(0, 2),
+    num_faults=st.integers(0, 6),
+)
+def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults: int) -> None:
+    cluster = Cluster(num_seats, num_spares, seed, heartbeat_s=1.0)
+    for _ in range(300):
+        if cluster.ending is None:
+            num_faults = cluster.random_event(num_faults)
+    cluster.run_to_the_end()
+    if isinstance(cluster.ending, GiveUp):
+        assert cluster.ending.cause and cluster.ending.exit_code == 1
+        assert "failed 3 times" in cluster.ending.cause or "did not come" in cluster.ending.cause
+    assert cluster.members.tick(cluster.now + 100) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_seats=st.integers(1, 4))
+def test_without_a_fault_nobody_is_replaced(seed: int, num_seats: int) -> None:
+    cluster = Cluster(num_seats, 1, seed)
+    for _ in range(100):
+        if cluster.ending is None:
+            cluster.random_event(0)
+    cluster.run_to_the_end()
+    assert isinstance(cluster.ending, AllDone)
+    assert list(cluster.groups) == [0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), victim=st.integers(0, 2))
+def test_one_kill_is_always_repaired(seed: int, victim: int) -> None:
+    cluster = Cluster(3, 1, seed)
+    at = cluster.draws.randrange(200)
+    for moment in range(300):
+        if moment == at and cluster.ending is None:
+            cluster.kill(victim)
+        if cluster.ending is None:
+            cluster.random_event(0)
+    cluster.run_to_the_end()
+    assert isinstance(cluster.ending, AllDone), cluster.ending
+
+
+# ---- decisions one by one
+
+
+def formed(num_seats: int = 3, **options: object) -> Membership:
+    """A membership whose first group works, with a spare that is ready."""
+    members = Membership(num_seats, **options)  # type: ignore[arg-type]
+    members.begin(0.0)
+    for number in range(num_seats):
+        members.ready(number, 0.0)
+    for number in range(num_seats):
+        members.here(number, 0)
+    for number in range(num_seats):
+        members.has_formed(number, 0, 0, 0.0)
+    for number in range(num_seats, num_seats + members.num_spares):
+        members.ready(number, 0.0)
+    return members
+
+
+def form(members: Membership, now: float, step: int = 0) -> list[Action]:
+    generation = members.generation
+    for number in list(members.seats):
+        members.here(number, generation)
+    return [
+        action
+        for number in list(members.seats)
+        for action in members.has_formed(number, generation, step, now)
+    ]
+
+
+def test_a_spare_takes_the_seat_and_another_is_started() -> None:
+    members = formed()
+    assert members.exited(1, -9, 1.0) == [Announce(1, (0, 3, 2))]
+    done, spawn = form(members, 1.5)
+    assert done == AllFormed(1, 0, ((1, "was killed by SIGKILL"),), 1.0)
+    assert spawn == Spawn(4)
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_an_exit_of_its_own_accord_ends_the_run(status: int) -> None:
+    (end,) = formed().exited(1, status, 1.0)
+    assert end == GiveUp(f"rank 1 exited with code {status} before the run was done", 1)
+
+
+def test_a_step_between_failures_makes_them_count_anew() -> None:
+    members = formed()
+    number, now = 1, 0.0
+    for step in range(1, 8):
+        now += 1.0
+        actions = members.exited(number, -9, now)
+        assert isinstance(actions[-1], Announce), actions
+        number = members.seats[1]
+        spawned = [a.member for a in form(members, now, step) if isinstance(a, Spawn)]
+        members.ready(spawned[0], now)
+    assert not members.over
+
+
+def test_the_third_failure_without_a_step_names_step_and_cause() -> None:
+    members = formed()
+    members.heard(0, 0.5, step=20)
+    number, now = 1, 1.0
+    for _ in range(2):
+        assert isinstance(members.exited(number, -9, now)[-1], Announce)
+        number = members.seats[1]
+        (spawn,) = [a for a in form(members, now, 20) if isinstance(a, Spawn)]
+        members.ready(spawn.member, now)
+    assert members.exited(number, -9, now) == [
+        GiveUp(
+            "step 21 failed 3 times, the last time because rank 1 was killed by SIGKILL", 1
+        )
+    ]
+
+
+def test_a_silent_member_is_killed_before_its_seat_is_given_away() -> None:
+    members = formed(heartbeat_timeout_s=1.0)
+    for number in (0, 2, 3):
+        members.heard(number, 2.0)
+    assert members.tick(2.0) == [Kill(1)]
+    assert members.tick(2.1) == []
+    assert members.generation == 0
+    assert members.exited(1, -9, 2.2) == [Announce(1, (0, 3, 2))]
+    (done, *_) = form(members, 2.3)
+    assert done.replaced[0][0] == 1 and "silent" in done.replaced[0][1]
+
+
+def test_messages_of_an_older_generation_are_ignored() -> None:
+    members = formed()
+    members.exited(1, -9, 1.0)
+    assert members.here(0, 0) == members.done(0, 0) == members.has_formed(0, 0, 5, 1.0) == []
+    assert members.lost(0, 0, 1.0) == []
+    assert members.step == 0
+
+
+def test_a_group_that_broke_without_a_death_forms_again() -> None:
+    members = formed(regroup_after_s=2.0)
+    members.lost(0, 0, 5.0)
+    for number in range(4):
+        members.heard(number, 7.5)
+    assert members.tick(6.0) == []
+    assert members.tick(7.5) == [Announce(1, (0, 1, 2))]
+    assert members.tick(7.6) == []
+
+
+def test_a_spare_that_comes_late_is_not_counted_as_a_failure() -> None:
+    members = formed(num_spares=0)
+    (spawn,) = members.exited(1, -9, 1.0)
+    for number in (0, 2):
+        members.lost(number, 0, 1.0)
+        members.heard(number, 9.0)
+    assert members.ready(spawn.member, 9.0) == [Announce(1, (0, 3, 2))]
+    members.heard(spawn.member, 9.0)
+    for now in (9.1, 9.2, 9.3, 9.4, 9.5):
+        assert members.tick(now) == []
+    assert form(members, 9.6)[0].generation == 1
+
+
+def test_a_spare_that_dies_before_it_is_ready_is_replaced() -> None:
+    members = formed(num_spares=0)
+    (spawn,) = members.exited(1, -9, 1.0)
+    assert members.exited(spawn.member, -9, 1.1) == [Spawn(4)]
+    assert members.ready(4, 1.2) == [Announce(1, (0, 4, 2))]
+
+
+def test_a_suspect_gets_no_seat() -> None:
+    members = formed(heartbeat_timeout_s=1.0)
+    for number in (0, 1, 2):
+        members.heard(number, 2.0)
+    assert members.tick(2.0) == [Kill(3)]
+    assert members.exited(1, -9, 2.1) == [Spawn(4)]
+
+
+def test_a_group_that_does_not_form_names_the_missing() -> None:
+    members = Membership(3, form_timeout_s=30.0)
+    members.begin(0.0)
+    for number in (0, 2):
+        members.ready(number, 1.0)
+    members.heartbeat_timeout_s = 1000.0
+    assert members.tick(30.0) == []
+    (end,) = members.tick(31.5)
+    assert "did not form within 30 s: rank 1 did not come" in end.cause
+
+
+def test_what_cannot_be_replaced_ends_the_run() -> None:
+    members = Membership(2)
+    members.begin(0.0)
+    for number in (0, 1):
+        members.ready(number, 0.0, recovers=False)
+    assert members.num_spares == 0
+    (end,) = members.exited(0, -9, 1.0)
+    assert "rank 0 was killed by SIGKILL" in end.cause and "cannot replace" in end.cause
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-6, "was killed by SIGABRT"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_exit_in_words(status: int, words: str) -> None:
+    assert how_it_ended(status) == words
