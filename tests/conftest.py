@@ -6,12 +6,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from shoal.testing.leaks import no_leaks, private_temporary_directory
 from shoal.testing.ranks import Pool
 
 __all__ = ["no_leaks", "private_temporary_directory"]
+
+# A test never asserts on seconds.
+hypothesis.settings.register_profile("shoal", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("shoal")
 
 _pools: list[Pool] = []
 

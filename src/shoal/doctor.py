@@ -38,7 +38,7 @@ from shoal.world import cores
 
 Verdict = Literal["ok", "note", "problem"]
 
-DEADLINE_S = 20
+DEADLINE_S = 40
 MESSAGE_BYTES = 16 * 2**20
 _MB, _GB = 2**20, 2**30
 

@@ -32,7 +32,7 @@ class Display:
             case "exited" if record["status"] < 0:
                 self.say(
                     f"[bold red]rank {record['rank']} {record['how']}[/] "
-                    f"after step {record['step']}; the others keep their places"
+                    f"after step {record['step']}"
                 )
             case "recovered":
                 rank = record["rank"]

@@ -24,6 +24,7 @@ PATIENCE_S = 3.0  # for what is on its way out
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
 _LISTENING = "0A"
+_NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_")  # variables that the runner and torch set by themselves
 _CACHES = ("torchinductor_",)  # torch's own, made once and kept
 
 
@@ -47,7 +48,9 @@ def traces(kept: frozenset[int] = frozenset()) -> Traces:
         ports=frozenset(listening_ports()),
         segments=frozenset(segments),
         variables=frozenset(
-            f"{name}={value}" for name, value in os.environ.items() if name[:7] != "PYTEST_"
+            f"{name}={value}"
+            for name, value in os.environ.items()
+            if not name.startswith(_NOT_OURS)
         ),
         temporary_files=frozenset(
             name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_CACHES)

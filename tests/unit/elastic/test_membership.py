@@ -250,7 +250,7 @@ class Cluster:
         raise AssertionError("the run neither ends nor gives up")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_seats=st.integers(1, 4),
@@ -269,7 +269,7 @@ def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults
     assert cluster.members.tick(cluster.now + 100) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), num_seats=st.integers(1, 4))
 def test_without_a_fault_nobody_is_replaced(seed: int, num_seats: int) -> None:
     cluster = Cluster(num_seats, 1, seed)
@@ -281,7 +281,7 @@ def test_without_a_fault_nobody_is_replaced(seed: int, num_seats: int) -> None:
     assert list(cluster.groups) == [0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), victim=st.integers(0, 2))
 def test_one_kill_is_always_repaired(seed: int, victim: int) -> None:
     cluster = Cluster(3, 1, seed)
