@@ -7,6 +7,7 @@ machine to it: what runs beside it is measured too.
 
 import argparse
 import importlib.util
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,15 +31,17 @@ def run_bench(name: str, quick: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", f"bench.{name}", "--rows", str(rows)]
-        done = subprocess.run(
-            command + ["--quick"] * quick,
-            cwd=harness.ROOT,
-            env=harness.child_environment(),
-            check=False,
+        bench = subprocess.Popen(
+            command + ["--quick"] * quick, cwd=harness.ROOT, env=harness.child_environment()
         )
+        try:
+            code = bench.wait()
+        finally:
+            bench.terminate()  # it ends what it started
+            bench.wait()
         if rows.exists():
             return msgspec.json.decode(rows.read_bytes(), type=list[Row])
-    broken = Row(name=name, floor=0.0, note=f"the bench ended with code {done.returncode}")
+    broken = Row(name=name, floor=0.0, note=f"the bench ended with code {code}")
     print(harness.line(broken), flush=True)
     return [broken]
 
@@ -85,6 +88,7 @@ def main() -> int:
     unknown = set(given.names) - set(BENCHES)
     if unknown:
         parser.error(f"there is no bench {', '.join(sorted(unknown))}; known: {', '.join(BENCHES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = harness.machine()
     print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     started = time.monotonic()

@@ -5,6 +5,7 @@ the system-wide monotonic clock, so that Shoal and its peer are measured alike. 
 session of its own and is ended with its descendants, whatever happened.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from bench import harness
 JOB = harness.ROOT / "bench" / "job.py"
 POLL_S = 0.02  # steps carry their own times, so looking rarely costs no precision
 PATIENCE_S = 60.0
+_PR_SET_PDEATHSIG = 1
 
 
 class Step(NamedTuple):
@@ -112,11 +114,17 @@ def running(command: Callable[[Path], Sequence[str]], **variables: str) -> Itera
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_bench,
             )
         try:
             yield Watched(process, started, folder)
         finally:
             _end(process)
+
+
+def _end_with_bench() -> None:
+    """Should the bench be killed, its commands are told to end, and end their ranks."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -13,6 +13,7 @@ import gc
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,6 +199,8 @@ def main(measure: Measure) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, rougher figures")
     parser.add_argument("--rows", type=Path, help="also write the rows to this JSON file")
     given = parser.parse_args()
+    # Ended from outside, leave through the blocks that end what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = []
     for row in measure(given.quick):
         rows.append(row)

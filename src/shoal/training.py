@@ -81,7 +81,10 @@ class Trainer:
         self.seeds = PieceSeeds(self.model, self.run.seed, self.mesh.device)
         self._arithmetic = partial(self.precision.autocast, self.mesh.device.split(":")[0])
         self.model.train()
-        self._settle(self.mesh)
+        try:
+            self._settle(self.mesh)
+        except GroupLost as lost:  # a newcomer's group may break before it has the state
+            self.regroup(lost)
         return self
 
     def __exit__(
@@ -161,7 +164,7 @@ class Trainer:
         agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
-        if not self._update(agreed, batch.num_samples if tally.is_mean else 1.0):
+        if not self._update(agreed, batch.num_samples if agreed.is_mean else 1.0):
             if not self.loss_scale.overflow():
                 raise NotFinite(self._blame(batch, agreed))
             return

@@ -88,6 +88,8 @@ QUICK_MODELS = {
 
 @pytest.mark.parametrize(("model", "plan"), cases(MODELS, PLANS, QUICK_MODELS))
 def test_a_model_unlike_the_recipes(verify: Any, model: str, plan: str) -> None:
+    if model == "recurrent" and "precision" in plan:
+        pytest.skip("torch has no LSTM in 16 bits on every CPU")
     check_same(verify(f"{UNLIKE}:{model}", plan), plan, 5)
 
 

@@ -12,13 +12,13 @@ import pytest
 
 # The first name below `shoal`, and its layer.
 LAYERS = {
-    **dict.fromkeys(["errors", "logs", "optional", "hooks", "world"], 0),
-    **dict.fromkeys(["plan", "plan_keys", "plan_fit", "mesh", "comm", "metrics"], 1),
+    **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults"], 0),
+    **dict.fromkeys(["plan", "plan_keys", "plan_fit", "mesh", "rundir", "comm", "metrics"], 1),
     **dict.fromkeys(
         ["numerics", "parallel", "sync", "data", "checkpoint", "slim", "planner"],
         2,
     ),
-    **dict.fromkeys(["run", "training", "handover", "evaluate", "reference"], 3),
+    **dict.fromkeys(["run", "recipe", "training", "handover", "evaluate", "reference"], 3),
     **dict.fromkeys(["start", "verify", "explain", "doctor", "elastic", "cluster", "tune"], 4),
     **dict.fromkeys(["dashboard", "cli"], 5),
 }

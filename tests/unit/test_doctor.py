@@ -1,3 +1,5 @@
+"""The doctor: each judgement on given numbers, and the command around them."""
+
 import json
 import resource
 from pathlib import Path

@@ -8,7 +8,9 @@ Samples are loaded in the caller's thread; for samples that are slow to read or 
 work once and keep the result. Cost: for a source with `take`, the rows of several steps are
 gathered in one call and handed out in parts, at most 512 KiB over all pieces; the ids of up to
 16,384 coming samples are kept beside them. A part that a model wrote into is noticed, and loaded
-anew should its step be done again. Next: `order.py` for the order, `split.py` for the pieces.
+anew should its step be done again. Every tensor starts where a cache line does, because matrix
+kernels round differently elsewhere, and who loads a piece must not show in its bits.
+Next: `order.py` for the order, `split.py` for the pieces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from shoal.errors import RecipeError, UsageError
 _WINDOW_BYTES = 512 << 10
 _WINDOW_STEPS = 256
 _WINDOW_IDS = 16_384
+_ALIGNMENT = 64  # bytes; what torch gives to a tensor of its own
 
 
 class Piece(NamedTuple):
@@ -208,9 +211,7 @@ def load(source: Source, ids: Ids, collate: Collate | None, device: str) -> Piec
     if not len(ids):
         return Piece(None, None, 0, ids)
     inputs, target = fetch(source, ids, collate)
-    if device != "cpu":
-        inputs, target = _moved(inputs, device), _moved(target, device)
-    return Piece(inputs, target, len(ids), ids)
+    return Piece(_placed(inputs, device), _placed(target, device), len(ids), ids)
 
 
 def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
@@ -296,18 +297,20 @@ def _cut(rows: Any, size: int, columns: list[Sequence[Tensor]]) -> Sequence[Any]
     if isinstance(rows, (tuple, list)):
         return list(zip(*[_cut(part, size, columns) for part in rows], strict=True))
     # Not views, to autograd: what a model writes into one must not give the others a history.
-    columns.append(rows.unsafe_split(size))
+    parts = rows.unsafe_split(size)
+    columns.append([part.clone() for part in parts] if parts[0].nbytes % _ALIGNMENT else parts)
     return columns[-1]
 
 
-def _moved(value: Any, device: str) -> Any:
-    """`value` with its tensors on `device`; whatever else a collate put in stays as it is."""
+def _placed(value: Any, device: str) -> Any:
+    """`value` with its tensors on `device`, aligned; whatever else a collate put in stays."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        value = value.to(device)
+        return value.clone() if value.data_ptr() % _ALIGNMENT else value
     if isinstance(value, Mapping):
-        return {name: _moved(part, device) for name, part in value.items()}
+        return {name: _placed(part, device) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(_moved(part, device) for part in value)
+        return tuple(_placed(part, device) for part in value)
     return value
 
 

@@ -126,7 +126,7 @@ class AllReduce:
             sums_of_buffers = total(self.buffer_sum.rows, self.buffer_sum.blocks, self.num_pieces)
             self._means = means_of(sums_of_buffers, self._num_changes)
         sums, weights = tally.numbers()
-        return Agreed(sums, weights, sum(weights), None, [tally.busy_s], tally.stop)
+        return Agreed(sums, weights, sum(weights), None, [tally.busy_s], tally.stop, tally.is_mean)
 
     def _agree_with_others(self, tally: Tally, buckets: Buckets) -> Agreed:
         buckets.send_rest()
@@ -201,7 +201,7 @@ class _Tail:
     so that the sum is exact in any order."""
 
     def __init__(self, num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int):
-        self._lengths = [num_pieces, num_pieces, num_ranks, num_parameters, num_buffers, 1]
+        self._lengths = [num_pieces, num_pieces, num_ranks, num_parameters, num_buffers, 2]
         self._flat = torch.zeros(sum(self._lengths), dtype=torch.float64)
 
     def fill(
@@ -212,22 +212,22 @@ class _Tail:
         touched: list[bool],
         num_changes: list[float],
     ) -> None:
-        sums, weights, busy, used, moved, stop = self._flat.split(self._lengths)
+        sums, weights, busy, used, moved, flags = self._flat.split(self._lengths)
         own_sums, own_weights = tally.numbers()
         sums[pieces.start : pieces.stop] = torch.tensor(own_sums, dtype=torch.float64)
         weights[pieces.start : pieces.stop] = torch.tensor(own_weights, dtype=torch.float64)
         busy[rank] = tally.busy_s
         used.copy_(torch.tensor(touched))
         moved.copy_(torch.tensor(num_changes))
-        stop.fill_(tally.stop)
+        flags.copy_(torch.tensor([tally.stop, tally.is_mean]))
 
     def start(self, group: Group, device: torch.device) -> Pending:
         self._flat = self._flat.to(device)
         return group.all_reduce(self._flat)
 
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
-        sums, weights, busy, used, moved, stop = (
+        sums, weights, busy, used, moved, (stop, is_mean) = (
             part.tolist() for part in self._flat.split(self._lengths)
         )
-        agreed = Agreed(sums, weights, sum(weights), None, busy, stop[0] > 0)
+        agreed = Agreed(sums, weights, sum(weights), None, busy, stop > 0, is_mean > 0)
         return agreed, [count > 0 for count in used], moved

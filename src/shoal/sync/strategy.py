@@ -24,7 +24,7 @@ class Tally:
 
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | Tensor] = field(default_factory=list)
-    is_mean: bool = True  # whether the losses are means over their weights, or sums
+    is_mean: bool = False  # the losses are means over their weights; False: sums, or no samples
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
     stop: bool = False  # this rank was asked to stop
 
@@ -46,6 +46,7 @@ class Agreed(NamedTuple):
     norm: float | None  # of those gradients, unscaled; None if it was not asked for
     busy_s: list[float]  # by rank
     stop: bool
+    is_mean: bool  # so that a rank without samples in a short batch knows it too
 
     @property
     def loss(self) -> float:

@@ -8,10 +8,10 @@
         def factory(self):
             return make
 
-A new strategy gives that one fixture, a function of a module, and inherits the tests. They drive it
-as the trainer does, on a small network with everything that goes wrong easily: dropout, BatchNorm, a
-parameter that is never used, one that a single piece uses, a frozen one and tied weights. The
-fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
+A new strategy gives that one fixture, a function of a module, and inherits the tests. They drive
+it as the trainer does, on a small network with everything that goes wrong easily: dropout,
+BatchNorm, a parameter that is never used, one that a single piece uses, a frozen one and tied
+weights. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,8 @@ class Drive:
 
 def _undisturbed(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
-    assert all([drive.step(step) for step in range(NUM_STEPS)])
+    for step in range(NUM_STEPS):
+        assert drive.step(step)
     return drive.report()
 
 

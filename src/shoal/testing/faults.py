@@ -13,6 +13,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ def check_survivors(trained: Trained, replaced: Sequence[int]) -> None:
     seats = trained.pids()
     changed = [
         rank
-        for before, after in zip(seats, seats[1:], strict=False)
+        for before, after in pairwise(seats)
         for rank in sorted(after)
         if before[rank] != after[rank]
     ]

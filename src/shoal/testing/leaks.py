@@ -24,7 +24,7 @@ PATIENCE_S = 3.0  # for what is on its way out
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
 _LISTENING = "0A"
-_NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_")  # variables that the runner and torch set by themselves
+_NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_", "CRC32C_")  # set by the runner and by libraries
 _CACHES = ("torchinductor_",)  # torch's own, made once and kept
 
 

@@ -26,9 +26,9 @@ def test_blocks_cover_the_pieces_once_and_are_aligned(first: int, length: int) -
 @pytest.mark.parametrize(
     ("pieces", "blocks"),
     [
-        (range(0, 4), [Block(0, 4)]),
+        (range(4), [Block(0, 4)]),
         (range(1, 4), [Block(1, 1), Block(2, 2)]),
-        (range(0, 6), [Block(0, 4), Block(4, 2)]),
+        (range(6), [Block(0, 4), Block(4, 2)]),
         (range(3, 3), []),
     ],
 )

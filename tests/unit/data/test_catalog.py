@@ -134,10 +134,10 @@ def test_an_unknown_text_is_refused_with_the_nearest() -> None:
         catalog.text("shakespear")
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert catalog.cache_directory() == Path("/somewhere/shoal")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert catalog.cache_directory() == Path("/home/someone/.cache/shoal")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert catalog.cache_directory() == tmp_path / ".cache" / "shoal"

@@ -1,3 +1,5 @@
+"""Meters: the split of a step's seconds, the sums over steps, and memory and its limits."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

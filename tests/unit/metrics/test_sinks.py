@@ -1,3 +1,5 @@
+"""Sinks: whole lines, TensorBoard scalars, and a queue that never holds up a step."""
+
 import json
 import os
 import threading

@@ -1,3 +1,5 @@
+"""Precision: the loss scale, and the remedy for CPUs whose bf16 does not run."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Schedules: factors at known steps, what counts as a schedule, and rates that are set."""
+
 import warnings
 
 import pytest

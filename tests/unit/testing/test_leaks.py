@@ -24,7 +24,7 @@ def test_a_process_is_seen() -> None:
 
 def test_an_orphan_is_seen() -> None:
     before = traces()
-    code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
+    code = "from subprocess import *; print(Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (found,) = left_between(before, traces())
     assert f"{done.stdout.strip()} sleep 60" in found

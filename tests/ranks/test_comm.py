@@ -1,0 +1,165 @@
+"""Collectives, sums in the tree's order, shared state and broken groups, on real ranks."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.collectives import Group
+from shoal.comm.reduce import TreeReduce
+from shoal.comm.sockets import open_sockets, shut_down
+from shoal.comm.store import client, come_together, listen
+from shoal.comm.tree import Block, blocks_of, fold
+from shoal.data.split import share
+from shoal.errors import FormError, GroupLost
+from shoal.mesh import Mesh
+from shoal.sync.state import share_bytes, share_state, whole
+from shoal.testing.ranks import Pool
+from shoal.world import World
+
+LENGTHS = [1, 2, 5, 1000]
+
+
+def values(num_pieces: int, length: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(num_pieces * 1000 + length)
+    return [torch.randn(length, generator=draws) * 10.0 ** (i % 6) for i in range(num_pieces)]
+
+
+def tree_sum(mesh: Mesh, num_pieces: int) -> list[torch.Tensor]:
+    group = mesh.data
+    blocks = [
+        blocks_of(share(rank, group.num_ranks, num_pieces)) for rank in range(group.num_ranks)
+    ]
+    tree = TreeReduce(group, blocks)
+    reductions = []
+    for length in LENGTHS:
+        of = values(num_pieces, length)
+        rows = [folded(of, block) for block in blocks[group.rank]]
+        reductions.append(tree.start(rows))
+    for reduction in reductions:
+        reduction.fold()
+    return [reduction.finish() for reduction in reductions]
+
+
+def folded(of: list[torch.Tensor], block: Block) -> torch.Tensor:
+    leaves = {Block(i, 1): of[block.first + i] for i in range(block.num_pieces)}
+    return fold(leaves, block.num_pieces, torch.add).clone()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_pieces"), [(2, 2), (2, 4), (2, 6), (3, 4), (4, 6)])
+def test_sums_have_the_bits_of_one_process(pool: Pool, num_ranks: int, num_pieces: int) -> None:
+    expected = [
+        fold(dict(zip([Block(i, 1) for i in range(num_pieces)], values(num_pieces, n))),
+             num_pieces, torch.add)
+        for n in LENGTHS
+    ]
+    for answer in pool.run(tree_sum, num_ranks, num_pieces):
+        assert all(torch.equal(a, b) for a, b in zip(answer, expected, strict=True))
+
+
+def collectives(mesh: Mesh) -> dict[str, Any]:
+    group, rank = mesh.data, mesh.rank
+    summed = torch.full((3,), float(rank + 1))
+    group.all_reduce(summed).wait()
+    shards = [torch.full((2,), float(r)) if r == rank else torch.zeros(2) for r in range(3)]
+    group.gather_shards(shards).wait()
+    copied = torch.full((2,), float(rank))
+    group.broadcast(copied, source=2)
+    before = group.bytes_sent
+    numbers = group.gather_numbers([float(rank), 0.1 * rank])
+    return {
+        "summed": summed,
+        "shards": torch.cat(shards),
+        "copied": copied,
+        "numbers": numbers,
+        "counted": group.bytes_sent > before > 0,
+    }
+
+
+def test_collectives(pool: Pool) -> None:
+    for answer in pool.run(collectives, 3):
+        assert answer["summed"].tolist() == [6.0] * 3
+        assert answer["shards"].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+        assert answer["copied"].tolist() == [2.0, 2.0]
+        assert answer["numbers"] == [[float(r), 0.1 * r] for r in range(3)]
+        assert answer["counted"]
+
+
+def shares_state(mesh: Mesh) -> dict[str, Any]:
+    own = {
+        "model.a": whole(torch.full((2, 3), float(mesh.rank))),
+        "optimizer.a.step": whole(torch.tensor(mesh.rank)),
+        "number.x": whole(torch.tensor([mesh.rank], dtype=torch.uint8)),
+        "half": whole(torch.full((3,), mesh.rank, dtype=torch.bfloat16)),
+    }
+    got = share_state(mesh.data, 1, own)
+    content = share_bytes(mesh.data, 2, f"from {mesh.rank}".encode() * (mesh.rank + 1))
+    return {"state": {name: part.tensor for name, part in got.items()}, "bytes": content}
+
+
+def test_a_state_goes_from_one_rank_to_all(pool: Pool) -> None:
+    for answer in pool.run(shares_state, 3):
+        assert answer["state"]["model.a"].tolist() == [[1.0] * 3] * 2
+        assert answer["state"]["optimizer.a.step"].item() == 1
+        assert answer["state"]["half"].dtype == torch.bfloat16
+        assert answer["bytes"] == b"from 2" * 3
+
+
+def leaves_a_dead_collective(mesh: Mesh) -> str:
+    """Rank 1 never comes: the others are freed by shutting their own sockets."""
+    if mesh.rank == 1:
+        time.sleep(2.0)
+        return "absent"
+    names = set(open_sockets())
+    freed = threading.Timer(0.3, shut_down, [names])
+    freed.start()
+    try:
+        mesh.data.all_reduce(torch.ones(10)).wait()
+        return "done"
+    except GroupLost:
+        return "freed"
+    finally:
+        freed.join()
+
+
+def test_a_waiting_collective_can_be_left(pool: Pool) -> None:
+    assert pool.run(leaves_a_dead_collective, 2) == ["freed", "absent"]
+
+
+def notices_a_death(mesh: Mesh) -> str:
+    if mesh.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(GroupLost):
+        for _ in range(100):
+            mesh.data.all_reduce(torch.ones(1000)).wait()
+    raise ValueError("the survivor saw it as GroupLost")
+
+
+def test_a_killed_peer_is_a_lost_group(pool: Pool) -> None:
+    with pytest.raises(AssertionError, match="the survivor saw it as GroupLost"):
+        pool.run(notices_a_death, 3)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store, port = listen()
+    try:
+        joined = client("127.0.0.1", port, timeout_s=5.0)
+        with pytest.raises(FormError, match="rank 1, 2 did not come"):
+            come_together(joined, "test", World(0, 3, 0, 3), timeout_s=0.2)
+        del joined
+    finally:
+        del store
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    with pytest.raises(FormError, match=r"No store answers at 127\.0\.0\.1:1 "):
+        client("127.0.0.1", 1, timeout_s=0.5)
+
+
+def test_a_group_of_one_is_silent() -> None:
+    group = Group()
+    assert (group.rank, group.num_ranks, group.bytes_sent) == (0, 1, 0)

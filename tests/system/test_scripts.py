@@ -1,0 +1,157 @@
+"""`shoal run`: a script of one's own on several ranks, and the same script under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.cli.main import run_here
+from shoal.testing.faults import Trained, Training
+from shoal.testing.leaks import wait_until
+from shoal.testing.ranks import Pool
+
+SCRIPT = str(Path(__file__).with_name("scripts.py"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+Start = Callable[..., Training]
+
+
+def starter(pool: Pool, tmp_path: Path) -> Start:
+    """What starts `shoal run` with 2 ranks."""
+
+    def begin(*words: str, ranks: int = 2, options: tuple[str, ...] = ()) -> Training:
+        run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
+        command = pool.start(
+            run_here,
+            ["run", "--ranks", str(ranks), "--run-dir", str(run_dir), *options, SCRIPT, *words],
+            environment={"OMP_NUM_THREADS": "1"},
+            output=run_dir.with_name(run_dir.name + ".out"),
+            errors=run_dir.with_name(run_dir.name + ".err"),
+            directory=tmp_path,
+        )
+        return Training(command, run_dir)
+
+    return begin
+
+
+@pytest.fixture
+def start(pool: Pool, tmp_path: Path) -> Start:
+    return starter(pool, tmp_path)
+
+
+def told(output: str) -> list[dict[str, Any]]:
+    """The lines of JSON among what a script printed."""
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return [msgspec.json.decode(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the loop tells on 2 ranks."""
+    trained = starter(pool, tmp_path_factory.mktemp("scripts"))("own-loop").wait()
+    assert trained.exit_code == 0, trained.errors
+    lines = told(trained.output)
+    assert [line["step"] for line in lines[:-1]] == list(range(1, 9))
+    return lines
+
+
+def test_a_loop_of_ones_own_on_another_number_of_ranks(
+    start: Start, undisturbed: list[dict[str, Any]]
+) -> None:
+    trained = start("own-loop", ranks=1).wait()
+    assert trained.exit_code == 0, trained.errors
+    # One piece is another cut of the batch than two, so dropout's draws differ; not the form.
+    assert [line.keys() for line in told(trained.output)] == [u.keys() for u in undisturbed]
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_is_replaced_and_the_numbers_are_the_same(
+    start: Start, undisturbed: list[dict[str, Any]], rank: int
+) -> None:
+    training = start("slow-loop")
+    training.wait_for_seats()
+    assert wait_until(lambda: len(told(output_of(training))) >= 3, 20.0)
+    training.signal_rank(rank, signal.SIGKILL)
+    trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    assert trained.events("recovered")[0]["rank"] == rank
+    lines = all_told(trained)
+    known = {line["step"]: line for line in undisturbed if "step" in line}
+    assert {line["step"] for line in lines if "step" in line} == set(known)
+    for line in lines:
+        assert line == (known[line["step"]] if "step" in line else undisturbed[-1])
+
+
+def output_of(training: Training) -> str:
+    log = training.run_dir / "logs" / "rank-000.log"
+    return log.read_text() if log.exists() else ""
+
+
+def all_told(trained: Trained) -> list[dict[str, Any]]:
+    """By any process that sat in the first seat."""
+    logs = sorted((trained.run_dir / "logs").glob("*-*.log"))
+    return [line for log in logs for line in told(log.read_text())]
+
+
+def test_a_script_that_fails_on_one_rank(start: Start) -> None:
+    trained = start("raises").wait()
+    assert trained.exit_code == 1
+    assert "LookupError: what this script was looking for" in trained.errors
+    assert 'raise LookupError("what this script was looking for")' in trained.errors
+    assert "rank 1 failed" in trained.last_words
+    assert "GroupLost" not in trained.errors
+
+
+def test_a_script_that_trains_twice(start: Start, undisturbed: list[dict[str, Any]]) -> None:
+    trained = start("twice").wait()
+    assert trained.exit_code == 0, trained.errors
+    assert told(trained.output) == undisturbed * 2
+
+
+def test_scripts_that_do_not_train(start: Start) -> None:
+    plain = start("plain", "--more", "words").wait()
+    assert plain.exit_code == 0, plain.errors
+    assert told(plain.output) == [{"sum": 3.0, "arguments": ["plain", "--more", "words"]}]
+    nothing = start("nothing").wait()
+    assert nothing.exit_code == 0, nothing.errors
+    assert told(nothing.output) == [{"world": "2"}]
+
+
+def test_ctrl_c_stops_a_loop_after_a_step(start: Start) -> None:
+    training = start("slow-loop")
+    training.wait_for_seats()
+    assert wait_until(lambda: len(told(output_of(training))) >= 2, 20.0)
+    training.command.send_signal(signal.SIGINT)
+    trained = training.wait()
+    assert trained.exit_code == 130, trained.errors
+    assert 2 <= len([line for line in told(trained.output) if "step" in line]) < 8
+
+
+def torchrun(directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, *words],
+        # It leaves its logs among the temporary files.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory), **variables},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_torchrun_gives_the_same_numbers(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    done = torchrun(tmp_path, "own-loop")
+    assert done.returncode == 0, done.stderr
+    assert told(done.stdout) == undisturbed
+
+
+def test_under_torchrun_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "lacks-a-rank", SHOAL_FORM_TIMEOUT_S="1")
+    assert done.returncode != 0
+    assert "did not form within 1 s: rank 1 did not come" in done.stderr

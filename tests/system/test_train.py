@@ -1,0 +1,81 @@
+"""`shoal train` from the outside: what it prints, what it leaves, how it starts and ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.testing.faults import check_ledger, start
+from shoal.testing.leaks import is_alive, wait_until
+from shoal.testing.ranks import Pool
+
+SHOAL = Path(sys.executable).with_name("shoal")
+RECIPE = f"{Path(__file__).with_name('bad_recipes.py')}:fine"
+
+
+def shoal(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SHOAL, *words], cwd=cwd, capture_output=True, text=True, timeout=50)
+
+
+def test_a_run_from_the_command_line(tmp_path: Path) -> None:
+    done = shoal("train", RECIPE, "--plan", "data=2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["steps"] == 6 and result["recoveries"] == 0 and result["exit_code"] == 0
+    assert result["bytes_sent"] > 0 and result["samples_per_s"] > 0
+    assert "done: 6 steps, 48 samples" in done.stderr
+    run_dir = tmp_path / result["run_dir"]
+    assert run_dir == tmp_path / "runs" / "bad_recipes-fine-1"
+    for name in ("run.json", "events.jsonl", "metrics.jsonl", "model.safetensors"):
+        assert (run_dir / name).stat().st_size > 0
+    assert not (run_dir / "owner.json").exists()
+    assert {"rank-000.log", "rank-001.log"} <= {path.name for path in run_dir.glob("logs/*")}
+
+
+def test_what_a_run_leaves(pool: Pool, tmp_path: Path) -> None:
+    trained = start(pool, RECIPE, tmp_path / "run", plan="data=2", settings={"steps": 4}).wait()
+    assert trained.exit_code == 0, trained.errors
+    check_ledger(trained, 4)
+    described = json.loads((trained.run_dir / "run.json").read_text())
+    assert described["run"]["steps"] == {"value": 4, "from": "--set"}
+    assert described["run"]["batch_size"] == {"value": 8, "from": "recipe"}
+    assert described["plan"].startswith("data=2") and described["num_ranks"] == 2
+    for record in trained.steps():
+        assert {"step", "loss", "samples", "rate", "times", "bytes_sent"} <= record.keys()
+        assert record["times"].keys() == {"data", "compute", "exchange", "waiting"}
+    assert trained.steps()[-1]["loss"] == trained.result["loss"]
+    assert [event["rank"] for event in trained.events("seat")] == [0, 1]
+
+
+@pytest.mark.parametrize("plan", ["data=1 pieces=4", "data=2 pieces=4", "data=4"])
+def test_the_number_of_ranks_does_not_change_the_model(pool: Pool, tmp_path: Path, plan) -> None:
+    reference = start(pool, RECIPE, tmp_path / "a", plan="accumulate=4 data=1").wait()
+    trained = start(pool, RECIPE, tmp_path / "b", plan=plan).wait()
+    assert trained.exit_code == reference.exit_code == 0, trained.errors
+    assert trained.model() == reference.model()
+
+
+def test_tensorboard_events_are_written(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    options = ["--tensorboard"]
+    trained = start(pool, RECIPE, tmp_path / "run", plan="data=2", options=options).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert list((trained.run_dir / "tensorboard").glob("events*"))
+
+
+def test_killing_the_command_leaves_no_process(tmp_path: Path) -> None:
+    """As a terminal that closes would: the whole tree goes, whoever is first."""
+    words = ["train", RECIPE, "--plan", "data=2", "--set", "steps=1000000", "--run-dir", "run"]
+    with subprocess.Popen([SHOAL, *words], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        events = tmp_path / "run" / "events.jsonl"
+        assert wait_until(lambda: events.exists() and '"formed"' in events.read_text(), 40)
+        records = [json.loads(line) for line in events.read_text().splitlines()]
+        pids = {record["pid"] for record in records if record["event"] == "started"}
+        assert len(pids) >= 2
+        os.kill(process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(is_alive, pids)), 10)

@@ -1,0 +1,54 @@
+"""`shoal verify` on the command line: exit codes, what is printed, what is refused and left."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.cli.main import run_here
+from shoal.testing.faults import Trained
+from shoal.testing.ranks import Pool
+
+TINY = str(Path(__file__).with_name("tiny.py"))
+
+
+def shoal_verify(pool: Pool, directory: Path, *words: str) -> Trained:
+    output, errors = directory / "output", directory / "errors"
+    command = pool.start(
+        run_here, ["verify", *words], output=output, errors=errors, directory=directory
+    )
+    code = command.wait()
+    return Trained(code, output.read_text(), errors.read_text(), directory / "runs")
+
+
+def test_the_same_result(pool: Pool, tmp_path: Path) -> None:
+    words = (f"{TINY}:line", "--plan", "data=2", "--steps", "3", "--json")
+    done = shoal_verify(pool, tmp_path, *words)
+    assert done.exit_code == 0, done.errors
+    assert "under 'data=2 pieces=2' against one process, 3 steps" in done.errors
+    assert "SAME: losses, gradients, weights and buffers are identical" in done.last_words
+    result = done.result
+    assert result["passed"] and result["identical"] and result["plan"] == "data=2 pieces=2"
+    assert msgspec.json.encode(result), "one JSON object"
+    (run_dir,) = done.run_dir.iterdir()
+    assert run_dir.name == "verify-tiny-line-1"
+    assert not (run_dir / "verify").exists(), "the records of steps are removed"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ((f"{TINY}:line", "--set", "steps=3"), 2, "with --steps, not with --set"),
+        ((f"{TINY}:line", "--plan", "data=3"), 2, "data=3 does not divide the batch of 8"),
+        ((f"{TINY}:line", "--steps", "0"), 2, "--steps"),
+        ((f"{TINY}:fails",), 1, "a key of the recipe's own"),
+        ((f"{TINY}:absent",), 2, "has no recipe 'absent'"),
+    ],
+)
+def test_what_cannot_be_verified_leaves_nothing(
+    pool: Pool, tmp_path: Path, words: tuple[str, ...], code: int, told: str
+) -> None:
+    done = shoal_verify(pool, tmp_path, *words)
+    assert done.exit_code == code, done.errors
+    assert told in done.last_words
+    assert not [path for path in done.run_dir.rglob("*") if path.is_file()]
