@@ -139,8 +139,7 @@ def tree_sum(leaf: Callable[[int], Values], pieces: range) -> Values:
 @torch.no_grad()
 def average(replicas: list[Replica]) -> None:
     """Every replica takes the mean of the weights and buffers of all; one is its own mean."""
-    states = ([*r.model.parameters(), *r.model.buffers()] for r in replicas)
-    for alike in zip(*states, strict=True):
+    for alike in zip(*([*r.model.parameters(), *r.model.buffers()] for r in replicas), strict=True):
         if alike[0].is_floating_point():
             copies: list[Values] = [[tensor.clone()] for tensor in alike]
             (total,) = tree_sum(copies.__getitem__, range(len(copies)))

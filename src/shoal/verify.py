@@ -211,6 +211,7 @@ class _Place(NamedTuple):
     name: str
 
 
+@torch.no_grad()
 def _compare_step(
     verdict: Verdict,
     found: dict[str, Tensor],

@@ -166,12 +166,12 @@ def wrong_with_recipe(path: Path, function: str | None) -> list[str]:
 
 
 def test_the_commands_are_known(root: Path) -> None:
-    from shoal.cli.main import main
+    from shoal.cli.main import verbs
 
     found = list(commands((root / "README.md").read_text("utf-8")))
     assert {words[0] for words in found} == {"shoal", "make"}, "README shows no command of one kind"
     wrong = [
-        f"{shlex.join(words)}: {why}" for words in found for why in wrong_with(words, root, main)
+        f"{shlex.join(words)}: {why}" for words in found for why in wrong_with(words, root, verbs)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,7 +1,9 @@
 """`shoal run`: a script of one's own on several ranks, and the same script under torchrun."""
 
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -133,6 +135,31 @@ def test_ctrl_c_stops_a_loop_after_a_step(start: Start) -> None:
     assert 2 <= len([line for line in told(trained.output) if "step" in line]) < 8
 
 
+def run_alone(script: str, words: list[str]) -> None:
+    """In a fork of the warm process: the script, as a launcher that set the environment would."""
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
+def test_a_rank_that_does_not_come_is_named(pool: Pool, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = pool.start(
+        run_alone,
+        SCRIPT,
+        ["own-loop"],
+        environment={**place, "SHOAL_FORM_TIMEOUT_S": "1"},
+        output=tmp_path / "output",
+        errors=tmp_path / "errors",
+        directory=tmp_path,
+    )
+    assert command.wait() == 1
+    last = (tmp_path / "errors").read_text().strip().splitlines()[-1]
+    assert "The group of 2 ranks did not form within 1 s: rank 1 did not come." in last
+
+
 def torchrun(directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, *words],
@@ -151,6 +178,7 @@ def test_torchrun_gives_the_same_numbers(tmp_path: Path, undisturbed: list[dict[
     assert told(done.stdout) == undisturbed
 
 
+@pytest.mark.full
 def test_under_torchrun_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "lacks-a-rank", SHOAL_FORM_TIMEOUT_S="1")
     assert done.returncode != 0

@@ -5,7 +5,6 @@ import sys
 
 import click
 
-from shoal import __version__
 from shoal.errors import ShoalError, nearest
 
 _VERBS = {
@@ -46,7 +45,7 @@ class Verbs(click.Group):
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="shoal %(version)s")
+@click.version_option(package_name="shoal", message="shoal %(version)s")
 def verbs() -> None:
     """Train any PyTorch model on many processes and machines.
 

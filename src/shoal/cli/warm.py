@@ -1,5 +1,8 @@
 """`shoal warm`: a warm process in the background, so that commands start at once."""
 
+import sys
+from pathlib import Path
+
 import click
 
 from shoal.cluster import warm as server
@@ -31,3 +34,13 @@ def warm(action: str, idle_minutes: float) -> None:
             click.echo("warm" if server.is_up() else "cold")
     except OSError as error:
         raise UsageError(f"{error}.") from error
+
+
+def _serve(path: str, idle_s: str) -> None:
+    from shoal.cli.main import run_here
+
+    server.serve(Path(path), float(idle_s), run_here)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -90,7 +90,7 @@ class Nursery:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            _exit_with(_main, theirs, prepare, log, parent)
+            exit_with(_main, theirs, prepare, log, parent)
         theirs.close()
         self._socket = ours
         self._reports = msgspec.json.Decoder(Report)
@@ -153,7 +153,7 @@ def redirect_output(log: str | Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _exit_with(main: Callable[..., int], *arguments: Any) -> NoReturn:
+def exit_with(main: Callable[..., int], *arguments: Any) -> NoReturn:
     """Run a forked process to its end without returning into the parent's code."""
     status = 1
     try:
@@ -239,7 +239,7 @@ class _Bearing:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _exit_with(self._live, birth, parent)
+            exit_with(self._live, birth, parent)
         self._children[birth.number] = (pid, os.pidfd_open(pid))
         self._control.send(msgspec.json.encode(Born(birth.number, pid)))
 

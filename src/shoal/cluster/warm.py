@@ -9,8 +9,9 @@ stale process is not used.
 This module is also what the client side imports, so it loads nothing heavy.
 """
 
-import array
+import gc
 import hashlib
+import importlib
 import json
 import os
 import select
@@ -19,11 +20,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 IDLE_S = 3600.0
+Command = Callable[[list[str]], int]
 _PRELOADED = (
     "numpy",
     "torch",
@@ -83,7 +86,7 @@ def start(idle_s: float = IDLE_S) -> bool:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
         child = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cluster.warm", str(path), str(idle_s)],
+            [sys.executable, "-m", "shoal.cli.warm", str(path), str(idle_s)],
             stdin=nothing,
             stdout=output,
             stderr=output,
@@ -136,9 +139,10 @@ def _refuse_open_directory(path: Path) -> None:
 class Warm:
     """The process itself: single-threaded, so that it may fork."""
 
-    def __init__(self, path: Path, idle_s: float):
+    def __init__(self, path: Path, idle_s: float, command: Command):
         self._path = path
         self._idle_s = idle_s
+        self._command = command
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, caller
 
@@ -198,12 +202,12 @@ class Warm:
     def _become(
         self,
         request: dict[str, Any],
-        descriptors: "array.array[int] | list[int]",
+        descriptors: list[int],
         caller: socket.socket,
         parent: int,
     ) -> None:
         """In the fork: turn into the caller's command."""
-        from shoal.cluster.nursery import _exit_with, die_with_parent
+        from shoal.cluster.nursery import die_with_parent, exit_with
 
         die_with_parent(parent)
         os.setsid()
@@ -222,12 +226,7 @@ class Warm:
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = ["shoal", *request["arguments"]]
 
-        def command() -> int:
-            from shoal.cli.main import run_here
-
-            return run_here(request["arguments"])
-
-        _exit_with(command)
+        exit_with(self._command, request["arguments"])
 
     def _report_end(self, pidfd: int) -> None:
         pid, caller = self._children.pop(pidfd)
@@ -249,16 +248,12 @@ def _ended(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-if __name__ == "__main__":
-    import gc
-    import importlib
-
+def serve(path: Path, idle_s: float, command: Command) -> None:
+    """Become the warm process: load everything, then serve until idle or stopped."""
     for name in _PRELOADED:
         importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
+    sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, _ended)
-    Warm(Path(sys.argv[1]), float(sys.argv[2])).serve()
+    Warm(path, idle_s, command).serve()
