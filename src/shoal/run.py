@@ -163,6 +163,8 @@ def objective(run: Run, output: Any, piece: Piece) -> Objective:
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """A tensor goes in as model(x), a tuple as model(*x), a dict as model(**x)."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     if isinstance(inputs, Mapping):

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from shoal import handover
+from shoal.blame import not_finite, weights_are_finite
 from shoal.data.loader import Batch, Piece
 from shoal.data.split import share
-from shoal.errors import GroupLost, NotFinite, PlanError
+from shoal.errors import GroupLost, PlanError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
@@ -164,13 +165,16 @@ class Trainer:
         agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
-        if not self._update(agreed, batch.num_samples if agreed.is_mean else 1.0):
+        norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
+        if norm is None:
             if not self.loss_scale.overflow():
-                raise NotFinite(self._blame(batch, agreed))
+                raise not_finite(self.batches, batch.step, agreed, self.model)
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
         faultpoint("step.committed", self.step)
+        if self.step == self.num_steps and not weights_are_finite(self.model):
+            raise not_finite(self.batches, batch.step, agreed, self.model)
         self.stopped = agreed.stop
         times = split_times(
             data_s,
@@ -181,13 +185,13 @@ class Trainer:
         )
         self.answers, self._num_heard = [], 0
         self._unseen = self.last_info = StepInfo(
-            step=self.step,
-            loss=agreed.loss,
-            samples=batch.num_samples,
-            rate=float(self.optimizer.param_groups[0]["lr"]),
-            norm=None if agreed.norm is None else agreed.norm / self.loss_scale.value,
-            times=times,
-            bytes_sent=self.mesh.data.bytes_sent - sent_before,
+            self.step,
+            agreed.loss,
+            batch.num_samples,
+            float(self.optimizer.param_groups[0]["lr"]),
+            None if agreed.norm is None else norm,
+            times,
+            self.mesh.data.bytes_sent - sent_before,
         )
 
     def _forward_backward(self, piece: Piece, index: int, batch: Batch, tally: Tally) -> None:
@@ -207,15 +211,21 @@ class Trainer:
         tally.weights.append(goal.weight)
         tally.is_mean = goal.is_mean
 
-    def _update(self, agreed: Agreed, unit: float) -> bool:
-        if not math.isfinite(agreed.loss):
-            return False
+    def _update(self, agreed: Agreed, unit: float) -> float | None:
+        """Step, and return the gradient's norm before clipping; None if all is not finite.
+
+        A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
+        in the next loss, or in the last weights, and its step is the one that is blamed.
+        """
+        scale = unit / (agreed.weight * self.loss_scale.value)
+        norm = (agreed.norm or 0.0) * scale
+        if not math.isfinite(agreed.loss) or not math.isfinite(norm):
+            return None
         if self.schedule is not None:
             schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
-        scale = unit / (agreed.weight * self.loss_scale.value)
-        if self.run.clip is not None and agreed.norm is not None:
-            scale *= clip_factor(agreed.norm * scale, self.run.clip)
-        return self.strategy.update(scale)
+        if self.run.clip is not None:
+            scale *= clip_factor(norm, self.run.clip)
+        return norm if self.strategy.update(scale, check=self.loss_scale.dynamic) else None
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
@@ -226,15 +236,3 @@ class Trainer:
             hook(info)
         self.seat.stepped(info)
         return info
-
-    def _blame(self, batch: Batch, agreed: Agreed) -> str:
-        """Which samples made the step not finite."""
-        bad = [i for i, value in enumerate(agreed.sums) if not math.isfinite(value)]
-        what = f"the loss is {agreed.loss}" if bad else "the loss is finite, its gradient is not"
-        culprits = bad if bad and len(agreed.sums) == self.plan.num_pieces else self.pieces
-        ids = [int(i) for piece in culprits for i in batch.ids_of(piece)]
-        named = ", ".join(map(str, ids[:20])) + (f" and {len(ids) - 20} more" if ids[20:] else "")
-        return (
-            f"Step {batch.step + 1} is not finite: {what}. It saw the samples {named}. Look at "
-            "those samples, lower the learning rate, or clip the gradient (clip=1.0)."
-        )

@@ -53,8 +53,11 @@ def folded(of: list[torch.Tensor], block: Block) -> torch.Tensor:
 @pytest.mark.parametrize(("num_ranks", "num_pieces"), [(2, 2), (2, 4), (2, 6), (3, 4), (4, 6)])
 def test_sums_have_the_bits_of_one_process(pool: Pool, num_ranks: int, num_pieces: int) -> None:
     expected = [
-        fold(dict(zip([Block(i, 1) for i in range(num_pieces)], values(num_pieces, n))),
-             num_pieces, torch.add)
+        fold(
+            dict(zip([Block(i, 1) for i in range(num_pieces)], values(num_pieces, n))),
+            num_pieces,
+            torch.add,
+        )
         for n in LENGTHS
     ]
     for answer in pool.run(tree_sum, num_ranks, num_pieces):

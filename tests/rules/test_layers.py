@@ -18,7 +18,7 @@ LAYERS = {
         ["numerics", "parallel", "sync", "data", "checkpoint", "slim", "planner"],
         2,
     ),
-    **dict.fromkeys(["run", "recipe", "training", "handover", "evaluate", "reference"], 3),
+    **dict.fromkeys(["run", "recipe", "training", "handover", "blame", "evaluate", "reference"], 3),
     **dict.fromkeys(["start", "verify", "explain", "doctor", "elastic", "cluster", "tune"], 4),
     **dict.fromkeys(["dashboard", "cli"], 5),
 }

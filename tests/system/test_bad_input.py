@@ -26,9 +26,7 @@ def shoal(pool: Pool, tmp_path: Path) -> Shoal:
         output, errors = tmp_path / "output", tmp_path / "errors"
         place = tmp_path / "place"
         place.mkdir(exist_ok=True)
-        command = pool.start(
-            run_here, list(words), output=output, errors=errors, directory=place
-        )
+        command = pool.start(run_here, list(words), output=output, errors=errors, directory=place)
         code = command.wait()
         return code, errors.read_text()
 

@@ -59,25 +59,32 @@ class Warm:
         raise AssertionError("the warm process is not running")
 
 
+def started(directory: Path) -> Iterator[Warm]:
+    """A warm process, ended by its own stop or else by a signal."""
+    made = Warm(directory)
+    assert made.shoal("warm", "status").stdout == "cold\n"
+    start = made.shoal("warm", "start")
+    assert start.stdout == "warm\n", start.stderr
+    pid = made.pid()
+    try:
+        yield made
+        expected = "stopped\n" if is_alive(pid) else "there was none\n"
+        assert made.shoal("warm", "stop").stdout == expected
+        assert all_ended([pid])
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGTERM)
+
+
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    made = Warm(tmp_path_factory.mktemp("w"))  # a short name: a socket's address has 108 bytes
-    assert made.shoal("warm", "status").stdout == "cold\n"
-    assert made.shoal("warm", "start").stdout == "warm\n"
-    yield made
-    pid = made.pid()
-    assert made.shoal("warm", "stop").stdout == "stopped\n"
-    assert all_ended([pid])
-    assert made.shoal("warm", "stop").stdout == "there was none\n"
+    # A short name: a socket's address has 108 bytes.
+    yield from started(tmp_path_factory.mktemp("w"))
 
 
 @pytest.fixture
 def own_warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    made = Warm(tmp_path_factory.mktemp("w"))
-    started = made.shoal("warm", "start")
-    assert started.returncode == 0, started.stderr
-    yield made
-    made.shoal("warm", "stop")
+    yield from started(tmp_path_factory.mktemp("w"))
 
 
 def await_seats(run_dir: Path) -> list[int]:

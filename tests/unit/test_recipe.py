@@ -52,7 +52,12 @@ def test_defaults(spec: str) -> None:
 
 def test_parameters_are_read_by_their_types(spec: str) -> None:
     given = {
-        "width": "3", "rate": "1e-3", "name": "7", "flag": "true", "depth": "2", "guessed": "5"
+        "width": "3",
+        "rate": "1e-3",
+        "name": "7",
+        "flag": "true",
+        "depth": "2",
+        "guessed": "5",
     }
     load_recipe(spec, given)
     assert sys.modules["recipe_for_tests"].small.given == (3, 1e-3, "7", True, 2, 5)

@@ -15,7 +15,8 @@ def test_a_free_name_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with RunDir(None, "recipes/digits.py:small") as first:
         with RunDir(None, "recipes/digits.py:small") as second:
             assert (first.path, second.path) == (
-                Path("runs/digits-small-1"), Path("runs/digits-small-2")
+                Path("runs/digits-small-1"),
+                Path("runs/digits-small-2"),
             )
         assert (first.path / "logs").is_dir()
 

@@ -16,8 +16,12 @@ from shoal.world import World, cores
             World(3, 4, 1, 2, "torchrun"),
         ),
         (
-            {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1",
-             "SLURM_NTASKS_PER_NODE": "2(x3)"},
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_NTASKS": "6",
+                "SLURM_LOCALID": "1",
+                "SLURM_NTASKS_PER_NODE": "2(x3)",
+            },
             World(5, 6, 1, 2, "srun"),
         ),
         (

@@ -29,12 +29,12 @@ class Scribe:
         self._more_sinks = more_sinks
         self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
         self._sinks: list[Background] = []
+        self._written = 0  # the last step that an earlier scribe put on record
 
     def __call__(self, info: StepInfo) -> None:
         self._recent.append(info)
         if self._sinks:
-            for sink in self._sinks:
-                sink.put(info)
+            self._write(info)
         elif self._writes():
             self._take_over()
 
@@ -45,20 +45,39 @@ class Scribe:
             sink.close()
 
     def _take_over(self) -> None:
-        written = last_step(self._path)
+        self._written = last_step(self._path)
         sinks: list[Sink] = [JsonLines(self._path), *(make() for make in self._more_sinks)]
         self._sinks = [Background(s, type(s).__name__, encode=as_record) for s in sinks]
         for info in self._recent:
-            if info.step > written:
-                for sink in self._sinks:
-                    sink.put(info)
+            self._write(info)
+
+    def _write(self, info: StepInfo) -> None:
+        if info.step > self._written:  # a step that was done again is on record already
+            for sink in self._sinks:
+                sink.put(info)
 
 
 def as_record(info: StepInfo) -> Mapping[str, Any]:
     """A step as it is written down."""
-    record: dict[str, Any] = info._asdict()
-    record["times"] = info.times._asdict()
-    return {key: value for key, value in record.items() if value is not None}
+    times = info.times
+    record: dict[str, Any] = {
+        "step": info.step,
+        "loss": info.loss,
+        "samples": info.samples,
+        "rate": info.rate,
+        "bytes_sent": info.bytes_sent,
+        "times": {
+            "data": times.data,
+            "compute": times.compute,
+            "exchange": times.exchange,
+            "waiting": times.waiting,
+        },
+    }
+    if info.norm is not None:
+        record["norm"] = info.norm
+    if info.evaluation is not None:
+        record["evaluation"] = info.evaluation
+    return record
 
 
 def last_step(path: Path) -> int:

@@ -6,7 +6,6 @@ clips by the same number, bit for bit, as one process.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,30 +33,22 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6))
 
 
-def scale_if_finite(gradients: Sequence[Tensor], scale: float) -> bool:
-    """Multiply all by `scale` in place, in one pass that also finds what is not finite."""
-    alike = gradients
-    while alike:
-        first = alike[0]
-        kind = first.dtype, first.device
-        here = [g for g in alike if (g.dtype, g.device) == kind]
-        if not _scale_alike(here, scale):
+def scale_all(gradients: Sequence[Tensor], scale: float, check: bool) -> bool:
+    """Multiply all by `scale` in place; with `check`, say from the same pass if all are finite."""
+    kinds = {(g.dtype, g.device) for g in gradients}
+    for kind in kinds:
+        alike = [g for g in gradients if (g.dtype, g.device) == kind]
+        wide = kind[0] == torch.float64  # for which the checking kernel's factor is too short
+        if check and not _finite(alike, 1.0 if wide else scale):
             return False
-        alike = [g for g in alike if (g.dtype, g.device) != kind]
+        if wide or not check:
+            torch._foreach_mul_(alike, scale)
     return True
 
 
-def _scale_alike(gradients: list[Tensor], scale: float) -> bool:
+def _finite(gradients: list[Tensor], scale: float) -> bool:
+    """Scale in single precision and look for what is not finite."""
     device = gradients[0].device
-    if gradients[0].dtype != torch.float64:
-        found = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _number(scale, device))
-        return not found.item()
-    # The kernel's factor is single precision, too short for these.
-    torch._foreach_mul_(gradients, scale)
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-@lru_cache(maxsize=64)
-def _number(value: float, device: torch.device) -> Tensor:
-    return torch.tensor([value], device=device)
+    found, factor = torch.zeros(1, device=device), torch.tensor([scale], device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+    return not found.item()

@@ -75,7 +75,7 @@ class PieceSeeds:
             ]
 
     def enter(self, step: int, piece: int) -> None:
-        """Call before each forward."""
+        """Call before each forward. The loss draws from the state that the model leaves."""
         self._step, self._piece = step, piece
         self._generator.manual_seed(key(self._seed, step, piece, 0))
 

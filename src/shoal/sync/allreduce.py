@@ -22,7 +22,7 @@ from shoal.comm.tree import Block, PieceSum, Values, blocks_of, total
 from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.numerics.buffers import PieceBuffers, means_of
-from shoal.numerics.norms import gradient_norm, scale_if_finite
+from shoal.numerics.norms import gradient_norm, scale_all
 from shoal.sync.state import Slice, load_replicated, replicated_state
 from shoal.sync.strategy import Agreed, Tally
 
@@ -48,6 +48,8 @@ class AllReduce:
             start = self.tree.start if self.exact else self._start_in_any_order
             self.buckets = Buckets(self.parameters, num_rows, start)
         self._around = _Piece(self)
+        # One process, one piece, no buffers: nothing to sum, put away or restore.
+        self._plain = self.group.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
     def detach(self) -> None:
         self.buffers.restore()  # of a step given up, nothing stays
@@ -61,6 +63,8 @@ class AllReduce:
         if first:
             for p in self.parameters:
                 p.grad = None
+            if self._plain:
+                return _NOTHING
             if self.gradient_sum is not None:
                 self.gradient_sum.begin()
             self.buffer_sum.begin()
@@ -69,8 +73,6 @@ class AllReduce:
                 self.buckets.begin()
         if last and self.buckets is not None:
             self.buckets.arm(self.gradient_sum)
-        if first and last and self.buckets is None and not len(self.buffers):
-            return _NOTHING
         self._around.last = last
         return self._around
 
@@ -83,12 +85,8 @@ class AllReduce:
             return agreed
         return agreed._replace(norm=gradient_norm(self._gradients()))
 
-    def update(self, scale: float) -> bool:
-        if self.buckets is None:
-            gradients = self._gradients()
-        else:  # the flat buffers, of which the gradients are views
-            gradients = [bucket.rows[0] for bucket in self.buckets.buckets]
-        if not scale_if_finite(gradients, scale):
+    def update(self, scale: float, check: bool = True) -> bool:
+        if (check or scale != 1.0) and not scale_all(self._held_gradients(), scale, check):
             self.buffers.restore()
             return False
         self.optimizer.step()
@@ -116,7 +114,13 @@ class AllReduce:
                 p.grad = None
 
     def _agree_alone(self, tally: Tally) -> Agreed:
-        if self.gradient_sum is not None and self.gradient_sum.rows:
+        sums, weights = tally.numbers()
+        agreed = Agreed(
+            sums, weights, sum(weights), None, [tally.busy_s], tally.stop, tally.is_mean
+        )
+        if self._plain:
+            return agreed
+        if self.gradient_sum is not None:
             sum_ = self.gradient_sum
             for p, gradient in zip(
                 self.parameters, total(sum_.rows, sum_.blocks, self.num_pieces), strict=True
@@ -125,8 +129,7 @@ class AllReduce:
         if len(self.buffers):
             sums_of_buffers = total(self.buffer_sum.rows, self.buffer_sum.blocks, self.num_pieces)
             self._means = means_of(sums_of_buffers, self._num_changes)
-        sums, weights = tally.numbers()
-        return Agreed(sums, weights, sum(weights), None, [tally.busy_s], tally.stop, tally.is_mean)
+        return agreed
 
     def _agree_with_others(self, tally: Tally, buckets: Buckets) -> Agreed:
         buckets.send_rest()
@@ -166,6 +169,12 @@ class AllReduce:
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _held_gradients(self) -> list[Tensor]:
+        """The gradients, in as few tensors as there are."""
+        if self.buckets is None:
+            return self._gradients()
+        return [bucket.rows[0] for bucket in self.buckets.buckets]
 
     def _blocks_of_ranks(self) -> list[list[Block]]:
         num_ranks = self.group.num_ranks

@@ -60,9 +60,9 @@ class LocalSGD:
             stop=any(row[3] for row in rows),
         )
 
-    def update(self, scale: float) -> bool:
+    def update(self, scale: float, check: bool = True) -> bool:
         averages = self._averages_next()
-        if not self.inner.update(scale):
+        if not self.inner.update(scale, check):
             return False
         self.step += 1
         if averages:

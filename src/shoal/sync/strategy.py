@@ -72,8 +72,9 @@ class Strategy(Protocol):
         """Make gradients agree. They stay raw, on the parameters."""
         ...
 
-    def update(self, scale: float) -> bool:
-        """Scale the gradients and step. False, and nothing changed, if they are not finite."""
+    def update(self, scale: float, check: bool = True) -> bool:
+        """Scale the gradients and step. With `check`, False and nothing changed if they are not
+        finite; it costs a pass over them."""
         ...
 
     def state_dict(self) -> dict[str, Slice]:

@@ -361,9 +361,7 @@ def test_the_third_failure_without_a_step_names_step_and_cause() -> None:
         (spawn,) = [a for a in form(members, now, 20) if isinstance(a, Spawn)]
         members.ready(spawn.member, now)
     assert members.exited(number, -9, now) == [
-        GiveUp(
-            "step 21 failed 3 times, the last time because rank 1 was killed by SIGKILL", 1
-        )
+        GiveUp("step 21 failed 3 times, the last time because rank 1 was killed by SIGKILL", 1)
     ]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.numerics.norms import BLOCK, clip_factor, gradient_norm, scale_if_finite
+from shoal.numerics.norms import BLOCK, clip_factor, gradient_norm, scale_all
 
 
 @pytest.mark.parametrize("lengths", [[1], [BLOCK], [BLOCK + 1, 3], [5 * BLOCK, 7, 2 * BLOCK - 1]])
@@ -32,7 +32,7 @@ def test_clipping_keeps_the_limit_and_leaves_small_ones() -> None:
 def test_scaling_is_exact_in_the_gradients_own_precision(dtype: torch.dtype) -> None:
     gradient = torch.randn(9, dtype=dtype)
     expected = gradient * (1 / 3)
-    assert scale_if_finite([gradient], 1 / 3)
+    assert scale_all([gradient], 1 / 3, check=True)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -41,5 +41,5 @@ def test_scaling_is_exact_in_the_gradients_own_precision(dtype: torch.dtype) -> 
 def test_what_is_not_finite_is_found(bad: float, where: int) -> None:
     gradients = [torch.ones(3), torch.ones(4, dtype=torch.float64)]
     gradients[where][2] = bad
-    assert not scale_if_finite(gradients, 1.0)
-    assert scale_if_finite([], 2.0)
+    assert not scale_all(gradients, 1.0, check=True)
+    assert scale_all([], 2.0, check=True)
