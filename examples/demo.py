@@ -33,7 +33,7 @@ def main() -> int:
     print(f"$ shoal {' '.join(str(part) for part in command[1:])}\n", flush=True)
     with tempfile.TemporaryFile("w+") as answer:
         training = subprocess.Popen(
-            [*command, "--json", "--run-dir", run_dir], cwd=ROOT, stdout=answer
+            [*command, "--json", "--run-dir", run_dir.relative_to(ROOT)], cwd=ROOT, stdout=answer
         )
         try:
             victim = kill_half_way(training, run_dir)

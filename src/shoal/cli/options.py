@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shoal.errors import UsageError
-from shoal.plan import describe
+from shoal.plan import Plan, describe
 
 Command = Callable[..., Any]
 
@@ -81,3 +81,9 @@ def refuse_closed_output() -> None:
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if stream is None or stream.closed:
             raise UsageError(f"Standard {name} is closed. Send it to a file or to /dev/null.")
+
+
+def check_plan(text: str | None) -> None:
+    """Refuse what is wrong with a plan by itself, before anything is made."""
+    if text is not None:
+        Plan.parse(text).refuse_missing()

@@ -10,16 +10,25 @@ from shoal.cli import options
 
 
 class Echo:
-    """Shows what was added to a log since the last time."""
+    """Shows what was added to the log of whoever sits in seat 0 since the last time."""
 
-    def __init__(self, log: Path):
-        self._log = log
+    def __init__(self, logs: Path):
+        self._logs = logs
+        self._log: Path | None = None
         self._shown = 0
 
-    def __call__(self) -> None:
-        if not self._log.exists():
-            return
-        with self._log.open("rb") as file:
+    def __call__(self, record: dict[str, Any]) -> None:
+        if self._log is None and (self._logs / "rank-000.log").exists():
+            self._log = self._logs / "rank-000.log"
+        if self._log is not None:
+            self._show(self._log)
+        if record["event"] == "seat" and record["rank"] == 0:
+            log = self._logs / record["log"]
+            self._shown = self._shown if log == self._log else 0
+            self._log = log
+
+    def _show(self, log: Path) -> None:
+        with log.open("rb") as file:
             file.seek(self._shown)
             new = file.read()
         self._shown += len(new)
@@ -63,11 +72,11 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     num_ranks = given["ranks"] or cores()
     run_dir.describe(script=str(script), arguments=list(arguments), num_ranks=num_ranks)
     display = Display()
-    echo = Echo(run_dir.path / "logs" / "rank-000.log")
+    echo = Echo(run_dir.path / "logs")
 
     def watch(record: dict[str, Any]) -> None:
         display(record)
-        echo()
+        echo(record)
 
     outcome = launch(
         lambda: prepare_script(script, arguments),
@@ -82,7 +91,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
         ),
     )
     display.close()
-    echo()
+    echo({"event": "tick"})
     if outcome.exit_code:
         if outcome.trace:
             click.echo(outcome.trace, err=True)

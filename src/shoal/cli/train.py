@@ -35,6 +35,7 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
     input, 130 and 143 stopped by a signal.
     """
     options.refuse_closed_output()
+    options.check_plan(given["plan"])
     from shoal.rundir import RunDir
 
     with RunDir(given["run_dir"], recipe) as run_dir:
@@ -112,6 +113,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
             (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
         ),
         "recoveries": outcome.num_recoveries,
+        "steps_again": outcome.num_steps_again,
         "plan": facts["plan"],
         "run_dir": str(run_dir),
         "exit_code": outcome.exit_code,
@@ -147,7 +149,9 @@ def _in_words(
         f"model: {run_dir / 'model.safetensors'}",
     ]
     if result["recoveries"]:
-        lines.insert(1, f"lost ranks replaced: {result['recoveries']}; samples lost or repeated: 0")
+        again = result["steps_again"]
+        told = f"{again} steps were done again from the seed" if again else "no step was done again"
+        lines.insert(1, f"lost ranks replaced: {result['recoveries']}; {told}")
     return "\n".join(lines)
 
 

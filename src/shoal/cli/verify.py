@@ -35,6 +35,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
     1 another result (the first step and module that differ are named), 2 usage, plan or input.
     """
     options.refuse_closed_output()
+    options.check_plan(given["plan"])
     if "steps" in settings or "epochs" in settings:
         raise UsageError("Say how many steps to compare with --steps, not with --set.")
     from shoal.rundir import RunDir

@@ -77,9 +77,9 @@ def run_warm(arguments: list[str]) -> int | None:
 
 def start(idle_s: float = IDLE_S) -> bool:
     """Start the warm process and wait until it answers; False if it was up already."""
-    if is_up():
-        return False
     path = socket_path()
+    if is_up(path):
+        return False
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_open_directory(path.parent)
     log = path.with_suffix(".log")
@@ -95,8 +95,9 @@ def start(idle_s: float = IDLE_S) -> bool:
             env=environment,
         )
     deadline = time.monotonic() + 60.0
-    while not is_up():
+    while not is_up(path):
         if child.poll() is not None or time.monotonic() > deadline:
+            child.kill()
             raise OSError(f"the warm process did not come up:\n{log.read_text()}")
         time.sleep(0.02)
     return True
@@ -113,17 +114,17 @@ def stop() -> bool:
     return True
 
 
-def is_up() -> bool:
-    connection = _connect()
+def is_up(path: Path | None = None) -> bool:
+    connection = _connect(path)
     if connection is not None:
         connection.close()
     return connection is not None
 
 
-def _connect() -> socket.socket | None:
+def _connect(path: Path | None = None) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(str(socket_path()))
+        connection.connect(str(path or socket_path()))
         return connection
     except OSError:
         connection.close()

@@ -49,6 +49,7 @@ class Outcome:
     trace: str = ""
     step: int = 0
     num_recoveries: int = 0
+    num_steps_again: int = 0  # committed by ranks that all died, and done again
     stopped_by: int = 0
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
 
@@ -216,15 +217,6 @@ class Supervisor:
                     self._give_up(action.cause, action.exit_code)
 
     def _spawn(self, member: int) -> None:
-        log = (
-            self._run_dir
-            / "logs"
-            / (
-                f"rank-{member:03d}.log"
-                if member < self.members.num_seats
-                else f"spare-{member:03d}.log"
-            )
-        )
         told = {
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
@@ -236,12 +228,21 @@ class Supervisor:
             "WORLD_SIZE": str(self.members.num_seats),
             "LOCAL_WORLD_SIZE": str(self.members.num_seats),
         }
-        self.nursery.spawn(Birth(member, str(log), told))
+        self.nursery.spawn(Birth(member, str(self._log_of(member)), told))
+
+    def _log_of(self, member: int) -> Path:
+        """A member keeps its log: that of a spare is under its own name, whatever its seat."""
+        kind = "rank" if member < self.members.num_seats else "spare"
+        return self._run_dir / "logs" / f"{kind}-{member:03d}.log"
 
     def _announce(self, plan: membership.Announce) -> None:
         for seat, member in enumerate(plan.seats):
             self._event(
-                "seat", rank=seat, pid=self.nursery.pids.get(member), generation=plan.generation
+                "seat",
+                rank=seat,
+                pid=self.nursery.pids.get(member),
+                generation=plan.generation,
+                log=self._log_of(member).name,
             )
             self._send(member, TakeSeat(plan.generation, seat, len(plan.seats), self._store_port))
 
@@ -249,6 +250,7 @@ class Supervisor:
         if group.lost_at is not None:
             ms = round((time.monotonic() - group.lost_at) * 1000, 1)
             self.outcome.num_recoveries += 1
+            self.outcome.num_steps_again += max(0, self.members.step - group.step)
             for rank, cause in group.replaced or ((None, "the group broke"),):
                 self._event(
                     "recovered",
