@@ -24,7 +24,7 @@ def missing_average() -> None:
     """Gradients are summed and not divided."""
     original = training.Trainer._update
 
-    def update(self: training.Trainer, agreed: Agreed, unit: float) -> bool:
+    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
         return original(self, agreed, unit * self.mesh.num_ranks)
 
     training.Trainer._update = update  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def rate_of_the_rank() -> None:
     """The schedule counts the samples of one rank as steps."""
     original = training.Trainer._update
 
-    def update(self: training.Trainer, agreed: Agreed, unit: float) -> bool:
+    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
         self.step += self.mesh.num_ranks
         try:
             return original(self, agreed, unit)
@@ -176,8 +176,8 @@ def poison_one_rank(at_step: int) -> Callable[[], None]:
     def bug() -> None:
         original = AllReduce.update
 
-        def update(self: AllReduce, scale: float) -> bool:
-            done = original(self, scale)
+        def update(self: AllReduce, *arguments: Any, **options: Any) -> bool:
+            done = original(self, *arguments, **options)
             self.num_updates = getattr(self, "num_updates", 0) + 1  # type: ignore[attr-defined]
             if self.num_updates == at_step and self.group.rank == 1:  # type: ignore[attr-defined]
                 with torch.no_grad():
@@ -193,8 +193,8 @@ def frozen_weight_drifts() -> None:
     """Rank 1 changes what is not trained, by little."""
     original = AllReduce.update
 
-    def update(self: AllReduce, scale: float) -> bool:
-        done = original(self, scale)
+    def update(self: AllReduce, *arguments: Any, **options: Any) -> bool:
+        done = original(self, *arguments, **options)
         if self.group.rank == 1:
             with torch.no_grad():
                 for p in self.model.parameters():

@@ -33,7 +33,6 @@ CAUGHT = [
     Caught("weight as a mean", "weighted", "loss", ""),
     Caught("last piece lost", "plain", "gradient", "0.weight", plan="data=2 accumulate=2"),
     Caught("rate of the rank", "groups", "weight", "0.weight"),
-    Caught("NaN in the last step", "plain", "weight", "0.weight", step=5, rank=1),
     Caught("NaN on the way", "plain", "weight", "0.weight", step=2, rank=1),
     Caught("frozen weight drifts", "frozen", "weight", "0.weight", rank=1),
     Caught("loss of one rank", "plain", "loss", ""),
@@ -48,7 +47,6 @@ LONG = {
     "buffers stay local",
     "rate of the rank",
     "last piece lost",
-    "NaN in the last step",
     "loss of one rank",
     "first weights differ",
 }
@@ -90,6 +88,13 @@ def test_a_plan_that_does_not_do_what_it_says_is_refused(
     assert found.exit_code == 1, found.errors
     assert words in found.verdict["complaint"]
     assert "NOT AS PLANNED" in found.errors
+
+
+@pytest.mark.full
+def test_nan_in_the_last_step_ends_the_run_itself(verify: Any) -> None:
+    found = verify(f"{UNLIKE}:plain", "data=2", bug="NaN in the last step")
+    assert found.exit_code == 1
+    assert "rank 1 failed at step 5: Step 5 is not finite" in found.errors
 
 
 def test_a_run_that_fails_everywhere_is_the_recipes_error(verify: Any) -> None:
