@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.data.loader import Batches, Piece
 from shoal.data.order import batches_per_epoch, check_end
 from shoal.errors import PlanError, RecipeError, UsageError
+from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.plan import Plan
 from shoal.world import cores
@@ -108,7 +109,7 @@ class Run:
                 "LBFGS evaluates the loss several times a step, which no plan can spread. "
                 "Use an optimizer that steps once."
             )
-        _fuse(optimizer)
+        fuse(optimizer)
         return optimizer
 
 
@@ -149,16 +150,21 @@ def objective(run: Run, output: Any, piece: Piece) -> Objective:
     answer = run.loss(output, piece.target)
     is_mean = not isinstance(answer, tuple)
     loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise RecipeError(
-            f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
-            "the samples it was given, or a pair (sum, weight)."
-        )
+    if not isinstance(loss, Tensor) or loss.dim():
+        loss = _scalar(loss)
     if not loss.requires_grad and torch.is_grad_enabled():
         raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
-    weight = weight.detach() if isinstance(weight, Tensor) else weight
-    return Objective(loss if loss.dim() == 0 else loss.reshape(()), weight, is_mean)
+    return Objective(loss, weight.detach() if isinstance(weight, Tensor) else weight, is_mean)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise RecipeError(
+        f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
+        "the samples it was given, or a pair (sum, weight)."
+    )
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -170,18 +176,3 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(inputs)
-
-
-_FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """One kernel for the whole step, three times as fast on a CPU, unless the recipe chose."""
-    if type(optimizer) not in _FUSABLE:
-        return
-    for group in optimizer.param_groups:
-        chosen = group.get("fused") is not None or group.get("foreach") is not None
-        special = group.get("differentiable") or any(p.is_sparse for p in group["params"])
-        if not chosen and not special:
-            group["fused"] = True
-            group["foreach"] = False

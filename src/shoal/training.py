@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal import handover
 from shoal.blame import not_finite, weights_are_finite
@@ -65,6 +65,7 @@ class Trainer:
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
         self.last_info: StepInfo | None = None
+        self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
 
@@ -150,19 +151,17 @@ class Trainer:
         sent_before = self.mesh.data.bytes_sent
         batch = self.batches.at(self.step)
         tally = Tally(stop=self.seat.stop_requested())
-        data_s = 0.0
+        data_s, first, last = 0.0, self.pieces.start, self.pieces.stop - 1
         for index in self.pieces:
             asked = perf_counter()
             piece = batch.piece(index)
             data_s += perf_counter() - asked
-            with self.strategy.microbatch(
-                first=index == self.pieces.start, last=index == self.pieces.stop - 1
-            ):
+            with self.strategy.microbatch(index == first, index == last):
                 self._forward_backward(piece, index, batch, tally)
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
-        agreed = self.strategy.exchange(tally, want_norm=self.run.clip is not None)
+        agreed = self.strategy.exchange(tally, self.run.clip is not None)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
@@ -206,7 +205,10 @@ class Trainer:
         seed = self.loss_scale.value
         if goal.is_mean:
             seed *= piece.num_samples / batch.num_samples
-        goal.tensor.backward(None if seed == 1.0 else goal.tensor.new_tensor(seed))
+        kind = seed, goal.tensor.dtype
+        if kind not in self._starts:
+            self._starts[kind] = goal.tensor.new_tensor(seed)
+        goal.tensor.backward(self._starts[kind])
         tally.losses.append(goal.tensor.detach())
         tally.weights.append(goal.weight)
         tally.is_mean = goal.is_mean

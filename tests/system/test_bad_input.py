@@ -124,7 +124,7 @@ def test_a_model_that_is_none_is_the_recipes_error(shoal: Shoal, place: Path) ->
 WRONG_IN_TRAINING = {
     "loss_is_a_vector": ["not a single number", "shape (4,)", "(sum, weight)"],
     "loss_is_a_number": ["not a single number", "float"],
-    "loss_is_nan": ["Step 1 is not finite", "the loss is nan", "samples"],
+    "loss_is_nan": ["Step 1 is not finite", "its loss is nan", "samples"],
     "gradient_is_nan": ["Step 1 is not finite", "its gradient is not"],
 }
 

@@ -95,5 +95,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     if outcome.exit_code:
         if outcome.trace:
             click.echo(outcome.trace, err=True)
-        click.echo(f"shoal: {outcome.cause}. Logs are in {run_dir.path / 'logs'}.", err=True)
+        click.echo(
+            f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir.path / 'logs'}.", err=True
+        )
     return int(outcome.exit_code)

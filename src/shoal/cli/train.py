@@ -161,7 +161,7 @@ def _why_it_ended(outcome: Any, run_dir: Path) -> str:
             f"shoal: stopped after step {outcome.step}, as asked. There are no checkpoints yet: "
             f"a new run begins from the start. Its record is in {run_dir}."
         )
-    return f"shoal: {outcome.cause}. Logs are in {run_dir / 'logs'}."
+    return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}."
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ which their gradients arrive; a larger parameter has a bucket of its own. Layout
 sending are pure functions of the parameter list, never of arrival, so ranks that use different
 parameters cannot deadlock: a hook only starts early what `send_rest` would start anyway. Buffers
 are made once and kept; a gradient is copied in when its bucket is full, which is as fast as
-living there and survives `zero_grad()`.
+living there and survives `zero_grad()`. A parameter with a bucket of its own is sent from where
+autograd put its gradient.
 
 Not for one process: there is nothing to send. Cost: one copy of the gradients, held for the run.
 """
@@ -80,6 +81,27 @@ class Bucket:
         return views, present
 
 
+class LoneBucket(Bucket):
+    """One large parameter with one row: its gradient is sent from where autograd put it."""
+
+    def __init__(self, index: int, parameter: nn.Parameter):
+        self.indices, self._parameter = [index], parameter
+        self.rows, self.views = [], []
+
+    def fill(self, row: int, values: Values) -> None:
+        gradient = values[self.indices[0]]
+        if gradient is None:
+            gradient = torch.zeros_like(self._parameter)
+        self.views = [[gradient.contiguous()]]
+        self.rows = [self.views[0][0].view(-1)]
+
+
+def make_bucket(indices: list[int], parameters: Sequence[nn.Parameter], num_rows: int) -> Bucket:
+    if len(indices) == num_rows == 1:
+        return LoneBucket(indices[0], parameters[indices[0]])
+    return Bucket(indices, parameters, num_rows)
+
+
 class Buckets:
     """The buckets of a parameter list and the hooks that send them.
 
@@ -96,8 +118,8 @@ class Buckets:
     ):
         self.parameters = parameters
         sizes = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
-        self.buckets = [Bucket(i, parameters, num_rows) for i in layout(sizes, bucket_bytes)]
-        self._start = start
+        self.buckets = [make_bucket(i, parameters, num_rows) for i in layout(sizes, bucket_bytes)]
+        self._start, self._num_rows = start, num_rows
         self._bucket_of = {i: k for k, b in enumerate(self.buckets) for i in b.indices}
         self.hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._arrived_hook(i))
@@ -155,7 +177,7 @@ class Buckets:
         gradients: Values = [None] * len(self.parameters)
         for i in bucket.indices:
             gradients[i] = _dense(self.parameters[i].grad)
-        last = len(bucket.rows) - 1
+        last = self._num_rows - 1
         earlier: list[Values] = []
         if self._pieces is not None:
             for row, values in enumerate(self._pieces.rows[:last]):

@@ -28,12 +28,13 @@ from shoal.optional import require
 Record = Mapping[str, Any]
 
 _PERIOD_S = 0.2
+_AT_ONCE = 64  # records in one write
 
 
 class Sink(Protocol):
-    """Takes records one by one, in order, from one thread at a time; `close` is the last call."""
+    """Takes records, in order, from one thread at a time; `close` is the last call."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, *records: Record) -> None: ...
 
     def close(self) -> None: ...
 
@@ -41,7 +42,7 @@ class Sink(Protocol):
 class JsonLines:
     """Append each record to a file as one line of JSON; NaN and infinities are written as null.
 
-    Each line is one system call on a descriptor opened for appending, so several processes may
+    Each write is one system call on a descriptor opened for appending, so several processes may
     write to one file, a fork duplicates nothing, and a killed process leaves whole lines.
     """
 
@@ -58,14 +59,14 @@ class JsonLines:
         self._torn = self._ends_torn()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
-    def write(self, record: Record) -> None:
-        line = self._encoder.encode(record) + b"\n"
+    def write(self, *records: Record) -> None:
+        lines = self._encoder.encode_lines(records)
         if self._torn:
-            line = b"\n" + line
-        self._torn = True  # until the whole line is in the file
-        written = os.write(self._file, line)
-        if written < len(line):
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes were written.")
+            lines = b"\n" + lines
+        self._torn = True  # until the last line is in the file
+        written = os.write(self._file, lines)
+        if written < len(lines):
+            raise OSError(f"{self.path}: only {written} of {len(lines)} bytes were written.")
         self._torn = False
 
     def close(self) -> None:
@@ -90,7 +91,11 @@ class TensorBoard:
         self._module = require("tensorboardX", extra="tensorboard")
         self._writer: Any = None
 
-    def write(self, record: Record) -> None:
+    def write(self, *records: Record) -> None:
+        for record in records:
+            self._write(record)
+
+    def _write(self, record: Record) -> None:
         if "step" not in record:
             raise UsageError(
                 f"A record of {', '.join(record) or 'nothing'} has no step. TensorBoard draws "
@@ -214,14 +219,14 @@ class Background:
     def _drain(self) -> None:
         while self._items:
             try:
-                item = self._items.popleft()
+                items = [self._items.popleft() for _ in range(min(len(self._items), _AT_ONCE))]
             except IndexError:  # close() gave up on us and emptied the queue
                 return
-            self._num_taken += 1
+            self._num_taken += len(items)
             try:
-                self._sink.write(item if self._encode is None else self._encode(item))
+                self._sink.write(*(items if self._encode is None else map(self._encode, items)))
             except Exception as error:  # noqa: BLE001 (a sink may fail in any way)
-                self._num_failed += 1
+                self._num_failed += len(items)
                 self._warn(f"failed: {type(error).__name__}: {error}")
 
     def _warn(self, what: str) -> None:

@@ -23,6 +23,7 @@ from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.numerics.buffers import PieceBuffers, means_of
 from shoal.numerics.norms import gradient_norm, scale_all
+from shoal.numerics.optimizers import stepper
 from shoal.sync.state import Slice, load_replicated, replicated_state
 from shoal.sync.strategy import Agreed, Tally
 
@@ -47,7 +48,7 @@ class AllReduce:
             num_rows = self.tree.num_rows if self.exact else 1
             start = self.tree.start if self.exact else self._start_in_any_order
             self.buckets = Buckets(self.parameters, num_rows, start)
-        self._around = _Piece(self)
+        self._around, self._step = _Piece(self), stepper(optimizer)
         # One process, one piece, no buffers: nothing to sum, put away or restore.
         self._plain = self.group.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
@@ -89,7 +90,7 @@ class AllReduce:
         if (check or scale != 1.0) and not scale_all(self._held_gradients(), scale, check):
             self.buffers.restore()
             return False
-        self.optimizer.step()
+        self._step()
         if len(self.buffers):
             self.buffers.commit(self._means)
         return True

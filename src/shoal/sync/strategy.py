@@ -18,7 +18,7 @@ from shoal.mesh import Mesh
 from shoal.sync.state import Slice
 
 
-@dataclass
+@dataclass(slots=True)
 class Tally:
     """What one rank knows of a step before the exchange: one entry for each of its pieces."""
 
@@ -30,11 +30,11 @@ class Tally:
 
     def numbers(self) -> tuple[list[float], list[float]]:
         """The sum of the loss and the weight of each piece."""
-        losses = [loss.item() for loss in self.losses]
-        weights = [float(weight) for weight in self.weights]
-        if self.is_mean:
-            losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-        return losses, weights
+        sums, weights = [], []
+        for loss, weight in zip(self.losses, self.weights, strict=True):
+            weights.append(float(weight))
+            sums.append(loss.item() * weights[-1] if self.is_mean else loss.item())
+        return sums, weights
 
 
 class Agreed(NamedTuple):
