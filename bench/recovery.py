@@ -65,7 +65,7 @@ def measure(quick: bool) -> Iterator[Row]:
         "shoal": Kills(lambda folder: commands.shoal_train(NUM_RANKS, folder / "run", 1_000_000)),
         "again": restart(),
     }
-    seconds = harness.interleave(arms, 5 if quick else 9, num_warm_up=0)
+    seconds = harness.interleave(arms, 3 if quick else 5, num_warm_up=0)
     against = harness.spread(harness.ratios(seconds["torchrun"], seconds["shoal"]))
     own, peer = (harness.spread(seconds[arm]) for arm in ("shoal", "torchrun"))
     pace = statistics.median(arms["shoal"].paces)

@@ -88,7 +88,7 @@ def measure(quick: bool) -> Iterator[Row]:
     if has_warm:
         warm("stop")  # one that somebody left would make the cold start warm
         arms |= {"warm": warm_train, "nothing": nothing}
-    seconds = harness.interleave(arms, 5 if quick else 9, num_warm_up=1)
+    seconds = harness.interleave(arms, 3 if quick else 5, num_warm_up=1)
     yield _row("cold", "alone", "one process alone", seconds)
     if has_warm:
         yield _row("warm", "nothing", "an interpreter", seconds)
