@@ -46,10 +46,10 @@ def measure(
     if mesh.num_ranks > 1:
         table = table.to(mesh.device)
         mesh.data.all_reduce(table).wait()  # one contributor an entry: exact in any order
-    return {
-        name: sum(column[:, 0].tolist()) / sum(column[:, 1].tolist())
-        for name, column in zip(names, table.unbind(dim=1), strict=True)
-    }
+    sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in table.unbind(1)]
+    if not all(weight for _, weight in sums):
+        raise RecipeError("An evaluation's weights add up to 0: no sample of the source counts.")
+    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
 
 
 @contextmanager

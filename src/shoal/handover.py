@@ -3,7 +3,7 @@
 All say how far they are. Who is furthest, the lowest rank among equals, is the leader; whoever is
 behind takes the leader's state, in the form a checkpoint has. Ranks that lived through a loss
 differ by one step at most, since the exchange of a step needs all of them; a newcomer is behind
-by everything. If nobody holds a state, all begin again from the seed.
+by everything. If all are new, all are at step 0 and hold the seed's weights.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ import msgspec
 
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.logs import log
 from shoal.numerics.precision import ScaleState
 from shoal.sync.state import share_bytes, share_state
 
@@ -33,15 +32,11 @@ class Notes(msgspec.Struct, frozen=True):
 def catch_up(trainer: "Trainer") -> bool:
     """Agree on the state; True if this rank took over another's step. Every rank must call it."""
     group = trainer.mesh.data
-    held = trainer.step if trainer.holds_state else -1
-    rows = group.gather_numbers([held, len(trainer.answers), trainer.is_scribe])
+    rows = group.gather_numbers([trainer.step, len(trainer.answers), trainer.is_scribe])
     places = [row[:2] for row in rows]
     furthest = max(places)
     scribes = [rank for rank, row in enumerate(rows) if row[2]] or [places.index(furthest)]
     trainer.is_scribe = group.rank == scribes[0]
-    if furthest[0] < 0:
-        _begin_again(trainer)
-        return False
     if min(places) == furthest:
         return False
     leader = places.index(furthest)
@@ -49,18 +44,14 @@ def catch_up(trainer: "Trainer") -> bool:
     if min(place[0] for place in places) == furthest[0]:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
-    behind = held < notes.step
-    if behind:
-        trainer.holds_state = False  # until everything has arrived
+    behind = trainer.step < notes.step
     faultpoint("handover.sharing", notes.step)
     state = share_state(group, leader, trainer.strategy.state_dict())
     if behind:
         trainer.strategy.load_state_dict(state)
-    group.gather_numbers([0.0])  # all have it: from here on, any of them may lead
     trainer.step, trainer.answers, trainer.last_info = notes.step, notes.answers, notes.info
     trainer.stopped = notes.stopped
     trainer.loss_scale.load(notes.loss_scale)
-    trainer.holds_state = True
     return behind
 
 
@@ -72,13 +63,5 @@ def _share_notes(trainer: "Trainer", leader: int) -> Notes:
         trainer.last_info,
         trainer.stopped,
     )
-    content = share_bytes(trainer.mesh.data, leader, msgspec.json.encode(own))
-    return msgspec.json.decode(content, type=Notes)
-
-
-def _begin_again(trainer: "Trainer") -> None:
-    log.warning("No rank holds a state any more: training begins again from the seed.")
-    trainer.model.load_state_dict(trainer.run.make_model().state_dict())
-    trainer.optimizer.state.clear()
-    trainer.strategy.load_state_dict(trainer.strategy.state_dict())
-    trainer.step, trainer.holds_state = 0, True
+    content = share_bytes(trainer.mesh.data, leader, msgspec.msgpack.encode(own))
+    return msgspec.msgpack.decode(content, type=Notes)

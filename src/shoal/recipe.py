@@ -68,11 +68,11 @@ def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any
     described = {}
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
+        plain = isinstance(value, str | int | float | None)
         if field.name in settings:
             origin = "--set"
         else:
-            origin = "default" if value == field.default else "recipe"
-        plain = isinstance(value, str | int | float | None)
+            origin = "default" if plain and value == field.default else "recipe"
         described[field.name] = {"value": value if plain else _name_of(value), "from": origin}
     return described
 
@@ -126,10 +126,11 @@ def _load_file(where: str, spec: str) -> types.ModuleType:
     if not path.is_file():
         raise UsageError(f"There is no recipe file {where}. Give a path to a Python file.")
     sys.path.insert(0, str(path.parent))
-    definition = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"recipe_{path.stem}"  # a file called copy.py must not stand in for another module
+    definition = importlib.util.spec_from_file_location(name, path)
     assert definition is not None and definition.loader is not None
     module = importlib.util.module_from_spec(definition)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     return _executed(spec, lambda: definition.loader.exec_module(module), module)  # type: ignore[union-attr]
 
 

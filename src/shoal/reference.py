@@ -1,9 +1,9 @@
 """What one process would have trained: the plain loop that every plan is compared with.
 
-It walks the pieces of each batch in order in one process and shares with the plans only what
-defines the run: its samples, its random state, its loss. How gradients are brought together is
-written here a second time, on purpose. Under `local_steps` each replica is played in turn, with
-weights and an optimizer of its own.
+It walks the pieces of each batch in order in one process. It shares with the plans what defines a
+run (samples, random state, loss, how a piece treats buffers, the norm, the loss scale), which
+tests hold against plain torch. How pieces and replicas are brought together is written here a
+second time, on purpose. Under `local_steps` each replica is played in turn.
 """
 
 import functools
@@ -91,8 +91,8 @@ class Replica:
             self.unit = batch.num_samples if goal.is_mean else 1.0
             part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
             goal.tensor.backward(goal.tensor.new_tensor(part * self.loss_scale.value))
-            loss, weight = goal.tensor.item(), float(goal.weight)
-            self.told.append((loss * weight if goal.is_mean else loss, weight))
+            weight = float(goal.weight)
+            self.told.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
         return [*(p.grad for p in self.parameters), *values]

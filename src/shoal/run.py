@@ -62,7 +62,7 @@ class Run:
     def _check_counts(self) -> None:
         for name in ("batch_size", "steps", "epochs", "evaluate_every"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
         if (self.steps is None) == (self.epochs is None):
             given = "both are" if self.steps else "neither is"
@@ -108,6 +108,12 @@ class Run:
             raise RecipeError(
                 "LBFGS evaluates the loss several times a step, which no plan can spread. "
                 "Use an optimizer that steps once."
+            )
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise RecipeError(
+                "The optimizer has a parameter that is not the model's, which replicas could not "
+                "agree on. Make it part of the model (a learnable loss, say, as a submodule)."
             )
         fuse(optimizer)
         return optimizer

@@ -16,14 +16,24 @@ import msgspec
 
 from shoal.errors import UsageError
 
+OWNER = "owner"
+LOGS_BEFORE_A_RUN = ("recipe.log", "reference.log")
+
 
 class RunDir:
-    """A locked run directory; use it in a `with` block."""
+    """A locked run directory; use it in a `with` block. One in which no run began is removed."""
 
     def __init__(self, path: Path | None, recipe: str):
+        self._made: list[Path] = []  # what there was not before, in the order of making
+        self._began = False
         try:
             self.path = _next_free(recipe) if path is None else path
-            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            if path is None:
+                self._made.append(self.path)
+            for folder in (self.path, self.path / "logs"):
+                if not folder.exists():
+                    folder.mkdir(parents=True)
+                    self._made.append(folder)
             self._lock = _lock(self.path)
         except OSError as error:
             raise UsageError(
@@ -31,7 +41,7 @@ class RunDir:
                 "Choose another with --run-dir DIR."
             ) from error
         if (self.path / "run.json").exists():
-            self._lock.close()
+            self._release()
             raise UsageError(
                 f"{self.path} already holds a run. Choose another directory, or remove that one."
             )
@@ -45,23 +55,27 @@ class RunDir:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        (self.path / "owner.json").unlink(missing_ok=True)
-        self._lock.close()
+        self._release()
+        if not self._began:
+            self._discard()
 
     def describe(self, **facts: Any) -> None:
-        """Write run.json: the resolved run and plan, and where each value came from."""
+        """The run begins: write run.json, the resolved run and plan, and whence each value came."""
+        self._began = True
         text = msgspec.json.format(msgspec.json.encode(facts), indent=2)
         (self.path / "run.json").write_bytes(text + b"\n")
 
-    def discard(self) -> None:
-        """Remove a directory in which no run began."""
-        for log in (self.path / "logs").iterdir():
-            log.unlink()
-        (self.path / "logs").rmdir()
-        for name in ("owner.json", "events.jsonl"):
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+    def _release(self) -> None:
+        (self.path / OWNER).unlink(missing_ok=True)
+        self._lock.close()
+
+    def _discard(self) -> None:
+        """Remove what was made here; what others put there stays."""
+        for name in LOGS_BEFORE_A_RUN:
+            (self.path / "logs" / name).unlink(missing_ok=True)
+        for folder in reversed(self._made):
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -86,7 +100,7 @@ def _next_free(recipe: str) -> Path:
 
 
 def _lock(path: Path) -> IO[str]:
-    owner = path / "owner.json"
+    owner = path / OWNER
     file = open(owner, "a+", encoding="utf-8")  # noqa: SIM115 (held for the run's life)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,7 @@ from shoal import handover
 from shoal.blame import not_finite, weights_are_finite
 from shoal.data.loader import Batch, Piece
 from shoal.data.split import share
-from shoal.errors import GroupLost, PlanError
+from shoal.errors import GroupLost, PlanError, RecipeError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
@@ -61,7 +61,6 @@ class Trainer:
         self.schedule = run.make_schedule()
         self.step = 0
         self.stopped = False
-        self.holds_state = True
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
         self.last_info: StepInfo | None = None
@@ -219,6 +218,11 @@ class Trainer:
         A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
         in the next loss, or in the last weights, and its step is the one that is blamed.
         """
+        if not agreed.weight:
+            raise RecipeError(
+                f"Step {self.step + 1}: the weights that the loss gave add up to 0, so there is "
+                "nothing to divide by. Leave out samples that carry none (all padding, say)."
+            )
         scale = unit / (agreed.weight * self.loss_scale.value)
         norm = (agreed.norm or 0.0) * scale
         if not math.isfinite(agreed.loss) or not math.isfinite(norm):

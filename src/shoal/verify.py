@@ -98,8 +98,7 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
         use_threads()
         run = load()
         verdict = compare(run, resolve(run, plan, None), directory)
-        # JSON, in which facts travel, has neither NaN nor infinity.
-        return {"verdict": msgspec.msgpack.encode(verdict).hex()}, _bear_no_rank
+        return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
 
     def prepare() -> tuple[dict[str, Any], ChildMain]:
         use_threads()
@@ -127,12 +126,12 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
 def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
     """What the reference found, also when the plan's run failed after it had gone astray."""
     try:
-        content = bytes.fromhex(await_facts(beside)["verdict"])
+        content = await_facts(beside)["verdict"]
     except NotLoaded:
         if outcome.exit_code:
             raise RunFailed(outcome) from None
         raise
-    verdict = msgspec.msgpack.decode(content, type=Verdict)
+    verdict = msgspec.convert(content, Verdict)
     if outcome.exit_code:
         if verdict.passed:
             raise RunFailed(outcome)
@@ -224,7 +223,7 @@ def _compare_step(
     loss = torch.tensor([own.loss], dtype=torch.float64)
     _note(verdict, place("loss", ""), found["loss"], loss)
     norm = torch.sqrt(
-        sum((g.double().square().sum() for g in own.gradients.values()), torch.zeros(()))
+        sum((_wide(g).abs().square().sum() for g in own.gradients.values()), torch.zeros(()))
     )
     slack = 0.0  # by which weights that are not judged differ
     for name, weight in own.weights.items():
@@ -235,8 +234,9 @@ def _compare_step(
         elif gradient is not None and theirs is not None:
             mask &= (gradient.abs() >= NOISE * norm) | (gradient == theirs)
             _note(verdict, place("gradient", name), theirs, gradient, scale=norm)
-        difference = (found[f"weight/{name}"].double() - weight.double()).abs()
-        slack = max(slack, float(torch.where(mask, 0.0, difference).max()))
+        difference = (_wide(found[f"weight/{name}"]) - _wide(weight)).abs()
+        if weight.numel():
+            slack = max(slack, float(torch.where(mask, 0.0, difference).max()))
         _note(verdict, place("weight", name), found[f"weight/{name}"], weight, mask=mask)
     for name, buffer in own.buffers.items():
         _note(verdict, place("buffer", name), found[f"buffer/{name}"], buffer, slack=slack)
@@ -257,7 +257,7 @@ def _note(
     if torch.equal(theirs, own):
         return
     verdict.identical = False
-    difference, unit = (theirs.double() - own.double()).abs(), own.double().abs()
+    difference, unit = (_wide(theirs) - _wide(own)).abs(), _wide(own).abs()
     if mask is not None:
         difference = torch.where(mask | ~difference.isfinite(), difference, 0.0)
     reach = float(unit.max() if scale is None else scale) or 1.0
@@ -265,6 +265,10 @@ def _note(
     _keep_worst(verdict, place.what, relative)
     if not relative <= verdict.tolerance:  # true for NaN too
         _diverge(verdict, place, relative)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _diverge(verdict: Verdict, place: _Place, relative: float) -> None:

@@ -152,7 +152,7 @@ def test_a_run_directory_in_use_is_refused_with_its_owner(shoal: Shoal, tmp_path
         code, errors = shoal("train", f"{RECIPES}:fine", "--run-dir", str(tmp_path / "run"))
         assert code == 2
         assert f"in use by process {os.getpid()}" in errors
-        assert (tmp_path / "run" / "owner.json").exists()
+        assert (tmp_path / "run" / "owner").exists()
 
 
 def test_a_run_directory_that_holds_a_run_is_refused(shoal: Shoal, tmp_path: Path) -> None:

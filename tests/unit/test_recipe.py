@@ -47,7 +47,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_defaults(spec: str) -> None:
     run = load_recipe(spec, {})
     assert (run.batch_size, run.steps) == (2, 5)
-    assert sys.modules["recipe_for_tests"].small.given == (4, 0.1, "a", False, None, 2)
+    assert sys.modules["recipe_recipe_for_tests"].small.given == (4, 0.1, "a", False, None, 2)
 
 
 def test_parameters_are_read_by_their_types(spec: str) -> None:
@@ -60,9 +60,9 @@ def test_parameters_are_read_by_their_types(spec: str) -> None:
         "guessed": "5",
     }
     load_recipe(spec, given)
-    assert sys.modules["recipe_for_tests"].small.given == (3, 1e-3, "7", True, 2, 5)
+    assert sys.modules["recipe_recipe_for_tests"].small.given == (3, 1e-3, "7", True, 2, 5)
     load_recipe(spec, {"depth": "none"})
-    assert sys.modules["recipe_for_tests"].small.given[4] is None
+    assert sys.modules["recipe_recipe_for_tests"].small.given[4] is None
 
 
 def test_fields_of_the_run_come_after_parameters(spec: str) -> None:

@@ -36,16 +36,17 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
         RunDir(tmp_path / "run", "r")
 
 
-def test_discard_removes_what_was_made_and_nothing_else(tmp_path: Path) -> None:
+def test_without_a_run_what_was_made_goes_and_nothing_else(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", "r") as run_dir:
         (run_dir.path / "logs" / "recipe.log").write_text("")
-        run_dir.discard()
     assert not (tmp_path / "run").exists()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes").write_text("kept")
+    (tmp_path / "mine" / "logs" / "old").mkdir(parents=True)
+    (tmp_path / "mine" / "logs" / "notes").write_text("kept")
+    (tmp_path / "mine" / "events.jsonl").write_text("kept")
     with RunDir(tmp_path / "mine", "r") as run_dir:
-        run_dir.discard()
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+        (run_dir.path / "logs" / "recipe.log").write_text("")
+    left = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*")}
+    assert left == {"logs", "logs/old", "logs/notes", "events.jsonl"}
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: one file per verb, loaded when the verb is used."""
 
 import importlib
+import signal
 import sys
 
 import click
@@ -68,6 +69,8 @@ def main() -> None:
 
 def run_here(arguments: list[str]) -> int:
     """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # through every `with` and `finally`
     try:
         verbs.main(arguments, prog_name="shoal", standalone_mode=False)
     except SystemExit as leaving:
@@ -76,8 +79,13 @@ def run_here(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        click.echo("shoal: interrupted before the run began.", err=True)
         return 130
     except ShoalError as error:
         click.echo(f"shoal: {error}", err=True)
         return error.exit_code
     return 0
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

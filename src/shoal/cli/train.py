@@ -91,7 +91,6 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     try:
         outcome = launch(prepare, run_dir.path, watch=display, members=members, prepared=prepared)
     except NotLoaded as error:
-        run_dir.discard()
         if error.trace:
             click.echo(error.trace, err=True)
         click.echo(f"shoal: {error}", err=True)

@@ -63,12 +63,11 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     try:
         verdict = verification.verify(load, given["plan"], run_dir.path)
     except (NotLoaded, verification.RunFailed) as error:
-        if isinstance(error, NotLoaded):
-            run_dir.discard()
         if error.trace:
             click.echo(error.trace, err=True)
         click.echo(f"shoal: {error}", err=True)
         return error.exit_code
+    run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     click.echo(in_words(verdict, recipe), err=True)
     if given["as_json"]:
         result = {"passed": verdict.passed, **msgspec.to_builtins(verdict)}

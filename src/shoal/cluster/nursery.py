@@ -93,18 +93,18 @@ class Nursery:
             exit_with(_main, theirs, prepare, log, parent)
         theirs.close()
         self._socket = ours
-        self._reports = msgspec.json.Decoder(Report)
+        self._reports = msgspec.msgpack.Decoder(Report)
         self.pids: dict[int, int] = {}
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def spawn(self, birth: Birth) -> None:
-        self._socket.send(msgspec.json.encode(_Spawn(birth)))
+        self._socket.send(msgspec.msgpack.encode(_Spawn(birth)))
 
     def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None:
         """Through the nursery, whose child the process is: its number cannot have been reused."""
-        self._socket.send(msgspec.json.encode(_Kill(number, signal_number)))
+        self._socket.send(msgspec.msgpack.encode(_Kill(number, signal_number)))
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
         """What happened; None if nothing did in time. Raises EOFError when the nursery is gone."""
@@ -180,18 +180,21 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
         facts, child_main = prepare()
         _check_forkable()
     except ShoalError as error:
-        report = NotPrepared(str(error), _trace_of(error), error.exit_code)
-        control.send(msgspec.json.encode(report))
-        return 0
+        return _refuse(control, str(error), _trace_of(error), error.exit_code)
     except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
-        report = NotPrepared(last, traceback.format_exc(), 1)
-        control.send(msgspec.json.encode(report)[:_MOST_BYTES])
-        return 0
+        return _refuse(control, last, traceback.format_exc(), 1)
     gc.collect()
     gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
-    control.send(msgspec.json.encode(Prepared(facts)))
+    control.send(msgspec.msgpack.encode(Prepared(facts)))
     return _Bearing(control, child_main).serve()
+
+
+def _refuse(control: socket.socket, message: str, trace: str, exit_code: int) -> int:
+    """Say why there will be no children; the ends of long texts, since a message has a limit."""
+    report = NotPrepared(message[-8_000:], trace[-32_000:], exit_code)
+    control.send(msgspec.msgpack.encode(report))
+    return 0
 
 
 def _trace_of(error: ShoalError) -> str:
@@ -217,7 +220,7 @@ class _Bearing:
         self._control = control
         self._child_main = child_main
         self._children: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
-        self._orders = msgspec.json.Decoder(_Spawn | _Kill)
+        self._orders = msgspec.msgpack.Decoder(_Spawn | _Kill)
 
     def serve(self) -> int:
         while True:
@@ -241,7 +244,7 @@ class _Bearing:
         if pid == 0:
             exit_with(self._live, birth, parent)
         self._children[birth.number] = (pid, os.pidfd_open(pid))
-        self._control.send(msgspec.json.encode(Born(birth.number, pid)))
+        self._control.send(msgspec.msgpack.encode(Born(birth.number, pid)))
 
     def _live(self, birth: Birth, parent: int) -> int:
         die_with_parent(parent)
@@ -256,4 +259,4 @@ class _Bearing:
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(status)
-        self._control.send(msgspec.json.encode(Exited(number, code)))
+        self._control.send(msgspec.msgpack.encode(Exited(number, code)))

@@ -223,6 +223,7 @@ class Warm:
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = ["shoal", *request["arguments"]]

@@ -108,6 +108,7 @@ class Membership:
         self._left: set[int] = set()  # members of scripts that ended well
         self._lost_at: float | None = None  # first word of the loss under way
         self._broken_at: float | None = None  # when a member of this generation said so
+        self._why_broken = ""
         self._deadline: float | None = None  # by which the group must have formed
 
     def begin(self, now: float) -> list[Action]:
@@ -150,12 +151,12 @@ class Membership:
         self._replaced, self._lost_at = [], None
         return answer + self._refill_spares(now)
 
-    def lost(self, member: int, generation: int, now: float) -> list[Action]:
+    def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
         """A member's group broke. If nobody is found dead soon, the same members form again."""
         if generation == self.generation and member in self.seats:
             self._lost_at = now if self._lost_at is None else self._lost_at
-            self._broken_at = now if self._broken_at is None else self._broken_at
-        return []
+            if self._broken_at is None:
+                self._broken_at, self._why_broken = now, why
 
     def done(self, member: int, generation: int) -> list[Action]:
         if generation != self.generation or member not in self.seats:
@@ -182,7 +183,8 @@ class Membership:
         seat = self.seats.index(member)
         cause = gone.suspected or how_it_ended(status)
         if status >= 0 and not gone.suspected:
-            return self._give_up(f"rank {seat} {cause} before the run was done", 1)
+            code = status if self.scripts and status else 1
+            return self._give_up(f"rank {seat} {cause} before the run was done", code)
         if not self.recovers:
             return self._give_up(
                 f"rank {seat} {cause}, and this plan cannot replace it: what it held existed once",
@@ -212,7 +214,8 @@ class Membership:
             if not self.recovers:
                 return self._give_up("the group broke, and this plan cannot form it again", 1)
             self._wants_group = True
-            actions += self._count_failure("the group broke") or self._announce(now)
+            what = f"the group broke: {self._why_broken}"
+            actions += self._count_failure(what) or self._announce(now)
         return actions
 
     def _spawn(self, now: float) -> Spawn:
@@ -271,8 +274,6 @@ class Membership:
         self.generation += 1
         self._here, self.formed, self._done = set(), set(), set()
         self._broken_at = None
-        if self._lost_at is not None:
-            self._lost_at = now if not self._replaced else self._lost_at
         self._deadline = now + self.form_timeout_s
         return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]
 

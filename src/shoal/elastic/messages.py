@@ -1,4 +1,4 @@
-"""What the supervisor and the members say to each other: typed records as JSON, one a frame.
+"""What the supervisor and the members say to each other: typed records as MessagePack, one a frame.
 
 A member's ZeroMQ identity is its number and the run's token, so a stranger on the port is not
 heard. Messages that belong to a generation carry it, and those of an older one are ignored.
@@ -96,6 +96,6 @@ class Leave(FromSupervisor, frozen=True, tag="leave"):
 MemberMessage = Ready | Here | Formed | Lost | Beat | Done | Failed
 SupervisorMessage = TakeSeat | Go | Stop | Leave
 
-encode = msgspec.json.Encoder().encode
-decode_member = msgspec.json.Decoder(MemberMessage).decode
-decode_supervisor = msgspec.json.Decoder(SupervisorMessage).decode
+encode = msgspec.msgpack.Encoder().encode
+decode_member = msgspec.msgpack.Decoder(MemberMessage).decode
+decode_supervisor = msgspec.msgpack.Decoder(SupervisorMessage).decode

@@ -105,12 +105,6 @@ class SupervisedSeat:
             self._changed.wait_for(lambda: self._leave or self._place_is_new())
             return self._leave
 
-    def fail(self, message: str, trace: str, exit_code: int) -> None:
-        """Say that the recipe failed here, and wait until the supervisor has heard it."""
-        self._say(Failed(self.step, message, trace, exit_code))
-        with self._changed:
-            self._changed.wait_for(lambda: self._leave, timeout=5.0)
-
     def close(self) -> None:
         leave_group()
         self._closing = True
@@ -225,6 +219,16 @@ class SupervisedSeat:
         if self._place_is_new() or self._leave:
             before = self._before
             shut_down(self._own if before is None else set(open_sockets()) - before)
+
+
+def report_failure(address: str, identity: str, failed: Failed) -> None:
+    """Say that this member's program failed, and wait until the supervisor has heard it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.setsockopt(zmq.IDENTITY, identity.encode())
+        line.setsockopt(zmq.LINGER, 500)
+        line.connect(address)
+        line.send(messages.encode(failed))
+        line.poll(5000)  # any answer will do; the supervisor is ending the run
 
 
 def seat_from_environment(plan: Plan) -> SupervisedSeat | None:

@@ -34,9 +34,11 @@ from shoal.elastic.messages import (
     Stop,
     TakeSeat,
 )
+from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
 
 POLL_MS = 100
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 2.0
 
 
@@ -79,10 +81,11 @@ class Supervisor:
         self._over = False
         self._stop_signal = 0
         self._signals: list[int] = []
+        self._pids: dict[int, int] = {}  # of members, as they say themselves
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
-        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self.nursery.fileno(), zmq.POLLIN)
@@ -96,8 +99,8 @@ class Supervisor:
                 self._pass_on_stop()
                 self._watch({"event": "tick"})
             self._let_go()
-        except EOFError as gone:
-            self._give_up(str(gone), 1)
+        except (EOFError, BrokenPipeError):
+            self._give_up("the process that ranks are forked from is gone", 1)
         finally:
             self._close()
             for number, handler in handlers.items():
@@ -162,13 +165,15 @@ class Supervisor:
         self.members.heard(member, now, getattr(message, "step", -1))
         match message:
             case Ready():
+                self._pids[member] = message.pid
                 self._act(self.members.ready(member, now, message.recovers))
             case Here():
                 self._act(self.members.here(member, message.generation))
             case Formed():
                 self._act(self.members.has_formed(member, message.generation, message.step, now))
             case Lost():
-                self._act(self.members.lost(member, message.generation, now))
+                self._event("lost", rank=self._seat_of(member), why=message.why)
+                self.members.lost(member, message.generation, now, message.why)
             case Beat():
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
@@ -189,9 +194,8 @@ class Supervisor:
             return  # an echo of the first failure
         who = "a spare" if seat is None else f"rank {seat}"
         self.outcome.trace = message.trace
-        self._give_up(
-            f"{who} failed at step {message.step + 1}: {message.message}", message.exit_code
-        )
+        where = "" if message.step < 0 else f" at step {message.step + 1}"
+        self._give_up(f"{who} failed{where}: {message.message}", message.exit_code)
 
     def _act(self, actions: list[membership.Action]) -> None:
         for action in actions:
@@ -240,7 +244,7 @@ class Supervisor:
             self._event(
                 "seat",
                 rank=seat,
-                pid=self.nursery.pids.get(member),
+                pid=self._pids[member],
                 generation=plan.generation,
                 log=self._log_of(member).name,
             )
@@ -249,7 +253,7 @@ class Supervisor:
     def _formed(self, group: membership.AllFormed) -> None:
         if group.lost_at is not None:
             ms = round((time.monotonic() - group.lost_at) * 1000, 1)
-            self.outcome.num_recoveries += 1
+            self.outcome.num_recoveries += max(1, len(group.replaced))
             self.outcome.num_steps_again += max(0, self.members.step - group.step)
             for rank, cause in group.replaced or ((None, "the group broke"),):
                 self._event(
@@ -296,7 +300,10 @@ class Supervisor:
 
     def _event(self, event: str, **what: Any) -> None:
         record = {"event": event, "time": time.time(), **what}
-        self._events.write(record)
+        try:
+            self._events.write(record)
+        except OSError as error:  # a full disk must not end a healthy run
+            warn_once(f"events.jsonl cannot be written: {error}. The run goes on.")
         self._watch(record)
 
     def _close(self) -> None:

@@ -1,11 +1,13 @@
 """What a rank's process does: train a prepared run, or run a user's script, under a seat."""
 
+import faulthandler
 import os
 import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import nn
 from shoal import faults, logs
 from shoal.checkpoint.export import write_model
 from shoal.cluster.nursery import Birth, ChildMain
-from shoal.elastic.seat import SupervisedSeat, can_recover
+from shoal.elastic.messages import Failed
+from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
 from shoal.errors import ShoalError, StopNow
 from shoal.hooks import Hook, StepInfo
 from shoal.metrics.meters import Totals, peak_memory_bytes
@@ -80,9 +83,7 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         except StopNow:
             return 0
         except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
-            traceback.print_exc()
-            seat = SupervisedSeat(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"])
-            return _tell_failure(seat, error)
+            return _tell_failure(birth, -1, error)
         return 0
 
     return {}, rank_main
@@ -98,6 +99,8 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     logs.set_up(f"member {birth.number} ")
     os.environ.update(birth.told)
     faults.arm(birth.number)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # every thread's stack, into the log
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], recovers=can_recover(plan)
     )
@@ -108,20 +111,20 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     except StopNow:
         return 0
     except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
-        traceback.print_exc()
         seat.close()  # as the trainer has, if it got that far
-        voice = SupervisedSeat(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"])
-        voice.step = seat.step
-        return _tell_failure(voice, error)
+        return _tell_failure(birth, seat.step, error)
 
 
-def _tell_failure(seat: SupervisedSeat, error: Exception) -> int:
+def _tell_failure(birth: Birth, step: int, error: Exception) -> int:
     """Report an error being handled to the supervisor; the exit code it means."""
     own = isinstance(error, ShoalError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
     trace = "" if own and error.__cause__ is None else traceback.format_exc()
     code = error.exit_code if isinstance(error, ShoalError) else 1
-    seat.fail(message, trace, code)
+    failed = Failed(step, message[-8_000:], trace[-32_000:], code)
+    report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed)
+    with suppress(OSError):  # the disk may be what failed
+        traceback.print_exc()
     return code
 
 

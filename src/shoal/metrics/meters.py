@@ -85,8 +85,9 @@ class Totals:
 
     @property
     def samples_per_s(self) -> float:
-        samples = sum(info.samples for info in self._recent)
-        return _ratio(samples, sum(info.times.total for info in self._recent))
+        recent = list(self._recent)  # another thread may add meanwhile
+        samples = sum(info.samples for info in recent)
+        return _ratio(samples, sum(info.times.total for info in recent))
 
     @property
     def mean_samples_per_s(self) -> float:
@@ -95,8 +96,9 @@ class Totals:
     @property
     def share_in_communication(self) -> float:
         """The part of the recent steps spent in exchange and waiting, from 0 to 1."""
-        talking = sum(info.times.exchange + info.times.waiting for info in self._recent)
-        return _ratio(talking, sum(info.times.total for info in self._recent))
+        recent = list(self._recent)  # another thread may add meanwhile
+        talking = sum(info.times.exchange + info.times.waiting for info in recent)
+        return _ratio(talking, sum(info.times.total for info in recent))
 
 
 def peak_memory_bytes() -> int:

@@ -50,7 +50,8 @@ class JsonLines:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise UsageError(
                 f"{self.path} cannot be opened for writing: {error.strerror}. "

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import RecipeError
+
 LARGE = 1 << 16  # elements; a larger buffer is a constant such as a mask unless its version says so
 
 
@@ -45,21 +47,32 @@ class PieceBuffers:
 
     def end_piece(self) -> list[Tensor | None]:
         """What this piece made of each buffer, in double precision; None where it is as before."""
-        return [
-            self._value(i).detach().to(torch.float64, copy=True) if self._changed(i) else None
-            for i in range(len(self._places))
-        ]
+        return [self._result(i) if self._changed(i) else None for i in range(len(self._places))]
 
     def commit(self, means: list[Tensor | None]) -> None:
         """Make the means the step's buffers. The others go back to what they were."""
         for i, mean in enumerate(means):
             if mean is not None:
-                self._held[i] = mean.to(self._held[i].dtype)
+                held = self._held[i]
+                value = torch.view_as_complex(mean) if held.is_complex() else mean
+                self._held[i] = value.to(held.dtype)
             if mean is not None or self._changed(i):
                 self._put(i, self._held[i])
 
     def shapes(self) -> list[torch.Size]:
-        return [held.shape for held in self._held]
+        """Of what `end_piece` returns."""
+        return [_as_real(held).shape for held in self._held]
+
+    def _result(self, i: int) -> Tensor:
+        held, value = self._held[i], self._value(i).detach()
+        if held.shape != value.shape or held.dtype != value.dtype:
+            module, name = self._places[i]
+            raise RecipeError(
+                f"The buffer {name} of {type(module).__name__} went from {tuple(held.shape)} "
+                f"{held.dtype} to {tuple(value.shape)} {value.dtype} in a forward pass. A buffer "
+                "keeps its shape and type, or pieces could not agree on it."
+            )
+        return _as_real(value).to(torch.float64, copy=True)
 
     def _value(self, i: int) -> Tensor:
         module, name = self._places[i]
@@ -83,6 +96,11 @@ class PieceBuffers:
         with torch.no_grad():
             self._value(i).copy_(value)
         self._versions[i] = self._mark(i)
+
+
+def _as_real(value: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def means_of(totals: list[Tensor | None], counts: Sequence[float]) -> list[Tensor | None]:

@@ -21,7 +21,9 @@ def fuse(chosen: Optimizer) -> None:
         return
     for group in chosen.param_groups:
         decided = group.get("fused") is not None or group.get("foreach") is not None
-        special = group.get("differentiable") or any(p.is_sparse for p in group["params"])
+        special = group.get("differentiable") or not all(
+            p.is_floating_point() and not p.is_sparse for p in group["params"]
+        )
         if not decided and not special:
             group["fused"] = True
             group["foreach"] = False

@@ -1,18 +1,21 @@
 """The state of a job by canonical names, and how a newcomer gets it from a peer.
 
 A `Slice` says which part of a logical tensor this rank holds, so any plan can read what any plan
-wrote. Parameters and buffers are `model.<name>`; an optimizer's entries are
-`optimizer.<parameter>.<key>`, with plain numbers as tensors without dimensions under `number.`.
+wrote. Parameters and buffers are `model.<name>`; an optimizer's tensors are
+`optimizer.<parameter>.<key>` and `group.<number>.<key>`, and all that is plain in it (numbers,
+text, the shape of lists and dicts) is one entry, `plain`. Attributes that a module or an
+optimizer keeps outside of these are not part of the state.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.errors import RecipeError
 
 
 class Slice(NamedTuple):
@@ -33,13 +36,37 @@ def replicated_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """The state of a model that every rank holds whole. The tensors are the live ones."""
     state = {f"model.{name}": whole(p) for name, p in model.named_parameters()}
     state |= {f"model.{name}": whole(b) for name, b in model.named_buffers()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer.{name}.{key}"] = whole(value)
-            elif isinstance(value, int | float):
-                kind = torch.int64 if isinstance(value, int) else torch.float64
-                state[f"number.{name}.{key}"] = whole(torch.tensor(value, dtype=kind))
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+
+    def put(value: Any, path: str) -> Any:
+        """Replace tensors by where they are; the rest stays as it is, if it is plain."""
+        if isinstance(value, Tensor):
+            state[path] = whole(value)
+            return {_TENSOR: path}
+        if isinstance(value, dict):
+            return {_DICT: [[k, put(v, f"{path}.{k}")] for k, v in value.items()]}
+        if isinstance(value, list | tuple):
+            kind = _TUPLE if isinstance(value, tuple) else _LIST
+            return {kind: [put(v, f"{path}.{i}") for i, v in enumerate(value)]}
+        if isinstance(value, str | int | float | None):
+            return value
+        raise RecipeError(
+            f"{type(optimizer).__name__} keeps a {type(value).__name__} in {path}, which cannot be "
+            "handed to another rank. An optimizer's state may hold tensors, numbers, text, and "
+            "lists, tuples and dicts of them."
+        )
+
+    plain = {
+        "state": {
+            names[p]: put(own, f"optimizer.{names[p]}") for p, own in optimizer.state.items()
+        },
+        "groups": [
+            {key: put(value, f"group.{i}.{key}") for key, value in group.items() if key != "params"}
+            for i, group in enumerate(optimizer.param_groups)
+        ],
+    }
+    content = bytearray(msgspec.msgpack.encode(plain))
+    state[_PLAIN] = whole(torch.frombuffer(content, dtype=torch.uint8))
     return state
 
 
@@ -51,14 +78,28 @@ def load_replicated(
     parameters = dict(model.named_parameters())
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         tensor.copy_(state[f"model.{name}"].tensor)
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == _TENSOR:
+            return state[content].tensor
+        if kind == _DICT:
+            return {key: take(part) for key, part in content}
+        parts = [take(part) for part in content]
+        return tuple(parts) if kind == _TUPLE else parts
+
+    plain = msgspec.msgpack.decode(state[_PLAIN].tensor.numpy().tobytes())
     optimizer.state.clear()
-    for name, part in state.items():
-        kind, _, rest = name.partition(".")
-        if kind == "model":
-            continue
-        owner, _, key = rest.rpartition(".")
-        value = part.tensor if kind == "optimizer" else part.tensor.item()
-        optimizer.state[parameters[owner]][key] = value
+    for name, own in plain["state"].items():
+        optimizer.state[parameters[name]] = take(own)
+    for group, values in zip(optimizer.param_groups, plain["groups"], strict=True):
+        group.update({key: take(value) for key, value in values.items()})
+
+
+_PLAIN = "plain"
+_TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 
 
 class _Entry(msgspec.Struct, frozen=True):

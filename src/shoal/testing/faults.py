@@ -11,6 +11,7 @@ Not for timing. Cost: about a second a run.
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,7 +24,7 @@ from shoal.cli.main import run_here
 from shoal.data.order import batch_ids, batches_per_epoch
 from shoal.faults import VARIABLE
 from shoal.metrics.scribe import last_step
-from shoal.testing.leaks import descendants, wait_until
+from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import LIMIT_S, Command, Pool
 
 
@@ -74,9 +75,22 @@ class Training(NamedTuple):
         try:
             code = self.command.wait(timeout_s)
         except TimeoutError as late:
+            stacks = self._stacks()
             self.command.send_signal(signal.SIGKILL)
-            raise AssertionError(f"{late}; it said: {_told(self.run_dir, '.err')}") from late
+            said = _told(self.run_dir, ".err")
+            raise AssertionError(
+                f"{late}; it said: {said}\nIts ranks stand at:\n{stacks}"
+            ) from late
         return Trained(code, _told(self.run_dir, ".out"), _told(self.run_dir, ".err"), self.run_dir)
+
+    def _stacks(self) -> str:
+        """Where every thread of every rank is: they write it to their logs when asked."""
+        for event in events(self.run_dir, "started"):
+            if is_alive(event["pid"]):
+                os.kill(event["pid"], signal.SIGUSR1)
+        time.sleep(1.0)
+        logs = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in logs)
 
     def wait_for_step(self, step: int, timeout_s: float = LIMIT_S) -> None:
         """Until the record has this step; it is written several times a second."""

@@ -119,7 +119,7 @@ class Cluster:
             case "formed":
                 self.act(members.has_formed(number, value, process.step, now))
             case "lost":
-                self.act(members.lost(number, value, now))
+                members.lost(number, value, now)
             case "done":
                 self.act(members.done(number, value))
 
@@ -381,7 +381,7 @@ def test_messages_of_an_older_generation_are_ignored() -> None:
     members = formed()
     members.exited(1, -9, 1.0)
     assert members.here(0, 0) == members.done(0, 0) == members.has_formed(0, 0, 5, 1.0) == []
-    assert members.lost(0, 0, 1.0) == []
+    members.lost(0, 0, 1.0)
     assert members.step == 0
 
 
