@@ -11,9 +11,12 @@ from torch.nn import functional as F
 import shoal
 from shoal import reference
 from shoal.data.loader import Batches
-from shoal.errors import NotFinite
+from shoal.errors import NotFinite, RecipeError
+from shoal.mesh import LauncherSeat
 from shoal.plan import Plan
 from shoal.run import Run, resolve
+from shoal.training import Trainer
+from shoal.world import World
 
 INPUTS = torch.linspace(-1, 1, 24)[:, None].repeat(1, 3) * torch.tensor([1.0, -2.0, 0.5])
 
@@ -155,3 +158,12 @@ def test_what_is_not_finite_at_scale_1_ends_it() -> None:
     run = run_of(loss=lambda output, target: (output * float("inf")).mean())
     with pytest.raises(NotFinite, match="step 1"):
         next(reference.train(run, plan_of(run, "data=1")))
+
+
+def test_a_batch_without_weight_is_refused() -> None:
+    run = run_of(loss=lambda output, target: (F.mse_loss(output, target, reduction="sum"), 0.0))
+    with (
+        pytest.raises(RecipeError, match="add up to 0"),
+        Trainer(run, plan_of(run, "data=1"), LauncherSeat(World())) as trainer,
+    ):
+        next(iter(trainer))

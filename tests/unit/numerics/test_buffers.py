@@ -1,8 +1,10 @@
 """Buffers: every piece starts from the step's, and the mean is committed."""
 
+import pytest
 import torch
 from torch import nn
 
+from shoal.errors import RecipeError
 from shoal.numerics.buffers import PieceBuffers, means_of
 
 
@@ -71,3 +73,34 @@ def test_a_buffer_that_a_forward_replaces_is_seen() -> None:
     assert value == 1
     buffers.restore()
     assert model.count == 0
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angle", torch.zeros(2, dtype=torch.complex64))
+
+    def forward(self, step: complex) -> None:
+        self.angle += step
+
+
+def test_complex_buffers_keep_both_parts() -> None:
+    model = Turns()
+    buffers = PieceBuffers(model)
+    values = []
+    for step in (1 + 2j, 3 + 4j):
+        buffers.restore()
+        model(step)
+        values.append(buffers.end_piece())
+    sums = [a + b for a, b in zip(*values, strict=True)]
+    assert buffers.shapes() == [sums[0].shape]
+    buffers.commit(means_of(sums, [2.0]))
+    assert model.angle.tolist() == [2 + 3j, 2 + 3j]
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
+    model = norm()
+    buffers = PieceBuffers(model)
+    model.running_mean = torch.zeros(7)
+    with pytest.raises(RecipeError, match=r"running_mean of BatchNorm1d went from \(3,\)"):
+        buffers.end_piece()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shoal.comm.collectives import Group
+from shoal.errors import RecipeError
 from shoal.sync.state import load_replicated, replicated_state, whole
 
 
@@ -56,3 +57,27 @@ def test_a_whole_tensor_knows_its_place() -> None:
 
 def test_a_group_of_one_gathers_its_own() -> None:
     assert Group().gather_numbers([1.0, 2.0]) == [[1.0, 2.0]]
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps what it likes in its groups, and lists in its state, as some optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                kept = self.state[p].setdefault("kept", {"last": [], "place": (0, "a", None)})
+                kept["last"] = [*kept["last"], p.grad.clone()][-2:]
+                group["lr"] = 0.01 / group["seen"] + 1e-3 * len(kept["last"])
+        return super().step(closure)
+
+
+def test_groups_and_nested_state_are_carried() -> None:
+    test_a_round_trip_continues_with_the_same_bits(Remembers)
+
+
+def test_what_cannot_be_handed_over_is_refused_by_name() -> None:
+    model, optimizer = made(0, torch.optim.SGD)
+    optimizer.param_groups[0]["own"] = object()
+    with pytest.raises(RecipeError, match=r"SGD keeps a object in group\.0\.own"):
+        replicated_state(model, optimizer)
