@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 120
+STEPS = 220
 RECIPE = "recipes/charlm.py:small"
 SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
 
