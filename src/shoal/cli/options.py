@@ -1,16 +1,12 @@
 """Options that several verbs share, and what they mean."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from shoal.errors import UsageError
 from shoal.plan import Plan, describe
-
-Command = Callable[..., Any]
 
 
 def plan_help() -> str:
