@@ -21,7 +21,10 @@ import msgspec
 from bench import harness
 from bench.harness import Row
 
-BENCHES = ("overhead", "dp", "recovery", "startup")
+BENCHES = (
+    *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
+    *("recovery", "startup"),
+)
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"
 
@@ -30,7 +33,8 @@ def run_bench(name: str, quick: bool) -> list[Row]:
     """The rows of one bench; one that breaks is a row that was not measured."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", f"bench.{name}", "--rows", str(rows)]
+        module = f"bench.{name.replace('-', '_')}"
+        command = [sys.executable, "-m", module, "--rows", str(rows)]
         bench = subprocess.Popen(
             command + ["--quick"] * quick, cwd=harness.ROOT, env=harness.child_environment()
         )

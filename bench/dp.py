@@ -10,34 +10,21 @@ Two models: a GPT of 3.2 M parameters, where computing hides most of the traffic
 12.6 M on a batch of 8 a rank, where it cannot.
 """
 
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import timedelta
-from itertools import islice
-from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import harness
+from bench import harness, loops, ranks
 from bench.harness import Row
+from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.sources import tensors
-from shoal.mesh import LauncherSeat
-from shoal.metrics.meters import Totals
-from shoal.metrics.scribe import Scribe
-from shoal.run import Run, make_batches, resolve
-from shoal.training import Trainer
+from shoal.run import Run
 from shoal.world import World
 
 NUM_RANKS = 2
@@ -120,54 +107,15 @@ def _run(model: Callable[[], nn.Module], loss: Any, inputs: Tensor, target: Tens
 MODELS = {"gpt": gpt, "mlp": mlp}
 
 
-class PlainLoop:
+def plain(run: Run, world: World, bucket_mb: int | None) -> PlainLoop:
     """A hand-written loop over this rank's share, with or without DDP around the model."""
-
-    def __init__(self, run: Run, rank: int, bucket_mb: int | None):
-        self.batches, self.rank = make_batches(run, NUM_RANKS), rank
-        self.model = run.make_model()
-        if bucket_mb is not None:
-            self.model = DistributedDataParallel(
-                self.model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
-            )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-        self.loss_of, self.step, self.loss = run.loss, 0, 0.0
-
-    def chunk(self) -> float:
-        pieces = [self.batches.at(self.step + k).piece(self.rank) for k in range(CHUNK)]
-        dist.barrier()
-        started = perf_counter()
-        for piece in pieces:
-            self.optimizer.zero_grad()
-            loss = self.loss_of(self.model(piece.inputs), piece.target)
-            loss.backward()
-            self.optimizer.step()
-        dist.barrier()
-        seconds = perf_counter() - started
-        self.step, self.loss = self.step + CHUNK, loss.item()
-        return seconds / CHUNK
-
-
-class ShoalLoop:
-    """Shoal's trainer on the group that stands, with the hooks a rank of `shoal train` has."""
-
-    def __init__(self, run: Run, sums: str, world: World, stack: ExitStack):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        plan = resolve(run, f"data={NUM_RANKS} sums={sums}", NUM_RANKS)
-        self.trainer = Trainer(run, plan, LauncherSeat(world))
-        scribe = Scribe(folder / "metrics.jsonl", lambda: self.trainer.is_scribe)
-        self.trainer.hooks += [Totals().add, scribe]
-        stack.callback(scribe.close)
-        stack.enter_context(self.trainer)
-        self.steps, self.loss = iter(self.trainer), 0.0
-
-    def chunk(self) -> float:
-        dist.barrier()
-        started = perf_counter()
-        for info in islice(self.steps, CHUNK):
-            self.loss = info.loss
-        dist.barrier()
-        return (perf_counter() - started) / CHUNK
+    model = run.make_model()
+    if bucket_mb is not None:
+        model = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    return PlainLoop(run, model, optimizer, Share(world.rank, NUM_RANKS), CHUNK)
 
 
 class Times(msgspec.Struct):
@@ -177,95 +125,34 @@ class Times(msgspec.Struct):
     bucket_mb: int
 
 
-def measure_model(name: str, world: World, quick: bool) -> Times:
+def measure_model(world: World, name: str, length: str) -> Times:
     """Every rank must call it."""
-    run = MODELS[name]()
+    run, quick = MODELS[name](), length == "quick"
     with ExitStack() as stack:
-        loops = {mb: PlainLoop(run, world.rank, mb) for mb in BUCKETS_MB}
+        sizes = {str(mb): plain(run, world, mb) for mb in BUCKETS_MB}
         stack.enter_context(harness.quiet())
-        best = _best_bucket(loops, 4 if quick else 10)
-        del loops
+        best = int(loops.best_of(sizes, 4 if quick else 10))
+        del sizes
+
+        def shoal(sums: str) -> ShoalLoop:
+            return ShoalLoop(run, f"data={NUM_RANKS} sums={sums}", world, stack, CHUNK)
+
         arms: dict[str, PlainLoop | ShoalLoop] = {
-            "ddp": PlainLoop(run, world.rank, best),
-            "ring": ShoalLoop(run, "ring", world, stack),
-            "exact": ShoalLoop(run, "exact", world, stack),
-            "twins": PlainLoop(run, world.rank, None),
-            "again": PlainLoop(run, world.rank, best),
+            "ddp": plain(run, world, best),
+            "ring": shoal("ring"),
+            "exact": shoal("exact"),
+            "twins": plain(run, world, None),
+            "again": plain(run, world, best),
         }
         chunks = {arm: loop.chunk for arm, loop in arms.items()}
         seconds = harness.interleave(chunks, 8 if quick else 30, num_warm_up=2)
-        _check_alike({arm: arms[arm].loss for arm in ("ddp", "ring", "exact")})
+        loops.check_alike({arm: arms[arm].mean_loss() for arm in ("ddp", "ring", "exact")})
     return Times(seconds, best)
-
-
-def _best_bucket(loops: dict[int, PlainLoop], num_rounds: int) -> int:
-    """DDP's better bucket size here. Rank 0 decides for all."""
-    chunks = {str(mb): loop.chunk for mb, loop in loops.items()}
-    found = harness.interleave(chunks, num_rounds, num_warm_up=1)
-    best = min(loops, key=lambda mb: harness.spread(found[str(mb)]).median)
-    told = torch.tensor([best])
-    dist.broadcast(told, 0)
-    return int(told.item())
-
-
-def _check_alike(losses: dict[str, float]) -> None:
-    """Arms that train something else are no peers."""
-    summed = torch.tensor([losses["ddp"]])
-    dist.all_reduce(summed)  # DDP knows its own share's loss only
-    losses["ddp"] = summed.item() / NUM_RANKS
-    if max(losses.values()) - min(losses.values()) > 1e-3 * losses["ddp"]:
-        raise RuntimeError(
-            f"The arms ended with the losses {losses}. All must train the same; look at what "
-            "changed in the trainer."
-        )
-
-
-def rank_main(name: str, quick: bool, out: Path) -> None:
-    """One of the two processes."""
-    world = World.from_environment()
-    torch.set_num_threads(1)
-    harness.pin(world.rank)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    try:
-        times = measure_model(name, world, quick)
-        if world.rank == 0:
-            out.write_bytes(msgspec.json.encode(times))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(name: str, quick: bool, out: Path) -> Times:
-    """Start both ranks, wait, and read what rank 0 wrote; nothing is left behind."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bench.dp", name, "quick" if quick else "full", str(out)]
-    environment = harness.child_environment() | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-    }
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(NUM_RANKS)
-    ]
-    try:
-        codes = [rank.wait(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(codes):
-        raise RuntimeError(f"dp/{name}: the ranks ended with the codes {codes}; see above.")
-    return msgspec.json.decode(out.read_bytes(), type=Times)
 
 
 def measure(quick: bool) -> Iterator[Row]:
     for name in MODELS:
-        with tempfile.TemporaryDirectory() as folder:
-            times = run_ranks(name, quick, Path(folder) / "times.json")
+        times = ranks.start("dp", NUM_RANKS, Times, name, "quick" if quick else "full")
         for sums in FLOORS:
             yield _row(name, sums, times)
 
@@ -298,7 +185,7 @@ def _row(name: str, sums: str, times: Times) -> Row:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        rank_main(sys.argv[1], sys.argv[2] == "quick", Path(sys.argv[3]))
+    if ranks.is_rank():
+        ranks.serve(measure_model)
     else:
         harness.main(measure)

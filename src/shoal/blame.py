@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal.data.loader import Batches
 from shoal.errors import NotFinite
@@ -13,7 +14,8 @@ _NAMED = 20
 
 
 def weights_are_finite(model: nn.Module) -> bool:
-    return all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    held = (p._local_tensor if isinstance(p, DTensor) else p for p in model.parameters())
+    return all(bool(torch.isfinite(p).all()) for p in held)
 
 
 def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) -> NotFinite:

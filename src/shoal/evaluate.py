@@ -12,30 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.computing import Compute
 from shoal.data.loader import pieces_in_order
 from shoal.data.split import share
 from shoal.errors import RecipeError, UsageError
 from shoal.mesh import Mesh
-from shoal.numerics.precision import Precision
-from shoal.run import Run, call_model, objective
+from shoal.run import Run, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
 
 
-def measure(
-    run: Run, model: nn.Module, source: Any, mesh: Mesh, precision: Precision
-) -> dict[str, float]:
+def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss` and each of the run's metrics. Every rank must call it."""
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), run.collate, mesh.device)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
     names = ["loss", *run.metrics]
     table = torch.zeros(len(pieces), len(names), 2, dtype=torch.float64)
-    with evaluating(model):
-        for index in share(mesh.rank, mesh.num_ranks, len(pieces)):
+    own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
+    # Where replicas share parameters, all of them must run the model equally often.
+    num_turns = -(-len(pieces) // mesh.data.num_ranks) if compute.plan.zero == 3 else len(own)
+    with evaluating(compute.spread.model):
+        for turn in range(num_turns):
+            index = own[turn] if turn < len(own) else 0
             piece = pieces[index]
-            with precision.autocast(mesh.device.split(":")[0]):
-                output = call_model(model, piece.inputs)
+            output = compute.output(piece.inputs)
+            if output is None or turn >= len(own) or mesh.tensor.rank:
+                continue
+            with compute.arithmetic():
                 goal = objective(run, output, piece)
             loss, weight = goal.tensor.item(), float(goal.weight)
             table[index, 0, 0] = loss * weight if goal.is_mean else loss
@@ -43,9 +47,7 @@ def measure(
             for column, (name, metric) in enumerate(run.metrics.items(), start=1):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
-    if mesh.num_ranks > 1:
-        table = table.to(mesh.device)
-        mesh.data.all_reduce(table).wait()  # one contributor an entry: exact in any order
+    table = mesh.world.merge(table)
     sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in table.unbind(1)]
     if not all(weight for _, weight in sums):
         raise RecipeError("An evaluation's weights add up to 0: no sample of the source counts.")

@@ -1,38 +1,84 @@
 """The mesh: this rank's place along each axis, and the group to talk to there.
 
+Ranks are numbered with the tensor axis running fastest, then data, then pipeline, so that those
+who talk most sit next to each other.
+
 A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the
 group once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under
 the next generation. Forming has a deadline of its own, because left alone it can wait half an
 hour for a rank that never came.
 """
 
+import math
 import os
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
 from shoal.comm.store import client, come_together, form_group, leave_group
-from shoal.errors import GroupLost, UsageError
+from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.hooks import StepInfo
 from shoal.world import World
 
 FORM_TIMEOUT_S = 30.0
 
 
+class Axes(NamedTuple):
+    """The lengths of the axes within a replica; the data axis takes the rest of the ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
 class Mesh(NamedTuple):
     """Ranks that run one step together. Built anew for every generation."""
 
+    world: Group  # all of them
     data: Group
+    tensor: Group
+    pipeline: Group
     device: str
-    generation: int = 0
+
+    @classmethod
+    def form(cls, world: Group, axes: Axes, device: str) -> Self:
+        """Cut the world into lines along each axis. Every rank must call it."""
+        num_data = world.num_ranks // (axes.tensor * axes.pipeline)
+        if num_data * axes.tensor * axes.pipeline != world.num_ranks:
+            raise PlanError(
+                f"{world.num_ranks} ranks cannot be shared out to tensor={axes.tensor} x "
+                f"pipeline={axes.pipeline}. Ranks are data x tensor x pipeline."
+            )
+        shape = (axes.pipeline, num_data, axes.tensor)
+        pipeline, data, tensor = (_line(world, shape, axis) for axis in range(3))
+        return cls(world, data, tensor, pipeline, device)
 
     @property
     def rank(self) -> int:
-        return self.data.rank
+        return self.world.rank
 
     @property
     def num_ranks(self) -> int:
-        return self.data.num_ranks
+        return self.world.num_ranks
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a replica of the model takes more than one rank."""
+        return self.data is not self.world
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum({id(g): g.bytes_sent for g in self[:4]}.values())
+
+
+def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
+    """The ranks that differ from this one along one axis alone."""
+    if shape[axis] == world.num_ranks:
+        return world
+    if shape[axis] == 1:
+        return Group()
+    stride = math.prod(shape[axis + 1 :])
+    first = world.rank - world.rank // stride % shape[axis] * stride
+    return world.part([first + i * stride for i in range(shape[axis])])
 
 
 class Seat(Protocol):
@@ -41,9 +87,7 @@ class Seat(Protocol):
     `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed.
     """
 
-    recovers: bool  # whether a new generation can come after a loss
-
-    def form(self) -> Mesh: ...
+    def form(self, axes: Axes) -> Mesh: ...
     def reform(self, lost: GroupLost) -> Mesh:
         """The mesh of the next generation; raises `lost` if none comes."""
         ...
@@ -64,17 +108,15 @@ class Seat(Protocol):
 class LauncherSeat:
     """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
 
-    recovers = False
-
     def __init__(self, world: World):
         self.world = world
         self._form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
         self._owns_group = False
 
-    def form(self) -> Mesh:
+    def form(self, axes: Axes) -> Mesh:
         world = self.world
         if world.num_ranks == 1:
-            return Mesh(Group(), world.device)
+            return Mesh.form(Group(), axes, world.device)
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -85,7 +127,7 @@ class LauncherSeat:
             come_together(store, f"shoal/{restart}", world, self._form_timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))
             self._owns_group = True
-        return Mesh(Group(dist.group.WORLD), world.device)
+        return Mesh.form(Group(dist.group.WORLD), axes, world.device)
 
     def reform(self, lost: GroupLost) -> Mesh:
         raise lost

@@ -9,23 +9,14 @@ Not the place for rules that need the model (heads that a tensor axis must divid
 the module that cuts the model. Read `mesh` next, which turns a resolved plan into axes.
 """
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import msgspec
 
 from shoal.errors import PlanError, nearest
-from shoal.plan_fit import Counts, fit, refuse_pieces
+from shoal.plan_fit import Counts, fit
 from shoal.plan_keys import KEYS, NOT_YET, Value
-
-
-class Need(NamedTuple):
-    """When a key does something. `without` completes the sentence "... has no effect ..."."""
-
-    met: Callable[["Plan"], bool]
-    without: str
-    way_out: str
+from shoal.plan_rules import STAGES_OF, refuse_contradictions, refuse_without_effect
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -57,8 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
         for key in changed:
             canonical = _read(key, str(getattr(self, key)))
             msgspec.structs.force_setattr(self, key, canonical)
-        _refuse_without_effect(self, changed)
-        _refuse_contradictions(self)
+        refuse_without_effect(self, changed)
+        refuse_contradictions(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -80,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True):
                 )
             written[key] = _read(key, value)
         plan: Self = msgspec.convert(written, cls)
-        _refuse_without_effect(plan, written)
+        refuse_without_effect(plan, written)
         return plan
 
     def __str__(self) -> str:
@@ -112,6 +103,23 @@ class Plan(msgspec.Struct, frozen=True):
         return self.pieces
 
     @property
+    def counts(self) -> Counts:
+        """The keys that share out ranks and pieces."""
+        return Counts(
+            data=self.data,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            accumulate=self.accumulate,
+            microbatches=self.num_microbatches,
+            pieces=self.pieces,
+        )
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether numbers are added in the order of one process, and so have its bits."""
+        return self.sums == "exact" and self.tensor == 1 and self.zero < 3
+
+    @property
     def num_microbatches(self) -> int:
         """The pieces that are in one pipeline together; 1 without a pipeline."""
         if self.microbatches is not None:
@@ -123,7 +131,7 @@ class Plan(msgspec.Struct, frozen=True):
         """The stages of each pipeline rank."""
         if self.stages is not None:
             return self.stages
-        return _STAGES_OF[self.schedule][0]
+        return STAGES_OF[self.schedule][0]
 
     def refuse_missing(self) -> None:
         """Refuse a technique that the text knows and the package does not have yet."""
@@ -141,7 +149,7 @@ class Plan(msgspec.Struct, frozen=True):
         an automatic `data` is the largest count that fits the `cores` and divides the batch.
         """
         self.refuse_missing()
-        data, pieces = fit(_counts(self), ranks=ranks, cores=cores, batch_size=batch_size)
+        data, pieces = fit(self.counts, ranks=ranks, cores=cores, batch_size=batch_size)
         return msgspec.structs.replace(self, data=data, pieces=pieces)
 
 
@@ -151,17 +159,6 @@ def describe() -> list[tuple[str, str, str]]:
         (key, known.values, known.meaning + ("; only the default so far" if key in NOT_YET else ""))
         for key, known in KEYS.items()
     ]
-
-
-def _counts(plan: Plan) -> Counts:
-    return Counts(
-        data=plan.data,
-        tensor=plan.tensor,
-        pipeline=plan.pipeline,
-        accumulate=plan.accumulate,
-        microbatches=plan.num_microbatches,
-        pieces=plan.pieces,
-    )
 
 
 def _changed(plan: Plan) -> list[str]:
@@ -180,98 +177,3 @@ def _read(key: str, text: str) -> Value:
             f"{key}={text} is not possible. {key}, the {KEYS[key].meaning}, may be "
             f"{KEYS[key].values}."
         ) from None
-
-
-# ---- the rules between keys
-
-# How few and how many stages a rank may have under each schedule; the first is the default.
-_STAGES_OF: dict[str, tuple[int, float]] = {
-    "1f1b": (1, 1),
-    "gpipe": (1, 1),
-    "interleaved": (2, math.inf),
-    "zero-bubble": (1, math.inf),
-    "zbv": (2, 2),
-}
-
-_PIPELINE = Need(lambda plan: plan.pipeline > 1, "without a pipeline", "add pipeline=2 or more")
-_SERVER = Need(lambda plan: plan.sync == "server", "without servers", "add sync=server")
-
-# A key that is written, even with its default value, must do something.
-_NEEDS = {
-    "zero": Need(
-        lambda plan: plan.zero == 0 or plan.data != 1,
-        "with data=1: it shards over the data axis",
-        "use data=2 or more",
-    ),
-    "schedule": _PIPELINE,
-    "microbatches": _PIPELINE,
-    "stages": _PIPELINE,
-    "servers": _SERVER,
-    "staleness": _SERVER,
-    "copies": _SERVER,
-    "local_steps": Need(
-        lambda plan: (
-            plan.local_steps == 1
-            or plan.data != 1
-            or plan.outer != "average"
-            or plan.sync == "server"
-        ),
-        "with data=1: there is no other replica to average with",
-        "use data=2 or more",
-    ),
-    "outer": Need(
-        lambda plan: plan.local_steps > 1,
-        "with local_steps=1: replicas agree on every step",
-        "add local_steps=2 or more",
-    ),
-    "codec": Need(
-        lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
-        "with data=1: no gradient is sent",
-        "use data=2 or more",
-    ),
-}
-
-
-def _refuse_without_effect(plan: Plan, keys: Iterable[str]) -> None:
-    for key in keys:
-        need = _NEEDS.get(key)
-        if need is not None and not need.met(plan):
-            raise PlanError(
-                f"{key}={getattr(plan, key)} has no effect {need.without}. "
-                f"Leave {key} out, or {need.way_out}."
-            )
-
-
-def _refuse_contradictions(plan: Plan) -> None:
-    fewest, most = _STAGES_OF[plan.schedule]
-    if not fewest <= plan.num_stages <= most:
-        allowed = str(fewest) if fewest == most else f"{fewest} or more"
-        raise PlanError(
-            f"stages={plan.stages} does not go with schedule={plan.schedule}, which needs "
-            f"{allowed} on each rank. Leave stages out, or use another schedule."
-        )
-    if plan.copies > plan.servers:
-        raise PlanError(
-            f"copies={plan.copies} does not fit on servers={plan.servers}. Each copy of a shard "
-            f"lives on a server of its own. Use servers={plan.copies} or copies={plan.servers}."
-        )
-    if plan.local_steps > 1 and plan.precision == "fp16":
-        raise PlanError(
-            f"precision=fp16 does not go with local_steps={plan.local_steps}. The loss scale of "
-            f"fp16 is agreed on every step, and replicas agree only every {plan.local_steps} "
-            "steps. Use precision=bf16."
-        )
-    if plan.local_steps > 1 and plan.zero:
-        raise PlanError(
-            f"zero={plan.zero} does not go with local_steps={plan.local_steps}. Between two "
-            "averages the replicas differ, so none can hold a part of the others' state. "
-            "Leave one of them out."
-        )
-    if plan.pieces is not None:
-        refuse_pieces(_counts(plan), plan.pieces)
-        if plan.data is not None and plan.local_steps > 1 and plan.pieces % plan.data:
-            raise PlanError(
-                f"pieces={plan.pieces} is not a multiple of data={plan.data}. With "
-                f"local_steps={plan.local_steps} each replica trains alone and counts the same in "
-                "the average, so all need equally many pieces. Use a multiple of data."
-            )

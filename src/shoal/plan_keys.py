@@ -141,18 +141,10 @@ KEYS: dict[str, Key] = {
 # Keys whose default is all there is so far, with what another value would ask for. A technique that
 # gets built leaves this table.
 NOT_YET: dict[str, str] = {
-    "tensor": "layers cut over a tensor axis",
-    "pipeline": "a model cut into pipeline stages",
-    "zero": "state sharded over the data axis",
-    "schedule": "a pipeline schedule",
-    "microbatches": "pipeline microbatches",
-    "stages": "pipeline stages",
     "sync": "parameter servers",
     "servers": "parameter servers",
     "staleness": "parameter servers with bounded staleness",
     "copies": "replicated parameter servers",
     "outer": "an outer optimizer",
     "codec": "packed gradients",
-    "recompute": "recomputed activations",
-    "offload": "offloaded state",
 }

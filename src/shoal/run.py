@@ -39,6 +39,7 @@ class Run:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     save_every: int | None = None
     plan: str = ""
+    cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -122,10 +123,12 @@ class Run:
 def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     """The plan with every count fixed for this run, or an error that says what does not fit."""
     chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
-    if chosen.local_steps > 1 and run.end == "pad":
+    needs_all = "local_steps" if chosen.local_steps > 1 else "pipeline"
+    if run.end == "pad" and (chosen.local_steps > 1 or chosen.pipeline > 1 or chosen.zero == 3):
+        needs_all = "zero=3" if chosen.zero == 3 else needs_all
         raise PlanError(
-            "local_steps does not go with end='pad': the short batch at the end of an epoch may "
-            "leave a replica without samples. Use end='drop' or end='wrap'."
+            f"{needs_all} does not go with end='pad': the short batch at the end of an epoch may "
+            "leave a rank without samples. Use end='drop' or end='wrap'."
         )
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 

@@ -11,30 +11,30 @@ Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newc
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal import handover
 from shoal.blame import not_finite, weights_are_finite
-from shoal.data.loader import Batch, Piece
-from shoal.data.split import share
+from shoal.checkpoint.export import canonical_tensors, gather_tensors
+from shoal.computing import Compute
 from shoal.errors import GroupLost, PlanError, RecipeError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
-from shoal.mesh import Mesh, Seat
+from shoal.mesh import Axes, Mesh, Seat
 from shoal.metrics.meters import split_times
 from shoal.numerics import schedules
 from shoal.numerics.norms import clip_factor
-from shoal.numerics.precision import LossScale, Precision
-from shoal.numerics.randomness import PieceSeeds
+from shoal.numerics.offload import offload_state
+from shoal.numerics.precision import LossScale
+from shoal.parallel.apply import Spread
 from shoal.plan import Plan
-from shoal.run import Run, call_model, make_batches, objective
+from shoal.prepare import Prepared, prepare
+from shoal.run import Run, call_model, make_batches
 from shoal.sync.choose import strategy_for
 from shoal.sync.strategy import Agreed, Tally
 
@@ -48,15 +48,15 @@ class Trainer:
         plan: Plan,
         seat: Seat,
         *,
-        model: nn.Module | None = None,
+        prepared: Prepared | None = None,
         hooks: Sequence[Hook] = (),
     ):
         self.run, self.plan, self.seat = run, plan, seat
         self.hooks = list(hooks)
-        self.model = run.make_model() if model is None else model
+        self.prepared = prepare(run, plan) if prepared is None else prepared
+        self.model = self.prepared.model
         self.num_steps = run.num_steps()
         self.strategy = strategy_for(plan, self.num_steps)
-        self.precision = Precision(plan.precision)
         self.loss_scale = LossScale(plan.precision)
         self.schedule = run.make_schedule()
         self.step = 0
@@ -64,12 +64,11 @@ class Trainer:
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
         self.last_info: StepInfo | None = None
-        self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
 
     def __enter__(self) -> Self:
-        self.mesh = self.seat.form()
+        self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline))
         if self.mesh.num_ranks != self.plan.num_ranks:
             raise PlanError(
                 f"plan {str(self.plan) or 'data=1'!r} needs {self.plan.num_ranks} ranks; "
@@ -79,8 +78,14 @@ class Trainer:
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device)
         self.optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
-        self.seeds = PieceSeeds(self.model, self.run.seed, self.mesh.device)
-        self._arithmetic = partial(self.precision.autocast, self.mesh.device.split(":")[0])
+        if self.plan.offload == "optimizer":
+            offload_state(self.optimizer, self.mesh.device)
+        self.spread = Spread(
+            self.model, self.optimizer, self.plan, self.mesh, self.prepared.survey, call_model
+        )
+        seeds = self.prepared.seeds
+        seeds.use(self.mesh.device)
+        self.compute = Compute(self.run, self.plan, self.spread, seeds, self.loss_scale)
         self.model.train()
         try:
             self._settle(self.mesh)
@@ -95,7 +100,9 @@ class Trainer:
         trace: TracebackType | None,
     ) -> None:
         self.strategy.detach()
-        self.seeds.close()
+        if kind is None:
+            self.spread.close()
+        self.prepared.seeds.close()
         self.seat.close()
 
     def __iter__(self) -> Iterator[StepInfo]:
@@ -116,12 +123,20 @@ class Trainer:
         """Mean loss and metrics over a source, each sample once. Every rank must call it."""
         while self._num_heard == len(self.answers):
             try:
-                answer = measure(self.run, self.model, source, self.mesh, self.precision)
+                answer = measure(self.run, self.compute, source, self.mesh)
                 self.answers.append(answer)
             except GroupLost as lost:
                 self.regroup(lost)
         self._num_heard += 1
         return self.answers[self._num_heard - 1]
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """The model's state by name, on rank 0. Every rank must call it."""
+        if not self.mesh.is_cut and self.plan.zero < 3:
+            return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
+        names = set(self.model.state_dict())
+        held = {n: parts for n, parts in self.spread.held().items() if n in names}
+        return gather_tensors(self.mesh.world, held)
 
     def regroup(self, lost: GroupLost) -> None:
         """Form the group again without leaving the process; raises if no other group comes."""
@@ -137,8 +152,8 @@ class Trainer:
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
         self.mesh = mesh
-        self.pieces = share(mesh.rank, mesh.num_ranks, self.plan.num_pieces)
-        self.strategy.attach(self.model, self.optimizer, mesh)
+        self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
+        self.compute.settle(mesh, self.strategy)
         if handover.catch_up(self):
             self._unseen, self._num_heard = self.last_info, 0
         self.seat.formed(self.step)
@@ -147,16 +162,16 @@ class Trainer:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
         faultpoint("step.begin", self.step)
         started = perf_counter()
-        sent_before = self.mesh.data.bytes_sent
+        sent_before = self.mesh.bytes_sent
         batch = self.batches.at(self.step)
         tally = Tally(stop=self.seat.stop_requested())
-        data_s, first, last = 0.0, self.pieces.start, self.pieces.stop - 1
-        for index in self.pieces:
+        data_s, rounds = 0.0, self.compute.rounds
+        for number, indices in enumerate(rounds):
             asked = perf_counter()
-            piece = batch.piece(index)
+            pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
-            with self.strategy.microbatch(index == first, index == last):
-                self._forward_backward(piece, index, batch, tally)
+            with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
+                self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
@@ -189,28 +204,8 @@ class Trainer:
             float(self.optimizer.param_groups[0]["lr"]),
             None if agreed.norm is None else norm,
             times,
-            self.mesh.data.bytes_sent - sent_before,
+            self.mesh.bytes_sent - sent_before,
         )
-
-    def _forward_backward(self, piece: Piece, index: int, batch: Batch, tally: Tally) -> None:
-        if not piece.num_samples:  # of a short last batch
-            tally.losses.append(torch.zeros(()))
-            tally.weights.append(0.0)
-            return
-        self.seeds.enter(self.step, index)
-        with self._arithmetic():
-            goal = objective(self.run, call_model(self.model, piece.inputs), piece)
-        # Every piece's mean counts by its share of the batch; sums are divided once, at the end.
-        seed = self.loss_scale.value
-        if goal.is_mean:
-            seed *= piece.num_samples / batch.num_samples
-        kind = seed, goal.tensor.dtype
-        if kind not in self._starts:
-            self._starts[kind] = goal.tensor.new_tensor(seed)
-        goal.tensor.backward(self._starts[kind])
-        tally.losses.append(goal.tensor.detach())
-        tally.weights.append(goal.weight)
-        tally.is_mean = goal.is_mean
 
     def _update(self, agreed: Agreed, unit: float) -> float | None:
         """Step, and return the gradient's norm before clipping; None if all is not finite.

@@ -115,6 +115,12 @@ def test_a_kill_during_evaluation_is_repaired(start, rank: int) -> None:
     assert sum(answer is not None for answer in told) == NUM_STEPS // 5
 
 
+def test_an_operation_left_behind_does_not_hold_the_repair_up(start, undisturbed) -> None:
+    trained = start(recipe="dangling").wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+
+
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_kills_at_random_moments(start, undisturbed, num_kills: int) -> None:

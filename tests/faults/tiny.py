@@ -6,6 +6,7 @@ state does.
 
 import dataclasses
 import os
+import signal
 import time
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.errors import GroupLost
 
 NUM_SAMPLES = 120
 
@@ -54,6 +56,30 @@ def raises(pause: float = 0.002, at_id: int = 5) -> shoal.Run:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if (target == at_id / NUM_SAMPLES).any():
             raise ValueError(f"sample {at_id} is broken")
+        return slow_loss(output, target, pause)
+
+    return run_of(pause, loss=loss)
+
+
+_KEPT: list[object] = []
+
+
+def dangling(pause: float = 0.002) -> shoal.Run:
+    """Two survivors of a death each leave an operation behind that nobody waits for.
+
+    One keeps it, and with it the connection; the other's is let go of after the repair.
+    """
+    calls = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 20 and torch.distributed.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == 20:
+            work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+            if torch.distributed.get_rank() == 1:
+                _KEPT.append(work)
+            raise GroupLost("a rank was killed")
         return slow_loss(output, target, pause)
 
     return run_of(pause, loss=loss)

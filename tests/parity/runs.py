@@ -8,44 +8,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.errors import GroupLost
-from shoal.hooks import StepInfo
-from shoal.mesh import Mesh
+from shoal.mesh import LauncherSeat, Mesh
 from shoal.numerics import schedules
 from shoal.run import resolve
 from shoal.training import Trainer
+from shoal.world import World
 
 NUM_SAMPLES = 50
 
 
-class GivenSeat:
+class GivenSeat(LauncherSeat):
     """A seat in a group that stands already and is not ours to leave."""
 
-    recovers = False
-
     def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-
-    def form(self) -> Mesh:
-        return self.mesh
-
-    def reform(self, lost: GroupLost) -> Mesh:
-        raise lost
-
-    def formed(self, step: int) -> None:
-        """Nobody keeps account."""
-
-    def stepped(self, info: StepInfo) -> None:
-        """Nobody watches."""
-
-    def stop_requested(self) -> bool:
-        return False
-
-    def finish(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """The pool leaves the group."""
+        super().__init__(World(mesh.rank, mesh.num_ranks, mesh.rank, mesh.num_ranks, "pool"))
 
 
 class Recurrent(nn.Module):

@@ -17,7 +17,8 @@ from shoal.comm.tree import Block, blocks_of, fold
 from shoal.data.split import share
 from shoal.errors import FormError, GroupLost
 from shoal.mesh import Mesh
-from shoal.sync.state import share_bytes, share_state, whole
+from shoal.parallel.layout import whole
+from shoal.sync.state import share_bytes, share_state
 from shoal.testing.ranks import Pool
 from shoal.world import World
 
@@ -94,14 +95,14 @@ def test_collectives(pool: Pool) -> None:
 
 def shares_state(mesh: Mesh) -> dict[str, Any]:
     own = {
-        "model.a": whole(torch.full((2, 3), float(mesh.rank))),
-        "optimizer.a.step": whole(torch.tensor(mesh.rank)),
-        "number.x": whole(torch.tensor([mesh.rank], dtype=torch.uint8)),
-        "half": whole(torch.full((3,), mesh.rank, dtype=torch.bfloat16)),
+        "model.a": [whole(torch.full((2, 3), float(mesh.rank)))],
+        "optimizer.a.step": [whole(torch.tensor(mesh.rank))],
+        "number.x": [whole(torch.tensor([mesh.rank], dtype=torch.uint8))],
+        "half": [whole(torch.full((3,), mesh.rank, dtype=torch.bfloat16))],
     }
     got = share_state(mesh.data, 1, own)
     content = share_bytes(mesh.data, 2, f"from {mesh.rank}".encode() * (mesh.rank + 1))
-    return {"state": {name: part.tensor for name, part in got.items()}, "bytes": content}
+    return {"state": {name: part.tensor for name, (part,) in got.items()}, "bytes": content}
 
 
 def test_a_state_goes_from_one_rank_to_all(pool: Pool) -> None:

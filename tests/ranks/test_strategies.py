@@ -4,6 +4,7 @@ import pytest
 
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.local import LocalSGD
+from shoal.sync.sharded import Sharded
 from shoal.testing.conformance import NUM_STEPS, StrategyConformance
 
 
@@ -19,6 +20,14 @@ def local(num_pieces: int) -> LocalSGD:
     return LocalSGD(num_pieces, local_steps=2, num_steps=NUM_STEPS)
 
 
+def zero_1(num_pieces: int) -> Sharded:
+    return Sharded(num_pieces, scatter_each=False)
+
+
+def zero_2(num_pieces: int) -> Sharded:
+    return Sharded(num_pieces, scatter_each=True)
+
+
 class TestAllReduce(StrategyConformance):
     @pytest.fixture
     def factory(self):
@@ -31,6 +40,23 @@ class TestRing(StrategyConformance):
     @pytest.fixture
     def factory(self):
         return ring
+
+
+class TestZero1(StrategyConformance):
+    holds_all = False
+
+    @pytest.fixture
+    def factory(self):
+        return zero_1
+
+
+class TestZero2(StrategyConformance):
+    holds_all = False
+    parity = "close"  # with accumulation its sums are taken round by round
+
+    @pytest.fixture
+    def factory(self):
+        return zero_2
 
 
 class TestLocalSGD(StrategyConformance):

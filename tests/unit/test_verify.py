@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal import reference, verify
+from shoal import reference
 from shoal.cli.verify import in_words
+from shoal.compare import Divergence, Verdict, compare, path_of
 from shoal.errors import RecipeError
 from shoal.run import Run, resolve
-from shoal.verify import Divergence, Verdict, compare
 
 NUM_STEPS = 3
 Content = dict[str, Tensor]
@@ -50,6 +50,18 @@ def small_run() -> Run:
     )
 
 
+def placed(content: Content) -> Content:
+    """The content with the place of each tensor in its name: all of them are whole."""
+    written = {}
+    for key, tensor in content.items():
+        kind, _, name = key.partition("/")
+        if name:
+            kind = "gradient" if kind == "gradient" else "held"
+            key = f"{kind}/{name}/{','.join('0' * tensor.dim())}"
+        written[key] = tensor
+    return written
+
+
 def judge(
     directory: Path,
     change: Change = lambda content: None,
@@ -67,12 +79,13 @@ def judge(
             speaks = at % resolved.local_steps == 0 or at == NUM_STEPS
             content = {"loss": torch.tensor([own.loss], dtype=torch.float64)}
             content["bytes_sent"] = torch.tensor([100 if speaks else 0])
+            content["stepped"] = torch.tensor([31])
             content |= {f"weight/{name}": t.detach().clone() for name, t in own.weights.items()}
             content |= {f"gradient/{name}": t.clone() for name, t in own.gradients.items()}
             content |= {f"buffer/{name}": t.clone() for name, t in own.buffers.items()}
             if (at, who) == (step, rank):
                 change(content)
-            save_file(content, verify._path(directory, at, who))
+            save_file(placed(content), path_of(directory, at, who))
     return compare(run, resolved, directory)
 
 
@@ -170,9 +183,9 @@ def test_an_element_whose_gradient_is_the_same_is_judged(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("plan", "step", "num_bytes", "words"),
     [
-        ("data=2", 2, 0, "at step 2 a rank sent 0 bytes, where the plan says that replicas agree"),
-        ("data=2 local_steps=2", 1, 50, "at step 1 a rank sent 50 bytes"),
-        ("data=2 local_steps=2", 3, 0, "at step 3 a rank sent 0 bytes"),
+        ("data=2", 2, 0, "at step 2 rank 1 sent 0 bytes in a step in which replicas agree"),
+        ("data=2 local_steps=2", 1, 50, "at step 1 rank 1 sent 50 bytes"),
+        ("data=2 local_steps=2", 3, 0, "at step 3 rank 1 sent 0 bytes"),
     ],
 )
 def test_bytes_must_move_as_the_plan_says(
@@ -204,7 +217,7 @@ def test_a_divergence_in_words() -> None:
 
 def test_the_words_of_a_verdict_name_plan_and_tolerance() -> None:
     first = Divergence(1, 0, "loss", "", 1.0)
-    verdict = Verdict(1e-4, 1, False, {"loss": 1.0}, first=first, plan="data=2 pieces=2")
+    verdict = Verdict(1e-4, 1e-4, 1, False, {"loss": 1.0}, first=first, plan="data=2 pieces=2")
     words: Any = in_words(verdict, "a.py:b")
     assert "a.py:b under 'data=2 pieces=2' against one process, 1 steps" in words
     assert "DIFFERENT (tolerance 0.0001): first at step 1, rank 0" in words

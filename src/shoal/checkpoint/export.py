@@ -1,13 +1,21 @@
 """The finished model as one safetensors file, with canonical names and no metadata.
 
-Equal weights give equal bytes, so two runs can be compared with `cmp`.
+Equal weights give equal bytes, so two runs can be compared with `cmp`. Where ranks hold parts,
+each sends what no lower rank holds to the one that writes.
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from shoal.comm.collectives import Group
+from shoal.parallel.layout import Block, Slice
+from shoal.sync.state import share_bytes
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -23,8 +31,57 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
     return kept
 
 
-def write_model(model: nn.Module, path: Path) -> None:
+class _Part(msgspec.Struct, frozen=True):
+    """What a rank holds of a tensor."""
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def gather_tensors(world: Group, held: Mapping[str, Sequence[Slice]]) -> dict[str, Tensor]:
+    """All tensors whole, on rank 0; nothing on the others. Every rank must call it."""
+    own = {
+        _Part(
+            name,
+            str(s.tensor.dtype).removeprefix("torch."),
+            s.global_shape,
+            s.offset,
+            tuple(s.tensor.shape),
+        ): s.tensor
+        for name, slices in held.items()
+        for s in slices
+    }
+    listed = [
+        msgspec.msgpack.decode(
+            share_bytes(world, rank, msgspec.msgpack.encode(list(own))), type=list[_Part]
+        )
+        for rank in range(world.num_ranks)
+    ]
+    whole: dict[str, Tensor] = {}
+    known: set[_Part] = set()
+    for rank, parts in enumerate(listed):
+        for part in parts:
+            if part in known:
+                continue
+            known.add(part)
+            if world.rank == 0:
+                values = own.get(part)
+                if values is None:
+                    values = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+                    world.receive(values, rank)
+                if part.name not in whole:
+                    whole[part.name] = torch.empty(part.whole, dtype=values.dtype)
+                Block(part.offset, part.shape).of(whole[part.name]).copy_(values)
+            elif world.rank == rank:
+                world.send(own[part].contiguous(), 0)
+    return whole
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write the file whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    save_file(canonical_tensors(model), partial)
+    save_file(dict(tensors), partial)
     os.replace(partial, path)

@@ -87,10 +87,13 @@ def in_words(verdict: Any, recipe: str) -> str:
             f"  {verdict.num_noise} of {verdict.num_elements} weights are not judged: their "
             "gradient fell below 1e-7 of the norm"
         )
+    tolerance = f"{verdict.tolerance:g}"
+    if verdict.tolerance_of_weights != verdict.tolerance:
+        tolerance += f", of {verdict.tolerance_of_weights:g} for weights"
     if verdict.passed:
-        lines.append(f"SAME within the tolerance of {verdict.tolerance:g}.")
+        lines.append(f"SAME within the tolerance of {tolerance}.")
     elif verdict.first is not None:
-        lines.append(f"DIFFERENT (tolerance {verdict.tolerance:g}): first at {verdict.first}.")
+        lines.append(f"DIFFERENT (tolerance {tolerance}): first at {verdict.first}.")
     if verdict.complaint:
         lines.append(f"NOT AS PLANNED: {verdict.complaint}.")
     return "\n".join(lines)

@@ -12,16 +12,22 @@ Not for one process: there is nothing to send. Cost: one copy of the gradients, 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
 
 BUCKET_BYTES = 4 << 20
+
+
+def deal(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+    """Deal parameters to buckets, those of one type and device together."""
+    return layout([(p.nbytes, (p.dtype, p.device)) for p in parameters], bucket_bytes)
 
 
 def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
@@ -39,25 +45,46 @@ def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[
 
 
 class Bucket:
-    """Some parameters and a flat buffer with a row for each block of this rank's pieces."""
+    """Some parameters and a flat buffer with a row for each block of this rank's pieces.
 
-    def __init__(self, indices: list[int], parameters: Sequence[nn.Parameter], num_rows: int):
-        self.indices = indices
-        first = parameters[indices[0]]
-        lengths = [parameters[i].numel() for i in indices]
+    `starts` says where each parameter stands in a row, and how long a row is; one after another if
+    it is left out. The buffer is made when it is first filled and stays until `close`.
+    """
+
+    def __init__(
+        self,
+        indices: list[int],
+        parameters: Sequence[nn.Parameter],
+        num_rows: int,
+        starts: Sequence[int] | None = None,
+    ):
+        self.indices, self._num_rows = indices, num_rows
+        self._parameters = [parameters[i] for i in indices]
+        self._starts = starts or [0, *accumulate(p.numel() for p in self._parameters)]
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the buffer."""
+        self.rows: list[Tensor] = []
+        self.views: list[list[Tensor]] = []
+
+    def _open(self) -> None:
+        first = self._parameters[0]
         self.rows = list(
-            torch.zeros(num_rows, sum(lengths), dtype=first.dtype, device=first.device)
+            torch.zeros(self._num_rows, self._starts[-1], dtype=first.dtype, device=first.device)
         )
         self.views = [
             [
-                part.view(parameters[i].shape)
-                for i, part in zip(indices, row.split(lengths), strict=True)
+                row[start : start + p.numel()].view(p.shape)
+                for start, p in zip(self._starts, self._parameters, strict=False)
             ]
             for row in self.rows
         ]
 
     def fill(self, row: int, values: Values) -> None:
         """Copy a row in; what no piece touched is zero."""
+        if not self.rows:
+            self._open()
         views, present = self._present(row, values)
         if len(present) < len(self.indices):
             self.rows[row].zero_()
@@ -84,41 +111,46 @@ class Bucket:
 class LoneBucket(Bucket):
     """One large parameter with one row: its gradient is sent from where autograd put it."""
 
-    def __init__(self, index: int, parameter: nn.Parameter):
-        self.indices, self._parameter = [index], parameter
-        self.rows, self.views = [], []
-
     def fill(self, row: int, values: Values) -> None:
         gradient = values[self.indices[0]]
         if gradient is None:
-            gradient = torch.zeros_like(self._parameter)
+            gradient = torch.zeros_like(self._parameters[0])
         self.views = [[gradient.contiguous()]]
         self.rows = [self.views[0][0].view(-1)]
 
 
 def make_bucket(indices: list[int], parameters: Sequence[nn.Parameter], num_rows: int) -> Bucket:
     if len(indices) == num_rows == 1:
-        return LoneBucket(indices[0], parameters[indices[0]])
+        return LoneBucket(indices, parameters, num_rows)
     return Bucket(indices, parameters, num_rows)
 
 
-class Buckets:
+class UnderWay(Protocol):
+    """What `start` returns: messages that are being sent."""
+
+    def drain(self) -> None:
+        """Wait until nothing touches the bucket any more, whatever the outcome."""
+        ...
+
+
+Sent = TypeVar("Sent", bound=UnderWay)
+
+
+class Buckets(Generic[Sent]):
     """The buckets of a parameter list and the hooks that send them.
 
     Order of calls in a step: `begin`; `arm` before the last piece's backward; `send_rest` after it.
-    `start` is given the rows of a bucket, must not block, and is called once a bucket, in order.
+    `start` is given a bucket, and is called once for each, in order, with its rows filled.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
         num_rows: int,
-        start: Callable[[Sequence[Tensor]], Reduction],
-        bucket_bytes: int = BUCKET_BYTES,
+        start: Callable[[Bucket], Sent],
     ):
-        self.parameters = parameters
-        sizes = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
-        self.buckets = [make_bucket(i, parameters, num_rows) for i in layout(sizes, bucket_bytes)]
+        self.parameters, self.buckets = parameters, buckets
         self._start, self._num_rows = start, num_rows
         self._bucket_of = {i: k for k, b in enumerate(self.buckets) for i in b.indices}
         self.hooks: list[RemovableHandle] = [
@@ -130,24 +162,31 @@ class Buckets:
     def begin(self) -> None:
         """Forget the step before."""
         self.armed = False
-        self.reductions: list[Reduction] = []
+        self.sent: list[Sent] = []
         self._missing = [len(b.indices) for b in self.buckets]
         self._arrived: set[int] = set()
         self.touched = [False] * len(self.parameters)
 
-    def arm(self, pieces: PieceSum | None) -> None:
-        """The next backward is this rank's last: send each bucket as soon as it is full."""
-        self.armed = True
+    def arm(self, pieces: PieceSum | None, early: bool = True) -> None:
+        """What comes next is this rank's last: with `early`, one backward pass, during which each
+        bucket is sent as soon as it is full."""
+        self.armed = early
         self._pieces = pieces
 
     def send_rest(self) -> None:
         """Send what the hooks did not: buckets with unused parameters, or no backward at all."""
-        while len(self.reductions) < len(self.buckets):
+        while len(self.sent) < len(self.buckets):
             self._send()
 
+    def hand_out(self, touched: Sequence[bool]) -> None:
+        """Make the sums the gradients; as in a plain loop, what no piece touched has none."""
+        for bucket in self.buckets:
+            for i, view in zip(bucket.indices, bucket.views[0], strict=True):
+                self.parameters[i].grad = view if touched[i] else None
+
     def drain(self) -> None:
-        for reduction in self.reductions:
-            reduction.drain()
+        for sent in self.sent:
+            sent.drain()
 
     def _arrived_hook(self, index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
@@ -159,7 +198,7 @@ class Buckets:
     def _count(self, index: int) -> None:
         bucket = self._bucket_of[index]
         if index in self._arrived:
-            if bucket < len(self.reductions):
+            if bucket < len(self.sent):
                 raise RecipeError(
                     "A gradient arrived twice in one piece, after it had been sent. A loss must "
                     "run one backward pass; use non-reentrant checkpointing "
@@ -169,11 +208,11 @@ class Buckets:
         self._arrived.add(index)
         self._missing[bucket] -= 1
         # Strictly in index order, whatever arrives first.
-        while len(self.reductions) < len(self.buckets) and not self._missing[len(self.reductions)]:
+        while len(self.sent) < len(self.buckets) and not self._missing[len(self.sent)]:
             self._send()
 
     def _send(self) -> None:
-        bucket = self.buckets[len(self.reductions)]
+        bucket = self.buckets[len(self.sent)]
         gradients: Values = [None] * len(self.parameters)
         for i in bucket.indices:
             gradients[i] = _dense(self.parameters[i].grad)
@@ -189,7 +228,8 @@ class Buckets:
                 bucket.add(last, values)
         for i in bucket.indices:
             self.touched[i] = gradients[i] is not None or any(v[i] is not None for v in earlier)
-        self.reductions.append(self._start(bucket.rows))
+            self.parameters[i].grad = None  # the bucket has it now
+        self.sent.append(self._start(bucket))
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

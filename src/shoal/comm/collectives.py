@@ -9,12 +9,16 @@ Every method must be called by all ranks of the group, in the same order.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import GroupLost
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
@@ -31,6 +35,9 @@ class Pending:
 
     def __init__(self, works: Sequence[dist.Work]):
         self._works = works
+
+    def __add__(self, other: "Pending") -> "Pending":
+        return Pending([*self._works, *other._works])
 
     def wait(self) -> None:
         with loss_of_group("waiting for a collective"):
@@ -55,8 +62,22 @@ class Group:
         self.num_ranks = dist.get_world_size(group) if group else 1
         self.bytes_sent = 0
 
+    def part(self, ranks: Sequence[int]) -> "Group":
+        """A group of some of these ranks, this one among them. All of those must call it."""
+        ranks_of_world = dist.get_process_group_ranks(self.handle)
+        with loss_of_group(f"forming the group of ranks {ranks}"):
+            return Group(
+                dist.new_group(
+                    [ranks_of_world[rank] for rank in ranks],
+                    timeout=COLLECTIVE_TIMEOUT,
+                    use_local_synchronization=True,
+                )
+            )
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Sum in place, in whatever order is fastest."""
+        if self.num_ranks == 1:
+            return Pending([])
         share = 2 * (self.num_ranks - 1) / self.num_ranks
         self.bytes_sent += int(tensor.nbytes * share)
         with loss_of_group("starting an all-reduce"):
@@ -66,6 +87,9 @@ class Group:
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]
     ) -> Pending:
         """Send `lengths[r]` elements to each rank r, receive `out_lengths[r]` from it."""
+        if self.num_ranks == 1:
+            out.copy_(tensor)
+            return Pending([])
         self.bytes_sent += (sum(lengths) - lengths[self.rank]) * tensor.element_size()
         with loss_of_group("starting an all-to-all"):
             work = dist.all_to_all_single(
@@ -78,12 +102,16 @@ class Group:
 
         One broadcast a shard: with Gloo faster than its all-gather, and in place.
         """
+        if self.num_ranks == 1:
+            return Pending([])
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
         with loss_of_group("starting to gather shards"):
             return Pending([self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()])
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy the source's tensor to all; returns when it has arrived."""
+        if self.num_ranks == 1:
+            return
         if self.rank == source:
             self.bytes_sent += tensor.nbytes * (self.num_ranks - 1)
         with loss_of_group(f"copying from rank {source}"):
@@ -92,19 +120,42 @@ class Group:
             if there is not tensor:
                 tensor.copy_(there)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Hand a tensor to one rank, which must call `receive`."""
+        self.bytes_sent += tensor.nbytes
+        with loss_of_group(f"sending to rank {to}"):
+            dist.send(tensor.to(self._device), group_dst=to, group=self.handle)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        with loss_of_group(f"receiving from rank {source}"):
+            there = tensor.to(self._device)
+            dist.recv(there, group_src=source, group=self.handle)
+            if there is not tensor:
+                tensor.copy_(there)
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers, by rank."""
         table = torch.zeros(self.num_ranks, len(numbers), dtype=torch.float64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
-        if self.num_ranks > 1:
-            table = table.to(self._device)
-            self.all_reduce(table).wait()  # one contributor an entry: exact in any order
-        rows: list[list[float]] = table.tolist()
+        rows: list[list[float]] = self.merge(table).tolist()
         return rows
+
+    def merge(self, table: Tensor) -> Tensor:
+        """Sum of tables in which each entry has one contributor: exact in any order."""
+        if self.num_ranks == 1:
+            return table
+        table = table.to(self._device)
+        self.all_reduce(table).wait()
+        return table
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         work: dist.Work = dist.broadcast(tensor, group_src=source, group=self.handle, async_op=True)
         return work
+
+    def device_mesh(self, device: str) -> DeviceMesh:
+        """The same ranks as PyTorch's sharding knows them."""
+        assert self.handle is not None
+        return DeviceMesh.from_group(self.handle, device.split(":")[0])
 
     @property
     def _device(self) -> str:

@@ -10,6 +10,7 @@ Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,19 +55,20 @@ class Reduction:
         self.pending.drain()
 
 
-class ShardedReduction(Reduction):
-    """Shards of all rows to their ranks, folded there, and the sums back to all."""
+class Scatter:
+    """Every rank gets its shard of the rows of all, to add them up in the tree's order.
 
-    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
+    `cuts` are where the shards begin, and the end. Held until `fold`: as many elements as a row has
+    for each row that a rank brings.
+    """
+
+    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor], cuts: Sequence[int]):
         group = tree.group
-        length, num_ranks = rows[0].numel(), group.num_ranks
-        cuts = [length * rank // num_ranks for rank in range(num_ranks + 1)]
-        lengths = [cuts[rank + 1] - cuts[rank] for rank in range(num_ranks)]
-        own = lengths[group.rank]
-        self.tree, self.shards = tree, list(rows[0].split(lengths))
+        lengths = [stop - start for start, stop in pairwise(cuts)]
+        own, num_ranks = lengths[group.rank], group.num_ranks
+        self.tree, self.none = tree, rows[0].new_empty(0)
         self.received: dict[Block, Tensor] = {}
         self.arrivals: list[Pending] = []
-        none = rows[0].new_empty(0)
         for k in range(max(len(blocks) for blocks in tree.blocks)):
             senders = [r for r in range(num_ranks) if k < len(tree.blocks[r])]
             out = rows[0].new_empty(own * len(senders))
@@ -75,26 +77,45 @@ class ShardedReduction(Reduction):
             self.arrivals.append(
                 group.all_to_all(
                     out,
-                    rows[k] if sends else none,
+                    rows[k] if sends else self.none,
                     out_lengths,
                     lengths if sends else [0] * num_ranks,
                 )
             )
             for sender, part in zip(senders, out.split(own) if own else (), strict=False):
                 self.received[tree.blocks[sender][k]] = part
-        self.result = rows[0]
 
-    def fold(self) -> None:
+    def fold(self) -> Tensor:
+        """The sum of this rank's shard; may write into what arrived."""
         for arrival in self.arrivals:
             arrival.wait()
-        group = self.tree.group
-        if self.received:
-            root = fold(self.received, self.tree.num_pieces, torch.add)
-            self.shards[group.rank].copy_(root)
-        self.pending = group.gather_shards(self.shards)
+        if not self.received:
+            self.arrivals = []
+            return self.none
+        root = fold(self.received, self.tree.num_pieces, torch.add)
+        self.received, self.arrivals = {}, []
+        return root
 
     def drain(self) -> None:
         for arrival in self.arrivals:
             arrival.drain()
-        if hasattr(self, "pending"):
-            self.pending.drain()
+
+
+class ShardedReduction(Reduction):
+    """Shards of all rows to their ranks, folded there, and the sums back to all."""
+
+    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
+        super().__init__(rows[0], Pending([]))
+        length, num_ranks = rows[0].numel(), tree.group.num_ranks
+        self.cuts = [length * rank // num_ranks for rank in range(num_ranks + 1)]
+        self.scatter = Scatter(tree, rows, self.cuts)
+
+    def fold(self) -> None:
+        group = self.scatter.tree.group
+        shards = [self.result[start:stop] for start, stop in pairwise(self.cuts)]
+        shards[group.rank].copy_(self.scatter.fold())
+        self.pending = group.gather_shards(shards)
+
+    def drain(self) -> None:
+        self.scatter.drain()
+        self.pending.drain()

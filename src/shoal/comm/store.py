@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shoal.comm.collectives import COLLECTIVE_TIMEOUT
 from shoal.errors import FormError, GroupLost
 from shoal.world import World
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def listen(host: str = "127.0.0.1") -> tuple[dist.TCPStore, int]:

@@ -36,7 +36,7 @@ from shoal.elastic.messages import (
 from shoal.errors import FormError, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.mesh import Mesh
+from shoal.mesh import Axes, Mesh
 from shoal.plan import Plan
 from shoal.world import World
 
@@ -72,12 +72,16 @@ class SupervisedSeat:
         )
         self._thread.start()
 
-    def form(self) -> Mesh:
+    def form(self, axes: Axes) -> Mesh:
+        self._axes = axes
         self._say(Ready(os.getpid(), self.recovers))
         return self._take_place(None)
 
     def reform(self, lost: GroupLost) -> Mesh:
         self._say(Lost(self.generation, self.step, str(lost)))
+        # An operation nobody waits for any more may still be under way between two survivors, and
+        # the old group cannot be let go of before it has ended.
+        shut_down(self._own)
         if not self.recovers:  # the supervisor finds who died, and ends the run
             with self._changed:
                 if self._changed.wait_for(lambda: self._leave, self._patience_s):
@@ -155,7 +159,7 @@ class SupervisedSeat:
     def _form(self, place: TakeSeat) -> Mesh:
         world = World(place.seat, place.num_seats, place.seat, place.num_seats, "shoal")
         if place.num_seats == 1:
-            return Mesh(Group(), world.device, place.generation)
+            return Mesh.form(Group(), self._axes, world.device)
         import torch.distributed as dist
 
         faultpoint("seat.forming", self.step)
@@ -165,10 +169,11 @@ class SupervisedSeat:
             store = client(place.store_host, place.store_port, timeout_s=4.0)
             timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             form_group(store, f"generation/{place.generation}", world, timeout)
+            mesh = Mesh.form(Group(dist.group.WORLD), self._axes, world.device)
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None
-        return Mesh(Group(dist.group.WORLD), world.device, place.generation)
+        return mesh
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation
@@ -241,4 +246,4 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
 
 def can_recover(plan: Plan) -> bool:
     """Whether a lost rank's state is held by another."""
-    return plan.local_steps == 1
+    return plan.local_steps == 1 and not plan.zero and plan.tensor == plan.pipeline == 1

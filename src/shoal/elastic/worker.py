@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal import faults, logs
-from shoal.checkpoint.export import write_model
+from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
@@ -26,7 +26,8 @@ from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
-from shoal.run import Run, make_batches, resolve
+from shoal.prepare import prepare
+from shoal.run import Run, resolve
 from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
@@ -44,8 +45,8 @@ def prepare_training(
     """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main."""
     resolved = resolve(run, plan, ranks)
     os.environ.update(environment_for(resolved.precision))
-    make_batches(run, resolved.num_pieces)  # says what is wrong with the data
-    model = run.make_model()
+    prepared = prepare(run, resolved)
+    model = prepared.model
     _warm_up(run, model)
     facts = {
         "plan": str(resolved),
@@ -59,7 +60,7 @@ def prepare_training(
 
     def rank_main(birth: Birth) -> int:
         def train(seat: SupervisedSeat) -> None:
-            trainer = Trainer(run, resolved, seat, model=model)
+            trainer = Trainer(run, resolved, seat, prepared=prepared)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
         return under_seat(birth, resolved, train)
@@ -142,8 +143,10 @@ def _train(
     scribe = Scribe(run_dir / "metrics.jsonl", lambda: trainer.is_scribe, sinks)
 
     def keep_model(info: StepInfo) -> None:
-        if info.step == trainer.num_steps and trainer.mesh.rank == 0:
-            write_model(trainer.model, run_dir / "model.safetensors")
+        if info.step == trainer.num_steps:
+            tensors = trainer.whole_model()
+            if trainer.mesh.rank == 0:
+                write_tensors(tensors, run_dir / "model.safetensors")
 
     seat.summarise = lambda: {**_summary(totals), "stopped": trainer.step < trainer.num_steps}
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None

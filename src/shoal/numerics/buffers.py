@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.errors import RecipeError
 
@@ -93,8 +94,13 @@ class PieceBuffers:
         return id(value), value._version
 
     def _put(self, i: int, value: Tensor) -> None:
+        place = self._value(i)
+        if isinstance(self._places[i][0], _NormBase):
+            # Another piece's backward may still be to come. Its kernel does not read the
+            # statistics in training, and writes them without telling autograd itself.
+            place = place.data
         with torch.no_grad():
-            self._value(i).copy_(value)
+            place.copy_(value)
         self._versions[i] = self._mark(i)
 
 

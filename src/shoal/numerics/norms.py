@@ -1,10 +1,11 @@
 """The norm of a gradient, in a form that any split of the parameters can compute alike.
 
-Norms of fixed blocks of 1,024 elements, counted from each parameter's start, are taken first and
-then the norm of those. Whoever holds some of the blocks can contribute them, so a sharded plan
-clips by the same number, bit for bit, as one process.
+Norms of fixed blocks of 1,024 elements, counted from each parameter's start, are taken first, and
+their squares are added without rounding. So neither the order of the blocks matters nor who holds
+them, and a sharded plan clips by the same number, bit for bit, as one process.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,6 +16,20 @@ BLOCK = 1024
 
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all gradients; 0.0 when there are none."""
+    return norm_of_blocks(block_norms(gradients))
+
+
+def norm_of_blocks(norms: Tensor) -> float:
+    """The norm of everything, from the norms of its blocks, in any order and with zeros between."""
+    return math.sqrt(math.fsum(norms.double().square_().tolist()))
+
+
+def num_blocks(num_elements: int) -> int:
+    return -(-num_elements // BLOCK)
+
+
+def block_norms(gradients: Iterable[Tensor]) -> Tensor:
+    """The norms of the blocks of all gradients."""
     parts: list[Tensor] = []
     for gradient in gradients:
         flat = gradient.detach().reshape(-1)
@@ -23,9 +38,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> float:
             parts.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1))
         if whole < flat.numel():
             parts.append(torch.linalg.vector_norm(flat[whole:]).view(1))
-    if not parts:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.cat([part.float() for part in parts])))
+    return torch.cat([part.float() for part in parts]) if parts else torch.zeros(0)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -6,13 +6,27 @@ torch wraps it in, which costs more than the step of a small model; hooks and a 
 get what they are promised.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer, optimizer
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+_ELEMENT_WISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+)
+
+
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """Whether each element is stepped on without a look at the others of its tensor."""
+    return type(optimizer) in _ELEMENT_WISE
 
 
 def fuse(chosen: Optimizer) -> None:
@@ -27,6 +41,48 @@ def fuse(chosen: Optimizer) -> None:
         if not decided and not special:
             group["fused"] = True
             group["foreach"] = False
+
+
+class Part(NamedTuple):
+    """What stands in for a parameter, and how to take the same part of a tensor of its shape."""
+
+    parameter: nn.Parameter
+    take: Callable[[Tensor], Tensor]
+
+
+def swap_parameters(
+    chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Part] | None]
+) -> None:
+    """Let an optimizer step on parts of its parameters; those of which there are None stay.
+
+    Groups and their settings stay as the recipe made them. State that was made with the optimizer
+    is cut as the parameters are.
+    """
+    for group in chosen.param_groups:
+        names = group.get("param_names") or [""] * len(group["params"])
+        new: list[nn.Parameter] = []
+        new_names: list[str] = []
+        for name, old in zip(names, group["params"], strict=True):
+            parts = parts_of(old)
+            if parts is None:
+                parts = [Part(old, lambda tensor: tensor)]
+            else:
+                state = chosen.state.pop(old, {})
+                for part in parts if state else ():
+                    chosen.state[part.parameter] = {
+                        key: _cut_alike(value, old, part) for key, value in state.items()
+                    }
+            new += [part.parameter for part in parts]
+            new_names += [name] * len(parts)
+        group["params"] = new
+        if "param_names" in group:
+            group["param_names"] = new_names
+
+
+def _cut_alike(value: Any, old: nn.Parameter, part: Part) -> Any:
+    if isinstance(value, Tensor) and value.shape == old.shape and value.dim():
+        return part.take(value).clone()
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def stepper(chosen: Optimizer) -> Callable[[], object]:

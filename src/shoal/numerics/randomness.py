@@ -10,6 +10,7 @@ Cost: a few microseconds per piece and block; nothing for blocks made of layers 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -63,8 +64,11 @@ class PieceSeeds:
     """Seeds a model's blocks for one piece after another. `close` takes the hooks off."""
 
     def __init__(self, model: nn.Module, seed: int, device: str = "cpu"):
-        self._seed, self._generator = seed, generator_of(device)
+        self._seed = seed
+        self.use(device)
         self._step, self._piece = 0, 0
+        self.block = 0  # the last one that the generator was set for
+        self.num_sets = 0  # how often it was set, for any block
         self._handles: list[RemovableHandle] = []
         for index, block in enumerate(dict.fromkeys(blocks_in(model))):
             if not may_draw(block):
@@ -74,10 +78,37 @@ class PieceSeeds:
                 block.register_forward_hook(self._set(2 * index + 2)),
             ]
 
-    def enter(self, step: int, piece: int) -> None:
+    def use(self, device: str) -> None:
+        """Draw on this device from now on."""
+        self._generator = generator_of(device)
+
+    def enter(self, step: int, piece: int, block: int = 0) -> None:
         """Call before each forward. The loss draws from the state that the model leaves."""
         self._step, self._piece = step, piece
-        self._generator.manual_seed(key(self._seed, step, piece, 0))
+        self.set(block)
+
+    def set(self, block: int) -> None:
+        """Set the generator as this block's hooks do: for a stage that starts in the middle."""
+        self.block = block
+        self.num_sets += 1
+        self._generator.manual_seed(key(self._seed, self._step, self._piece, block))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was drawn since the generator was last set."""
+        fresh = torch.Generator(self._generator.device)
+        fresh.manual_seed(key(self._seed, self._step, self._piece, self.block))
+        return torch.equal(fresh.get_state(), self._generator.get_state())
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Whatever is seeded and drawn in here leaves no trace."""
+        place, state = (self._step, self._piece, self.block), self._generator.get_state()
+        try:
+            yield
+        finally:
+            self._step, self._piece, self.block = place
+            self._generator.set_state(state)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -85,6 +116,6 @@ class PieceSeeds:
 
     def _set(self, block: int):  # type: ignore[no-untyped-def]  # pre-hooks and hooks differ in shape
         def set_generator(*_: object) -> None:
-            self._generator.manual_seed(key(self._seed, self._step, self._piece, block))
+            self.set(block)
 
         return set_generator

@@ -19,8 +19,9 @@ from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block
 from shoal.data.split import share
 from shoal.mesh import Mesh
+from shoal.parallel.layout import WHOLE, Holding, Slice, whole
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.state import Slice, whole
+from shoal.sync.state import State
 from shoal.sync.strategy import Agreed, Tally
 
 _STEP = "local.step"  # where in the window between two averages this replica is
@@ -34,12 +35,19 @@ class LocalSGD:
         self.exact = exact
         self.step = 0
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        holding: Holding = WHOLE,
+    ) -> None:
         self.group = mesh.data
         self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.inner = AllReduce(len(self.pieces), self.exact)
-        self.inner.attach(model, optimizer, mesh._replace(data=Group()))
-        self.model = model
+        alone = Group()
+        self.inner.attach(model, optimizer, mesh._replace(world=alone, data=alone), holding)
+        self.model, self.buffers = model, self.inner.buffers
 
     def detach(self) -> None:
         self.inner.detach()
@@ -69,11 +77,14 @@ class LocalSGD:
             self._average()
         return True
 
-    def state_dict(self) -> dict[str, Slice]:
-        return self.inner.state_dict() | {_STEP: whole(torch.tensor(self.step))}
+    def gradients(self) -> dict[str, list[Slice]]:
+        return self.inner.gradients()
 
-    def load_state_dict(self, state: dict[str, Slice]) -> None:
-        self.step = int(state[_STEP].tensor.item())
+    def state_dict(self) -> State:
+        return self.inner.state_dict() | {_STEP: [whole(torch.tensor(self.step))]}
+
+    def load_state_dict(self, state: State) -> None:
+        self.step = int(state[_STEP][0].tensor.item())
         self.inner.load_state_dict({n: part for n, part in state.items() if n != _STEP})
 
     def _averages_next(self) -> bool:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.mesh import Mesh
-from shoal.sync.state import Slice
+from shoal.parallel.layout import Holding, Slice
+from shoal.sync.buffers import BufferMeans
+from shoal.sync.state import State
 
 
 @dataclass(slots=True)
@@ -27,6 +29,11 @@ class Tally:
     is_mean: bool = False  # the losses are means over their weights; False: sums, or no samples
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
     stop: bool = False  # this rank was asked to stop
+
+    def add(self, loss: Tensor, weight: float | Tensor, is_mean: bool) -> None:
+        self.losses.append(loss)
+        self.weights.append(weight)
+        self.is_mean = is_mean
 
     def numbers(self) -> tuple[list[float], list[float]]:
         """The sum of the loss and the weight of each piece."""
@@ -55,8 +62,16 @@ class Agreed(NamedTuple):
 
 
 class Strategy(Protocol):
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-        """Fix the layout and set the hooks. Repeatable after `detach`."""
+    buffers: BufferMeans  # told of each forward by `microbatch`, or by a pipeline
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        holding: Holding = ...,
+    ) -> None:
+        """Fix the layout and set the hooks. Repeatable after `detach`. Every rank calls it."""
         ...
 
     def detach(self) -> None:
@@ -77,8 +92,12 @@ class Strategy(Protocol):
         finite; it costs a pass over them."""
         ...
 
-    def state_dict(self) -> dict[str, Slice]:
+    def gradients(self) -> dict[str, list[Slice]]:
+        """What this rank holds of the gradient after an update: as it was scaled and stepped on."""
+        ...
+
+    def state_dict(self) -> State:
         """What this rank holds of the job's state, by canonical names."""
         ...
 
-    def load_state_dict(self, state: dict[str, Slice]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...

@@ -35,7 +35,7 @@ from shoal.cluster.nursery import Birth, Born, ChildMain, Exited, Nursery, Prepa
 from shoal.comm.collectives import Group
 from shoal.comm.store import client, form_group, leave_group, listen
 from shoal.elastic.membership import how_it_ended
-from shoal.mesh import Mesh
+from shoal.mesh import Axes, Mesh
 from shoal.world import World
 
 NUM_RANKS = 4
@@ -344,12 +344,12 @@ def _answer(content: bytes) -> _Answer:
 def _under_group(call: _Call) -> Any:
     function, arguments = find(call.function), unpack(call.arguments)
     if call.num_ranks == 1:
-        return function(Mesh(Group(), "cpu"), *arguments)
+        return function(Mesh.form(Group(), Axes(), "cpu"), *arguments)
     world = World(call.rank, call.num_ranks, call.rank, call.num_ranks, "shoal.testing")
     store = client("127.0.0.1", call.store_port, timeout_s=10.0)
     form_group(store, call.group, world, timedelta(seconds=10))
     try:
-        return function(Mesh(Group(dist.group.WORLD), "cpu"), *arguments)
+        return function(Mesh.form(Group(dist.group.WORLD), Axes(), "cpu"), *arguments)
     finally:
         leave_group()
 

@@ -1,0 +1,74 @@
+"""Ranks for a bench: processes that measure together on one Gloo group, and what they found.
+
+`start` runs a bench's own module once for each rank and returns what rank 0 answered; `serve` is
+what the module does when it finds itself to be such a rank. Each rank has one thread and is kept on
+one core; more ranks than cores share them, and are emulated devices.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from bench import harness
+from shoal.world import World
+
+PATIENCE_S = 600.0
+
+Found = TypeVar("Found")
+
+
+def start(bench: str, num_ranks: int, kind: type[Found], *words: str, **variables: str) -> Found:
+    """Start the ranks, wait, and read what rank 0 found; nothing is left behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = harness.child_environment() | variables
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", f"bench.{bench}", *words, str(out)]
+        ranks = [
+            subprocess.Popen(command, env=environment | {"RANK": str(r), "LOCAL_RANK": str(r)})
+            for r in range(num_ranks)
+        ]
+        try:
+            codes = [rank.wait(timeout=PATIENCE_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(codes):
+            named = "/".join((bench, *words))
+            raise RuntimeError(f"{named}: the ranks ended with the codes {codes}; see above.")
+        return msgspec.json.decode(out.read_bytes(), type=kind)
+
+
+def is_rank() -> bool:
+    return "RANK" in os.environ
+
+
+def serve(body: Callable[..., Any]) -> None:
+    """Be one of the ranks: `body(world, *words)` on every rank; rank 0's answer is kept."""
+    *words, out = sys.argv[1:]
+    world = World.from_environment()
+    torch.set_num_threads(1)
+    harness.pin(world.rank)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        found = body(world, *words)
+        if world.rank == 0:
+            Path(out).write_bytes(msgspec.json.encode(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""`shoal explain`: say what a plan does to a model, without starting a rank."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from shoal.cli import options
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.cluster.nursery import Birth, ChildMain
+    from shoal.explain import Explanation
+
+
+@click.command(epilog=options.plan_help())
+@click.argument("recipe")
+@options.plan
+@options.settings
+@options.ranks
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also draw the ranks, what each holds and what they send, into FILE.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
+def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
+    """Say what a plan does to RECIPE's model: who holds what, and what a step sends.
+
+    \b
+    shoal explain recipes/charlm.py:small --plan "data=2 pipeline=2"
+    shoal explain recipes/charlm.py:small --plan "data=4 zero=2" --svg plan.svg
+
+    The model is built once, in a process of its own; no rank is started, so the plan may ask for
+    more ranks than this machine has cores. Exit codes: 0 done, 1 the recipe's own error, 2 usage,
+    plan or input.
+    """
+    options.refuse_closed_output()
+    options.check_plan(given["plan"])
+    sys.exit(_explain(recipe, settings, given))
+
+
+def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
+    from shoal.cluster.launch import NotLoaded, await_facts
+    from shoal.cluster.nursery import Nursery
+    from shoal.explain import Explanation
+    from shoal.explain_words import in_words
+
+    with tempfile.TemporaryDirectory(prefix="shoal-explain-") as name:
+        directory = Path(name)
+
+        def prepare() -> "tuple[dict[str, Any], ChildMain]":
+            explanation = _in_child(recipe, settings, given)
+            # Through a file: of many ranks it is longer than a message may be.
+            (directory / "explanation").write_bytes(msgspec.msgpack.encode(explanation))
+            return {}, _bear_no_rank
+
+        nursery = Nursery(prepare, directory / "recipe.log")
+        try:
+            await_facts(nursery)
+        except NotLoaded as error:
+            if error.trace:
+                click.echo(error.trace, err=True)
+            click.echo(f"shoal: {error}", err=True)
+            return error.exit_code
+        finally:
+            nursery.close()
+        content = (directory / "explanation").read_bytes()
+    found = msgspec.msgpack.decode(content, type=Explanation)
+    if given["svg"] is not None:
+        _draw(found, recipe, given["svg"])
+    if given["as_json"]:
+        print(msgspec.json.encode(found).decode(), flush=True)
+    else:
+        click.echo(in_words(found, recipe))
+    return 0
+
+
+def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":
+    from shoal.elastic.worker import use_threads
+    from shoal.explain import explain as explained
+    from shoal.numerics.precision import environment_for
+    from shoal.plan import Plan
+    from shoal.recipe import load_recipe
+    from shoal.run import resolve
+
+    use_threads()
+    if given["plan"] is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
+    run = load_recipe(recipe, settings)
+    plan = resolve(run, given["plan"], given["ranks"])
+    os.environ.update(environment_for(plan.precision))
+    return explained(run, plan)
+
+
+def _bear_no_rank(birth: "Birth") -> int:
+    raise AssertionError("an explanation bears no ranks")
+
+
+def _draw(found: "Explanation", recipe: str, path: Path) -> None:
+    from shoal.explain_picture import draw
+
+    try:
+        path.write_text(draw(found, recipe), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The picture cannot be written to {path}: {error.strerror}. "
+            "Choose another file with --svg FILE."
+        ) from error

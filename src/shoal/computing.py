@@ -1,0 +1,164 @@
+"""Forward and backward of a rank's pieces, however the model is cut.
+
+A round is one piece through the whole model, or through the layers' parts that the tensor axis
+leaves here; with a pipeline it is several pieces through this rank's stages. What a piece computes
+is a pure function of (weights, step, piece): random state and buffers are set on the way in, and
+each piece's gradient is kept apart until the tree adds them up.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Group
+from shoal.comm.tree import PieceSum, Values, total
+from shoal.data.loader import Piece
+from shoal.data.split import share
+from shoal.mesh import Mesh
+from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.apply import Spread
+from shoal.plan import Plan
+from shoal.run import Objective, Run, objective
+from shoal.sync.strategy import Strategy, Tally
+
+
+class Compute:
+    """Call `settle` for every new mesh, then `round` for each of a step's rounds, in order."""
+
+    def __init__(
+        self, run: Run, plan: Plan, spread: Spread, seeds: PieceSeeds, loss_scale: LossScale
+    ):
+        self.run, self.plan, self.spread = run, plan, spread
+        self.seeds, self.loss_scale = seeds, loss_scale
+        self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
+
+    def settle(self, mesh: Mesh, strategy: Strategy) -> None:
+        kind = mesh.device.split(":")[0]
+        self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
+        size = self.plan.num_microbatches
+        own = share(mesh.data.rank, mesh.data.num_ranks, self.plan.num_pieces // size)
+        self.rounds = [range(number * size, (number + 1) * size) for number in own]
+        self._pieces = _PiecesInPipeline(self, mesh, strategy)
+        self.spread.settle(mesh, self._pieces, self.arithmetic)
+
+    def round(
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+    ) -> None:
+        """Compute the pieces `indices` of a batch of `num_samples`; their losses go to `tally`."""
+        if self.spread.pipeline is not None:
+            self._pieces.round(step, indices, pieces, num_samples, tally)
+            return
+        (index,), (piece,) = indices, pieces
+        if not piece.num_samples:  # of a short last batch
+            tally.losses.append(torch.zeros(()))
+            tally.weights.append(0.0)
+            return
+        self.seeds.enter(step, index)
+        with self.arithmetic():
+            goal = objective(self.run, self.spread.forward(piece.inputs), piece)
+        goal.tensor.backward(self.start(goal, piece, num_samples))
+        tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
+
+    def output(self, inputs: Any) -> Any:
+        """The model's answer, without gradients; None on a rank that does not get to see it."""
+        if self.spread.pipeline is not None:
+            return self.spread.pipeline.forward(inputs)
+        with self.arithmetic():
+            return self.spread.forward(inputs)
+
+    def start(self, goal: Objective, piece: Piece, num_samples: int) -> Tensor:
+        """The gradient of a piece's loss: a mean counts by its share of the batch, a sum by one."""
+        seed = self.loss_scale.value
+        if goal.is_mean:
+            seed *= piece.num_samples / num_samples
+        kind = seed, goal.tensor.dtype
+        if kind not in self._starts:
+            self._starts[kind] = goal.tensor.new_tensor(seed)
+        return self._starts[kind]
+
+
+class _PiecesInPipeline:
+    """What a pipeline tells of the pieces of a round, and what becomes of their gradients."""
+
+    def __init__(self, compute: Compute, mesh: Mesh, strategy: Strategy):
+        self.compute, self.buffers = compute, strategy.buffers
+        spread = compute.spread
+        if spread.stages is None:
+            return
+        named = dict(spread.model.named_parameters())
+        self._parameters = {
+            stage.index: [named[n] for n in stage.parameters if named[n].requires_grad]
+            for stage in spread.stages.stages
+        }
+        self._tied = _groups_of_tied(spread, mesh)
+
+    def round(
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+    ) -> None:
+        compute, run = self.compute, self.compute.run
+        self._step, self._indices = step, indices
+        self._sums: dict[int, PieceSum] = {}
+        goals: dict[int, Objective] = {}
+
+        def loss(output: Any, microbatch: int) -> Tensor:
+            with compute.arithmetic():
+                goal = goals[microbatch] = objective(run, output, pieces[microbatch])
+            return goal.tensor * compute.start(goal, pieces[microbatch], num_samples)
+
+        assert compute.spread.pipeline is not None
+        compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
+        for microbatch in sorted(goals):
+            goal = goals[microbatch]
+            tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
+        self._hand_out()
+
+    def enter(self, microbatch: int, block: int) -> None:
+        self.buffers.enter()
+        self.compute.seeds.enter(self._step, self._indices[microbatch], block)
+
+    def leave(self, stage: int, microbatch: int) -> None:
+        self.buffers.leave(stage)
+
+    def computed(self, stage: int, microbatch: int) -> None:
+        """Keep the pieces' gradients apart, to be added in the tree's order."""
+        if self.compute.plan.sums != "exact":
+            return
+        parameters = self._parameters[stage]
+        sum_ = self._sums.setdefault(stage, PieceSum(range(len(self._indices))))
+        sum_.push([p.grad for p in parameters])
+        for p in parameters:
+            p.grad = None
+
+    def _hand_out(self) -> None:
+        """Make the sums over the round the gradients; tied parameters' over all who hold them."""
+        for stage, sum_ in self._sums.items():
+            for p, value in zip(self._parameters[stage], _root(sum_), strict=True):
+                if value is not None:
+                    p.grad = value if p.grad is None else p.grad.add_(value)
+        for group, parameters in self._tied:
+            for p in parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                group.all_reduce(p.grad).wait()
+
+
+def _root(sum_: PieceSum) -> Values:
+    num_pieces = sum(block.num_pieces for block in sum_.blocks)
+    return total(sum_.rows, sum_.blocks, num_pieces)
+
+
+def _groups_of_tied(spread: Spread, mesh: Mesh) -> list[tuple[Group, list[torch.nn.Parameter]]]:
+    """The parameters that stages of several ranks use, by the ranks that hold them."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in sorted(spread.holders.items()):
+        if len(ranks) > 1 and mesh.pipeline.rank in ranks:
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+    named = dict(spread.model.named_parameters())
+    return [
+        (mesh.pipeline.part(ranks), [named[n] for n in names if named[n].requires_grad])
+        for ranks, names in sorted(by_ranks.items())
+    ]

@@ -1,0 +1,374 @@
+"""What a step costs one rank: the bytes it holds, and the messages it sends.
+
+The figures follow the strategies line by line (`sync/allreduce.py`, `sync/sharded.py`,
+`sync/fully.py`, `sync/local.py`, `computing.py`) on the sizes of `explain_rank.py`. The bytes of
+a message are what leaves this rank: of an all-reduce over n ranks 2(n-1)/n of the tensor. Gathers
+of zero=3 are FSDP2's. Evaluation and the messages of a start or a recovery are not in it.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.comm.buckets import BUCKET_BYTES, layout
+from shoal.comm.tree import Block, PieceSum, blocks_of
+from shoal.explain_rank import Facts, Rank
+from shoal.numerics.offload import PART_BYTES
+from shoal.parallel.stages import rank_of_stage
+from shoal.plan import Plan
+from shoal.sync.sharded import WINDOW_BYTES
+
+DOUBLE, SINGLE = 8, 4  # bytes
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What a rank sends of one kind in a step. `num_bytes` leave this rank."""
+
+    what: str
+    axis: str
+    how: str
+    count: int
+    num_bytes: int
+
+
+class Amount(msgspec.Struct, frozen=True):
+    num_bytes: int
+    formula: str
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Of one rank, without activations. `extra` is what a step needs for some time on top."""
+
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    buffers: Amount
+    extra: Amount
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.parameters, self.gradients, self.optimizer, self.buffers, self.extra)
+        return sum(part.num_bytes for part in parts)
+
+
+# ---- memory
+
+
+def memory(rank: Rank) -> Memory:
+    """What a rank holds, in bytes."""
+    parameters = sum(p.num_bytes for p in rank.parameters)
+    gradients = sum(p.num_bytes for p in rank.trained)
+    held, first = "what this rank holds", Amount(gradients, "as the parameters")
+    if rank.plan.zero == 3:
+        held = "a shard of each parameter"
+    elif rank.plan.zero:
+        parameters += sum(s.num_bytes for s in rank.shelves) - gradients
+        held = "all, in flat buffers"
+        own = sum(shelf.shard_bytes(rank.place.data) for shelf in rank.shelves)
+        rows = _num_shards(rank)
+        first = Amount(own * rows, "own shards" + (f" x {rows} terms" if rows > 1 else ""))
+    elif rank.num_replicas > 1 and rank.plan.local_steps == 1:
+        rows = len(rank.tree[rank.place.data]) if rank.plan.sums == "exact" else 1
+        first = Amount(gradients * rows, "buckets" + (f" x {rows} subtrees" if rows > 1 else ""))
+    buffers = rank.buffer_bytes()
+    return Memory(
+        Amount(parameters, held),
+        first,
+        _state(rank),
+        Amount(2 * buffers, "all, and a copy to go back to"),
+        _extra(rank, gradients),
+    )
+
+
+def _num_shards(rank: Rank) -> int:
+    """The terms of the sum that zero=2 keeps apart until the last has come."""
+    if rank.plan.zero == 1:
+        return 1
+    return len(blocks_of(range(-(-rank.num_rounds // rank.num_replicas))))
+
+
+def _state_bytes(rank: Rank) -> int:
+    state = rank.facts.state
+    if rank.plan.zero in (1, 2):
+        total = 0
+        for s in (s for shelf in rank.shelves for s in shelf.own):
+            p = rank.trained[s.parameter]
+            shape = p.shape if s.stop - s.start == p.num_elements else (s.stop - s.start,)
+            total += sum(kept.num_bytes(shape) for kept in state.get(p.name, ()))
+        return total
+    return sum(kept.num_bytes(p.shape) for p in rank.trained for kept in state.get(p.name, ()))
+
+
+def _state(rank: Rank) -> Amount:
+    parts = [[kept.itemsize for kept in k if kept.dims is None] for k in rank.facts.state.values()]
+    each = " or ".join(map(str, sorted({sum(sizes) for sizes in parts})))
+    total, words = _state_bytes(rank), f"{each} bytes for each of {rank.num_stepped:,} elements"
+    if rank.plan.offload == "none":
+        return Amount(total, words)
+    stepped = sum(p.num_bytes for p in rank.trained) or 1
+    return Amount(
+        min(total, total * PART_BYTES // stepped),
+        f"at a time, of {total:,} bytes in files: {words}",
+    )
+
+
+def _extra(rank: Rank, gradients: int) -> Amount:
+    """What a step holds for some time on top, at its most."""
+    plan, in_round = rank.plan, rank.plan.num_microbatches
+    exact, rounds = plan.sums == "exact", len(rank.rounds)
+    if plan.zero == 3:
+        return _extra_gathered(rank)
+    sums = _most_sums(rounds) if exact or plan.zero else 1
+    pieces = _most_sums(in_round) if exact and in_round > 1 else 0
+    whole = gradients * (pieces + (sums if rounds > 1 else 0))
+    words = [f"{whole // gradients} partial sums of gradients"] if whole else []
+    if plan.zero:
+        sent = min(2 * WINDOW_BYTES, 2 * sum(s.num_bytes for s in rank.shelves))
+        keeps = plan.zero == 1 or in_round > 1
+        whole = whole if keeps else 0
+        largest = max((s.num_bytes for s in rank.shelves), default=0)
+        return Amount(
+            whole + sent + largest,
+            " + ".join([*(words if keeps else []), "what is on its way, the largest bucket"]),
+        )
+    if rank.num_replicas > 1 and plan.local_steps == 1 and not whole:
+        buckets = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
+        largest = max(sum(rank.trained[i].num_bytes for i in b) for b in buckets) if buckets else 0
+        return Amount(largest, "the largest bucket's gradients")
+    if rank.num_replicas == 1 and not pieces and whole:
+        whole -= gradients  # the last sum is the gradient
+    return Amount(whole, " + ".join(words) or "nothing")
+
+
+def _extra_gathered(rank: Rank) -> Amount:
+    units = rank.gathered_units()
+    largest = max(units, default=0)
+    if rank.stages:
+        # Without a module around them all, FSDP2 keeps each unit until its backward pass.
+        return Amount(sum(units) + largest, "all units gathered, the largest one's gradients")
+    root, blocks = units[-1], sorted(units[:-1])[-2:]
+    words = "two largest units and the rest of the model gathered, the largest one's gradients"
+    return Amount(root + sum(blocks) + largest, words)
+
+
+def _most_sums(num_terms: int) -> int:
+    """How many sums the tree keeps at once while terms come, the one that comes included."""
+    made, most = PieceSum(range(num_terms)), 0
+    for _ in range(num_terms):
+        most = max(most, len(made.rows) + len(made.levels) + 1)
+        made.push([])
+    return most
+
+
+# ---- messages
+
+
+def messages(rank: Rank, norm_blocks: int) -> list[Message]:
+    """What a rank sends in a step. `norm_blocks` are those that all ranks bring to the norm."""
+    if rank.plan.local_steps > 1:
+        return _averages(rank)
+    sent = [*_gradients(rank), *_pipeline(rank), *_tensor(rank), _tail(rank)]
+    if rank.facts.clips and (_is_cut(rank.plan) or rank.plan.zero):
+        sent.append(_all_reduce("gradient norm", "world", [norm_blocks * SINGLE], rank))
+    if rank.plan.precision == "fp16" and (_is_cut(rank.plan) or rank.plan.zero):
+        sent.append(_all_reduce("is it finite", "world", [rank.plan.num_ranks * DOUBLE], rank))
+    sent.append(_buffers(rank))
+    return [message for message in sent if message.count]
+
+
+def _gradients(rank: Rank) -> list[Message]:
+    if rank.num_replicas == 1:
+        return []
+    if rank.plan.zero == 3:
+        return _gathers(rank)
+    if rank.plan.zero:
+        return _scatters(rank)
+    dealt = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
+    sizes = [[rank.trained[i] for i in bucket] for bucket in dealt]
+    if rank.plan.sums == "ring":
+        flat = [sum(p.num_bytes for p in bucket) for bucket in sizes]
+        return [_all_reduce("gradients", "data", flat, rank)]
+    rows = [(sum(p.num_elements for p in b), b[0].dtype.itemsize) for b in sizes]
+    return [_in_tree("gradients", rows, rank.tree, rank)]
+
+
+def _scatters(rank: Rank) -> list[Message]:
+    """zero=1 sends once, zero=2 after every round; parameters come back once."""
+    times, tree, n = 1, rank.tree, rank.num_replicas
+    if rank.plan.zero == 2:
+        times, tree = -(-rank.num_rounds // n), [[Block(r, 1)] for r in range(n)]
+    data = rank.place.data
+    elsewhere = [s.num_bytes - s.shard_bytes(data) for s in rank.shelves]
+    most = max(len(blocks) for blocks in tree)
+    return [
+        Message(
+            "gradients",
+            "data",
+            "all-to-all",
+            times * most * len(rank.shelves),
+            times * len(tree[data]) * sum(elsewhere),
+        ),
+        Message(
+            "parameters",
+            "data",
+            "gather",
+            len(rank.shelves),
+            sum(s.shard_bytes(data) for s in rank.shelves) * (n - 1),
+        ),
+    ]
+
+
+def _gathers(rank: Rank) -> list[Message]:
+    """FSDP2's: a unit is gathered for forward and again for backward, unless it was kept."""
+    units, n = rank.gathered_units(), rank.num_replicas
+    units_sent = [size for size in units if size]
+    pieces = len(rank.rounds) * rank.plan.num_microbatches
+    again = [] if rank.stages else [size for size in units[:-1] if size]
+    gathered = [*units_sent, *again]
+    rest = [p for p in rank.trained if not p.is_sharded]
+    kinds = [sum(p.num_bytes for p in rest if p.dtype == d) for d in {p.dtype for p in rest}]
+    found = [
+        Message("parameters", "data", "all-gather", *_times(pieces, gathered, n)),
+        Message("gradients", "data", "reduce-scatter", *_times(pieces, units_sent, n)),
+    ]
+    return [*found, _all_reduce("gradients left whole", "data", kinds, rank)]
+
+
+def _times(pieces: int, units: Sequence[int], n: int) -> tuple[int, int]:
+    return pieces * len(units), pieces * sum(size // n * (n - 1) for size in units)
+
+
+def _pipeline(rank: Rank) -> list[Message]:
+    """Values to the next stage, their gradients to the one before, and sums of tied parameters."""
+    found, plan = rank.facts.survey.stages, rank.plan
+    if found is None:
+        return []
+    times = len(rank.rounds) * plan.num_microbatches
+    forward, backward = [], []
+    own = {stage.index for stage in rank.stages}
+    for stage in rank.stages:
+        if stage.index + 1 not in own:
+            forward += [found.tape.values[n].num_bytes for n in stage.sent]
+        if stage.index - 1 not in own:
+            needed = [n for n in stage.received if n in found.tape.need_gradient]
+            backward += [found.tape.values[n].num_bytes for n in needed]
+    sent = [
+        Message("activations", "pipeline", "send", times * len(forward), times * sum(forward)),
+        Message(
+            "their gradients", "pipeline", "send", times * len(backward), times * sum(backward)
+        ),
+    ]
+    count = num_bytes = 0
+    for p in rank.trained:
+        holders = holders_of(p.name, rank.facts)
+        if len(holders) > 1:
+            count += len(rank.rounds)
+            num_bytes += len(rank.rounds) * _reduced(p.num_bytes, len(holders))
+    return [*sent, Message("tied gradients", "pipeline", "all-reduce", count, num_bytes)]
+
+
+def holders_of(name: str, facts: Facts) -> list[int]:
+    """The pipeline ranks that hold a parameter."""
+    found, plan = facts.survey.stages, facts.plan
+    if found is None:
+        return [0]
+    users = found.holders[name]
+    return sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users})
+
+
+def _tensor(rank: Rank) -> list[Message]:
+    moves = rank.facts.moves
+    own = (
+        [moves[s.index] for s in rank.stages if s.index in moves]
+        if rank.stages
+        else [*moves.values()]
+    )
+    times = len(rank.rounds) * rank.plan.num_microbatches
+    return [
+        Message(
+            "activations",
+            "tensor",
+            "all-reduce or gather",
+            times * sum(m.num_forward for m in own),
+            times * sum(m.forward_bytes for m in own),
+        ),
+        Message(
+            "their gradients",
+            "tensor",
+            "all-reduce",
+            times * sum(m.num_backward for m in own),
+            times * sum(m.backward_bytes for m in own),
+        ),
+    ]
+
+
+def _tail(rank: Rank) -> Message:
+    """Losses, seconds and requests of all; of a data line, what was touched and changed."""
+    plan = rank.plan
+    of_all = 2 * plan.num_pieces + plan.num_ranks + 2
+    of_part = len(rank.trained) + len(rank.facts.buffers)
+    if not _is_cut(plan):
+        return _all_reduce("losses and flags", "world", [(of_all + of_part) * DOUBLE], rank)
+    message = _all_reduce("losses and flags", "world", [of_all * DOUBLE], rank)
+    more = _all_reduce("", "data", [of_part * DOUBLE], rank) if of_part else None
+    if more is None:
+        return message
+    return msgspec.structs.replace(
+        message, count=message.count + more.count, num_bytes=message.num_bytes + more.num_bytes
+    )
+
+
+def _buffers(rank: Rank) -> Message:
+    changed = rank.changed_elements()
+    rows = [(changed, DOUBLE)] if changed else []
+    return _in_tree("changed buffers", rows, rank.piece_tree, rank)
+
+
+def _averages(rank: Rank) -> list[Message]:
+    """Of the steps on which weights are averaged; the others send nothing."""
+    n = rank.num_replicas
+    kinds: dict[int, int] = {}
+    for p in rank.parameters:
+        if p.dtype.is_floating_point:
+            kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
+    kinds[SINGLE] = kinds.get(SINGLE, 0) + rank.facts.averaged_buffers
+    tree = [[Block(r, 1)] for r in range(n)]
+    rows = [(count, size) for size, count in kinds.items() if count]
+    what = f"weights, each {rank.plan.local_steps}th step"
+    sent = [
+        _in_tree(what, rows, tree, rank),
+        _all_reduce("losses and flags", "data", [4 * n * DOUBLE], rank),
+    ]
+    return [message for message in sent if message.count]
+
+
+def _in_tree(
+    what: str, rows: Sequence[tuple[int, int]], tree: Sequence[Sequence[Block]], rank: Rank
+) -> Message:
+    """Sums in the tree's order (`comm/reduce.py`) of rows given as (elements, bytes of one)."""
+    n, data = rank.num_replicas, rank.place.data
+    if n == 1 or (n == 2 and all(len(blocks) == 1 for blocks in tree)):
+        return _all_reduce(what, "data", [count * size for count, size in rows], rank)
+    num_bytes = 0
+    for count, size in rows:
+        own = count * (data + 1) // n - count * data // n
+        num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
+    most = max(len(blocks) for blocks in tree)
+    return Message(what, "data", "all-to-all, gather", len(rows) * (most + 1), num_bytes)
+
+
+def _all_reduce(what: str, axis: str, sizes: Sequence[int], rank: Rank) -> Message:
+    n = rank.num_replicas if axis == "data" else rank.plan.num_ranks
+    if n == 1:
+        return Message(what, axis, "all-reduce", 0, 0)
+    num_bytes = sum(_reduced(size, n) for size in sizes)
+    return Message(what, axis, "all-reduce", len(sizes), num_bytes)
+
+
+def _reduced(num_bytes: int, num_ranks: int) -> int:
+    """What leaves a rank in an all-reduce."""
+    return int(num_bytes * 2 * (num_ranks - 1) / num_ranks)
+
+
+def _is_cut(plan: Plan) -> bool:
+    return plan.tensor * plan.pipeline > 1

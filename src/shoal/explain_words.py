@@ -1,0 +1,177 @@
+"""An explanation in words: tables for a terminal.
+
+Of ranks that differ by a few elements only, the one that has most is shown for each place of the
+pipeline; the record has them all.
+"""
+
+from collections.abc import Callable, Sequence
+
+from shoal.explain import Explanation, RankRow
+from shoal.explain_rank import Moves
+
+
+def in_words(found: Explanation, recipe: str) -> str:
+    parts = [_head(found, recipe)]
+    if found.stages:
+        parts.append(_of_stages(found))
+    if found.cuts is not None:
+        parts.append(_of_cuts(found))
+    parts += [_of_memory(found), _of_messages(found), "\n".join(f"- {n}" for n in found.notes)]
+    return "\n\n".join(parts)
+
+
+def in_units(num_bytes: int) -> str:
+    """Bytes for people: three digits and a unit."""
+    amount, unit = float(num_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{num_bytes} B" if unit == "B" else f"{amount:.3g} {unit}"
+
+
+def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+    """Columns as wide as their longest entry, those of `numbers` to the right; the first a head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _head(found: Explanation, recipe: str) -> str:
+    axes = " x ".join(f"{name} {length}" for name, length in found.axes.items() if length > 1)
+    fewest, most = _ends([rank.num_pieces for rank in found.ranks])
+    rounds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    each = f"{rounds} for each replica"
+    if found.round_size > 1:
+        each += f", in rounds of {found.round_size} through the pipeline"
+    frozen = found.num_parameters - found.num_trained
+    return (
+        f"{recipe} under {found.plan or 'data=1'!r}: {_plural(found.num_ranks, 'rank')}"
+        f"{f' = {axes}' if axes else ''}; "
+        f"{_plural(found.num_pieces, 'piece')} of {_plural(found.piece_samples, 'sample')} a step, "
+        f"{each}; "
+        f"{found.num_parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
+    )
+
+
+def _of_stages(found: Explanation) -> str:
+    rows = [["rank", "stage", "from", "to", "parameters", "cost", "sends, per microbatch"]]
+    for stage in found.stages:
+        sends = (
+            f"{_plural(stage.num_sent, 'value')}, {in_units(stage.sent_bytes)}"
+            if stage.num_sent
+            else "-"
+        )
+        rows.append(
+            [
+                str(stage.rank),
+                str(stage.index),
+                stage.first,
+                stage.last,
+                f"{stage.num_parameters:,}",
+                f"{stage.share:.0%}",
+                f"{sends} (stays here)" if stage.stays else sends,
+            ]
+        )
+    lines = ["Stages, by rank on the pipeline axis", table(rows, (0, 1, 4, 5))]
+    for tied in found.tied:
+        held = " and ".join(map(str, tied.ranks))
+        lines.append(f"  {tied.name} ({in_units(tied.num_bytes)}) is held by ranks {held}")
+    if found.bubble is not None:
+        lines.append(
+            f"  waiting, if stages take the same time: {found.bubble.share:.1%} = "
+            f"{found.bubble.formula}, p={found.axes['pipeline']}, m={found.round_size}, "
+            f"v={len(found.stages) // found.axes['pipeline']}"
+        )
+    return "\n".join(lines)
+
+
+def _of_cuts(found: Explanation) -> str:
+    assert found.cuts is not None
+    rows = [["parameter", "shape", "cut", "how, or why not"]]
+    for row in found.cuts.rows:
+        shape = " x ".join(map(str, row.shape))
+        rows.append([row.names, shape, row.how, row.why])
+    return "\n".join(
+        [
+            f"Tensors: {found.cuts.share:.1%} of the parameters are cut over "
+            f"{found.axes['tensor']} ranks; vectors that are not named are whole",
+            table(rows, ()),
+            f"  {_moves(found.cuts.moves)}",
+        ]
+    )
+
+
+def _moves(moves: Moves) -> str:
+    return (
+        f"one piece: {moves.num_forward} messages in forward ({in_units(moves.forward_bytes)}), "
+        f"{moves.num_backward} in backward ({in_units(moves.backward_bytes)})"
+    )
+
+
+def _of_memory(found: Explanation) -> str:
+    rows = [["rank", "", "bytes", "what that is"]]
+    for rank in _heaviest(found, lambda rank: rank.memory.num_bytes):
+        memory = rank.memory
+        named = {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer state": memory.optimizer,
+            "buffers": memory.buffers,
+            "extra, at most": memory.extra,
+        }
+        for i, (name, amount) in enumerate(named.items()):
+            if amount.num_bytes:
+                who = str(rank.rank) if i == 0 else ""
+                rows.append([who, name, in_units(amount.num_bytes), amount.formula])
+        rows.append(["", "in all", in_units(memory.num_bytes), ""])
+    return f"Memory of {_who(found)}, without activations\n{table(rows, (0, 2))}"
+
+
+def _of_messages(found: Explanation) -> str:
+    rows = [["rank", "what", "axis", "how", "count", "bytes sent"]]
+    for rank in _heaviest(found, _sent):
+        for i, sent in enumerate(rank.messages):
+            who = str(rank.rank) if i == 0 else ""
+            rows.append(
+                [who, sent.what, sent.axis, sent.how, str(sent.count), in_units(sent.num_bytes)]
+            )
+        if rank.messages:
+            rows.append(["", "in all", "", "", "", in_units(_sent(rank))])
+    if len(rows) == 1:
+        return "Messages: none, one rank talks to nobody"
+    return f"Messages of {_who(found)}, each step\n{table(rows, (0, 4, 5))}"
+
+
+def _sent(rank: RankRow) -> int:
+    return sum(message.num_bytes for message in rank.messages)
+
+
+def _heaviest(found: Explanation, weight: Callable[[RankRow], int]) -> list[RankRow]:
+    """Of the ranks with the same stages, the one that has most; the first of equals."""
+    places = range(found.axes["pipeline"])
+    return [max((r for r in found.ranks if r.pipeline == p), key=weight) for p in places]
+
+
+def _who(found: Explanation) -> str:
+    if found.num_ranks == 1:
+        return "the rank"
+    if found.axes["pipeline"] == found.num_ranks:
+        return "each rank"
+    if found.axes["pipeline"] > 1:
+        return "the rank that has most, at each place of the pipeline"
+    return "the rank that has most"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _ends(counts: Sequence[int]) -> tuple[int, int]:
+    return min(counts), max(counts)

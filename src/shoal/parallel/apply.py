@@ -1,0 +1,195 @@
+"""THE order in which a model is cut: recompute, pipeline, tensor, ZeRO 3.
+
+`survey` looks at the whole model once, before ranks exist, and decides who holds what; a plan that
+cannot work is refused there. `Spread` then cuts this rank's copy in place, with every parameter
+under its own name, and runs it. ZeRO 1 and 2 do not cut the model: they are strategies
+(`sync/sharded.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.mesh import Mesh
+from shoal.numerics.optimizers import Part, swap_parameters
+from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel import fsdp
+from shoal.parallel.layout import Holding, Slice, part_of, slices
+from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
+from shoal.parallel.scheduled import Around, Hooks
+from shoal.parallel.skim import drop_foreign
+from shoal.parallel.stages import StagePlan, check_schedule, rank_of_stage, record, split
+from shoal.parallel.tensor import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
+from shoal.plan import Plan
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a plan does to a model, found before it is done."""
+
+    tensor: TensorPlan | None = None
+    stages: StagePlan | None = None
+    again: Again = field(default_factory=Again)  # what recomputed blocks run in
+
+
+def survey(
+    model: nn.Module,
+    plan: Plan,
+    forwards: Sequence[Callable[[], Any]],
+    seeds: PieceSeeds,
+    overrides: Mapping[str, str],
+) -> Survey:
+    """Decide where to cut. Each of `forwards` runs the model on other example inputs."""
+    again, tensor, stages = Again(), None, None
+    if plan.recompute == "blocks":
+        recompute(blocks_to_recompute(model), again)
+    if plan.pipeline > 1:
+        check_schedule(plan.schedule, plan.pipeline, plan.num_stages, plan.num_microbatches)
+        num_stages = plan.pipeline * plan.num_stages
+        stages = split(record(model, forwards, num_stages, seeds), num_stages)
+    if plan.tensor > 1:
+        tensor = find_cuts(model, forwards, plan.tensor, overrides)
+    return Survey(tensor, stages, again)
+
+
+class Spread:
+    """The model as this rank holds it. `settle` in every new mesh before it runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        mesh: Mesh,
+        found: Survey,
+        call: Callable[[nn.Module, Any], Any],
+    ):
+        self.model, self.plan, self.stages, self._call = model, plan, found.stages, call
+        self._again = found.again
+        self._tensor: TensorForward | None = None
+        self.pipeline: Pipeline | None = None
+        true = dict(model.named_parameters())
+        shapes = {n: tuple(t.shape) for n, t in [*true.items(), *model.named_buffers()]}
+        self.holding = Holding(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
+        self.owned = set(true)
+        if found.stages is not None:
+            self._keep_own_stages(found.stages, mesh)
+        if found.tensor is not None:
+            self._cut_tensors(found.tensor, mesh)
+        if plan.zero == 3:
+            self._shard_parameters(mesh, found.tensor)
+        swap_parameters(optimizer, partial(self._stand_in, {p: n for n, p in true.items()}))
+
+    def settle(
+        self,
+        mesh: Mesh,
+        hooks: Hooks,
+        arithmetic: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Take a place in a new mesh; `hooks` are told of what the pipeline does."""
+        self._arithmetic = arithmetic
+        if self.plan.tensor > 1:
+            self._tensor = self._again.mode = TensorForward(mesh.tensor)
+        if self.stages is not None:
+            self.close()
+            self.pipeline = Pipeline(
+                self.model,
+                self.stages,
+                schedule=self.plan.schedule,
+                group=mesh.pipeline,
+                device=mesh.device,
+                call=self._call,
+                hooks=hooks,
+                around=Around(self._around_stage, self._whole),
+            )
+
+    def close(self) -> None:
+        """Let what is under way between stages arrive. Call before the group is left."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+
+    def forward(self, inputs: Any) -> Any:
+        """The model's output for one piece's inputs, whole on every rank; not for a pipeline."""
+        if self._tensor is None:
+            return self._call(self.model, inputs)
+        with self._tensor:
+            return self._tensor.whole(self._call(self.model, inputs))
+
+    def held(self) -> dict[str, list[Slice]]:
+        """This rank's parameters and buffers, as parts of the whole model's."""
+        tensors: dict[str, Tensor] = {
+            name: p._local_tensor if isinstance(p, DTensor) else p
+            for name, p in self.model.named_parameters()
+            if name in self.owned
+        }
+        buffers = dict(self.model.named_buffers())
+        if self.stages is not None:
+            changed = self._buffers_elsewhere
+            buffers = {name: b for name, b in buffers.items() if name not in changed}
+        return slices(tensors | buffers, self.holding)
+
+    def _keep_own_stages(self, stages: StagePlan, mesh: Mesh) -> None:
+        """Let go of the parameters that only other ranks' stages use."""
+        rank_of = partial(
+            rank_of_stage, num_ranks=mesh.pipeline.num_ranks, schedule=self.plan.schedule
+        )
+        own = [s.index for s in stages.stages if rank_of(s.index) == mesh.pipeline.rank]
+        self.owned = stages.held_by(own)
+        self.holders = {n: sorted({rank_of(s) for s in h}) for n, h in stages.holders.items()}
+        first = {name: rank_of(users[0]) for name, users in stages.holders.items()}
+        elsewhere = {n for n in self.owned if first[n] != mesh.pipeline.rank}
+        self.holding = self.holding._replace(elsewhere=frozenset(elsewhere))
+        ours = {name for s in own for name in stages.stages[s].buffers}
+        theirs = {name for s in stages.stages for name in s.buffers}
+        self._buffers_elsewhere = theirs - ours
+        drop_foreign(self.model, self.owned)
+
+    def _cut_tensors(self, plan: TensorPlan, mesh: Mesh) -> None:
+        foreign = {n for n, _ in self.model.named_parameters() if n not in self.owned}
+        cuts = {name: cut for name, cut in plan.cuts.items() if name not in foreign}
+        cut_tensors(self.model, replace(plan, cuts=cuts), mesh.tensor.rank, self.plan.tensor)
+        self.holding = self.holding._replace(cuts=cuts)
+
+    def _shard_parameters(self, mesh: Mesh, tensor: TensorPlan | None) -> None:
+        # FSDP2 follows a unit's inputs and outputs through autograd, and cannot follow cut ones.
+        but = set() if tensor is None else {self.model.get_submodule(n) for n in tensor.crossed}
+        units = fsdp.units(self.model, self.owned, but, whole_model=self.stages is None)
+        fsdp.shard_parameters(units, mesh.data, mesh.device)
+        self.holding = self.holding._replace(within=fsdp.places(self.model, mesh.data))
+        for unit in units if self.plan.tensor > 1 else ():
+            # Gathered parameters are other objects than the ones that were marked.
+            unit.register_forward_pre_hook(lambda module, _: tag(module))
+
+    def _stand_in(self, names: Mapping[nn.Parameter, str], old: nn.Parameter) -> list[Part] | None:
+        """What the optimizer steps on instead of a true parameter."""
+        name = names[old]
+        if name not in self.owned:
+            return []
+        held = self.model.get_parameter(name)
+        return None if held is old else [Part(held, partial(self._take, name))]
+
+    def _take(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a whole tensor that this rank holds under that name."""
+        holding = self.holding
+        if name in holding.cuts:
+            tensor = part_of(tensor, holding.cuts[name], holding.rank, holding.num_ranks)
+        return holding.within[name].of(tensor) if name in holding.within else tensor
+
+    @contextmanager
+    def _around_stage(self) -> Iterator[None]:
+        with self._arithmetic():
+            if self._tensor is None:
+                yield
+            else:
+                with self._tensor:
+                    yield
+
+    def _whole(self, output: Any) -> Any:
+        return output if self._tensor is None else self._tensor.whole(output)

@@ -1,0 +1,86 @@
+"""ZeRO 3 over PyTorch's FSDP2: parameters themselves are sharded, block by block.
+
+Each block found in the module is gathered when it is needed and let go afterwards, so beside its
+shards a rank holds about two blocks at a time. FSDP2 does the gathering and the summing; what it
+refuses (parameters without dims) stays whole and is summed by the strategy, `sync/fully.py`.
+
+Per rank, in bytes a parameter, fp32 Adam: 16/N, and two blocks. Traffic: parameters come twice and
+gradients go once, 1.5 times that of data parallel.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.collectives import Group
+from shoal.numerics.randomness import blocks_in
+from shoal.parallel.layout import Block
+
+
+def units(
+    model: nn.Module, owned: Collection[str], but: Collection[nn.Module], whole_model: bool
+) -> list[nn.Module]:
+    """The modules to gather one at a time, inner ones first: blocks that share no parameter with
+    what is outside of them, and the rest with the model itself. `but` names modules that cannot be.
+
+    A stage of a pipeline has no such last unit, since it never runs the whole model: there every
+    module outside the blocks that owns parameters is one.
+    """
+    places = _places_of_parameters(model)
+    blocks = [b for b in dict.fromkeys(blocks_in(model)) if b not in but and _is_closed(b, places)]
+    if whole_model:
+        return [*blocks, model]
+    inside = {module for block in blocks for module in block.modules()}
+    rest = [m for m in model.modules() if m not in inside and m._parameters and m is not model]
+    names = {p: name for name, p in model.named_parameters()}
+    return [
+        unit
+        for unit in [*blocks, *(m for m in rest if m not in but and _is_closed(m, places))]
+        if any(names[p] in owned for p in unit.parameters())
+    ]
+
+
+def shard_parameters(units: Sequence[nn.Module], group: Group, device: str) -> None:
+    """Shard in place."""
+    mesh = group.device_mesh(device)
+    for unit in units:
+        # Frozen ones, those of other stages among them, cost no gradient and no state.
+        whole = {p for p in unit.parameters() if not p.dim() or not p.requires_grad}
+        if any(p not in whole for p in unit.parameters()):
+            fully_shard(unit, mesh=mesh, ignored_params=whole)
+            assert isinstance(unit, FSDPModule)
+            # A sum, as elsewhere; and one for every parameter on every rank, used there or not.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True)
+
+
+def places(model: nn.Module, group: Group) -> dict[str, Block]:
+    """Which rows of each sharded parameter this rank holds."""
+    found = {}
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            rows = -(-p.shape[0] // group.num_ranks)
+            first = min(group.rank * rows, p.shape[0])
+            rows = min(rows, p.shape[0] - first)
+            found[name] = Block((first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:]))
+    return found
+
+
+def _places_of_parameters(module: nn.Module) -> Counter[nn.Parameter]:
+    """How often each parameter is registered in the modules below one."""
+    return Counter(
+        p
+        for owner in dict.fromkeys(module.modules())
+        for p in owner._parameters.values()
+        if p is not None
+    )
+
+
+def _is_closed(module: nn.Module, places: Counter[nn.Parameter]) -> bool:
+    """Whether a module has parameters, and all their places in the model are in it."""
+    inside = _places_of_parameters(module)
+    return bool(inside) and all(places[p] == count for p, count in inside.items())

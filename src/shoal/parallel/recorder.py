@@ -1,0 +1,364 @@
+"""Writing a forward pass down: the model runs as it is, under a watch.
+
+No graph outlives an event and no activation outlives the model's own use of it. Whether a value
+needs a gradient is overestimated where it cannot be seen, which costs a few sent zeros and is
+never wrong. What cannot be written down raises `Unclear` with the module to close.
+"""
+
+import inspect
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from shoal.numerics.randomness import PieceSeeds, generator_of
+from shoal.parallel.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
+from shoal.parallel.tape import (
+    Event,
+    Made,
+    Passed,
+    Plain,
+    Tape,
+    Value,
+    is_plain,
+    is_trained,
+    reach,
+    signature,
+    units_of,
+)
+
+FLOPS_PER_BYTE = 4  # an operation that only moves memory is not free
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_FUNCTION = inspect.unwrap(Function.apply).__code__
+
+
+class Unclear(BaseException):
+    """The forward cannot be written down with this module open."""
+
+    def __init__(self, where: str, reason: str):
+        self.where, self.reason = where, reason
+
+
+class Draws(BaseException):
+    """Something draws random numbers from raw inputs; it has to be an event."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def play(
+    gate: Gate,
+    forward: Callable[[], Any],
+    *,
+    open_modules: frozenset[str],
+    drawing: frozenset[str],
+    seeds: PieceSeeds | None,
+    counts: bool,
+) -> Tape:
+    """Run one forward and write it down. `counts` says whether costs are needed."""
+    model = gate.model
+    seen: list[Any] = []
+
+    def see(_: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(signature(model, args, kwargs))
+
+    trained = {name: is_trained(p) for name, p in model.named_parameters()}
+    tape = Tape(type(model).__name__, None, open_modules, drawing, trained, seeds)
+    recorder = _Recorder(gate, tape, counts)
+    gate.cover(units_of(model, open_modules) | open_modules)
+    handle = model.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        if seeds is not None:
+            seeds.enter(0, 0)
+        with recorder.rnn_counted(), gate.watched(recorder):
+            output = forward()
+        tape.signature = seen[0]
+        tape.final = frozenset(recorder.numbers_in(output))
+        return tape
+    finally:
+        handle.remove()
+
+
+class _Recorder(Watch):
+    def __init__(self, gate: Gate, tape: Tape, counts: bool):
+        super().__init__(gate, tape.drawing)
+        self.tape, self.counts, self.seeds = tape, counts, tape.seeds
+        self.names = {id(p): name for name, p in gate.model.named_parameters()}
+        device = next((str(p.device) for p in gate.model.parameters()), "cpu")
+        self.generator = generator_of(device)
+        self.open_now = [""]
+        self.region: FrameType | None = None
+        self.known: list[tuple[int, weakref.ref[Tensor]]] = []
+        self.written: list[
+            Tensor
+        ] = []  # raw tensors that became values; kept, so no address recurs
+        self.rnn_flops = 0
+        self.num_sets = 0 if self.seeds is None else self.seeds.num_sets
+        self.event_drew = False
+
+    def called(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name in self.tape.open:
+            self.open_now.append(name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.open_now.pop()
+        module = self.gate.model.get_submodule(name)
+        parameters = self._of_model(module.parameters())
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            if name in self.drawing or parameters or self.numbers_in((args, kwargs)):
+                return self._note(name, module, parameters, call, args, kwargs)
+            return self.raw(name, call, args, kwargs)
+
+        return self.gate.unwatched(note, args, kwargs)
+
+    def event(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name == "__set__ data":
+            raise Unclear(self.open_now[-1], "it assigns to .data of a computed tensor")
+        parameters = self._of_model(leaves((args, kwargs), []))
+        return self._note(name, None, parameters, call, args, kwargs)
+
+    def raw(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._check_views((args, kwargs))
+        state = self.generator.get_state()
+        result = call(*args, **kwargs)
+        if not torch.equal(state, self.generator.get_state()):
+            if not self._can_repeat():
+                raise Draws(name)
+            self.tape.draws_again.add(name)
+        return result
+
+    def form(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tag = self.tag(args[0]) if args and isinstance(args[0], Tensor) else None
+        if tag is not None and name == "requires_grad":
+            return tag.number in self.tape.need_gradient
+        if tag is not None and name in HOOKS:  # values carry no graph while they are recorded
+            return RemovableHandle(OrderedDict())
+        return function(*args, **kwargs)
+
+    def numbers_in(self, tree: Any) -> set[int]:
+        """The values in a tree of any objects."""
+        return {tag.number for x in reach(tree) if (tag := self.tag(x)) is not None}
+
+    def _of_model(self, items: Iterable[Any]) -> list[nn.Parameter]:
+        """The model's parameters among these, each once; others are nobody's to hold."""
+        return list(dict.fromkeys(x for x in items if id(x) in self.names))
+
+    @contextmanager
+    def rnn_counted(self) -> Iterator[None]:
+        """torch's counter does not see the flops of recurrent layers."""
+
+        def count(module: Any, args: Any) -> None:
+            data = args[0].data if hasattr(args[0], "batch_sizes") else args[0]
+            matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+            self.rnn_flops += 2 * matrices * (data.numel() // max(1, module.input_size))
+
+        recurrent = [m for m in self.gate.model.modules() if isinstance(m, nn.RNNBase)]
+        handles = [m.register_forward_pre_hook(count) for m in recurrent]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(
+        self,
+        name: str,
+        module: nn.Module | None,
+        parameters: list[nn.Parameter],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an event and write it down."""
+        self._check_views((args, kwargs))
+        uses, items = self.numbers_in((args, kwargs)), leaves((args, kwargs), [])
+        tensors = [x for x in items if isinstance(x, Tensor)]
+        before = [(x, x._version) for x in tensors if not x.is_inference()]
+        is_inside = self._enter_region()
+        block = 0 if self.seeds is None else self.seeds.block
+        is_fresh = self.seeds is None or self._can_repeat()
+        num_sets = 0 if self.seeds is None else self.seeds.num_sets
+        result, flops = self._drawn(call, args, kwargs)
+        sets = self.seeds is not None and self.seeds.num_sets != num_sets
+        changed = [x for x, version in before if x._version != version]
+        grows = torch.is_grad_enabled() or self.region is not None
+        needs = grows and name != "detach" and self._needs(uses, parameters, tensors)
+        adopts = self._adopt(changed, items, needs)
+        made, result, spec = self._take(name, result, items, needs, module is not None)
+        self._mutated(changed, needs)
+        moved = sum(self.tape.values[m.number].num_bytes for m in made if isinstance(m, Made))
+        event = Event(
+            name=name,
+            is_unit=module is not None,
+            where=self.open_now[-1],
+            parameters=tuple(self.names[id(p)] for p in parameters),
+            buffers=() if module is None else _buffers(name, module),
+            uses=frozenset(uses),
+            result=made,
+            spec=spec,
+            only=made[0].number if spec.is_leaf() and isinstance(made[0], Made) else None,
+            passes=any(isinstance(leaf, Passed) for leaf in made),
+            adopts=adopts,
+            mutates=bool(changed),
+            cost=flops + FLOPS_PER_BYTE * moved,
+            block=block,
+            block_after=self.seeds.block if self.seeds is not None and sets else None,
+            is_fresh=is_fresh,
+            is_inside=is_inside,
+        )
+        self.tape.events.append(event)
+        return result
+
+    def _can_repeat(self) -> bool:
+        """Whether a stage that skipped all events so far would still draw the same."""
+        if self.seeds is None:
+            return False
+        if self.seeds.num_sets != self.num_sets:  # set anew by the hooks of an open module
+            self.num_sets, self.event_drew = self.seeds.num_sets, False
+        return not self.event_drew
+
+    def _drawn(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Run an event and see whether it leaves the generator in a state of its own."""
+        state = self.generator.get_state()
+        result = self._run(call, args, kwargs)
+        if self.seeds is not None:
+            if self.seeds.num_sets != self.num_sets:
+                self.num_sets, self.event_drew = self.seeds.num_sets, not self.seeds.untouched
+            elif not torch.equal(state, self.generator.get_state()):
+                self.event_drew = True
+        return result
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+        if not self.counts:
+            return call(*args, **kwargs), 0
+        before = self.rnn_flops
+        with FlopCounterMode(display=False) as counter:
+            result = call(*args, **kwargs)
+        return result, max(counter.get_total_flops(), self.rnn_flops - before)
+
+    def _needs(self, uses: set[int], parameters: list[nn.Parameter], tensors: list[Tensor]) -> bool:
+        return (
+            not uses.isdisjoint(self.tape.need_gradient)
+            or any(is_trained(p) for p in parameters)
+            or any(x.requires_grad and not isinstance(x, nn.Parameter) for x in tensors)
+        )
+
+    def _take(
+        self, name: str, result: Any, items: list[Any], needs: bool, is_unit: bool
+    ) -> tuple[tuple[Made | Passed | Plain, ...], Any, TreeSpec]:
+        """Number the tensors of a result and cut them off from the graph."""
+        flat, spec = tree_flatten(result)
+        made: list[Made | Passed | Plain] = []
+        for i, item in enumerate(flat):
+            place = next((j for j, x in enumerate(items) if x is item), None)
+            if isinstance(item, Tensor) and (tag := self.tag(item)) is not None:
+                made.append(Made(tag.number))
+            elif place is not None and not is_plain(item):
+                made.append(Passed(place))
+            elif isinstance(item, Tensor):
+                flat[i] = item.detach() if item.requires_grad else item
+                made.append(Made(self._number(flat[i], needs)))
+            elif is_plain(item):
+                made.append(Plain(item))
+            else:
+                reason = f"{name} returns a {type(item).__name__}, which may hide tensors"
+                raise Unclear(self.open_now[-1], reason)
+        if not is_unit and any(isinstance(m, Plain) and m.value is not None for m in made):
+            reason = f"{name} turns a computed tensor into a Python value"
+            raise Unclear(self.open_now[-1], reason)
+        return tuple(made), tree_unflatten(flat, spec), spec
+
+    def _number(self, tensor: Tensor, needs: bool) -> int:
+        number = len(self.tape.values)
+        form = Value(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self.tape.values[number] = form
+        self.tape.made_at[number] = len(self.tape.events)
+        if needs and (tensor.is_floating_point() or tensor.is_complex()):
+            self.tape.need_gradient.add(number)
+        setattr(tensor, TAG, Tag(self.forward, number))
+        self.known.append((number, weakref.ref(tensor)))
+        return number
+
+    def _adopt(
+        self, changed: list[Tensor], items: list[Any], needs: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """Raw tensors that were written into hold computed numbers now."""
+        adopts = []
+        for tensor in changed:
+            whole = tensor if tensor._base is None else tensor._base
+            if self.tag(whole) is None and not isinstance(whole, nn.Parameter):
+                place = next(j for j, x in enumerate(items) if x is tensor)
+                adopts.append((place, self._number(whole, needs)))
+                self.written.append(whole)
+                if whole is not tensor:
+                    setattr(tensor, TAG, getattr(whole, TAG))
+        return tuple(adopts)
+
+    def _mutated(self, changed: list[Tensor], needs: bool) -> None:
+        for tensor in changed:
+            if (tag := self.tag(tensor)) is None:
+                continue
+            if needs:
+                self.tape.need_gradient.add(tag.number)
+            if tensor.requires_grad and not tensor._is_view():
+                tensor.detach_()
+            storage = tensor.untyped_storage().data_ptr()
+            alive = [(n, t) for n, ref in self.known if (t := ref()) is not None]
+            alike = sorted(
+                {
+                    self.tape.made_at[n]
+                    for n, t in alive
+                    if t.untyped_storage().data_ptr() == storage
+                }
+            )
+            if len(alike) > 1:  # two views of one memory: sent apart, they would not stay so
+                self.tape.uncut.update(range(alike[1] + 1, len(self.tape.events) + 1))
+
+    def _check_views(self, tree: Any) -> None:
+        if not self.written:
+            return
+        storages = {t.untyped_storage().data_ptr() for t in self.written}
+        for x in leaves(tree, []):
+            if not isinstance(x, Tensor) or self.is_computed(x):
+                continue
+            if x.untyped_storage().data_ptr() in storages:
+                reason = "it reads a view of a tensor that computed numbers were written into"
+                raise Unclear(self.open_now[-1], reason)
+
+    def _enter_region(self) -> bool:
+        """Whether this event and the last are of one checkpointed call, which cannot be cut."""
+        found, frame = None, sys._getframe()
+        while frame is not None:
+            if frame.f_code is _FUNCTION:
+                kind = getattr(frame.f_locals.get("cls"), "__name__", "a Function")
+                reason = f"it calls {kind}.apply, whose backward is its own"
+                raise Unclear(self.open_now[-1], reason)
+            if frame.f_code is _CHECKPOINT:
+                found = frame
+            frame = frame.f_back  # type: ignore[assignment]
+        is_inside = found is not None and found is self.region
+        self.region = found
+        return is_inside
+
+
+def _buffers(path: str, module: nn.Module) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}" for name, _ in module.named_buffers())

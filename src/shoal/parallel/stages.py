@@ -1,0 +1,272 @@
+"""Stages: what the model's forward does, and which rank runs which part of it.
+
+`record` runs the model on two examples and writes its forward down as a tape. It opens large
+modules, so that they can be cut, and leaves closed whatever takes another path for other data; a
+module that no cut falls into is closed again, which makes the stages cheap to run.
+
+Not for models whose top level depends on data; they are refused with the name of the operation.
+Cost: a handful of forwards on one microbatch, once for each form of input.
+Read next: `cuts.py` for where a tape is cut, `skim.py` for how a stage runs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import PlanError, nearest
+from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.calls import Gate
+from shoal.parallel.cuts import StagePlan, StageSpec, recut, split
+from shoal.parallel.recorder import Draws, Unclear, play
+from shoal.parallel.tape import Event, Made, Plain, Tape, units_of
+
+__all__ = [
+    "StagePlan", "StageSpec", "Tape", "check_schedule", "rank_of_stage", "record", "recut", "split"
+]  # fmt: skip
+
+# Stages that one rank runs: the least, the most.
+SCHEDULES = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved": (1, 64),
+    "zero-bubble": (1, 64),
+    "zbv": (2, 2),
+}
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
+
+
+def record(
+    model: nn.Module,
+    forwards: Sequence[Callable[[], Any]],
+    num_stages: int,
+    seeds: PieceSeeds | None = None,
+    like: Tape | None = None,
+) -> Tape:
+    """Write down what a forward does; each of `forwards` runs the model once, on data of its own.
+
+    `like` is an earlier tape of the same model: the same modules are opened. The model, its
+    buffers and the random state are left as found.
+    """
+    gate = Gate(model)
+    try:
+        with _untouched(model, seeds):
+            if like is not None:
+                return _record_like(gate, forwards, like)
+            return _Recording(gate, forwards, num_stages, seeds).run()
+    finally:
+        gate.close()
+
+
+def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:
+    """In a loop over the ranks; zbv goes there and back."""
+    if schedule == "zbv" and stage >= num_ranks:
+        return 2 * num_ranks - 1 - stage
+    return stage % num_ranks
+
+
+def check_schedule(
+    schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
+) -> None:
+    """Refuse what PyTorch's schedule of this name could not run."""
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule={schedule} is not known. {nearest(schedule, SCHEDULES)}")
+    least, most = SCHEDULES[schedule]
+    if not least <= stages_per_rank <= most:
+        rule = f"exactly {least}" if least == most else f"{least} to {most}"
+        raise PlanError(
+            f"stages={stages_per_rank} does not go with schedule={schedule}, which runs {rule} "
+            f"per rank. Use stages={min(max(least, stages_per_rank), most)} or another schedule."
+        )
+    num_stages = num_ranks * stages_per_rank
+    if schedule == "1f1b" and num_microbatches < num_stages:
+        raise PlanError(
+            f"microbatches={num_microbatches} is too few for schedule=1f1b over {num_stages} "
+            f"stages, which needs at least one for each. Use microbatches={num_stages} or more, "
+            "or schedule=gpipe."
+        )
+    rounds = max(1, num_microbatches // num_ranks)
+    if schedule in ("interleaved", "zero-bubble") and num_microbatches % rounds:
+        near = num_microbatches // num_ranks * num_ranks
+        raise PlanError(
+            f"microbatches={num_microbatches} does not go with schedule={schedule} over "
+            f"{num_ranks} ranks: they must fall into {rounds} equal rounds. "
+            f"Use microbatches={near} or {near + num_ranks}."
+        )
+
+
+class _Recording:
+    """Opens and closes modules until two forwards agree on every event."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        forwards: Sequence[Callable[[], Any]],
+        num_stages: int,
+        seeds: PieceSeeds | None,
+    ):
+        self.gate, self.forwards, self.num_stages, self.seeds = gate, forwards, num_stages, seeds
+        self.closed: set[str] = set()
+        self.drawing: frozenset[str] = frozenset()
+
+    def run(self) -> Tape:
+        tape = self._settle(_open_at_first(self.gate.model, self.num_stages))
+        while larger := self._too_large(tape):
+            tape = self._settle(tape.open | larger)
+        try:
+            plan = split(tape, self.num_stages)
+        except PlanError:
+            return tape  # whoever cuts it will say why not
+        needed = _open_across(plan)
+        return tape if needed == tape.open else self._settle(needed)
+
+    def _settle(self, wanted: frozenset[str]) -> Tape:
+        while True:
+            opened = _without(wanted, self.closed)
+            try:
+                return _agree(self.gate, self.forwards, opened, self.drawing, self.seeds)
+            except Draws as draws:
+                self.drawing |= {draws.name}
+            except Unclear as unclear:
+                if not unclear.where:
+                    raise PlanError(_refusal(self.gate.model, unclear.reason)) from None
+                self.closed.add(unclear.where)
+
+    def _too_large(self, tape: Tape) -> frozenset[str]:
+        """Units that cost so much that stages could not be balanced, and can be opened."""
+        total = sum(event.cost for event in tape.events)
+        units = units_of(self.gate.model, tape.open)
+        return frozenset(
+            event.name
+            for event in tape.events
+            if event.name in units
+            and event.cost > total / (2 * self.num_stages)
+            and event.name not in self.closed
+            and _can_open(self.gate.model.get_submodule(event.name))
+        )
+
+
+def _record_like(gate: Gate, forwards: Sequence[Callable[[], Any]], like: Tape) -> Tape:
+    drawing = like.drawing
+    while True:
+        try:
+            return _agree(gate, forwards, like.open, drawing, like.seeds, counts=False)
+        except Draws as draws:
+            drawing |= {draws.name}
+        except Unclear as unclear:
+            raise PlanError(_refusal(gate.model, unclear.reason)) from None
+
+
+def _agree(
+    gate: Gate,
+    forwards: Sequence[Callable[[], Any]],
+    opened: frozenset[str],
+    drawing: frozenset[str],
+    seeds: PieceSeeds | None,
+    counts: bool = True,
+) -> Tape:
+    """The tape of the first forward, once all the others have taken the same path."""
+    tapes = [
+        play(gate, f, open_modules=opened, drawing=drawing, seeds=seeds, counts=counts and not i)
+        for i, f in enumerate(forwards)
+    ]
+    for other in tapes[1:]:
+        _compare(tapes[0], other)
+    return tapes[0]
+
+
+def _compare(one: Tape, two: Tape) -> None:
+    pairs = list(zip(one.events, two.events))
+    for index, (a, b) in enumerate(pairs):
+        if _form(one, a) != _form(two, b):
+            what = a.name if a.name == b.name else f"{a.name} or {b.name}"
+            reason = f"{what} (event {index}) differs from one batch to the next"
+            raise Unclear(a.where if len(a.where) >= len(b.where) else b.where, reason)
+    if len(one.events) != len(two.events):
+        longer = max(one.events, two.events, key=len)[len(pairs)]
+        raise Unclear(longer.where, f"{longer.name} is called for some batches only")
+
+
+def _form(tape: Tape, event: Event) -> tuple[Any, ...]:
+    shapes = [tape.values[r.number] for r in event.result if isinstance(r, Made)]
+    plain = [r.value for r in event.result if isinstance(r, Plain)]
+    return event.name, event.where, shapes, plain, event.adopts
+
+
+def _refusal(model: nn.Module, reason: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be cut into stages: in its forward {reason}. The code "
+        "between cut modules must take one path for all data and leave backward to torch. Put the "
+        "part that does not into a submodule of its own, which then stays whole, or leave out "
+        "pipeline."
+    )
+
+
+def _open_at_first(model: nn.Module, num_stages: int) -> frozenset[str]:
+    """The root, and every module with so many parameters that it may have to be cut."""
+    total = sum(p.numel() for p in model.parameters())
+    wanted = {
+        name
+        for name, module in model.named_modules()
+        if sum(p.numel() for p in module.parameters()) > total / (2 * num_stages)
+        and _can_open(module)
+    }
+    return _without(frozenset(wanted | {""}), set())
+
+
+def _can_open(module: nn.Module) -> bool:
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return any(True for _ in module.children()) and not isinstance(module, _WHOLE + containers)
+
+
+def _without(wanted: frozenset[str], closed: set[str]) -> frozenset[str]:
+    """Open modules of which none is closed, nor inside of one that is not open."""
+    # Containers have no forward to open: what counts is that all callable modules above are open.
+    return frozenset(
+        name
+        for name in wanted
+        if not any(name == shut or name.startswith(f"{shut}.") for shut in closed)
+    )
+
+
+def _open_across(plan: StagePlan) -> frozenset[str]:
+    """The open modules in whose code a cut falls; the others may run as units."""
+    events = plan.tape.events
+    needed = {""}
+    for stage in plan.stages[1:]:
+        before, after = events[stage.start - 1].where, events[stage.start].where
+        shared = [
+            name for name in plan.tape.open if name and _is_in(before, name) and _is_in(after, name)
+        ]
+        needed.update(shared)
+    return frozenset(needed)
+
+
+def _is_in(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+@contextmanager
+def _untouched(model: nn.Module, seeds: PieceSeeds | None) -> Iterator[None]:
+    """Put buffers and random state back afterwards."""
+    places = [
+        (module, name, buffer, buffer.clone())
+        for module in dict.fromkeys(model.modules())
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            if seeds is None:
+                yield
+            else:
+                with seeds.aside():
+                    yield
+        finally:
+            for module, name, buffer, value in places:
+                module._buffers[name] = buffer
+                with torch.no_grad():
+                    buffer.copy_(value)

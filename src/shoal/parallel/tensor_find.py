@@ -1,0 +1,353 @@
+"""Finds which matrices of a model can be cut over ranks, by running its forward a few times.
+
+A matrix that meets a whole value is cut by columns, one that meets a part is cut by rows, so the
+plan of Megatron-LM appears by itself: two matrices, one message. Where something between them
+cannot be computed on parts, the matrices that led there are packed differently (query, key and
+value in one) or stay whole, and the probe starts again. The reason is kept for each.
+
+Nothing is sent: a probe plays rank 0 and makes up what others would send, so values are
+meaningless and only shapes count. Cost: a forward for every matrix that cannot be cut as first
+thought, a second or two in all for small models.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.nn.modules import module as hooks
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm.collectives import Group
+from shoal.errors import PlanError
+from shoal.parallel.layout import Cut
+from shoal.parallel.tensor_known import Knowledge
+from shoal.parallel.tensor_matrix import MATRICES
+from shoal.parallel.tensor_ops import OPENED, PARTS, CutForward, follow_rule
+from shoal.parallel.tensor_part import ABOUT, Part, Refused, Region, about, cut_of
+from shoal.parallel.tensor_shapes import SHAPES, Args, Kwargs
+
+SMALL = 512  # elements of a matrix that is not worth a message
+SMALL_TABLE = 32  # a table is cut if it holds more than this fraction of the model
+_SPLITS = {func for func, rule in SHAPES.items() if rule.__name__ in ("split", "chunk")}
+_TURNS = {func for func, rule in SHAPES.items() if "transpose" in rule.__name__}
+
+
+class View(NamedTuple):
+    """A parameter, or a view of one: dim i of it is dim `dims[i]` of the parameter."""
+
+    name: str
+    dims: tuple[int, ...]
+    tensor: Tensor  # kept, so that its id is not given to another
+    sizes: tuple[int, ...]  # of the parameter; the view may be a piece of it
+
+    def in_parameter(self, cut: Cut) -> Cut:
+        """The parameter's cut, for one of this view."""
+        size, whole = self.tensor.shape[cut.dim], self.sizes[self.dims[cut.dim]]
+        if whole * cut.packs % size:
+            raise Refused("a piece of it is cut in packs that do not fit the whole", repack=True)
+        return Cut(self.dims[cut.dim], whole * cut.packs // size)
+
+    def from_parameter(self, cut: Cut) -> Cut:
+        """This view's cut, for the parameter's."""
+        if cut.dim not in self.dims:
+            raise Refused("it is used twice, in different ways")
+        at = self.dims.index(cut.dim)
+        size, whole = self.tensor.shape[at], self.sizes[cut.dim]
+        if size * cut.packs % whole:
+            raise Refused("a piece of it is cut in packs that do not fit", repack=True)
+        return Cut(at, size * cut.packs // whole)
+
+
+class ProbeRegion(Region):
+    """Decides, and sends nothing."""
+
+    def __init__(self, knowledge: Knowledge, model: nn.Module):
+        group = Group()
+        group.num_ranks = knowledge.num_ranks
+        super().__init__(group)
+        self.knowledge = knowledge
+        self.views = {
+            id(p): View(name, tuple(range(p.ndim)), p, tuple(p.shape))
+            for name, p in model.named_parameters()
+        }
+        self.cuts: dict[str, Cut] = {}
+        self.hows: dict[str, str] = {}
+        self.columns: dict[str, int] = {}  # matrices cut by columns so far, and their columns
+        self.new: set[str] = set()
+        self.notes: dict[str, str] = {}  # why a matrix was left whole in passing
+        self.seen: set[str] = set()  # whatever a function was given
+        self.running: list[nn.Module] = []
+        self.open: set[nn.Module] = set()  # a part went into them or came out
+        self.odd_heads: dict[int, int] = {}  # module -> heads that cannot be shared
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, y: Tensor) -> Tensor:
+        return y
+
+    def whole(self, value: Tensor) -> Tensor:
+        if type(value) is not Part:
+            return value
+        return torch.cat([value.local] * self.num_ranks, value.cut.dim)
+
+    def matrix_cut(self, matrix: Tensor, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
+        view = self.views.get(id(matrix))
+        if view is None:
+            return cut_of(matrix)
+        name = view.name
+        self.knowledge.order.setdefault(name, len(self.knowledge.order))
+        if name not in self.cuts:
+            found = self._decide(view, out, into, x, x_dim)
+            if found is None:
+                return None
+            if found.dim == out:
+                self.new.add(name)
+                self.columns[name] = matrix.shape[out]
+            self.cuts[name] = view.in_parameter(found)
+            self.hows[name] = "columns" if found.dim == out else "rows"
+        at = view.from_parameter(self.cuts[name])
+        if at.dim == out:
+            self.new.add(name)
+            self.columns[name] = matrix.shape[out]
+        return at
+
+    def _decide(self, view: View, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
+        name, matrix = view.name, view.tensor
+        choice, of_x = self.knowledge.choices.get(name), cut_of(x)
+        how = None if choice is None else choice.how
+        if name in self.knowledge.whole or how == "whole":
+            return None
+        if of_x is not None:
+            is_row = of_x.dim == x_dim and how != "column"
+            return Cut(into, of_x.packs) if is_row else None
+        if how == "row":
+            if matrix.shape[into] % self.num_ranks == 0:
+                return Cut(into)
+            self.knowledge.keep_whole(
+                name, f"{self.num_ranks} ranks do not divide {matrix.shape[into]}"
+            )
+            return None
+        if matrix.numel() < SMALL and how is None and not self.knowledge.cuts_small:
+            self.notes[name] = f"it has fewer than {SMALL} elements"
+            return None
+        packs = 1 if how == "column" else self.knowledge.packs_of(name, matrix.shape[out])
+        if packs is None or matrix.shape[out] % self.num_ranks:
+            reason = f"{self.num_ranks} ranks do not divide {matrix.shape[out]} columns"
+            self.knowledge.keep_whole(name, reason)
+            return None
+        return Cut(out, packs)
+
+    def table_cut(self, table: Tensor) -> Cut | None:
+        view = self.views.get(id(table))
+        if view is None or view.name in self.knowledge.whole:
+            return None
+        name, choice = view.name, self.knowledge.choices.get(view.name)
+        if choice is not None and choice.how == "whole":
+            return None
+        if name in self.cuts:
+            return self.cuts[name]
+        is_small = table.numel() * SMALL_TABLE < self.knowledge.num_elements
+        if is_small and choice is None and not self.knowledge.cuts_small:
+            self.knowledge.keep_whole(name, "it is a small part of the model")
+        for dim in (1, 0) if choice is not None and choice.how == "column" else (0, 1):
+            if table.shape[dim] % self.num_ranks == 0 and name not in self.knowledge.whole:
+                self.cuts[name] = Cut(dim)
+                self.hows[name] = "rows of a table" if dim == 0 else "columns of a table"
+                return self.cuts[name]
+        if name not in self.knowledge.whole:
+            sizes = " x ".join(map(str, table.shape))
+            self.knowledge.keep_whole(name, f"{self.num_ranks} ranks do not divide {sizes}")
+        return None
+
+    def follow(self, value: Tensor | None, cut: Cut) -> None:
+        view, name = self.views.get(id(value)), self.knowledge.names.get(id(value))
+        if view is not None:
+            name, cut = view.name, view.in_parameter(cut)
+        if name is None or value is None:
+            return
+        if self.cuts.setdefault(name, cut) != cut:
+            raise Refused("one of its vectors is used twice, in different ways")
+        self.hows.setdefault(name, "with its columns")
+
+    def joins(self, value: Tensor, part: Part) -> None:
+        is_parameter = id(value) in self.views
+        if not is_parameter and part.cut.dim == part.ndim - 1 and value.shape == part.shape:
+            raise Refused("its result meets a whole activation (a residual)")
+
+    def batches(self, num_heads: int) -> None:
+        if num_heads % self.num_ranks and self.running:
+            self.odd_heads[id(self.running[-1])] = num_heads
+
+
+class Probe(CutForward):
+    """One attempt: every function either works on parts or is refused, with who is to blame."""
+
+    region: ProbeRegion
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ABOUT:
+            return about(func, args, kwargs) if type(args[0]) is Part else func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        parts = [leaf for leaf in leaves if type(leaf) is Part]
+        origin = frozenset().union(*(part.origin for part in parts))
+        names = self.region.knowledge.names
+        self.region.seen.update(names[id(leaf)] for leaf in leaves if id(leaf) in names)
+        self.region.new = set()
+        try:
+            result = self._try(func, args, kwargs, bool(parts))
+        except Refused as refused:
+            if not hasattr(refused, "blame"):
+                refused.blame = origin | self.region.new  # type: ignore[attr-defined]
+            raise
+        for leaf in tree_leaves(result):
+            if type(leaf) is Part and not hasattr(leaf, "origin"):
+                leaf.origin = origin | self.region.new
+        return result
+
+    def _try(self, func: Any, args: Args, kwargs: Kwargs, has_parts: bool) -> Any:
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        rule, for_parts = MATRICES.get(func), PARTS.get(func) if has_parts else None
+        name = getattr(func, "__name__", str(func))
+        try:
+            if rule is not None:
+                return rule(self.region, func, args, kwargs)
+            if for_parts is not None:
+                return follow_rule(for_parts, self.region, func, args, kwargs)
+            if has_parts:
+                raise Refused(f"{name} has no rule for parts")
+        except (Refused, PlanError) as error:
+            if isinstance(error, PlanError) or has_parts or self.region.new:
+                raise
+        except Exception as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise Refused(f"{name} failed on parts: {line}") from error
+        result = func(*args, **kwargs)
+        self._track(func, args, result, name)
+        return result
+
+    def _track(self, func: Any, args: Args, result: Any, name: str) -> None:
+        """Follow views of parameters; note by what else a parameter is used."""
+        views = self.region.views
+        first = views.get(id(args[0])) if args else None
+        dims = None if first is None else _dims_after(func, args, result)
+        if first is not None and dims is not None:
+            kept = tuple(first.dims[dim] for dim in dims)
+            for piece in result if isinstance(result, tuple | list) else [result]:
+                views[id(piece)] = View(first.name, kept, piece, first.sizes)
+            return
+        for value in tree_leaves(args):
+            if isinstance(value, Tensor) and id(value) in views and rule_free(func):
+                self.region.notes.setdefault(views[id(value)].name, f"{name} cannot use parts")
+
+
+def rule_free(func: Any) -> bool:
+    return func not in ABOUT and getattr(func, "__name__", "") != "__set__"
+
+
+def _dims_after(func: Any, args: Args, result: Any) -> list[int] | None:
+    """The dims that a view of a parameter has kept, in order; None if it is no such view."""
+    x = args[0]
+    if func in _SPLITS:
+        return list(range(x.ndim))
+    if x.ndim >= 2 and func in _TURNS:
+        strides = list(range(1, x.ndim + 1))
+        turned = func(torch.empty(1).as_strided([1] * x.ndim, strides), *args[1:])
+        return [stride - 1 for stride in turned.stride()]
+    if x.ndim >= 2 and func is Tensor.__getitem__ and isinstance(args[1], int):
+        return list(range(1, x.ndim))
+    return None
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run the model without a trace: buffers, random state, tables that renormalise themselves."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    tables = [
+        (module.weight, module.weight.detach().clone())
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                buffer.copy_(before)
+                module._buffers[name] = buffer
+            for table, before in tables:
+                table.copy_(before)
+
+
+@contextmanager
+def _watched(region: ProbeRegion) -> Iterator[None]:
+    """Know which module runs, and refuse parts in custom autograd functions."""
+
+    def begin(module: nn.Module, _: Any) -> None:
+        region.running.append(module)
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        region.running.pop()
+        if any(type(leaf) is Part for leaf in tree_leaves((inputs, output))):
+            region.open.add(module)
+
+    original = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        origins = [leaf.origin for leaf in tree_leaves((args, kwargs)) if type(leaf) is Part]
+        if origins:
+            refused = Refused(f"{cls.__name__} is an autograd function of its own")
+            refused.blame = frozenset().union(*origins)  # type: ignore[attr-defined]
+            raise refused
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    handles = [
+        hooks.register_module_forward_pre_hook(begin),
+        hooks.register_module_forward_hook(end, always_call=True),
+    ]
+    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+def search(
+    model: nn.Module, forwards: Sequence[Callable[[], Any]], knowledge: Knowledge
+) -> ProbeRegion:
+    """Probe until an attempt comes through."""
+    for _ in range(20 + 8 * len(knowledge.names)):
+        region = ProbeRegion(knowledge, model)
+        try:
+            with as_it_was(model), _watched(region), Probe(region):
+                for forward in forwards:
+                    forward()
+            return region
+        except PlanError:
+            raise
+        except Exception as error:
+            if not region.columns:
+                raise
+            line = next(iter(str(error).splitlines()), "")
+            refused = error if isinstance(error, Refused) else Refused(f"it fails on parts: {line}")
+            blame: frozenset[str] = getattr(refused, "blame", frozenset())
+            blamed = [name for name in region.columns if name in blame]
+            knowledge.learn(refused, blamed or list(region.columns)[-1:], region.columns)
+    raise AssertionError("the probe does not end")

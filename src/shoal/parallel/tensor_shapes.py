@@ -1,0 +1,334 @@
+"""Where the cut goes when a part is viewed, moved about, split or joined.
+
+A dim that is cut can be seen as three, (packs, ranks, rest). A view keeps the order of elements,
+so it is possible on the parts alone if the `ranks` factor falls into one dim of the new shape;
+what lies before it in that dim becomes the number of packs. Query, key and value in one matrix
+are three packs; a batch and its heads in one dim are as many packs as samples.
+
+Every rule takes (region, function, arguments, keywords), the first argument a part, and returns
+parts; it raises `Refused` where the result cannot stay cut.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.parallel.layout import Cut
+from shoal.parallel.tensor_part import Part, Refused, Region, cut_of
+
+Rule = Callable[[Region, Any, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def functions(names: str) -> list[Any]:
+    """All that torch offers under these names: functions, methods, operators."""
+    places = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg)
+    found = [getattr(place, name, None) for name in names.split() for place in places]
+    return [function for function in found if callable(function)]
+
+
+def argument(args: Args, kwargs: Kwargs, name: str, at: int, default: Any = None) -> Any:
+    """An argument that may be given by name or by place."""
+    return kwargs[name] if name in kwargs else args[at] if len(args) > at else default
+
+
+def table(*rows: tuple[str, Rule]) -> dict[Any, Rule]:
+    return {function: rule for names, rule in rows for function in functions(names)}
+
+
+def viewed(shape: Sequence[int], cut: Cut, num_ranks: int, new: Sequence[int]) -> Cut | None:
+    """The cut after a view of the whole `shape` as `new`; None if parts cannot be viewed so."""
+    outer = prod(size or 1 for size in shape[: cut.dim]) * cut.packs  # 0: an empty batch
+    before = 1
+    for dim, size in enumerate(new):
+        after = before * (size or 1)
+        if size > 1 and outer % before == 0 and after % (outer * num_ranks) == 0:
+            return Cut(dim, outer // before)
+        before = after
+    return None
+
+
+def _as_shape(x: Part, given: Sequence[Any]) -> list[int]:
+    if len(given) == 1 and not isinstance(given[0], int):
+        given = given[0]
+    shape = [int(size) for size in given]
+    if -1 in shape:
+        at = shape.index(-1)
+        shape[at] = x.numel() // max(1, -prod(shape))
+    return shape
+
+
+def _view_as(region: Region, x: Part, shape: list[int]) -> Part:
+    cut = viewed(x.shape, x.cut, region.num_ranks, shape)
+    if cut is None:
+        raise Refused(
+            f"{region.num_ranks} ranks cannot share a view of {list(x.shape)} as {shape}",
+            repack=True,
+        )
+    shape[cut.dim] //= region.num_ranks
+    return region.part(x.local.reshape(shape), cut)
+
+
+def view(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    given = args[1:] or tuple(kwargs.values())
+    if given and isinstance(given[0], torch.dtype):
+        raise Refused("it is viewed as another type")
+    return _view_as(region, args[0], _as_shape(args[0], given))
+
+
+def view_as(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    return _view_as(region, args[0], list(args[1].shape))
+
+
+def flatten(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    start = int(argument(args, kwargs, "start_dim", 1, 0)) % x.ndim
+    end = int(argument(args, kwargs, "end_dim", 2, -1)) % x.ndim
+    merged = prod(x.shape[start : end + 1])
+    return _view_as(region, x, [*x.shape[:start], merged, *x.shape[end + 1 :]])
+
+
+def unflatten(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    dim = int(argument(args, kwargs, "dim", 1)) % x.ndim
+    sizes = list(argument(args, kwargs, "sizes", 2))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = x.shape[dim] // max(1, -prod(sizes))
+    return _view_as(region, x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
+
+
+def permute(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    dims = kwargs.get("dims", args[1:])
+    if len(dims) == 1 and not isinstance(dims[0], int):
+        dims = dims[0]
+    order = [int(dim) % x.ndim for dim in dims]
+    return region.part(x.local.permute(order), Cut(order.index(x.cut.dim), x.cut.packs))
+
+
+def transpose(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    a, b = args[1:] or kwargs.values()
+    return _swap(region, args[0], int(a), int(b))
+
+
+def transpose_last(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    """`.T`, `.mT` and `t()`."""
+    x = args[0]
+    if x.ndim != 2 and func != Tensor.mT.__get__:  # type: ignore[attr-defined]
+        raise Refused(f"all {x.ndim} dims are turned round")
+    return _swap(region, x, -2, -1)
+
+
+def _swap(region: Region, x: Part, a: int, b: int) -> Part:
+    order = list(range(x.ndim))
+    order[a], order[b] = order[b], order[a]
+    return region.part(x.local.transpose(a, b), Cut(order.index(x.cut.dim), x.cut.packs))
+
+
+def movedim(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    order = torch.empty((1,) * x.ndim).as_strided([1] * x.ndim, tuple(range(1, x.ndim + 1)))
+    moved = func(order, *args[1:], **kwargs).stride()
+    return region.part(
+        func(x.local, *args[1:], **kwargs), Cut(moved.index(x.cut.dim + 1), x.cut.packs)
+    )
+
+
+def unsqueeze(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    dim = int(argument(args, kwargs, "dim", 1)) % (x.ndim + 1)
+    return region.part(x.local.unsqueeze(dim), Cut(x.cut.dim + (dim <= x.cut.dim), x.cut.packs))
+
+
+def squeeze(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    given = argument(args, kwargs, "dim", 1, range(x.ndim))
+    dims = {dim % x.ndim for dim in ([given] if isinstance(given, int) else given)}
+    gone = {dim for dim in dims if x.shape[dim] == 1}
+    shape = [size for dim, size in enumerate(x.local.shape) if dim not in gone]
+    before = sum(dim < x.cut.dim for dim in gone)
+    return region.part(x.local.reshape(shape), Cut(x.cut.dim - before, x.cut.packs))
+
+
+def expand(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    given = args[1:] or tuple(kwargs.values())
+    if isinstance(given[0], Tensor):
+        given = (given[0].shape,)
+    sizes = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    dim = x.cut.dim + len(sizes) - x.ndim
+    if sizes[dim] not in (-1, x.shape[x.cut.dim]):
+        raise Refused("it is expanded along the dim that is cut")
+    sizes[dim] = -1
+    return region.part(x.local.expand(sizes), Cut(dim, x.cut.packs))
+
+
+def repeat(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    given = args[1:] or tuple(kwargs.values())
+    times = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    dim = x.cut.dim + len(times) - x.ndim
+    if times[dim] != 1:
+        raise Refused("it is repeated along the dim that is cut")
+    return region.part(x.local.repeat(times), Cut(dim, x.cut.packs))
+
+
+def repeat_interleave(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x = args[0]
+    times = argument(args, kwargs, "repeats", 1)
+    dim = argument(args, kwargs, "dim", 2)
+    if not isinstance(times, int) or not isinstance(dim, int):
+        raise Refused("it is repeated unevenly")
+    return region.part(x.local.repeat_interleave(times, dim), x.cut)
+
+
+def _dim_of(x: Part, args: Args, kwargs: Kwargs, at: int, default: int = 0) -> int:
+    return int(argument(args, kwargs, "dim", at, default)) % x.ndim
+
+
+def split(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, ...]:
+    x, dim = args[0], _dim_of(args[0], args, kwargs, 2)
+    size = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if k != "dim")
+    whole = x.shape[dim]
+    if isinstance(size, int):
+        size = [min(size, whole - start) for start in range(0, whole, size)]
+    return _split(region, x, dim, list(size))
+
+
+def chunk(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, ...]:
+    x, dim = args[0], _dim_of(args[0], args, kwargs, 2)
+    count = int(argument(args, kwargs, "chunks", 1))
+    size = -(-x.shape[dim] // count)
+    sizes = [min(size, x.shape[dim] - start) for start in range(0, x.shape[dim], size)]
+    return _split(region, x, dim, sizes)
+
+
+def _split(region: Region, x: Part, dim: int, sizes: list[int]) -> tuple[Part, ...]:
+    if dim != x.cut.dim:
+        return tuple(region.part(piece, x.cut) for piece in x.local.split(sizes, dim))
+    pack = x.shape[dim] // x.cut.packs
+    if any(size % pack for size in sizes):
+        raise Refused(f"{x.shape[dim]} columns are split into {sizes}", repack=True)
+    pieces = x.local.split([size // region.num_ranks for size in sizes], dim)
+    return tuple(
+        region.part(piece, Cut(dim, size // pack))
+        for piece, size in zip(pieces, sizes, strict=True)
+    )
+
+
+def unbind(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, ...]:
+    x, dim = args[0], _dim_of(args[0], args, kwargs, 1)
+    if dim == x.cut.dim:
+        raise Refused("the dim that is cut is taken apart", repack=True)
+    cut = Cut(x.cut.dim - (dim < x.cut.dim), x.cut.packs)
+    return tuple(region.part(piece, cut) for piece in x.local.unbind(dim))
+
+
+def narrow(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x, dim = args[0], _dim_of(args[0], args, kwargs, 1)
+    if dim == x.cut.dim:
+        raise Refused("a piece of the dim that is cut is taken", repack=True)
+    local = func(x.local, *args[1:], **kwargs)
+    gone = x.ndim - local.ndim  # 1 for select
+    return region.part(local, Cut(x.cut.dim - (gone if dim < x.cut.dim else 0), x.cut.packs))
+
+
+def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    x, index = args
+    if isinstance(index, Tensor) and type(index) is not Part:
+        return _pick(region, x, index)
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(i is None or i is ... or isinstance(i, int | slice) for i in items):
+        raise Refused("it is indexed by several tensors")
+    taken = sum(i is not None and i is not ... for i in items)
+    if ... not in items:
+        items.append(...)
+    at = items.index(...)
+    items[at : at + 1] = [slice(None)] * (x.ndim - taken)
+    before, new, old = 0, 0, 0  # dims of the result and of x, up to the one that is cut
+    for item in items:
+        if item is None:
+            new += 1
+            continue
+        if old == x.cut.dim:
+            if not isinstance(item, slice) or item.indices(x.shape[old]) != (0, x.shape[old], 1):
+                raise Refused("a piece of the dim that is cut is taken", repack=True)
+            before = new
+        old, new = old + 1, new + (not isinstance(item, int))
+    # The slice that keeps the cut dim may name the whole's size.
+    kept = [i for i, item in enumerate(items) if item is not None][x.cut.dim]
+    items[kept] = slice(None)
+    return region.part(x.local[tuple(items)], Cut(before, x.cut.packs))
+
+
+def _pick(region: Region, x: Part, index: Tensor) -> Part:
+    """Rows of the first dims, by numbers or by a mask."""
+    used, made = (index.ndim, 1) if index.dtype == torch.bool else (1, index.ndim)
+    if x.cut.dim < used:
+        raise Refused("the dim that is cut is indexed by a tensor")
+    return region.part(x.local[index], Cut(x.cut.dim - used + made, x.cut.packs))
+
+
+def cat(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    values = list(argument(args, kwargs, "tensors", 0))
+    first = next(value for value in values if type(value) is Part)
+    dim = int(argument(args, kwargs, "dim", 1, 0)) % first.ndim
+    if dim != first.cut.dim:
+        for value in values:
+            if cut_of(value) is None:
+                region.joins(value, first)
+        local = func([region.local(value, first.cut) for value in values], dim)
+        return region.part(local, first.cut)
+    cuts = [cut_of(value) for value in values]
+    sizes = {value.shape[dim] // cut.packs for value, cut in zip(values, cuts) if cut is not None}
+    if None in cuts or len(sizes) != 1 or {cut.dim for cut in cuts if cut is not None} != {dim}:
+        raise Refused("it is joined with a whole or differently cut value")
+    local = func([value.local for value in values], dim)
+    return region.part(local, Cut(dim, sum(cut.packs for cut in cuts if cut is not None)))
+
+
+def stack(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    values = list(argument(args, kwargs, "tensors", 0))
+    first = next(value for value in values if type(value) is Part)
+    dim = int(argument(args, kwargs, "dim", 1, 0)) % (first.ndim + 1)
+    local = func([region.local(value, first.cut) for value in values], dim)
+    return region.part(local, Cut(first.cut.dim + (dim <= first.cut.dim), first.cut.packs))
+
+
+def new_like(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`x.new_zeros(...)`: plain, of the shape asked for."""
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+SHAPES: dict[Any, Rule] = {
+    **table(
+        ("view reshape _unsafe_view", view),
+        ("view_as reshape_as", view_as),
+        ("flatten", flatten),
+        ("unflatten", unflatten),
+        ("permute", permute),
+        ("transpose swapaxes swapdims", transpose),
+        ("t", transpose_last),
+        ("movedim moveaxis", movedim),
+        ("unsqueeze", unsqueeze),
+        ("squeeze", squeeze),
+        ("expand expand_as broadcast_to", expand),
+        ("repeat", repeat),
+        ("repeat_interleave", repeat_interleave),
+        ("split split_with_sizes", split),
+        ("chunk", chunk),
+        ("unbind", unbind),
+        ("narrow select index_select", narrow),
+        ("__getitem__", getitem),
+        ("cat concat concatenate", cat),
+        ("stack", stack),
+        ("new_zeros new_ones new_full new_empty new_tensor", new_like),
+    ),
+    Tensor.T.__get__: transpose_last,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: transpose_last,  # type: ignore[attr-defined]
+}

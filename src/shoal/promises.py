@@ -1,0 +1,52 @@
+"""Did a plan do what it says? Counts that must hold whatever was trained."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shoal.comm.buckets import BUCKET_BYTES
+from shoal.numerics.norms import BLOCK
+from shoal.plan import Plan
+
+SLACK = 1.1  # of a formula: parts are not always even
+
+
+class Told(Protocol):
+    """What is known of a rank's step."""
+
+    bytes_sent: int
+    num_stepped: int
+
+    def num_held(self, names: Sequence[str]) -> int: ...
+
+
+def broken_promise(
+    plan: Plan, told: Sequence[Told], shapes: Mapping[str, Sequence[int]], speaks: bool
+) -> str:
+    """A sentence on what a plan did not do; empty if it did all. `speaks`: replicas agree now."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    largest = max(math.prod(shape) for shape in shapes.values())
+    num_model_ranks = plan.tensor * plan.pipeline
+    for rank, step in enumerate(told):
+        held = step.num_held(list(shapes))
+        if plan.num_ranks > 1 and speaks != (step.bytes_sent > 0):
+            return (
+                f"rank {rank} sent {step.bytes_sent} bytes in a step in which replicas "
+                f"{'agree' if speaks else 'work alone'}"
+            )
+        if plan.pipeline > 1 and not 0 < held < total:
+            return f"rank {rank} of a pipeline holds {held} of {total} parameters"
+        if plan.tensor > 1 and held >= total:
+            return f"rank {rank} holds all {total} parameters, so tensor={plan.tensor} cut nothing"
+        if plan.zero:
+            # Even shards, up to a block for each bucket, or a tensor that may not be cut.
+            uneven = max(BLOCK * (1 + 4 * total // BUCKET_BYTES), largest)
+            most = SLACK * total / plan.num_replicas + uneven
+            if num_model_ranks == 1 and step.num_stepped > most:
+                return (
+                    f"rank {rank} steps on {step.num_stepped} of {total} parameters, where "
+                    f"zero={plan.zero} allows {int(most)}"
+                )
+        if plan.zero == 3 and held > SLACK * total / plan.num_replicas + len(shapes) * largest:
+            return f"rank {rank} holds {held} of {total} parameters, in spite of zero=3"
+    return ""

@@ -1,0 +1,45 @@
+"""A seat lets go of a broken group at once, whoever else still holds a connection of it."""
+
+import os
+import socket
+import threading
+
+import pytest
+import zmq
+
+from shoal.elastic import messages
+from shoal.elastic.seat import SupervisedSeat
+from shoal.errors import GroupLost, StopNow
+
+
+def test_the_connections_of_a_lost_group_are_shut_before_the_next_is_formed() -> None:
+    """Otherwise an operation left behind between two survivors holds up the old group's end."""
+    context = zmq.Context()
+    supervisor = context.socket(zmq.ROUTER)
+    port = supervisor.bind_to_random_port("tcp://127.0.0.1")
+    seat = SupervisedSeat(f"tcp://127.0.0.1:{port}", "member-0", recovers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+    seat._own = {os.readlink(f"/proc/self/fd/{near.fileno()}")}
+    far.settimeout(30.0)
+    seen: list[bytes] = []
+
+    def answer() -> None:
+        identity, _ = supervisor.recv_multipart()
+        seen.append(far.recv(1))  # the end of the stream, before anybody told the seat to leave
+        supervisor.send_multipart([identity, messages.encode(messages.Leave())])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(StopNow):
+            seat.reform(GroupLost("a peer is gone"))
+        thread.join()
+        assert seen == [b""]
+    finally:
+        seat.close()
+        for opened in (near, far, listener):
+            opened.close()
+        supervisor.close(linger=0)
+        context.term()
