@@ -23,6 +23,7 @@ from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Spread
 from shoal.plan import Plan
 from shoal.run import Objective, Run, objective
+from shoal.sync.allreduce import is_summed
 from shoal.sync.strategy import Strategy, Tally
 
 
@@ -91,7 +92,7 @@ class _PiecesInPipeline:
             return
         named = dict(spread.model.named_parameters())
         self._parameters = {
-            stage.index: [named[n] for n in stage.parameters if named[n].requires_grad]
+            stage.index: [named[n] for n in stage.parameters if is_summed(named[n])]
             for stage in spread.stages.stages
         }
         self._tied = _groups_of_tied(spread, mesh)

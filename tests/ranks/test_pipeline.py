@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.collectives import Group
 from shoal.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline import Pipeline
-from shoal.parallel.skim import drop_foreign
-from shoal.parallel.stages import record, split
+from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.skim import drop_foreign
+from shoal.parallel.pipeline.stages import record, split
 from shoal.run import call_model
 from shoal.testing.ranks import Pool
 from tests import zoo

@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 from shoal.errors import RecipeError
 from shoal.mesh import Mesh
 from shoal.parallel.layout import Cut, part_of
-from shoal.parallel.tensor import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
-from shoal.parallel.tensor_part import share_of
+from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
+from shoal.parallel.tensor.part import share_of
 from shoal.testing.ranks import Pool
 from tests import zoo
 

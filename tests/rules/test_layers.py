@@ -13,12 +13,15 @@ import pytest
 # The first name below `shoal`, and its layer.
 LAYERS = {
     **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults"], 0),
-    **dict.fromkeys(["plan", "plan_keys", "plan_fit", "mesh", "rundir", "comm", "metrics"], 1),
+    **dict.fromkeys(
+        ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
+    ),
     **dict.fromkeys(
         ["numerics", "parallel", "sync", "data", "checkpoint", "slim", "planner"],
         2,
     ),
-    **dict.fromkeys(["run", "recipe", "training", "handover", "blame", "evaluate", "reference"], 3),
+    **dict.fromkeys(["run", "recipe", "prepare", "computing", "training", "handover"], 3),
+    **dict.fromkeys(["blame", "evaluate", "reference"], 3),
     **dict.fromkeys(["start", "verify", "explain", "doctor", "elastic", "cluster", "tune"], 4),
     **dict.fromkeys(["dashboard", "cli"], 5),
 }

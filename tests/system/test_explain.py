@@ -1,17 +1,16 @@
-"""What `shoal explain` predicts, held against ranks that train; and the verb on the command line."""
+"""What `shoal explain` says, held against ranks that train; and the verb on the command line."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.cli.main import run_here
 from shoal.comm.collectives import Group
-from shoal.explain import explain
+from shoal.explain.explain import Explanation, explain
 from shoal.mesh import Mesh
 from shoal.run import resolve
 from shoal.testing.faults import Trained
@@ -29,7 +28,7 @@ class Watched:
 
     def __init__(self, monkey: pytest.MonkeyPatch):
         self.groups: list[Group] = []
-        self.by_fsdp = self.count_by_fsdp = 0
+        self.by_fsdp = self.count_by_fsdp = self.count_by_groups = 0
         init = Group.__init__
 
         def watched(group: Group, handle: Any = None) -> None:
@@ -37,10 +36,19 @@ class Watched:
             self.groups.append(group)
 
         monkey.setattr(Group, "__init__", watched)
+        for name in ("all_reduce", "all_to_all", "gather_shards"):
+            monkey.setattr(Group, name, self._told(getattr(Group, name)))
         for name in ("all_gather_single", "reduce_scatter_single"):
-            monkey.setattr(dist, name, self._counted(getattr(dist, name), name))
+            monkey.setattr(dist, name, self._counted(getattr(dist, name)))
 
-    def _counted(self, function: Any, name: str) -> Any:
+    def _told(self, method: Any) -> Any:
+        def told(group: Group, *args: Any) -> Any:
+            self.count_by_groups += group.num_ranks > 1
+            return method(group, *args)
+
+        return told
+
+    def _counted(self, function: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             shard = min(t.nbytes for t in tensors)
@@ -54,6 +62,7 @@ class Watched:
     def taken(self) -> dict[str, int]:
         return {
             "by_groups": sum(group.bytes_sent for group in self.groups),
+            "count_by_groups": self.count_by_groups,
             "by_fsdp": self.by_fsdp,
             "count_by_fsdp": self.count_by_fsdp,
         }
@@ -77,9 +86,7 @@ def train(mesh: Mesh, recipe: str, plan: str) -> dict[str, Any]:
             return {
                 "held": sum(part.tensor.numel() for parts in held.values() for part in parts),
                 "stepped": sum(p.numel() for g in groups for p in g["params"]),
-                "state": sum(
-                    t.nbytes for s in states for t in s.values() if isinstance(t, Tensor)
-                ),
+                "state": sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor)),
                 "bytes_sent": info.bytes_sent,
                 **{name: after[name] - before[name] for name in after},
             }
@@ -106,9 +113,12 @@ PLANS = [
     ("cnn", "tensor=2 recompute=blocks"),
     ("gpt", "data=2 tensor=2 zero=1"),
     ("gpt", "data=2 pipeline=2 zero=2 microbatches=2"),
-    ("gpt", "data=2 pipeline=2 zero=3 microbatches=2"),
     ("gpt", "tensor=2 pipeline=2"),
     ("gpt", "data=2 tensor=2 zero=3"),
+    ("cnn", "data=2 zero=3 recompute=blocks accumulate=2"),
+    ("cnn", "data=2 local_steps=2"),
+    ("mlp", "data=2 zero=1 precision=fp16"),
+    ("t5", "pipeline=2 tensor=2 schedule=gpipe"),
 ]
 
 
@@ -120,11 +130,67 @@ def test_ranks_hold_and_send_what_was_said(pool: Pool, recipe: str, plan: str) -
     for rank, real in zip(told.ranks, truth, strict=True):
         assert rank.num_held == real["held"]
         assert rank.num_stepped == real["stepped"]
-        assert rank.memory.optimizer.num_bytes == real["state"]
+        if recipe == "frozen":  # one of its parameters idles, and never gets the state foreseen
+            assert rank.memory.optimizer.num_bytes >= real["state"]
+        else:
+            assert rank.memory.optimizer.num_bytes == real["state"]
         by_fsdp = [m for m in rank.messages if m.how in FSDP]
         by_groups = [m for m in rank.messages if m.how not in FSDP]
-        assert sum(m.num_bytes for m in by_groups) == pytest.approx(real["by_groups"], rel=0.02)
+        assert sum(m.num_bytes for m in by_groups) == real["by_groups"]
+        collectives = [m.count for m in by_groups if m.how != "send"]
+        assert sum(collectives) == real["count_by_groups"]
         assert sum(m.num_bytes for m in by_fsdp) == real["by_fsdp"]
         assert sum(m.count for m in by_fsdp) == real["count_by_fsdp"]
-        if told.axes["tensor"] == 1 and told.zero < 3 and not told.tied:
+        if told.zero < 3 and not told.tied:
             assert sum(m.num_bytes for m in rank.messages) == real["bytes_sent"]
+
+
+# ---- the verb
+
+
+def shoal_explain(pool: Pool, directory: Path, *words: str) -> Trained:
+    output, errors = directory / "output", directory / "errors"
+    command = pool.start(
+        run_here, ["explain", *words], output=output, errors=errors, directory=directory
+    )
+    code = command.wait()
+    return Trained(code, output.read_text(), errors.read_text(), directory / "runs")
+
+
+def test_words_for_people(pool: Pool, tmp_path: Path) -> None:
+    done = shoal_explain(pool, tmp_path, f"{TINY}:line", "--plan", "data=2 zero=1")
+    assert done.exit_code == 0, done.errors
+    assert done.output.startswith(f"{TINY}:line under 'data=2 zero=1 pieces=2': 2 ranks = data 2;")
+    for word in ("Memory of the rank that has most", "all-to-all", "Activations are not predicted"):
+        assert word in done.output
+    assert "greeting" not in done.output, "what a recipe prints is kept out of the answer"
+    assert not done.run_dir.exists()
+
+
+def test_one_object_and_a_picture(pool: Pool, tmp_path: Path) -> None:
+    words = (f"{TINY}:line", "--plan", "data=64", "--set", "batch_size=64", "--json")
+    done = shoal_explain(pool, tmp_path, *words, "--svg", "plan.svg")
+    assert done.exit_code == 0, done.errors
+    found = msgspec.json.decode(done.output, type=Explanation)
+    assert found.num_ranks == len(found.ranks) == 64, "more ranks than any test machine has cores"
+    picture = (tmp_path / "plan.svg").read_text("utf-8")
+    assert picture.startswith("<svg") and "Not drawn: 56 more ranks." in picture
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ((f"{TINY}:line", "--plan", "data=3"), 2, "data=3 does not divide the batch of 8"),
+        ((f"{TINY}:line", "--plan", "pipeline=4"), 2, "cannot be cut into 4 stages"),
+        ((f"{TINY}:line", "--plan", "date=2"), 2, "Did you mean 'data'?"),
+        ((f"{TINY}:line", "--svg", "absent/plan.svg"), 2, "The picture cannot be written"),
+        ((f"{TINY}:fails",), 1, "a key of the recipe's own"),
+        ((f"{TINY}:absent",), 2, "has no recipe 'absent'"),
+    ],
+)
+def test_what_cannot_be_explained(
+    pool: Pool, tmp_path: Path, words: tuple[str, ...], code: int, told: str
+) -> None:
+    done = shoal_explain(pool, tmp_path, *words)
+    assert done.exit_code == code, done.errors
+    assert told in done.last_words

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import shoal
 from shoal import reference
 from shoal.cli.verify import in_words
-from shoal.compare import Divergence, Verdict, compare, path_of
 from shoal.errors import RecipeError
 from shoal.run import Run, resolve
+from shoal.verify.compare import Divergence, Verdict, compare, finished, path_of
 
 NUM_STEPS = 3
 Content = dict[str, Tensor]
@@ -200,7 +200,7 @@ def test_bytes_must_move_as_the_plan_says(
 
 
 def test_a_run_that_ended_is_not_waited_for(tmp_path: Path) -> None:
-    verify._finished(tmp_path).touch()
+    finished(tmp_path).touch()
     run = small_run()
     with pytest.raises(RecipeError, match="step-00000001-rank-000"):
         compare(run, resolve(run, "data=2", None), tmp_path)

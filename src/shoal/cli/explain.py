@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.cluster.nursery import Birth, ChildMain
-    from shoal.explain import Explanation
+    from shoal.explain.explain import Explanation
 
 
 @click.command(epilog=options.plan_help())
@@ -48,8 +48,8 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
 def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
     from shoal.cluster.launch import NotLoaded, await_facts
     from shoal.cluster.nursery import Nursery
-    from shoal.explain import Explanation
-    from shoal.explain_words import in_words
+    from shoal.explain.explain import Explanation
+    from shoal.explain.words import in_words
 
     with tempfile.TemporaryDirectory(prefix="shoal-explain-") as name:
         directory = Path(name)
@@ -83,7 +83,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
 
 def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":
     from shoal.elastic.worker import use_threads
-    from shoal.explain import explain as explained
+    from shoal.explain.explain import explain as explained
     from shoal.numerics.precision import environment_for
     from shoal.plan import Plan
     from shoal.recipe import load_recipe
@@ -103,7 +103,7 @@ def _bear_no_rank(birth: "Birth") -> int:
 
 
 def _draw(found: "Explanation", recipe: str, path: Path) -> None:
-    from shoal.explain_picture import draw
+    from shoal.explain.picture import draw
 
     try:
         path.write_text(draw(found, recipe), encoding="utf-8")

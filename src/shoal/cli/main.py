@@ -12,12 +12,13 @@ _VERBS = {
     "train": "Train a recipe under a plan.",
     "run": "Run a script of your own on several ranks.",
     "verify": "Prove that a plan trains what one process would.",
+    "explain": "Say what a plan does to a model, without starting a rank.",
     "doctor": "Show what this machine offers and what is wrong with it.",
     "warm": "Keep a warm process, so that the next commands start at once.",
 }
 
 
-_WARM = ("train", "run", "verify")
+_WARM = ("train", "run", "verify", "explain")
 
 
 class Verbs(click.Group):

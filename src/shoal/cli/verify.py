@@ -46,11 +46,11 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
-    from shoal import verify as verification
     from shoal.cluster.launch import NotLoaded
     from shoal.numerics.precision import environment_for
     from shoal.plan import Plan
     from shoal.recipe import load_recipe
+    from shoal.verify import verify as verification
 
     if given["plan"] is not None:  # before the recipe computes anything
         os.environ.update(environment_for(Plan.parse(given["plan"]).precision))

@@ -23,6 +23,7 @@ from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
 
 BUCKET_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20  # sent and not yet added up: what arrives is as large as what was sent
 
 
 def deal(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
@@ -128,6 +129,10 @@ def make_bucket(indices: list[int], parameters: Sequence[nn.Parameter], num_rows
 class UnderWay(Protocol):
     """What `start` returns: messages that are being sent."""
 
+    def fold(self) -> None:
+        """Add up what arrived. Every rank calls it, in the order of the starts."""
+        ...
+
     def drain(self) -> None:
         """Wait until nothing touches the bucket any more, whatever the outcome."""
         ...
@@ -163,6 +168,8 @@ class Buckets(Generic[Sent]):
         """Forget the step before."""
         self.armed = False
         self.sent: list[Sent] = []
+        self._sizes: list[int] = []  # in bytes, of what was sent
+        self._num_folded, self._in_flight = 0, 0
         self._missing = [len(b.indices) for b in self.buckets]
         self._arrived: set[int] = set()
         self.touched = [False] * len(self.parameters)
@@ -177,6 +184,16 @@ class Buckets(Generic[Sent]):
         """Send what the hooks did not: buckets with unused parameters, or no backward at all."""
         while len(self.sent) < len(self.buckets):
             self._send()
+
+    def fold_rest(self) -> None:
+        """Add up all that has been sent."""
+        while self._num_folded < len(self.sent):
+            self._fold_oldest()
+
+    def _fold_oldest(self) -> None:
+        self.sent[self._num_folded].fold()
+        self._in_flight -= self._sizes[self._num_folded]
+        self._num_folded += 1
 
     def hand_out(self, touched: Sequence[bool]) -> None:
         """Make the sums the gradients; as in a plain loop, what no piece touched has none."""
@@ -229,7 +246,13 @@ class Buckets(Generic[Sent]):
         for i in bucket.indices:
             self.touched[i] = gradients[i] is not None or any(v[i] is not None for v in earlier)
             self.parameters[i].grad = None  # the bucket has it now
+        # Which bucket is added up before which one leaves must not depend on arrival either.
+        size = sum(row.nbytes for row in bucket.rows)
+        while self._num_folded < len(self.sent) and self._in_flight + size > WINDOW_BYTES:
+            self._fold_oldest()
         self.sent.append(self._start(bucket))
+        self._sizes.append(size)
+        self._in_flight += size
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -53,14 +53,28 @@ class Pending:
                 continue  # the group is being left: only that the operation has ended matters
 
 
+class Sent:
+    """What left this rank, through a group or any part of it."""
+
+    num_bytes = 0
+
+
 class Group:
     """The ranks along one axis of the mesh."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, sent: Sent | None = None):
         self.handle = group
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
-        self.bytes_sent = 0
+        self._sent = Sent() if sent is None else sent
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent.num_bytes
+
+    @bytes_sent.setter
+    def bytes_sent(self, value: int) -> None:
+        self._sent.num_bytes = value
 
     def part(self, ranks: Sequence[int]) -> "Group":
         """A group of some of these ranks, this one among them. All of those must call it."""
@@ -71,7 +85,8 @@ class Group:
                     [ranks_of_world[rank] for rank in ranks],
                     timeout=COLLECTIVE_TIMEOUT,
                     use_local_synchronization=True,
-                )
+                ),
+                self._sent,
             )
 
     def all_reduce(self, tensor: Tensor) -> Pending:

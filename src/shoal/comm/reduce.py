@@ -66,7 +66,7 @@ class Scatter:
         group = tree.group
         lengths = [stop - start for start, stop in pairwise(cuts)]
         own, num_ranks = lengths[group.rank], group.num_ranks
-        self.tree, self.none = tree, rows[0].new_empty(0)
+        self.tree, self.sum = tree, rows[0].new_empty(0)
         self.received: dict[Block, Tensor] = {}
         self.arrivals: list[Pending] = []
         for k in range(max(len(blocks) for blocks in tree.blocks)):
@@ -77,7 +77,7 @@ class Scatter:
             self.arrivals.append(
                 group.all_to_all(
                     out,
-                    rows[k] if sends else self.none,
+                    rows[k] if sends else self.sum,
                     out_lengths,
                     lengths if sends else [0] * num_ranks,
                 )
@@ -85,16 +85,13 @@ class Scatter:
             for sender, part in zip(senders, out.split(own) if own else (), strict=False):
                 self.received[tree.blocks[sender][k]] = part
 
-    def fold(self) -> Tensor:
-        """The sum of this rank's shard; may write into what arrived."""
+    def fold(self) -> None:
+        """Make `sum` the sum of this rank's shard, and let go of what arrived."""
         for arrival in self.arrivals:
             arrival.wait()
-        if not self.received:
-            self.arrivals = []
-            return self.none
-        root = fold(self.received, self.tree.num_pieces, torch.add)
+        if self.received:
+            self.sum = fold(self.received, self.tree.num_pieces, torch.add)
         self.received, self.arrivals = {}, []
-        return root
 
     def drain(self) -> None:
         for arrival in self.arrivals:
@@ -113,7 +110,9 @@ class ShardedReduction(Reduction):
     def fold(self) -> None:
         group = self.scatter.tree.group
         shards = [self.result[start:stop] for start, stop in pairwise(self.cuts)]
-        shards[group.rank].copy_(self.scatter.fold())
+        self.scatter.fold()
+        shards[group.rank].copy_(self.scatter.sum)
+        self.scatter.sum = self.result.new_empty(0)
         self.pending = group.gather_shards(shards)
 
     def drain(self) -> None:

@@ -40,24 +40,30 @@ def blocks_of(pieces: range) -> list[Block]:
 
 def fold(parts: Mapping[Block, T], num_pieces: int, add: Callable[[T, T], T]) -> T:
     """The root of the tree over `num_pieces`, from the sums of blocks that cover it once."""
-
-    def node(first: int, size: int) -> T | None:
-        if Block(first, size) in parts:
-            return parts[Block(first, size)]
-        if first >= num_pieces:
-            return None
-        assert size > 1, f"piece {first} is in no block"
-        left, right = node(first, size // 2), node(first + size // 2, size // 2)
-        if left is None or right is None:
-            return left
-        return add(left, right)
-
     size = 1
     while size < num_pieces:
         size *= 2
-    root = node(0, size)
+    root = _node(parts, Block(0, size), num_pieces, add)
     assert root is not None
     return root
+
+
+def _node(
+    parts: Mapping[Block, T], block: Block, num_pieces: int, add: Callable[[T, T], T]
+) -> T | None:
+    # Not a function inside `fold`: one that calls itself would keep the parts alive until the
+    # garbage collector comes, and they are as large as the gradients.
+    if block in parts:
+        return parts[block]
+    first, half = block.first, block.num_pieces // 2
+    if first >= num_pieces:
+        return None
+    assert half, f"piece {first} is in no block"
+    left = _node(parts, Block(first, half), num_pieces, add)
+    right = _node(parts, Block(first + half, half), num_pieces, add)
+    if left is None or right is None:
+        return left
+    return add(left, right)
 
 
 Values = list[Tensor | None]  # one entry a parameter; None where a piece did not touch it

@@ -21,12 +21,12 @@ from shoal.numerics.optimizers import Part, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
 from shoal.parallel.layout import Holding, Slice, part_of, slices
-from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.scheduled import Around, Hooks
+from shoal.parallel.pipeline.skim import drop_foreign
+from shoal.parallel.pipeline.stages import StagePlan, check_schedule, rank_of_stage, record, split
 from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
-from shoal.parallel.scheduled import Around, Hooks
-from shoal.parallel.skim import drop_foreign
-from shoal.parallel.stages import StagePlan, check_schedule, rank_of_stage, record, split
-from shoal.parallel.tensor import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
+from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
 from shoal.plan import Plan
 
 
@@ -161,7 +161,7 @@ class Spread:
         # FSDP2 follows a unit's inputs and outputs through autograd, and cannot follow cut ones.
         but = set() if tensor is None else {self.model.get_submodule(n) for n in tensor.crossed}
         units = fsdp.units(self.model, self.owned, but, whole_model=self.stages is None)
-        fsdp.shard_parameters(units, mesh.data, mesh.device)
+        fsdp.shard_parameters(self.model, units, mesh.data, mesh.device)
         self.holding = self.holding._replace(within=fsdp.places(self.model, mesh.data))
         for unit in units if self.plan.tensor > 1 else ():
             # Gathered parameters are other objects than the ones that were marked.

@@ -43,14 +43,18 @@ def units(
     ]
 
 
-def shard_parameters(units: Sequence[nn.Module], group: Group, device: str) -> None:
-    """Shard in place."""
+def shard_parameters(
+    model: nn.Module, units: Sequence[nn.Module], group: Group, device: str
+) -> None:
+    """Shard the units of a model in place."""
     mesh = group.device_mesh(device)
     for unit in units:
         # Frozen ones, those of other stages among them, cost no gradient and no state.
         whole = {p for p in unit.parameters() if not p.dim() or not p.requires_grad}
         if any(p not in whole for p in unit.parameters()):
-            fully_shard(unit, mesh=mesh, ignored_params=whole)
+            # What is left with the model itself is needed first again: FSDP2 keeps it gathered.
+            let_go = None if unit is model else True
+            fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=let_go)
             assert isinstance(unit, FSDPModule)
             # A sum, as elsewhere; and one for every parameter on every rank, used there or not.
             unit.set_gradient_divide_factor(1.0)

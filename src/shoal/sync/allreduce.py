@@ -45,7 +45,7 @@ class AllReduce:
         holding: Holding = WHOLE,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
-        self.named = {n: p for n, p in model.named_parameters() if _is_summed(p)}
+        self.named = {n: p for n, p in model.named_parameters() if is_summed(p)}
         self.parameters = list(self.named.values())
         self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
         self.buffers = self.rounds.buffers
@@ -148,8 +148,7 @@ class AllReduce:
 
     def _finish_sums(self) -> None:
         assert self.buckets is not None
-        for reduction in self.buckets.sent:
-            reduction.fold()
+        self.buckets.fold_rest()
         for reduction in self.buckets.sent:
             reduction.finish()
 
@@ -173,7 +172,7 @@ class AllReduce:
         return Reduction(bucket.rows[0], self.mesh.data.all_reduce(bucket.rows[0]))
 
 
-def _is_summed(parameter: nn.Parameter) -> bool:
+def is_summed(parameter: nn.Parameter) -> bool:
     """Whether a gradient is ours to sum: FSDP2 sums those of the parameters it shards."""
     return parameter.requires_grad and not isinstance(parameter, DTensor)
 

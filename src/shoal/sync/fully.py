@@ -140,6 +140,8 @@ class FullySharded:
             if hasattr(held, "_unsharded_param") and held.unsharded_param.grad is not None:
                 self._touched.add(held.sharded_param)
         post_backward(*args)
+        if self.rounds.device.type == "cpu":  # where the sum is done when this returns
+            group.comm_ctx.reduce_scatter_states.clear()
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,7 +14,6 @@ gradient goes out once and each parameter comes back once. When not to use it: w
 parameters do not fit; `zero=3` shards those too.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -34,8 +33,6 @@ from shoal.sync.norm import SharedNorm
 from shoal.sync.rounds import Around, Rounds
 from shoal.sync.state import HeldState, Run, State
 from shoal.sync.strategy import Agreed, Tally
-
-WINDOW_BYTES = 8 << 20  # of gradients sent and not yet added up
 
 
 class Shelf:
@@ -75,8 +72,6 @@ class Sharded:
         self.shards: list[Tensor] = []  # of the summed gradient, by shelf
         self._num_scattered = 0
         self._touched: list[bool] = []  # by this rank's pieces
-        self._received: list[Tensor] = []
-        self._open: deque[tuple[Scatter, int]] = deque()  # sent, with bytes
 
     def attach(
         self,
@@ -248,30 +243,20 @@ class Sharded:
 
     def _begin_sending(self) -> None:
         self.buckets.begin()
-        self._received = []
-        self._open.clear()
         self.buckets.arm(None if self.scatter_each else self.sum, early=self.round_size == 1)
 
     def _send(self, bucket: Bucket) -> Scatter:
         shelf = self.shelves[len(self.buckets.sent)]
         scatter = Scatter(self.tree, bucket.rows, shelf.cuts)
-        self._open.append((scatter, shelf.flat.nbytes))
         bucket.close()  # the messages hold what they need
-        while len(self._open) > 1 and sum(size for _, size in self._open) > WINDOW_BYTES:
-            self._fold_oldest()
         return scatter
-
-    def _fold_oldest(self) -> None:
-        self._received.append(self._open.popleft()[0].fold())
 
     def _scattered(self) -> list[Tensor | None]:
         """Send what is left and add up this rank's shard of every bucket."""
         self.buckets.send_rest()
-        while self._open:
-            self._fold_oldest()
+        self.buckets.fold_rest()
         self._touched = [a or b for a, b in zip(self._touched, self.buckets.touched, strict=True)]
-        received, self._received = self._received, []
-        return list(received)
+        return [scatter.sum for scatter in self.buckets.sent]
 
     def _gradient(self, k: int, segment: zero.Segment) -> Tensor:
         start = segment.place - self.shelves[k].cuts[self.mesh.data.rank]

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.calls import Gate
-from shoal.parallel.cuts import SLACK, balance, bytes_crossing, live_at
-from shoal.parallel.skim import Stage, drop_foreign
-from shoal.parallel.stages import (
+from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.cuts import SLACK, balance, bytes_crossing, live_at
+from shoal.parallel.pipeline.skim import Stage, drop_foreign
+from shoal.parallel.pipeline.stages import (
     StagePlan,
     check_schedule,
     rank_of_stage,
@@ -27,7 +27,7 @@ from shoal.parallel.stages import (
     recut,
     split,
 )
-from shoal.parallel.tape import reach
+from shoal.parallel.pipeline.tape import reach
 from shoal.run import call_model
 from tests import zoo
 from tests.ranks.test_pipeline import batches

@@ -22,7 +22,7 @@ from shoal.numerics.norms import num_blocks
 from shoal.parallel import zero
 from shoal.parallel.apply import Survey
 from shoal.parallel.layout import blocks_of_rank
-from shoal.parallel.stages import StageSpec, rank_of_stage
+from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plan import Plan
 
 

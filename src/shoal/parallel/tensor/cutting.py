@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError, nearest
 from shoal.parallel.layout import Cut, part_of
-from shoal.parallel.tensor_find import ProbeRegion, as_it_was, search
-from shoal.parallel.tensor_known import Choice, Knowledge, kinds_of
-from shoal.parallel.tensor_ops import TensorForward
-from shoal.parallel.tensor_part import RECORDS, TAG, Held
+from shoal.parallel.tensor.find import ProbeRegion, as_it_was, search
+from shoal.parallel.tensor.forward import TensorForward
+from shoal.parallel.tensor.known import Choice, Knowledge, kinds_of
+from shoal.parallel.tensor.part import RECORDS, TAG, Held
 
 __all__ = ["Row", "TensorForward", "TensorPlan", "cut_tensors", "find_cuts", "tag"]
 
@@ -89,6 +89,7 @@ def find_cuts(
         region = search(model, forwards, knowledge)
         if region.cuts:
             break
+    _refuse_odd_heads(region, knowledge)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     cuts = _with_siblings(region, knowledge.whole, shapes)
     shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in cuts}
@@ -216,12 +217,24 @@ def _reason(name: str, knowledge: Knowledge, region: ProbeRegion) -> str:
     choice = knowledge.choices.get(name)
     if choice is not None and choice.how == "whole":
         return choice.source
-    for module, heads in region.odd_heads.items():
-        prefix = knowledge.modules.get(module, "?")
-        if name.startswith(f"{prefix}." if prefix else "") and name in knowledge.whole:
-            return f"{knowledge.num_ranks} ranks do not divide {heads} heads"
     unused = "the example forward does not multiply by it"
     return knowledge.whole.get(name) or region.notes.get(name, unused)
+
+
+def _refuse_odd_heads(region: ProbeRegion, knowledge: Knowledge) -> None:
+    """Attention is cut by heads; one that cannot be must be left whole on purpose."""
+    for module, heads in region.odd_heads.items():
+        prefix, num_ranks = knowledge.modules[module], knowledge.num_ranks
+        inside = [n for n in knowledge.names.values() if n.startswith(f"{prefix}.")]
+        choices = [knowledge.choices[n] for n in inside if n in knowledge.choices]
+        if any(choice.is_firm and choice.how == "whole" for choice in choices):
+            continue
+        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise PlanError(
+            f"tensor={num_ranks} does not divide {heads} heads, in {prefix or 'the model'}. The "
+            f"tensor axis must divide the heads. Use {' or '.join(fits)}, or leave it whole with "
+            f'cuts={{"{prefix}": "whole"}} in the Run.'
+        )
 
 
 def _nothing_to_cut(plan: TensorPlan, num_ranks: int) -> PlanError:

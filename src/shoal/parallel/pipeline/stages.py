@@ -18,10 +18,10 @@ from torch import nn
 
 from shoal.errors import PlanError, nearest
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.calls import Gate
-from shoal.parallel.cuts import StagePlan, StageSpec, recut, split
-from shoal.parallel.recorder import Draws, Unclear, play
-from shoal.parallel.tape import Event, Made, Plain, Tape, units_of
+from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.cuts import StagePlan, StageSpec, recut, split
+from shoal.parallel.pipeline.recorder import Draws, Unclear, play
+from shoal.parallel.pipeline.tape import Event, Made, Plain, Tape, units_of
 
 __all__ = [
     "StagePlan", "StageSpec", "Tape", "check_schedule", "rank_of_stage", "record", "recut", "split"

@@ -6,8 +6,8 @@ pipeline; the record has them all.
 
 from collections.abc import Callable, Sequence
 
-from shoal.explain import Explanation, RankRow
-from shoal.explain_rank import Moves
+from shoal.explain.explain import Explanation, RankRow
+from shoal.explain.rank import Moves
 
 
 def in_words(found: Explanation, recipe: str) -> str:
@@ -124,7 +124,7 @@ def _of_memory(found: Explanation) -> str:
             "gradients": memory.gradients,
             "optimizer state": memory.optimizer,
             "buffers": memory.buffers,
-            "extra, at most": memory.extra,
+            "extra, about": memory.extra,
         }
         for i, (name, amount) in enumerate(named.items()):
             if amount.num_bytes:

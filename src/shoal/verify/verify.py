@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from shoal.cluster.launch import NotLoaded, await_facts, launch
 from shoal.cluster.nursery import Birth, ChildMain, Nursery
-from shoal.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
 from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome
 from shoal.elastic.worker import prepare_training, use_threads
@@ -28,6 +27,7 @@ from shoal.errors import ShoalError
 from shoal.hooks import StepInfo
 from shoal.run import Run, resolve
 from shoal.training import Trainer
+from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
 
 AHEAD = 4  # steps that a rank may be ahead of the comparison
 

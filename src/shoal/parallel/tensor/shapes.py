@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor_part import Part, Refused, Region, cut_of
+from shoal.parallel.tensor.part import Part, Refused, Region, cut_of
 
 Rule = Callable[[Region, Any, tuple[Any, ...], dict[str, Any]], Any]
 Args = tuple[Any, ...]

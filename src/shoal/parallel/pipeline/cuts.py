@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import PlanError
-from shoal.parallel.tape import Event, Made, Tape
+from shoal.parallel.pipeline.tape import Event, Made, Tape
 
 FLOPS_PER_BYTE_SENT = 4  # for the stage that sends, and for the one that receives
 SLACK = 1.05  # a stage may be this much slower than the best if that saves bytes

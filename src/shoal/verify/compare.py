@@ -26,8 +26,8 @@ from shoal.errors import RecipeError
 from shoal.numerics.precision import tolerance
 from shoal.parallel.layout import Block, Slice
 from shoal.plan import Plan
-from shoal.promises import broken_promise
 from shoal.run import Run
+from shoal.verify.promises import broken_promise
 
 NOISE = 1e-7
 CLOSE = 10  # times the tolerance: weights whose gradients are summed in another order

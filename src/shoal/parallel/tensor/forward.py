@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shoal.comm.collectives import Group
-from shoal.parallel.tensor_matrix import MATRICES
-from shoal.parallel.tensor_part import ABOUT, TAG, Part, Refused, Region, about, make_part
-from shoal.parallel.tensor_rules import RULES, cast, made_whole, pointwise
-from shoal.parallel.tensor_shapes import SHAPES, Args, Kwargs, Rule, cat, stack
+from shoal.parallel.tensor.matrix import MATRICES
+from shoal.parallel.tensor.part import ABOUT, TAG, Part, Refused, Region, about, make_part
+from shoal.parallel.tensor.rules import RULES, cast, made_whole, pointwise
+from shoal.parallel.tensor.shapes import SHAPES, Args, Kwargs, Rule, cat, stack
 
 # Rules that want a part as an argument.
 PARTS: dict[Any, Rule] = {

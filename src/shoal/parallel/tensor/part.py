@@ -270,5 +270,5 @@ class Region:
     def joins(self, value: Tensor, part: Part) -> None:
         """A whole activation is about to be used element by element with a part."""
 
-    def batches(self, num_heads: int) -> None:
+    def batches(self, num_heads: int, is_attention: bool) -> None:
         """Whole values are about to be multiplied head by head."""

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import PlanError
-from shoal.parallel.calls import HOOKS, LAYOUT, TAG, Gate, Tag, Watch, leaves
-from shoal.parallel.cuts import StageSpec
-from shoal.parallel.tape import Event, Made, Passed, Tape, Value, reach, units_of
+from shoal.parallel.pipeline.calls import HOOKS, LAYOUT, TAG, Gate, Tag, Watch, leaves
+from shoal.parallel.pipeline.cuts import StageSpec
+from shoal.parallel.pipeline.tape import Event, Made, Passed, Tape, Value, reach, units_of
 
 
 class Leave(BaseException):

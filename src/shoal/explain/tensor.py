@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group, Pending
-from shoal.explain_rank import Facts, Moves
+from shoal.explain.rank import Facts, Moves
 from shoal.numerics.precision import Precision
-from shoal.parallel.calls import Gate
-from shoal.parallel.skim import Stage
-from shoal.parallel.stages import StagePlan
-from shoal.parallel.tensor import Row, TensorForward, TensorPlan, cut_tensors
+from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.stages import StagePlan
+from shoal.parallel.tensor.cutting import Row, TensorForward, TensorPlan, cut_tensors
 from shoal.plan import Plan
 from shoal.prepare import Prepared
 from shoal.run import Run, call_model, objective
@@ -113,7 +113,7 @@ def _parts(gate: Gate, found: StagePlan | None) -> Iterator[tuple[Stage | None, 
     values = found.tape.values
     for spec in found.stages:
         received = [
-            torch.zeros(values[n].shape, dtype=values[n].dtype).requires_grad_(
+            torch.zeros(values[n].sent_shape, dtype=values[n].dtype).requires_grad_(
                 n in found.tape.need_gradient
             )
             for n in spec.received

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.numerics.randomness import PieceSeeds, generator_of
-from shoal.parallel.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
-from shoal.parallel.tape import (
+from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
+from shoal.parallel.pipeline.tape import (
     Event,
     Made,
     Passed,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shoal.errors import PlanError
-from shoal.parallel.tensor_part import Refused
+from shoal.parallel.tensor.part import Refused
 
 MOST_REVIEWS = 200
 _PACKS = (1, 3, 2)

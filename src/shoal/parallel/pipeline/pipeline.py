@@ -30,10 +30,10 @@ from torch.distributed.pipelining import (
 from shoal.comm.collectives import Group, loss_of_group
 from shoal.errors import GroupLost, PlanError
 from shoal.logs import warn_once
-from shoal.parallel.calls import Gate
-from shoal.parallel.scheduled import Around, Hooks, NoHooks, Raised, Round, ScheduledStage
-from shoal.parallel.skim import Stage
-from shoal.parallel.stages import (
+from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.scheduled import Around, Hooks, NoHooks, Raised, Round, ScheduledStage
+from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.stages import (
     SCHEDULES,
     StagePlan,
     check_schedule,
@@ -41,7 +41,7 @@ from shoal.parallel.stages import (
     record,
     recut,
 )
-from shoal.parallel.tape import signature
+from shoal.parallel.pipeline.tape import signature
 
 MAX_FORMS = 8  # of inputs whose tapes and buffers are kept
 _CLASSES: dict[str, Any] = {

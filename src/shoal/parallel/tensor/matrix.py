@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor_part import Part, Refused, Region, cut_of, share_of
-from shoal.parallel.tensor_rules import beside
-from shoal.parallel.tensor_shapes import Args, Kwargs, Rule, argument, table
+from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of
+from shoal.parallel.tensor.rules import beside
+from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
 
 
 class Use(NamedTuple):
@@ -145,7 +145,7 @@ def multiply(region: Region, a: Tensor, b: Tensor) -> Tensor:
     ndim = max(a.ndim, b.ndim)
     if cut_a is None and cut_b is None:
         if a.ndim == b.ndim == 4:
-            region.batches(a.shape[1])
+            region.batches(a.shape[1], is_attention=False)
         return torch.matmul(a, b)
     end_a = None if cut_a is None else cut_a.dim - a.ndim
     end_b = None if cut_b is None else cut_b.dim - b.ndim
@@ -275,7 +275,7 @@ def attention(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     values = [given.pop(name) for name in _ATTENTION[:3]]
     parts = [value for value in values if type(value) is Part]
     if not parts:
-        region.batches(values[0].shape[-3] if values[0].ndim > 2 else 0)
+        region.batches(values[0].shape[-3] if values[0].ndim > 3 else 0, is_attention=True)
         mixed: Tensor = func(*values, **given)
         return mixed
     part = parts[0]

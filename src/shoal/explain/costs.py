@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.comm.buckets import BUCKET_BYTES, layout
+from shoal.comm.buckets import BUCKET_BYTES, WINDOW_BYTES, layout
 from shoal.comm.tree import Block, PieceSum, blocks_of
-from shoal.explain_rank import Facts, Rank
+from shoal.explain.rank import Facts, Rank
 from shoal.numerics.offload import PART_BYTES
-from shoal.parallel.stages import rank_of_stage
+from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plan import Plan
-from shoal.sync.sharded import WINDOW_BYTES
 
 DOUBLE, SINGLE = 8, 4  # bytes
 
@@ -37,7 +36,7 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Of one rank, without activations. `extra` is what a step needs for some time on top."""
+    """Of one rank, without activations. `extra` is an estimate of what a step needs on top."""
 
     parameters: Amount
     gradients: Amount
@@ -114,30 +113,50 @@ def _state(rank: Rank) -> Amount:
 
 def _extra(rank: Rank, gradients: int) -> Amount:
     """What a step holds for some time on top, at its most."""
-    plan, in_round = rank.plan, rank.plan.num_microbatches
-    exact, rounds = plan.sums == "exact", len(rank.rounds)
+    plan = rank.plan
     if plan.zero == 3:
         return _extra_gathered(rank)
-    sums = _most_sums(rounds) if exact or plan.zero else 1
-    pieces = _most_sums(in_round) if exact and in_round > 1 else 0
-    whole = gradients * (pieces + (sums if rounds > 1 else 0))
-    words = [f"{whole // gradients} partial sums of gradients"] if whole else []
-    if plan.zero:
-        sent = min(2 * WINDOW_BYTES, 2 * sum(s.num_bytes for s in rank.shelves))
-        keeps = plan.zero == 1 or in_round > 1
-        whole = whole if keeps else 0
-        largest = max((s.num_bytes for s in rank.shelves), default=0)
-        return Amount(
-            whole + sent + largest,
-            " + ".join([*(words if keeps else []), "what is on its way, the largest bucket"]),
-        )
-    if rank.num_replicas > 1 and plan.local_steps == 1 and not whole:
-        buckets = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
-        largest = max(sum(rank.trained[i].num_bytes for i in b) for b in buckets) if buckets else 0
-        return Amount(largest, "the largest bucket's gradients")
-    if rank.num_replicas == 1 and not pieces and whole:
-        whole -= gradients  # the last sum is the gradient
-    return Amount(whole, " + ".join(words) or "nothing")
+    num_sums = _num_sums(rank)
+    words = [f"{num_sums} partial sum{'s' * (num_sums > 1)} of gradients"] if num_sums else []
+    extra = num_sums * gradients
+    if rank.num_replicas > 1 and plan.local_steps == 1:
+        window, largest = _in_flight(rank, gradients)
+        if window:
+            words.append("what is under way")
+        if plan.zero or not num_sums:
+            words.append("the largest bucket's gradients")
+            extra += largest
+        extra += window
+    return Amount(extra, ", ".join(words) or "nothing")
+
+
+def _num_sums(rank: Rank) -> int:
+    """The whole gradients that are kept apart while pieces come."""
+    plan, size, rounds = rank.plan, rank.plan.num_microbatches, len(rank.rounds)
+    exact = plan.sums == "exact"
+    in_round = _most_sums(size) if exact and size > 1 else 0
+    if rounds == 1 or plan.zero == 2 or not exact:
+        return in_round
+    alone = rank.num_replicas == 1 or plan.local_steps > 1
+    return in_round + _most_sums(rounds) - (alone and not in_round)  # the last is the gradient
+
+
+def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
+    """Bytes of messages that are not added up yet, and of the largest bucket."""
+    if rank.plan.zero:
+        sizes = [shelf.num_bytes for shelf in rank.shelves]
+        return 2 * min(WINDOW_BYTES, sum(sizes)), max(sizes, default=0)
+    dealt = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
+    sizes = [sum(rank.trained[i].num_bytes for i in bucket) for bucket in dealt]
+    rows = len(rank.tree[rank.place.data])
+    scatters = rank.plan.sums == "exact" and not _any_order(rank.tree)
+    window = min(WINDOW_BYTES, rows * gradients) if scatters else 0
+    return window, max(sizes, default=0)
+
+
+def _any_order(tree: Sequence[Sequence[Block]]) -> bool:
+    """Whether two numbers are all there is to add, so that an all-reduce will do."""
+    return len(tree) <= 2 and all(len(blocks) == 1 for blocks in tree)
 
 
 def _extra_gathered(rank: Rank) -> Amount:
@@ -347,7 +366,7 @@ def _in_tree(
 ) -> Message:
     """Sums in the tree's order (`comm/reduce.py`) of rows given as (elements, bytes of one)."""
     n, data = rank.num_replicas, rank.place.data
-    if n == 1 or (n == 2 and all(len(blocks) == 1 for blocks in tree)):
+    if n == 1 or _any_order(tree):
         return _all_reduce(what, "data", [count * size for count, size in rows], rank)
     num_bytes = 0
     for count, size in rows:

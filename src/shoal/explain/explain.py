@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
-from shoal.explain_costs import Memory, Message, holders_of, memory, messages
-from shoal.explain_rank import Facts, Kept, Rank, Whole
-from shoal.explain_tensor import Cuts, count_moves, cuts_of
+from shoal.explain.costs import Memory, Message, holders_of, memory, messages
+from shoal.explain.rank import Facts, Kept, Rank, Whole
+from shoal.explain.tensor import Cuts, count_moves, cuts_of
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
 from shoal.parallel import fsdp
-from shoal.parallel.stages import StagePlan, rank_of_stage
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run, call_model, make_batches

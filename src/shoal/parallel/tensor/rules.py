@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor_part import Part, Refused, Region, cut_of, share_of
-from shoal.parallel.tensor_shapes import Args, Kwargs, Rule, argument, table
+from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of
+from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
 
 _POINTWISE = """
 abs absolute neg negative exp exp2 expm1 log log1p log2 sqrt rsqrt sin cos tan asin acos atan sinh

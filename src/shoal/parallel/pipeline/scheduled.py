@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from shoal.comm.collectives import Group
-from shoal.parallel.cuts import StagePlan
-from shoal.parallel.skim import Stage
-from shoal.parallel.tape import Tape
+from shoal.parallel.pipeline.cuts import StagePlan
+from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.tape import Tape
 
 
 class Hooks(Protocol):

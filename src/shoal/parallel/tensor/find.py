@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor_known import Knowledge
-from shoal.parallel.tensor_matrix import MATRICES
-from shoal.parallel.tensor_ops import OPENED, PARTS, CutForward, follow_rule
-from shoal.parallel.tensor_part import ABOUT, Part, Refused, Region, about, cut_of
-from shoal.parallel.tensor_shapes import SHAPES, Args, Kwargs
+from shoal.parallel.tensor.forward import OPENED, PARTS, CutForward, follow_rule
+from shoal.parallel.tensor.known import Knowledge
+from shoal.parallel.tensor.matrix import MATRICES
+from shoal.parallel.tensor.part import ABOUT, Part, Refused, Region, about, cut_of
+from shoal.parallel.tensor.shapes import SHAPES, Args, Kwargs
 
 SMALL = 512  # elements of a matrix that is not worth a message
 SMALL_TABLE = 32  # a table is cut if it holds more than this fraction of the model
@@ -178,9 +178,13 @@ class ProbeRegion(Region):
         if not is_parameter and part.cut.dim == part.ndim - 1 and value.shape == part.shape:
             raise Refused("its result meets a whole activation (a residual)")
 
-    def batches(self, num_heads: int) -> None:
-        if num_heads % self.num_ranks and self.running:
-            self.odd_heads[id(self.running[-1])] = num_heads
+    def batches(self, num_heads: int, is_attention: bool) -> None:
+        if num_heads % self.num_ranks == 0 or not self.running:
+            return
+        module = self.running[-1]
+        named = f"{self.knowledge.modules.get(id(module))} {type(module).__name__}".lower()
+        if is_attention or "attention" in named or "attn" in named:
+            self.odd_heads[id(module)] = num_heads
 
 
 class Probe(CutForward):

@@ -1,0 +1,253 @@
+"""What a plan does to a model, worked out without ranks: shares, formulas, rows, words, picture."""
+
+from collections.abc import Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.errors import PlanError, RecipeError
+from shoal.explain.explain import Explanation, explain
+from shoal.explain.picture import draw
+from shoal.explain.tensor import grouped
+from shoal.explain.words import in_units, in_words, table
+from shoal.parallel.tensor.cutting import Row
+from shoal.run import Run, resolve
+
+WIDTH = 64
+NUM_ELEMENTS = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def layers(optimizer: Any = torch.optim.AdamW, num_layers: int = 4, **changes: Any) -> Run:
+    inputs = torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH)
+    given: dict[str, Any] = {
+        "model": lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))),
+        "loss": F.mse_loss,
+        "optimizer": lambda named: optimizer(named, lr=0.1),
+        "data": shoal.data.tensors(inputs, inputs),
+        "batch_size": 16,
+        "steps": 2,
+    }
+    return Run(**given | changes)
+
+
+def under(plan: str, run: Run | None = None) -> Explanation:
+    chosen = run or layers()
+    return explain(chosen, resolve(chosen, plan, None))
+
+
+def test_one_process_holds_all_and_sends_nothing() -> None:
+    found = under("data=1")
+    (rank,) = found.ranks
+    assert rank.num_held == rank.num_stepped == found.num_parameters == NUM_ELEMENTS
+    assert rank.memory.parameters.num_bytes == found.alone["parameters"] == 4 * NUM_ELEMENTS
+    assert rank.memory.optimizer.num_bytes == found.alone["optimizer"]
+    assert not rank.messages and found.bubble is None and found.cuts is None and not found.stages
+    assert "Messages: none" in in_words(found, "recipe")
+
+
+def test_buffers_of_one_process_are_kept_twice_and_not_sent() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    (rank,) = under("data=1 pieces=3", layers(model=model, batch_size=12)).ranks
+    assert rank.memory.buffers.num_bytes == 2 * (2 * 4 * WIDTH + 8)
+    assert rank.memory.extra.formula == "1 partial sum of gradients"
+    assert not rank.messages
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"),
+    [
+        (torch.optim.AdamW, 8 * NUM_ELEMENTS + 8 * 4),  # a counter for each of 8 tensors
+        (torch.optim.SGD, 0),
+        (lambda named, lr: torch.optim.SGD(named, lr=lr, momentum=0.9), 4 * NUM_ELEMENTS),
+        # Factored: a matrix keeps a row and a column, a vector all of it; a counter each.
+        (torch.optim.Adafactor, 4 * (4 * 2 * WIDTH + 4 * WIDTH + 8)),
+    ],
+)
+def test_the_state_of_any_optimizer_is_found(optimizer: Any, num_bytes: int) -> None:
+    found = under("data=1", layers(optimizer))
+    assert found.ranks[0].memory.optimizer.num_bytes == num_bytes
+
+
+def test_groups_with_settings_of_their_own_are_told_apart() -> None:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        return torch.optim.SGD(
+            [{"params": named[:1], "momentum": 0.9}, {"params": named[1:]}], lr=0.1
+        )
+
+    found = under("data=1", layers(lambda named, lr: optimizer(named)))
+    assert found.ranks[0].memory.optimizer.num_bytes == 4 * WIDTH * WIDTH
+
+
+class Demanding(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("only on Tuesdays")
+
+
+def test_an_optimizer_that_cannot_step_is_the_recipes_error() -> None:
+    with pytest.raises(RecipeError, match=r"Demanding cannot step .* only on Tuesdays"):
+        under("data=1", layers(Demanding))
+
+
+@pytest.mark.parametrize(
+    ("zero", "held", "stepped", "per_parameter"),
+    [(0, 1, 1, 16), (1, 1, 0.25, 4 + 12 / 4), (2, 1, 0.25, 4 + 12 / 4), (3, 0.25, 0.25, 16 / 4)],
+)
+def test_zero_shards_what_it_says(
+    zero: int, held: float, stepped: float, per_parameter: float
+) -> None:
+    found = under(f"data=4 zero={zero}" if zero else "data=4")
+    for rank in found.ranks:
+        assert rank.num_held == NUM_ELEMENTS * held
+        assert rank.num_stepped == pytest.approx(NUM_ELEMENTS * stepped, rel=0.1)
+        memory = rank.memory
+        kept = memory.parameters, memory.gradients, memory.optimizer
+        assert sum(part.num_bytes for part in kept) == pytest.approx(
+            NUM_ELEMENTS * per_parameter, rel=0.1
+        )
+    assert sum(rank.num_stepped for rank in found.ranks) == NUM_ELEMENTS * (1 if zero else 4)
+
+
+def test_zero_2_sends_after_every_piece_and_holds_no_whole_gradient() -> None:
+    one, two = under("data=2 zero=1 accumulate=4"), under("data=2 zero=2 accumulate=4")
+    assert two.ranks[0].messages[0].num_bytes == 4 * one.ranks[0].messages[0].num_bytes
+    assert "partial sum" in one.ranks[0].memory.extra.formula
+    assert "partial sum" not in two.ranks[0].memory.extra.formula
+
+
+def test_uneven_shares_of_pieces() -> None:
+    found = under("data=3 pieces=4", layers(batch_size=12))
+    assert [rank.num_pieces for rank in found.ranks] == [1, 1, 2]
+    assert "1 to 2 for each replica" in in_words(found, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        ("pipeline=2 schedule=gpipe microbatches=4", 1 / 5),
+        ("pipeline=4 microbatches=8", 3 / 11),
+        ("pipeline=2 schedule=interleaved microbatches=4", 1 / 9),
+        ("pipeline=2 schedule=zero-bubble microbatches=4", 1 / 13),
+        ("pipeline=2 schedule=zbv microbatches=4", 1 / 25),
+        ("pipeline=2 schedule=zbv microbatches=2", 2 / 14),
+    ],
+)
+def test_how_long_a_pipeline_waits(plan: str, share: float) -> None:
+    found = under(f"data=1 {plan}")
+    assert found.bubble is not None
+    assert found.bubble.share == pytest.approx(share)
+
+
+def test_stages_cover_the_model_and_say_what_they_send() -> None:
+    found = under("data=1 pipeline=2 schedule=interleaved microbatches=4")
+    assert [stage.rank for stage in found.stages] == [0, 1, 0, 1]
+    assert sum(stage.num_parameters for stage in found.stages) == NUM_ELEMENTS
+    assert sum(stage.share for stage in found.stages) == pytest.approx(1)
+    assert [stage.num_sent for stage in found.stages] == [1, 1, 1, 0]
+    assert {stage.sent_bytes for stage in found.stages[:3]} == {4 * 4 * WIDTH}
+    sent = {m.what: m for m in found.ranks[0].messages}
+    assert sent["activations"].count == 2 * 4 and sent["their gradients"].count == 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x).tanh())
+        return y
+
+
+def test_tied_parameters_are_named_with_who_holds_them() -> None:
+    found = under("data=1 pipeline=2", layers(model=Tied))
+    (tied,) = found.tied
+    assert (tied.name, tied.ranks) == ("first.weight", [0, 1])
+    assert all("tied gradients" in [m.what for m in rank.messages] for rank in found.ranks)
+    assert "first.weight (16.4 kB) is held by ranks 0 and 1" in in_words(found, "recipe")
+
+
+def test_the_tensor_axis_is_told_with_its_messages() -> None:
+    found = under("data=1 tensor=2")
+    assert found.cuts is not None
+    # Two pairs of layers: a sum in forward for each, and in backward where an input needs it.
+    assert (found.cuts.moves.num_forward, found.cuts.moves.num_backward) == (2, 1)
+    assert found.cuts.share > 0.98
+    assert {rank.num_held for rank in found.ranks} == {NUM_ELEMENTS // 2 + WIDTH}
+    assert "cut over 2 ranks" in in_words(found, "recipe")
+
+
+def test_a_plan_that_cannot_work_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be cut into 8 stages"):
+        under("data=1 pipeline=8")
+
+
+def rows_of(names: Sequence[str]) -> list[Row]:
+    return [Row(name, (2, 2), "dim 0", "columns") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a.0.w", "a.1.w", "a.2.w", "b"], ["a.0..2.w", "b"]),
+        (["a.0.w", "a.2.w"], ["a.{0,2}.w"]),
+        (["a.0.e.0", "a.0.e.1", "a.1.e.0", "a.1.e.1"], ["a.0..1.e.0..1"]),
+        (["a.0.e.0", "a.0.e.1", "a.1.e.5"], ["a.0.e.0..1", "a.1.e.5"]),
+        (["conv2.w", "conv3.w"], ["conv2.w", "conv3.w"]),
+    ],
+)
+def test_repeated_blocks_are_one_row(names: list[str], told: list[str]) -> None:
+    rows = grouped(rows_of(names))
+    assert [row.names for row in rows] == told
+    assert sum(row.count for row in rows) == len(names)
+
+
+def test_rows_that_differ_stay_apart() -> None:
+    rows = [Row("a.0.w", (2, 2), "whole", "small"), Row("a.1.w", (2, 2), "dim 0", "columns")]
+    assert [row.names for row in grouped(rows)] == ["a.0.w", "a.1.w"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "told"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (999_600, "1 MB"), (3 * 10**15, "3e+03 TB")],
+)
+def test_bytes_for_people(num_bytes: int, told: str) -> None:
+    assert in_units(num_bytes) == told
+
+
+def test_a_table_has_straight_columns() -> None:
+    assert table([["name", "n"], ["a", "10"]], (1,)).splitlines() == ["  name   n", "  a     10"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=1",
+        "data=2 tensor=2 zero=1",
+        "data=16 zero=2",
+        "data=1 pipeline=2 schedule=zbv",
+        "data=1 pipeline=3 schedule=interleaved microbatches=4",
+        "data=2 pipeline=2 zero=3 microbatches=2 recompute=blocks",
+    ],
+)
+def test_the_record_travels_and_the_picture_is_sound(plan: str) -> None:
+    run = layers(num_layers=8)
+    found = under(plan, run)
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Explanation)
+    assert again == found
+    root = ElementTree.fromstring(draw(found, "recipe <&> more"))
+    words = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
+    drawn = [word for word in words if word.startswith("rank ")]
+    assert len(drawn) == min(found.num_ranks, 8)
+    assert ("Not drawn: 8 more ranks." in words) == (found.num_ranks == 16)
+    width = float(root.attrib["width"])
+    assert all(float(e.attrib.get("x", 0)) < width for e in root.iter())
