@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.plan import Plan
@@ -29,7 +30,8 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     seeds = PieceSeeds(model, run.seed)
 
     def forward(piece: int) -> Any:
-        return call_model(model, batches.at(0).piece(piece).inputs)
+        with Precision(plan.precision).autocast("cpu"):
+            return call_model(model, batches.at(0).piece(piece).inputs)
 
     forwards = [partial(forward, piece) for piece in sorted({0, plan.num_pieces - 1})]
     return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))

@@ -71,6 +71,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             f"rank{'s' if found['num_ranks'] > 1 else ''}, "
             f"{found['num_steps']} steps of {found['batch_size']} samples -> {run_dir.path}"
         )
+        if found["cuts"]:
+            click.echo(found["cuts"], err=True)
 
     def members(found: dict[str, Any]) -> Membership:
         return Membership(

@@ -77,6 +77,8 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
 
 def in_words(verdict: Any, recipe: str) -> str:
     lines = [f"{recipe} under {verdict.plan!r} against one process, {verdict.num_steps} steps:"]
+    if verdict.held_share < 1:
+        lines.append(f"  no rank holds more than {verdict.held_share:.0%} of the parameters")
     if verdict.passed and verdict.identical:
         lines.append("SAME: losses, gradients, weights and buffers are identical, bit for bit.")
         return "\n".join(lines)
@@ -85,7 +87,7 @@ def in_words(verdict: Any, recipe: str) -> str:
     if verdict.num_noise:
         lines.append(
             f"  {verdict.num_noise} of {verdict.num_elements} weights are not judged: their "
-            "gradient fell below 1e-7 of the norm"
+            "gradient is no more than rounding"
         )
     tolerance = f"{verdict.tolerance:g}"
     if verdict.tolerance_of_weights != verdict.tolerance:

@@ -20,13 +20,15 @@ from shoal.cluster.nursery import Birth, ChildMain
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
 from shoal.errors import ShoalError, StopNow
+from shoal.explain.tensor import grouped
+from shoal.explain.words import cuts_in_words
 from shoal.hooks import Hook, StepInfo
 from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
-from shoal.prepare import prepare
+from shoal.prepare import Prepared, prepare
 from shoal.run import Run, resolve
 from shoal.training import Trainer
 
@@ -56,6 +58,7 @@ def prepare_training(
         "batch_size": run.batch_size,
         "num_samples": len(run.data),
         "num_parameters": sum(p.numel() for p in model.parameters()),
+        "cuts": _cuts_in_words(prepared, resolved),
     }
 
     def rank_main(birth: Birth) -> int:
@@ -66,6 +69,16 @@ def prepare_training(
         return under_seat(birth, resolved, train)
 
     return facts, rank_main
+
+
+def _cuts_in_words(prepared: Prepared, plan: Plan) -> str:
+    """What the plan does to the model, for the user to see before it is done."""
+    tensor, stages = prepared.survey.tensor, prepared.survey.stages
+    parts = [str(stage) for stage in stages.stages] if stages is not None else []
+    if tensor is not None:
+        share = tensor.share(prepared.model)
+        parts.append(cuts_in_words(grouped(tensor.table()), share, plan.tensor))
+    return "\n".join(parts)
 
 
 def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], ChildMain]:

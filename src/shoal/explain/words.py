@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.explain.explain import Explanation, RankRow
 from shoal.explain.rank import Moves
+from shoal.explain.tensor import CutRow
 
 
 def in_words(found: Explanation, recipe: str) -> str:
@@ -94,17 +95,19 @@ def _of_stages(found: Explanation) -> str:
 
 def _of_cuts(found: Explanation) -> str:
     assert found.cuts is not None
+    cuts = cuts_in_words(found.cuts.rows, found.cuts.share, found.axes["tensor"])
+    return f"{cuts}\n  {_moves(found.cuts.moves)}"
+
+
+def cuts_in_words(found: Sequence[CutRow], share: float, num_ranks: int) -> str:
+    """What the tensor axis cuts, and what not and why."""
     rows = [["parameter", "shape", "cut", "how, or why not"]]
-    for row in found.cuts.rows:
+    for row in found:
         shape = " x ".join(map(str, row.shape))
         rows.append([row.names, shape, row.how, row.why])
-    return "\n".join(
-        [
-            f"Tensors: {found.cuts.share:.1%} of the parameters are cut over "
-            f"{found.axes['tensor']} ranks; vectors that are not named are whole",
-            table(rows, ()),
-            f"  {_moves(found.cuts.moves)}",
-        ]
+    return (
+        f"Tensors: {share:.1%} of the parameters are cut over {num_ranks} ranks; vectors that are "
+        f"not named are whole\n{table(rows, ())}"
     )
 
 

@@ -24,7 +24,7 @@ class PieceBuffers:
     `commit` with the mean of what `end_piece` returned, or nothing if the step is given up."""
 
     def __init__(self, model: nn.Module):
-        self._places = [
+        self.places = [
             (module, name)
             for module in dict.fromkeys(model.modules())
             for name, buffer in module._buffers.items()
@@ -34,21 +34,25 @@ class PieceBuffers:
 
     def hold(self) -> None:
         """Take the present values as the step's: after a commit, or when a state was loaded."""
-        self._held = [self._value(i).clone() for i in range(len(self._places))]
-        self._versions = [self._mark(i) for i in range(len(self._places))]
+        self._held = [self._value(i).clone() for i in range(len(self.places))]
+        self._versions = [self._mark(i) for i in range(len(self.places))]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def restore(self) -> None:
         """Go back to the step's values."""
-        for i in range(len(self._places)):
+        for i in range(len(self.places)):
             if self._changed(i):
                 self._put(i, self._held[i])
 
     def end_piece(self) -> list[Tensor | None]:
         """What this piece made of each buffer, in double precision; None where it is as before."""
-        return [self._result(i) if self._changed(i) else None for i in range(len(self._places))]
+        return [self._result(i) if self._changed(i) else None for i in range(len(self.places))]
+
+    def changed(self) -> list[tuple[nn.Module, str]]:
+        """The modules and names of the buffers that are not as they were held."""
+        return [place for i, place in enumerate(self.places) if self._changed(i)]
 
     def commit(self, means: list[Tensor | None]) -> None:
         """Make the means the step's buffers. The others go back to what they were."""
@@ -67,7 +71,7 @@ class PieceBuffers:
     def _result(self, i: int) -> Tensor:
         held, value = self._held[i], self._value(i).detach()
         if held.shape != value.shape or held.dtype != value.dtype:
-            module, name = self._places[i]
+            module, name = self.places[i]
             raise RecipeError(
                 f"The buffer {name} of {type(module).__name__} went from {tuple(held.shape)} "
                 f"{held.dtype} to {tuple(value.shape)} {value.dtype} in a forward pass. A buffer "
@@ -76,7 +80,7 @@ class PieceBuffers:
         return _as_real(value).to(torch.float64, copy=True)
 
     def _value(self, i: int) -> Tensor:
-        module, name = self._places[i]
+        module, name = self.places[i]
         value = module._buffers[name]
         assert value is not None
         return value
@@ -95,7 +99,7 @@ class PieceBuffers:
 
     def _put(self, i: int, value: Tensor) -> None:
         place = self._value(i)
-        if isinstance(self._places[i][0], _NormBase):
+        if isinstance(self.places[i][0], _NormBase):
             # Another piece's backward may still be to come. Its kernel does not read the
             # statistics in training, and writes them without telling autograd itself.
             place = place.data

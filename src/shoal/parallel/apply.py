@@ -78,7 +78,7 @@ class Spread:
         true = dict(model.named_parameters())
         shapes = {n: tuple(t.shape) for n, t in [*true.items(), *model.named_buffers()]}
         self.holding = Holding(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
-        self.owned = set(true)
+        self.owned, self._buffers_elsewhere = set(true), set[str]()
         if found.stages is not None:
             self._keep_own_stages(found.stages, mesh)
         if found.tensor is not None:
@@ -107,7 +107,7 @@ class Spread:
                 device=mesh.device,
                 call=self._call,
                 hooks=hooks,
-                around=Around(self._around_stage, self._whole),
+                around=Around(self._around_stage, self._whole, partial(fsdp.apart, self.model)),
             )
 
     def close(self) -> None:
@@ -129,11 +129,8 @@ class Spread:
             for name, p in self.model.named_parameters()
             if name in self.owned
         }
-        buffers = dict(self.model.named_buffers())
-        if self.stages is not None:
-            changed = self._buffers_elsewhere
-            buffers = {name: b for name, b in buffers.items() if name not in changed}
-        return slices(tensors | buffers, self.holding)
+        own = {n: b for n, b in self.model.named_buffers() if n not in self._buffers_elsewhere}
+        return slices(tensors | own, self.holding)
 
     def _keep_own_stages(self, stages: StagePlan, mesh: Mesh) -> None:
         """Let go of the parameters that only other ranks' stages use."""
@@ -153,6 +150,7 @@ class Spread:
 
     def _cut_tensors(self, plan: TensorPlan, mesh: Mesh) -> None:
         foreign = {n for n, _ in self.model.named_parameters() if n not in self.owned}
+        foreign |= self._buffers_elsewhere
         cuts = {name: cut for name, cut in plan.cuts.items() if name not in foreign}
         cut_tensors(self.model, replace(plan, cuts=cuts), mesh.tensor.rank, self.plan.tensor)
         self.holding = self.holding._replace(cuts=cuts)

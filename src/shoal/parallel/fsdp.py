@@ -9,8 +9,11 @@ gradients go once, 1.5 times that of data parallel.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -60,6 +63,38 @@ def shard_parameters(
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True)
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """The model without FSDP2: nothing is gathered, and sharded parameters are zeros.
+
+    For a forward that one replica makes alone, to see what it does and not what comes out.
+    """
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if isinstance(p, DTensor):
+                parameters.append((module, name, p))
+                zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+                module._parameters[name] = nn.Parameter(zeros, requires_grad=p.requires_grad)
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for own, handle in (
+                (module._forward_pre_hooks, state._pre_forward_hook_handle),
+                (module._forward_hooks, state._post_forward_hook_handle),
+            ):
+                hooks.append((own, dict(own)))
+                own.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for own, before in hooks:
+            own.clear()
+            own.update(before)
+        for module, name, p in parameters:
+            module._parameters[name] = p
 
 
 def places(model: nn.Module, group: Group) -> dict[str, Block]:

@@ -26,12 +26,13 @@ class Again:
 
 def blocks_to_recompute(model: nn.Module) -> list[nn.Module]:
     """The blocks whose inner activations are worth dropping: those made of several modules."""
-    blocks = [b for b in dict.fromkeys(blocks_in(model)) if any(True for _ in b.parameters())]
+    lists = dict.fromkeys(blocks_in(model)) or dict.fromkeys(model.children())
+    blocks = [block for block in lists if any(True for _ in block.parameters())]
     composite = [block for block in blocks if any(True for _ in block.children())]
     if not blocks:
         raise PlanError(
-            "recompute=blocks finds no blocks in this model: it needs an nn.ModuleList or "
-            "nn.Sequential with parameters in it. Leave recompute out."
+            f"recompute=blocks finds no blocks in this model: {type(model).__name__} has no "
+            "submodule with parameters. Leave recompute out."
         )
     return composite or blocks
 

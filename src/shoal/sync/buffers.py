@@ -35,17 +35,25 @@ class BufferMeans:
     def begin(self) -> None:
         """Forget the step before."""
         self._sums: dict[int, PieceSum] = {}
-        self.num_changes: list[float] = [0] * len(self._held)  # pieces that changed each buffer
+        self._num_changes: dict[int, list[float]] = {}  # by stage
+
+    @property
+    def num_changes(self) -> list[float]:
+        """Of each buffer, how many pieces changed it. Stages that do so do it alike, in code that
+        each of them runs, and a piece counts once."""
+        counts = self._num_changes.values()
+        return [max(of_stages) for of_stages in zip(*counts)] if counts else [0] * len(self._held)
 
     def leave(self, stage: int = 0) -> None:
         """Put away what a piece's forward made of the buffers."""
         if not len(self._held):
             return
         values = self._held.end_piece()
-        for i, value in enumerate(values):
-            self.num_changes[i] += value is not None
         if stage not in self._sums:
             self._sums[stage] = PieceSum(self._pieces)
+            self._num_changes[stage] = [0] * len(values)
+        for i, value in enumerate(values):
+            self._num_changes[stage][i] += value is not None
         self._sums[stage].push(values)
 
     def agree(self, num_changes: list[float], device: torch.device) -> None:
@@ -86,7 +94,7 @@ class BufferMeans:
 
 
 def _merged(rows: tuple[Values, ...]) -> Values:
-    """One row from those of several stages; each buffer is changed by one of them."""
+    """One row from those of several stages, all of which that change a buffer do it alike."""
     return [next((v for v in values if v is not None), None) for values in zip(*rows, strict=True)]
 
 

@@ -3,8 +3,8 @@
 Every rank writes the parts that it holds, with their places in the whole, so any plan is compared
 alike, and that all parts together cover the model is checked too. Gradients are compared relative
 to the norm of the whole gradient, everything else relative to the largest element of its tensor.
-The weight of an element whose gradient fell below 1e-7 of the norm, and is not the same, is
-rounding noise that Adam magnifies (a bias before BatchNorm): it is counted, not judged, and
+The weight of an element whose gradient fell below the rounding of the norm (1e-7 in fp32, 1e-3 in
+fp16, 1e-2 in bf16), and is not the same, is rounding noise that Adam magnifies (a bias before BatchNorm): it is counted, not judged, and
 buffers may differ by as much as such weights do. Where a plan adds in another order than one
 process (`tensor`, `zero=3`, `sums=ring`), weights get ten times the tolerance, since a rounding
 that tips a ReLU is magnified likewise. A plan that did not do what it says fails too.
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from shoal import reference
 from shoal.errors import RecipeError
-from shoal.numerics.precision import tolerance
+from shoal.numerics.precision import noise, tolerance
 from shoal.parallel.layout import Block, Slice
 from shoal.plan import Plan
 from shoal.run import Run
-from shoal.verify.promises import broken_promise
+from shoal.verify.promises import broken_promise, held_share
 
-NOISE = 1e-7
 CLOSE = 10  # times the tolerance: weights whose gradients are summed in another order
 PATIENCE_S = 120.0
 
@@ -60,6 +59,7 @@ class Verdict(msgspec.Struct):
     worst: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: loss, gradient, ...
     num_noise: int = 0  # elements not judged
     num_elements: int = 0
+    held_share: float = 1.0  # of the parameters, by the rank that holds the most
     first: Divergence | None = None
     complaint: str = ""  # the plan did not do what it says
     plan: str = ""  # as it was resolved
@@ -115,6 +115,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 comparison.step(step, ranks, own)
             if not verdict.complaint:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
+                verdict.held_share = held_share(told, shapes)
                 speaks = step % plan.local_steps == 0 or step == run.num_steps()
                 broken = broken_promise(plan, told, shapes, speaks)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
@@ -186,7 +187,7 @@ class Comparison:
             for block, theirs in parts:
                 assert gradient is not None
                 mine, here = block.of(gradient), block.of(mask)
-                here &= (mine.abs() >= NOISE * norm) | (mine == theirs)
+                here &= (mine.abs() >= noise(self.plan.precision) * norm) | (mine == theirs)
                 block.of(covered).fill_(True)
                 _note(self.verdict, place, theirs, mine, scale=norm)
         if gradient is not None and not bool(covered.all()):

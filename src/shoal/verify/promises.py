@@ -1,7 +1,7 @@
 """Did a plan do what it says? Counts that must hold whatever was trained."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shoal.comm.buckets import BUCKET_BYTES
@@ -9,6 +9,8 @@ from shoal.numerics.norms import BLOCK
 from shoal.plan import Plan
 
 SLACK = 1.1  # of a formula: parts are not always even
+UNCUT = 0.1  # of a model with attention that may stay whole under `tensor`: norms, positions
+ATTENTION = ("attn", "attention", "in_proj")  # in the names of its parameters
 
 
 class Told(Protocol):
@@ -18,6 +20,12 @@ class Told(Protocol):
     num_stepped: int
 
     def num_held(self, names: Sequence[str]) -> int: ...
+
+
+def held_share(told: Sequence[Told], shapes: Mapping[str, Sequence[int]]) -> float:
+    """The part of all parameters that the rank with the most of them holds."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return max(step.num_held(list(shapes)) for step in told) / total
 
 
 def broken_promise(
@@ -38,6 +46,12 @@ def broken_promise(
             return f"rank {rank} of a pipeline holds {held} of {total} parameters"
         if plan.tensor > 1 and held >= total:
             return f"rank {rank} holds all {total} parameters, so tensor={plan.tensor} cut nothing"
+        most_held = total * (1 / plan.tensor + UNCUT)
+        if plan.tensor > 1 and held > most_held and _has_attention(shapes):
+            return (
+                f"rank {rank} holds {held} of {total} parameters, where tensor={plan.tensor} of a "
+                f"model with attention allows {int(most_held)}"
+            )
         if plan.zero:
             # Even shards, up to a block for each bucket, or a tensor that may not be cut.
             uneven = max(BLOCK * (1 + 4 * total // BUCKET_BYTES), largest)
@@ -50,3 +64,7 @@ def broken_promise(
         if plan.zero == 3 and held > SLACK * total / plan.num_replicas + len(shapes) * largest:
             return f"rank {rank} holds {held} of {total} parameters, in spite of zero=3"
     return ""
+
+
+def _has_attention(names: Iterable[str]) -> bool:
+    return any(mark in name for name in names for mark in ATTENTION)

@@ -4,8 +4,18 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shoal.numerics.norms import BLOCK, clip_factor, gradient_norm, scale_all
+from shoal.numerics.norms import (
+    BLOCK,
+    block_norms,
+    clip_factor,
+    gradient_norm,
+    norm_of_blocks,
+    num_blocks,
+    scale_all,
+)
 
 
 @pytest.mark.parametrize("lengths", [[1], [BLOCK], [BLOCK + 1, 3], [5 * BLOCK, 7, 2 * BLOCK - 1]])
@@ -21,6 +31,26 @@ def test_no_gradient_has_no_norm() -> None:
 def test_the_shape_does_not_matter() -> None:
     flat = torch.randn(3 * BLOCK)
     assert gradient_norm([flat.view(3, BLOCK)]) == gradient_norm([flat])
+
+
+@given(st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=5), st.randoms())
+def test_neither_order_nor_zeros_matter(lengths: list[int], chance) -> None:
+    """So ranks may send the norms of their own blocks in any order, with gaps between."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    gradients = [torch.randn(length, generator=generator) for length in lengths]
+    norms = block_norms(gradients)
+    assert norms.numel() == sum(map(num_blocks, lengths))
+    order = list(range(norms.numel()))
+    chance.shuffle(order)
+    gaps = torch.zeros(3 * norms.numel())
+    gaps[1::3] = norms[order]
+    assert norm_of_blocks(gaps) == norm_of_blocks(norms) == gradient_norm(gradients)
+
+
+def test_cutting_at_blocks_does_not_matter() -> None:
+    gradient = torch.randn(5 * BLOCK + 17)
+    parts = [gradient[3 * BLOCK :], gradient[:BLOCK], gradient[BLOCK : 3 * BLOCK]]
+    assert gradient_norm(parts) == gradient_norm([gradient])
 
 
 def test_clipping_keeps_the_limit_and_leaves_small_ones() -> None:

@@ -1,10 +1,10 @@
-"""The fused choice and the bare step: the same numbers, and nobody who watches is left out."""
+"""The fused choice, the bare step, and parts: the same numbers, and nobody is left out."""
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.numerics.optimizers import fuse, stepper
+from shoal.numerics.optimizers import Part, fuse, stepper, swap_parameters
 
 
 def trained(make, step_of) -> list[torch.Tensor]:
@@ -60,3 +60,71 @@ def test_the_recipes_choice_is_kept() -> None:
     free = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     fuse(free)
     assert free.param_groups[0]["fused"]
+
+
+def halves(parameter: nn.Parameter) -> list[Part]:
+    """Both halves of a parameter's elements, as views of it."""
+    flat = parameter.detach().view(-1)
+    middle = flat.numel() // 2
+    runs = [slice(0, middle), slice(middle, None)]
+    return [Part(nn.Parameter(flat[run]), lambda t, run=run: t.reshape(-1)[run]) for run in runs]
+
+
+def step_on(parameters: list[nn.Parameter], stepped: list[list[Part]], optimizer) -> None:
+    for step in range(3):
+        for p, parts in zip(parameters, stepped, strict=True):
+            gradient = torch.linspace(-1, 1, p.numel()).view(p.shape) * (step + 1)
+            p.grad = None if parts else gradient
+            for part in parts:
+                part.parameter.grad = part.take(gradient).clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda groups: torch.optim.AdamW(groups, lr=0.1),
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        lambda groups: torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5),
+    ],
+)
+def test_parts_are_stepped_on_as_the_whole_is(kind) -> None:
+    """Groups and names stay as they were, and so does state that was made with the optimizer."""
+    ends = []
+    for cuts in (False, True):
+        torch.manual_seed(3)
+        model = nn.Linear(6, 4)
+        first, second = model.named_parameters()
+        optimizer = kind([{"params": [first], "weight_decay": 0.3}, {"params": [second]}])
+        parts = {model.weight: halves(model.weight) if cuts else []}
+        if cuts:
+            swap_parameters(optimizer, parts.get)
+            one, two = optimizer.param_groups
+            assert one["params"] == [part.parameter for part in parts[model.weight]]
+            assert two["params"] == [model.bias], "there are no parts of it, so it stays"
+            assert one["param_names"] == ["weight", "weight"] and two["param_names"] == ["bias"]
+            assert one["weight_decay"] == 0.3
+            assert model.weight not in optimizer.state
+        step_on([model.weight, model.bias], [parts[model.weight], []], optimizer)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_state_that_is_there_early_is_cut_like_the_parameter() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.Adagrad([weight], initial_accumulator_value=0.5)
+    optimizer.state[weight]["sum"] = torch.arange(16.0).view(4, 4)
+    parts = halves(weight)
+    swap_parameters(optimizer, {weight: parts[1:]}.get)
+    (only,) = optimizer.state
+    assert only is parts[1].parameter
+    assert torch.equal(optimizer.state[only]["sum"], torch.arange(8.0, 16.0))
+    assert optimizer.state[only]["step"].dim() == 0
+
+
+def test_a_parameter_that_is_held_elsewhere_leaves_its_group() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    swap_parameters(optimizer, {model.weight: []}.get)
+    (group,) = optimizer.param_groups
+    assert group["params"] == [model.bias] and group["param_names"] == ["bias"]

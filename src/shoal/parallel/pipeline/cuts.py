@@ -172,13 +172,25 @@ def _best(price: Any, num_stages: int, join: Any) -> tuple[float, list[int]]:
 
 def _plan(tape: Tape, cuts: Sequence[int]) -> StagePlan:
     total = sum(event.cost for event in tape.events) or 1.0
-    return StagePlan(
-        tape,
-        tuple(
-            _spec(tape, index, start, stop, total, index == len(cuts) - 2)
-            for index, (start, stop) in enumerate(pairwise(cuts))
-        ),
+    stages = tuple(
+        _spec(tape, index, start, stop, total, index == len(cuts) - 2)
+        for index, (start, stop) in enumerate(pairwise(cuts))
     )
+    _refuse_shared_statistics(tape, stages)
+    return StagePlan(tape, stages)
+
+
+def _refuse_shared_statistics(tape: Tape, stages: Sequence[StageSpec]) -> None:
+    """Each stage starts from the step's buffers, so it would not see what another changed."""
+    for name in dict.fromkeys(name for event in tape.events for name in event.changes):
+        users = [stage.index for stage in stages if name in stage.buffers]
+        if len(users) > 1:
+            raise PlanError(
+                f"{tape.model} changes its buffer {name} in its forward, and stages "
+                f"{', '.join(map(str, users))} of {len(stages)} use it. A buffer that changes, "
+                "such as a running mean, must be used within one stage. Give each of its uses a "
+                "module of its own, use fewer stages, or leave out pipeline."
+            )
 
 
 def _spec(tape: Tape, index: int, start: int, stop: int, total: float, is_last: bool) -> StageSpec:

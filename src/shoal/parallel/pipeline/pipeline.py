@@ -176,14 +176,11 @@ class Pipeline:
 
     def _recorded(self, inputs: Sequence[Any]) -> StagePlan:
         """The stages for inputs of a new form, with the parameters where they are."""
-
-        def forward(one: Any) -> Any:
-            with self.round.around.context():
-                return self.round.call(self.model, one)
-
         tape = self.plan.tape
-        forwards = [partial(forward, one) for one in inputs[:2]]
-        made = record(self.model, forwards, self.num_stages, tape.seeds, like=tape)
+        forwards = [partial(self.round.call, self.model, one) for one in inputs[:2]]
+        around = self.round.around
+        with around.alone(), around.context():  # outside of what records, as when a stage runs
+            made = record(self.model, forwards, self.num_stages, tape.seeds, like=tape)
         return recut(made, self.owners)
 
     def _make_form(self, plan: StagePlan) -> _Form:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds, generator_of
 from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
 from shoal.parallel.pipeline.tape import (
@@ -95,6 +96,7 @@ class _Recorder(Watch):
         super().__init__(gate, tape.drawing)
         self.tape, self.counts, self.seeds = tape, counts, tape.seeds
         self.names = {id(p): name for name, p in gate.model.named_parameters()}
+        self.buffer_names = _names_of_buffers(gate.model)
         device = next((str(p.device) for p in gate.model.parameters()), "cpu")
         self.generator = generator_of(device)
         self.open_now = [""]
@@ -197,6 +199,7 @@ class _Recorder(Watch):
         block = 0 if self.seeds is None else self.seeds.block
         is_fresh = self.seeds is None or self._can_repeat()
         num_sets = 0 if self.seeds is None else self.seeds.num_sets
+        buffers = PieceBuffers(nn.Module() if module is None else module)
         result, flops = self._drawn(call, args, kwargs)
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
         changed = [x for x, version in before if x._version != version]
@@ -211,7 +214,8 @@ class _Recorder(Watch):
             is_unit=module is not None,
             where=self.open_now[-1],
             parameters=tuple(self.names[id(p)] for p in parameters),
-            buffers=() if module is None else _buffers(name, module),
+            buffers=tuple(self.buffer_names[id(m), n] for m, n in buffers.places),
+            changes=tuple(self.buffer_names[id(m), n] for m, n in buffers.changed()),
             uses=frozenset(uses),
             result=made,
             spec=spec,
@@ -360,5 +364,12 @@ class _Recorder(Watch):
         return is_inside
 
 
-def _buffers(path: str, module: nn.Module) -> tuple[str, ...]:
-    return tuple(f"{path}.{name}" for name, _ in module.named_buffers())
+def _names_of_buffers(model: nn.Module) -> dict[tuple[int, str], str]:
+    """The first name of each buffer, by the module that holds it and its name in there."""
+    first: dict[int, str] = {}
+    return {
+        (id(module), name): first.setdefault(id(buffer), f"{path}.{name}".lstrip("."))
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }

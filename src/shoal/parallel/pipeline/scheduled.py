@@ -50,10 +50,14 @@ class NoHooks:
 
 
 class Around(NamedTuple):
-    """What a stage's forward runs in: a context, and how its outputs are made plain tensors."""
+    """What a stage's forward runs in: a context, and how its outputs are made plain tensors.
+
+    `alone` is for a forward that is only recorded, which not every replica may need to make.
+    """
 
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     whole: Callable[[Any], Any] = lambda output: output
+    alone: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass

@@ -71,7 +71,8 @@ class Event:
     is_unit: bool
     where: str  # the open module whose code called it
     parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
+    buffers: tuple[str, ...]  # of the unit, by their first names
+    changes: tuple[str, ...]  # those of them that it writes into
     uses: frozenset[int]
     result: tuple[Made | Passed | Plain, ...]
     spec: TreeSpec

@@ -1,0 +1,152 @@
+"""Models that some plans cannot cut, or only just can, for the tests of bad plans."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+
+WIDTH = 16
+
+
+def run_of(model: Any, **changes: Any) -> shoal.Run:
+    draws = torch.Generator().manual_seed(3)
+    inputs = torch.randn(32, WIDTH, generator=draws)
+    settings: dict[str, Any] = {"batch_size": 16, "steps": 3, **changes}
+    return shoal.Run(
+        model=model,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW([(n, p) for n, p in named if p.requires_grad]),
+        data=shoal.data.tensors(inputs, inputs.roll(1, 1).tanh()),
+        **settings,
+    )
+
+
+def layers(count: int) -> list[nn.Linear]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
+
+
+def plain(end: str = "drop", batch_size: int = 16) -> shoal.Run:
+    return run_of(lambda: nn.Sequential(*layers(4)), end=end, batch_size=batch_size)
+
+
+class Wavers(nn.Module):
+    """Takes another path for other data, at its top level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.mean() > 0:
+                x = x.tanh()
+        return x
+
+
+def wavers() -> shoal.Run:
+    return run_of(Wavers)
+
+
+class Repeats(nn.Module):
+    """One module with running statistics after every layer."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x)).relu()
+        return x
+
+
+def shared_statistics() -> shoal.Run:
+    return run_of(lambda: Repeats(nn.BatchNorm1d(WIDTH)))
+
+
+def shared_norm() -> shoal.Run:
+    """The same without statistics."""
+    return run_of(lambda: Repeats(nn.LayerNorm(WIDTH)))
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x).relu() / self.calls.sqrt()
+        return x
+
+
+def counts() -> shoal.Run:
+    return run_of(Counts)
+
+
+class Tracks(nn.Module):
+    """Keeps a running mean of what its first layer says, and takes it off after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).relu()
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        return x - self.mean
+
+
+def tracks() -> shoal.Run:
+    return run_of(Tracks)
+
+
+def half_frozen() -> shoal.Run:
+    """The first half is not trained, so the first of two stages has nothing to train."""
+
+    def model() -> nn.Module:
+        frozen = [layer.requires_grad_(False) for layer in layers(3)]
+        return nn.Sequential(*frozen, nn.ReLU(), *layers(3))
+
+    return run_of(model)
+
+
+class Tied(nn.Module):
+    """The first layer's matrix is the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def tied() -> shoal.Run:
+    return run_of(Tied)
+
+
+def bare() -> shoal.Run:
+    """No list of blocks."""
+    return run_of(lambda: nn.Linear(WIDTH, WIDTH))
+
+
+def single() -> shoal.Run:
+    """One layer with parameters: a second rank would have none."""
+    return run_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softsign()))

@@ -1,0 +1,150 @@
+"""Plans that a model or a batch does not allow: one sentence, exit code 2, and no rank started.
+
+Beside them stand plans that look as bad and are not: those must train what one process would.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shoal.cli.main import run_here
+from shoal.testing.ranks import Pool
+
+RECIPES = str(Path(__file__).with_name("bad_plans.py"))
+ZOO = str(Path(__file__).parents[1] / "zoo.py")
+
+Shoal = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def shoal(pool: Pool, tmp_path: Path) -> Shoal:
+    """Run a command in an empty directory; its exit code and what it said to a person."""
+
+    def run(*words: str) -> tuple[int, str]:
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        place = tmp_path / "place"
+        place.mkdir()
+        command = pool.start(run_here, list(words), output=output, errors=errors, directory=place)
+        return command.wait(), errors.read_text()
+
+    return run
+
+
+class Bad(NamedTuple):
+    recipe: str
+    plan: str
+    told: str
+    settings: tuple[str, ...] = ()
+
+
+BAD = {
+    "heads": Bad(f"{ZOO}:gpt", "tensor=3", "tensor=3 does not divide 4 heads, in"),
+    "no matrix divides": Bad(f"{RECIPES}:plain", "tensor=3", "tensor=3 can cut nothing of this"),
+    "path by data": Bad(
+        f"{RECIPES}:wavers",
+        "pipeline=2",
+        "Wavers cannot be cut into stages: in its forward __bool__ turns a computed tensor into",
+    ),
+    "too many ranks": Bad(
+        f"{RECIPES}:plain",
+        "pipeline=8",
+        "cannot be cut into 8 stages: 4 is the most. Every stage must use a parameter",
+    ),
+    "too many stages": Bad(
+        f"{RECIPES}:plain",
+        "pipeline=2 schedule=interleaved stages=4",
+        "Use at most 4 stages (pipeline ranks x stages per rank).",
+    ),
+    "a rank without parameters": Bad(
+        f"{RECIPES}:single", "pipeline=2", "1 is the most. Every stage must use a parameter"
+    ),
+    "statistics in two stages": Bad(
+        f"{RECIPES}:shared_statistics",
+        "pipeline=2",
+        "Repeats changes its buffer norm.running_mean in its forward, and stages 0, 1 of 2 use it.",
+    ),
+    "too few microbatches": Bad(
+        f"{RECIPES}:plain",
+        "pipeline=4 microbatches=2",
+        "microbatches=2 does not go with schedule=1f1b over pipeline=4, which needs one for each",
+    ),
+    "uneven rounds": Bad(
+        f"{RECIPES}:plain",
+        "pipeline=2 schedule=interleaved microbatches=5",
+        "needs a number that falls into 2 equal rounds. Use microbatches=4 or 6",
+    ),
+    "microbatches do not divide": Bad(
+        f"{RECIPES}:plain",
+        "pipeline=3",
+        "microbatches=6 = 6 pieces do not divide the batch of 16",
+    ),
+    "nobody to share with": Bad(
+        f"{RECIPES}:plain", "zero=1 data=1", "zero=1 has no effect with data=1"
+    ),
+    "batch does not divide": Bad(
+        f"{RECIPES}:plain",
+        "data=2 tensor=2",
+        "data=2 does not divide the batch of 15",
+        ("batch_size=15",),
+    ),
+    "short batch in a pipeline": Bad(
+        f"{RECIPES}:plain", "pipeline=2", "pipeline does not go with end='pad'", ("end=pad",)
+    ),
+    "short batch in shards": Bad(
+        f"{RECIPES}:plain", "data=2 zero=3", "zero=3 does not go with end='pad'", ("end=pad",)
+    ),
+    "no blocks": Bad(f"{RECIPES}:bare", "recompute=blocks", "recompute=blocks finds no blocks"),
+}
+# `train` for all; the two others for one that needs the model and one that does not.
+VERBS = [("train", name) for name in BAD]
+VERBS += [(v, n) for v in ("verify", "explain") for n in ("heads", "uneven rounds")]
+
+
+@pytest.mark.parametrize(("verb", "name"), VERBS)
+def test_it_is_refused_before_a_rank_starts(
+    shoal: Shoal, tmp_path: Path, verb: str, name: str
+) -> None:
+    bad = BAD[name]
+    settings = [word for setting in bad.settings for word in ("--set", setting)]
+    code, errors = shoal(verb, bad.recipe, "--plan", bad.plan, *settings)
+    assert code == 2, errors
+    assert bad.told in errors
+    assert "Traceback" not in errors
+    assert errors.strip().count("\n") == 0, "one sentence for a person, and nothing else"
+    assert not [path for path in (tmp_path / "place").rglob("*") if path.is_file()]
+
+
+GOOD = [
+    ("half_frozen", "pipeline=2"),
+    ("tied", "pipeline=2"),
+    ("shared_norm", "pipeline=2"),
+    ("counts", "pipeline=2 schedule=interleaved"),
+    ("tracks", "pipeline=2 schedule=zbv"),
+    ("shared_statistics", "data=2 zero=1"),
+]
+GOOD_TOO = [
+    ("half_frozen", "data=2 zero=3 pipeline=2"),
+    ("half_frozen", "data=2 zero=1 pipeline=2"),
+    ("half_frozen", "pipeline=2 schedule=zero-bubble"),
+    ("tied", "data=2 zero=2 pipeline=2"),
+    ("tied", "data=2 zero=3 pipeline=2"),
+    ("tied", "pipeline=2 schedule=zbv"),
+    ("counts", "pipeline=2"),
+    ("tracks", "pipeline=2"),
+    ("tracks", "data=2 pipeline=2 schedule=interleaved"),
+    ("shared_statistics", "data=2 zero=3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"),
+    [*GOOD, *(pytest.param(*case, marks=pytest.mark.full) for case in GOOD_TOO)],
+)
+def test_what_only_looks_bad_trains_what_one_process_would(
+    shoal: Shoal, recipe: str, plan: str
+) -> None:
+    code, errors = shoal("verify", f"{RECIPES}:{recipe}", "--plan", plan, "--steps", "3")
+    assert code == 0, errors
+    assert "SAME" in errors

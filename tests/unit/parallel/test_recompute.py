@@ -1,0 +1,93 @@
+"""Blocks that are run again in backward: the same numbers, statistics once, less memory."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import PlanError
+from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
+
+WIDTH = 16
+
+
+def block(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), *more, nn.Linear(4 * WIDTH, WIDTH))
+
+
+def made(*more: Callable[[], nn.Module], again: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block(*(make() for make in more)) for _ in range(4)))
+    if again:
+        recompute(blocks_to_recompute(model), Again())
+    return model
+
+
+def trained(model: nn.Module) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """The state after two forwards and backwards, and the gradients."""
+    torch.manual_seed(1)
+    for _ in range(2):
+        model(torch.randn(8, WIDTH)).square().mean().backward()
+    return model.state_dict(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (nn.Tanh,),
+        (nn.ReLU, lambda: nn.Dropout(0.5)),
+        (lambda: nn.BatchNorm1d(4 * WIDTH), nn.ReLU),
+    ],
+    ids=["tanh", "dropout", "BatchNorm"],
+)
+def test_numbers_masks_and_statistics_are_the_same(more) -> None:
+    state, gradients = trained(made(*more, again=False))
+    state_again, gradients_again = trained(made(*more, again=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    assert state.keys() == state_again.keys()
+    for name, value in state.items():
+        assert torch.equal(value, state_again[name]), name
+    if "0.1.num_batches_tracked" in state:
+        assert state_again["0.1.num_batches_tracked"] == 2
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What a forward keeps for its backward, parameters left out."""
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(torch.ones(64, WIDTH, requires_grad=True))
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+def test_a_forward_keeps_less() -> None:
+    whole, again = (saved_bytes(made(nn.Tanh, nn.Tanh, again=again)) for again in (False, True))
+    assert again < whole / 4
+
+
+def test_evaluation_is_left_alone() -> None:
+    model, plain = made(nn.Tanh, again=True), made(nn.Tanh, again=False)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+
+
+def test_blocks_of_several_modules_are_preferred() -> None:
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert mixed[2] in blocks_to_recompute(mixed) and mixed[0] not in blocks_to_recompute(mixed)
+    flat = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert blocks_to_recompute(flat) == [flat[0], flat[2]]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Flatten())])
+def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"finds no blocks in this model.*Leave recompute out\."):
+        blocks_to_recompute(model)
