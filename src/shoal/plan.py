@@ -120,6 +120,11 @@ class Plan(msgspec.Struct, frozen=True):
         return self.sums == "exact" and self.tensor == 1 and self.zero < 3
 
     @property
+    def saves_memory(self) -> bool:
+        """Whether it is chosen for what it saves of it."""
+        return self.zero > 0 or self.recompute != "none" or self.offload != "none"
+
+    @property
     def num_microbatches(self) -> int:
         """The pieces that are in one pipeline together; 1 without a pipeline."""
         if self.microbatches is not None:

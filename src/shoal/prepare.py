@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shoal.errors import PlanError
+from shoal.numerics.optimizers import is_element_wise
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
@@ -26,6 +28,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     """Build the model and look at what the plan will do to it."""
     batches = make_batches(run, plan.num_pieces)  # says what is wrong with the data
     model = run.make_model()
+    _refuse_whole_tensors(run, plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
@@ -35,3 +38,20 @@ def prepare(run: Run, plan: Plan) -> Prepared:
 
     forwards = [partial(forward, piece) for piece in sorted({0, plan.num_pieces - 1})]
     return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+
+
+def _refuse_whole_tensors(run: Run, plan: Plan, model: nn.Module) -> None:
+    """An optimizer that looks at a whole tensor cannot step on a rank's part of it."""
+    if plan.tensor == 1 and plan.zero < 3 and plan.offload == "none":
+        return
+    optimizer = run.make_optimizer(model)
+    if not is_element_wise(optimizer):
+        key = f"tensor={plan.tensor}" if plan.tensor > 1 else "zero=3"
+        if plan.tensor == 1 and plan.zero < 3:
+            key = "offload=optimizer"
+        raise PlanError(
+            f"{type(optimizer).__name__} may look at a whole tensor at once, and {key} lets a rank "
+            "step on a part. Use data, pipeline, zero=1 or zero=2, or an optimizer that works "
+            "element by element, such as AdamW; one of your own may say that it does with an "
+            "attribute, element_wise = True."
+        )

@@ -25,6 +25,7 @@ from shoal.errors import GroupLost, PlanError, RecipeError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
+from shoal.memory import give_back_freed_memory
 from shoal.mesh import Axes, Mesh, Seat
 from shoal.metrics.meters import split_times
 from shoal.numerics import schedules
@@ -68,6 +69,8 @@ class Trainer:
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
 
     def __enter__(self) -> Self:
+        if self.plan.saves_memory:
+            give_back_freed_memory()
         self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline))
         if self.mesh.num_ranks != self.plan.num_ranks:
             raise PlanError(

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import training
+from shoal import computing, prepare, training
 from shoal.comm.buckets import Buckets
 from shoal.comm.collectives import Group, Pending
-from shoal.data.loader import Batch, Piece
+from shoal.data.loader import Piece
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds
 from shoal.run import Objective
-from shoal.sync.allreduce import AllReduce, _Tail
+from shoal.sync import rounds
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.buffers import BufferMeans
 from shoal.sync.local import LocalSGD
 from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.tail import Tail
 
 
 def missing_average() -> None:
@@ -48,7 +51,7 @@ def clip_norm_summed_over_ranks() -> None:
     def exchange(self: AllReduce, tally: Tally, want_norm: bool) -> Agreed:
         agreed = original(self, tally, want_norm)
         assert agreed.norm is not None
-        return agreed._replace(norm=agreed.norm * math.sqrt(self.group.num_ranks))
+        return agreed._replace(norm=agreed.norm * math.sqrt(self.mesh.data.num_ranks))
 
     AllReduce.exchange = exchange  # type: ignore[method-assign]
 
@@ -72,87 +75,91 @@ def clip_before_the_exchange() -> None:
 class RankSeeds(PieceSeeds):
     rank = 0
 
-    def enter(self, step: int, piece: int) -> None:
-        super().enter(step, piece + 1000 * self.rank)
+    def enter(self, step: int, piece: int, block: int = 0) -> None:
+        super().enter(step, piece + 1000 * self.rank, block)
 
 
 def seeds_of_the_rank() -> None:
     original = training.Trainer._settle
 
     def settle(self: training.Trainer, mesh: Any) -> None:
-        assert isinstance(self.seeds, RankSeeds)
-        self.seeds.rank = mesh.rank
+        assert isinstance(self.prepared.seeds, RankSeeds)
+        self.prepared.seeds.rank = mesh.rank
         original(self, mesh)
 
-    training.PieceSeeds = RankSeeds  # type: ignore[misc]
+    prepare.PieceSeeds = RankSeeds  # type: ignore[misc]
     training.Trainer._settle = settle  # type: ignore[method-assign]
 
 
 def buffers_of_one_rank() -> None:
     """Every rank takes the buffers of rank 0, as broadcasting them before each step would."""
 
-    def mean_buffers(self: AllReduce, num_changes: list[float]) -> list[torch.Tensor | None]:
-        means: list[torch.Tensor | None] = []
-        for own in self.buffer_sum.rows[0]:
+    def agree(self: BufferMeans, num_changes: list[float], device: torch.device) -> None:
+        assert self._tree is not None
+        self._means = []
+        for own in self._sums[0].rows[0] if self._sums else ():
             value = None if own is None else own.clone()
             if value is not None:
-                self.group.broadcast(value, 0)
-            means.append(value)
-        return means
+                self._tree.group.broadcast(value, 0)
+            self._means.append(value)
 
-    AllReduce._mean_buffers = mean_buffers  # type: ignore[method-assign]
+    BufferMeans.agree = agree  # type: ignore[method-assign]
 
 
 def buffers_stay_local() -> None:
     """Every rank keeps the buffers of its own pieces."""
 
-    def mean_buffers(self: AllReduce, num_changes: list[float]) -> list[torch.Tensor | None]:
-        return list(self.buffer_sum.rows[0])
+    def agree(self: BufferMeans, num_changes: list[float], device: torch.device) -> None:
+        self._means = list(self._sums[0].rows[0]) if self._sums else []
 
-    AllReduce._mean_buffers = mean_buffers  # type: ignore[method-assign]
+    BufferMeans.agree = agree  # type: ignore[method-assign]
 
 
 def parameter_left_out() -> None:
     """The last layer's weight keeps the gradient of its own rank."""
-    original = AllReduce._agree_with_others
+    attach, agree = AllReduce.attach, AllReduce._agree
+    kept: dict[int, torch.Tensor] = {}
 
-    def agree(self: AllReduce, tally: Tally, buckets: Buckets) -> Agreed:
-        own = self.parameters[-2].grad
-        assert own is not None
-        kept = own.clone()
-        agreed = original(self, tally, buckets)
+    def keep(gradient: torch.Tensor) -> None:
+        kept[0] = gradient.clone()
+
+    def attach_and_keep(self: AllReduce, *arguments: Any) -> None:
+        attach(self, *arguments)
+        self.parameters[-2].register_hook(keep)
+
+    def agree_but_for_one(self: AllReduce, tally: Tally) -> Agreed:
+        agreed = agree(self, tally)
         summed = self.parameters[-2].grad
         assert summed is not None
-        summed.copy_(kept)
+        summed.copy_(kept[0])
         return agreed
 
-    AllReduce._agree_with_others = agree  # type: ignore[method-assign]
+    AllReduce.attach = attach_and_keep  # type: ignore[method-assign]
+    AllReduce._agree = agree_but_for_one  # type: ignore[method-assign]
 
 
 def weight_as_a_mean() -> None:
     """Each piece's sum is divided by its own weight, and the pieces then count alike."""
-    original = training.objective
+    original = computing.objective
 
     def objective(run: Any, output: Any, piece: Piece) -> Objective:
         goal = original(run, output, piece)
         assert not goal.is_mean
         return Objective(goal.tensor / goal.weight, 1.0, False)
 
-    training.objective = objective
+    computing.objective = objective
 
 
 def last_piece_lost() -> None:
     """Of several pieces a rank sends only the sum of the others."""
-    original = training.Trainer._forward_backward
+    original = computing.Compute.round
 
-    def forward_backward(
-        self: training.Trainer, piece: Piece, index: int, batch: Batch, tally: Tally
-    ) -> None:
-        original(self, piece, index, batch, tally)
-        if index == self.pieces.stop - 1:
-            self.model.zero_grad(set_to_none=False)
+    def round_(self: computing.Compute, step: int, indices: range, *rest: Any) -> None:
+        original(self, step, indices, *rest)
+        if indices == self.rounds[-1]:
+            self.spread.model.zero_grad(set_to_none=False)
 
-    training.Trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+    computing.Compute.round = round_  # type: ignore[method-assign]
     Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
 
 
@@ -179,7 +186,7 @@ def poison_one_rank(at_step: int) -> Callable[[], None]:
         def update(self: AllReduce, *arguments: Any, **options: Any) -> bool:
             done = original(self, *arguments, **options)
             self.num_updates = getattr(self, "num_updates", 0) + 1  # type: ignore[attr-defined]
-            if self.num_updates == at_step and self.group.rank == 1:  # type: ignore[attr-defined]
+            if self.num_updates == at_step and self.mesh.data.rank == 1:  # type: ignore[attr-defined]
                 with torch.no_grad():
                     self.parameters[0].view(-1)[0] = float("nan")
             return done
@@ -195,7 +202,7 @@ def frozen_weight_drifts() -> None:
 
     def update(self: AllReduce, *arguments: Any, **options: Any) -> bool:
         done = original(self, *arguments, **options)
-        if self.group.rank == 1:
+        if self.mesh.data.rank == 1:
             with torch.no_grad():
                 for p in self.model.parameters():
                     if not p.requires_grad:
@@ -212,7 +219,7 @@ class Silent(Pending):
 
 def silence() -> None:
     """Ranks train the whole batch each and tell one another nothing: the result is right."""
-    original_share = training.share
+    original_share = computing.share
 
     def all_reduce(self: Group, tensor: torch.Tensor) -> Pending:
         return Silent()
@@ -220,10 +227,8 @@ def silence() -> None:
     def whole(rank: int, num_ranks: int, num_pieces: int) -> range:
         return original_share(0, 1, num_pieces)
 
-    import shoal.sync.allreduce
-
     Group.all_reduce = all_reduce  # type: ignore[method-assign]
-    training.share = shoal.sync.allreduce.share = whole  # type: ignore[attr-defined]
+    computing.share = rounds.share = whole
 
 
 def talks_all_the_time() -> None:
@@ -238,13 +243,13 @@ def forgets_to_average() -> None:
 
 def loss_of_one_rank() -> None:
     """Gradients agree; the loss that is told is the own one."""
-    original = _Tail.read
+    original = Tail.read
 
-    def read(self: _Tail) -> Any:
+    def read(self: Tail) -> Any:
         agreed, touched, moved = original(self)
         return agreed._replace(sums=agreed.sums[:1], weights=agreed.weights[:1]), touched, moved
 
-    _Tail.read = read  # type: ignore[method-assign]
+    Tail.read = read  # type: ignore[method-assign]
 
 
 def first_weights_differ() -> None:

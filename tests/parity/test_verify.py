@@ -77,8 +77,8 @@ def test_a_bug_is_caught_and_named(verify: Any, case: Caught) -> None:
 @pytest.mark.parametrize(
     ("bug", "plan", "words"),
     [
-        ("silence", "data=2", "at step 1 a rank sent 0 bytes"),
-        ("talks all the time", "data=2 local_steps=3", "where the plan says that replicas work"),
+        ("silence", "data=2", "at step 1 rank 0 sent 0 bytes"),
+        ("talks all the time", "data=2 local_steps=3", "a step in which replicas work alone"),
     ],
 )
 def test_a_plan_that_does_not_do_what_it_says_is_refused(

@@ -12,7 +12,7 @@ import pytest
 
 # The first name below `shoal`, and its layer.
 LAYERS = {
-    **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults"], 0),
+    **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults", "memory"], 0),
     **dict.fromkeys(
         ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
     ),

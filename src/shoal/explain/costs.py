@@ -1,7 +1,7 @@
 """What a step costs one rank: the bytes it holds, and the messages it sends.
 
 The figures follow the strategies line by line (`sync/allreduce.py`, `sync/sharded.py`,
-`sync/fully.py`, `sync/local.py`, `computing.py`) on the sizes of `explain_rank.py`. The bytes of
+`sync/fully.py`, `sync/local.py`, `computing.py`) on the sizes of `rank.py`. The bytes of
 a message are what leaves this rank: of an all-reduce over n ranks 2(n-1)/n of the tensor. Gathers
 of zero=3 are FSDP2's. Evaluation and the messages of a start or a recovery are not in it.
 """

@@ -6,8 +6,8 @@ by one step on tiny stand-ins of the parameters; messages of the tensor axis are
 run of one piece that sends nothing. Activations are not predicted.
 
 Cost: one copy of the model, a handful of forwards, and one backward pass if `tensor` is above 1.
-Read next: `explain_rank.py` for who holds what, `explain_costs.py` for bytes and messages,
-`explain_tensor.py` for the tensor axis.
+Read next: `rank.py` for who holds what, `costs.py` for bytes and messages,
+`tensor.py` for the tensor axis.
 """
 
 import math

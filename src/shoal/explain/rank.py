@@ -4,7 +4,7 @@ It asks the same pure functions that the strategies run (`comm/buckets.py`, `com
 `parallel/zero.py`, `data/split.py`), so counts are those of a real step and not of a formula that
 was written down twice.
 
-Read next: `explain_costs.py` for what that costs, `explain.py`, which puts the ranks together.
+Read next: `costs.py` for what that costs, `explain.py`, which puts the ranks together.
 """
 
 import math

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError, UsageError
-from shoal.numerics.optimizers import is_element_wise
 from shoal.rundir import cache_directory
 
 PART_BYTES = 32 << 20  # of parameters that are stepped on together
@@ -33,12 +32,6 @@ def offload_state(optimizer: torch.optim.Optimizer, device: str) -> None:
         raise PlanError(
             f"offload=optimizer is for ranks on CPUs, and this one is on {device}. Leave it out; "
             "zero=1 shards the state over the ranks instead."
-        )
-    if not is_element_wise(optimizer):
-        raise PlanError(
-            f"offload=optimizer steps on some parameters at a time, and {type(optimizer).__name__} "
-            "may look at all of them together. Use an optimizer of torch that works element by "
-            "element, such as AdamW or SGD."
         )
     vars(optimizer)["step"] = _OffloadedStep(optimizer)
 

@@ -25,8 +25,12 @@ _ELEMENT_WISE = (
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """Whether each element is stepped on without a look at the others of its tensor."""
-    return type(optimizer) in _ELEMENT_WISE
+    """Whether each element is stepped on without a look at the others of its tensor.
+
+    So it is with torch's, as far as they are known to; an optimizer of one's own may say so with an
+    attribute, `element_wise = True`.
+    """
+    return type(optimizer) in _ELEMENT_WISE or getattr(optimizer, "element_wise", False) is True
 
 
 def fuse(chosen: Optimizer) -> None:

@@ -14,8 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.collectives import Group
@@ -63,6 +67,30 @@ def shard_parameters(
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True)
+            unit.set_custom_all_gather(_CountedGather(group))
+            unit.set_custom_reduce_scatter(_CountedScatter(group))
+
+
+class _CountedGather(DefaultAllGather):
+    """FSDP2's own, with its bytes added to the group's."""
+
+    def __init__(self, counted: Group):
+        self._counted = counted
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        self._counted.bytes_sent += input_tensor.nbytes * (self._counted.num_ranks - 1)
+        return super().__call__(output_tensor, input_tensor, *rest, **more)
+
+
+class _CountedScatter(DefaultReduceScatter):
+    """Likewise."""
+
+    def __init__(self, counted: Group):
+        self._counted = counted
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
+        return super().__call__(output_tensor, input_tensor, *rest, **more)
 
 
 @contextmanager

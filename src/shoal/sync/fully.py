@@ -30,6 +30,7 @@ from shoal.sync.strategy import Agreed, Tally
 class FullySharded:
     def __init__(self, num_pieces: int, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
+        self.stepped: dict[str, nn.Parameter] = {}
 
     def attach(
         self,
@@ -42,19 +43,13 @@ class FullySharded:
         self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
         self.buffers = self.rounds.buffers
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.stepped = {n: _local(p) for n, p in self.named.items()}
-        parts: dict[nn.Parameter, list[Part]] = {
-            p: [Part(self.stepped[n], _as_it_is)]
-            for n, p in self.named.items()
-            if isinstance(p, DTensor)
-        }
-        swap_parameters(optimizer, parts.get)
+        self._touched: set[nn.Parameter] = set()
+        if not self.stepped:  # else it was done in an earlier attach, in the same seat
+            self._step_on_shards()
         self.counted = [n for n in self.named if self._counts(n)]
         self._norm = SharedNorm(
             mesh.world, sum(num_blocks(self.stepped[n].numel()) for n in self.counted)
         )
-        self._touched: set[nn.Parameter] = set()
-        self._watch()
         self._around, self._step = Around(self.rounds, lambda last: None), stepper(optimizer)
 
     def detach(self) -> None:
@@ -69,7 +64,11 @@ class FullySharded:
         return self._around
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        own = [p in self._touched or p.grad is not None for p in self.named.values()]
+        # FSDP2 gives a gradient of zeros to what no piece used, which must not decay for that.
+        own = [
+            p in self._touched if isinstance(p, DTensor) else p.grad is not None
+            for p in self.named.values()
+        ]
         self._sum_rest()
         agreed, touched = self.rounds.agree(tally, own)
         for (name, p), used in zip(self.named.items(), touched, strict=True):
@@ -126,6 +125,16 @@ class FullySharded:
             self.mesh.data.all_reduce(flat).wait()
             for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
                 p.grad = part.view(p.shape)
+
+    def _step_on_shards(self) -> None:
+        self.stepped = {n: _local(p) for n, p in self.named.items()}
+        parts: dict[nn.Parameter, list[Part]] = {
+            p: [Part(self.stepped[n], _as_it_is)]
+            for n, p in self.named.items()
+            if isinstance(p, DTensor)
+        }
+        swap_parameters(self.optimizer, parts.get)
+        self._watch()
 
     def _watch(self) -> None:
         """Note which parameters a backward pass touched, before FSDP2 fills in zeros."""

@@ -85,9 +85,10 @@ class Sharded:
         self.parameters = [p for _, p in self.named]
         self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
         self.buffers = self.rounds.buffers
-        self._put_on_shelves()
-        self.owned = [shelf.segments(mesh.data.rank) for shelf in self.shelves]
-        self._swap_optimizer()
+        if not self.shelves:  # else they stand since an earlier attach, in the same seat
+            self._put_on_shelves()
+            self.owned = [shelf.segments(mesh.data.rank) for shelf in self.shelves]
+            self._swap_optimizer()
         each = [[Block(rank, 1)] for rank in range(mesh.data.num_ranks)]
         self.tree = (
             TreeReduce(mesh.data, each)
@@ -193,8 +194,6 @@ class Sharded:
 
     def _put_on_shelves(self) -> None:
         num_ranks, whole = self.mesh.data.num_ranks, not is_element_wise(self.optimizer)
-        if self.shelves:  # they stand since an earlier attach
-            return
         total = sum(p.nbytes for p in self.parameters)
         bucket_bytes = min(BUCKET_BYTES, max(1, total // (8 * num_ranks)) if whole else total + 1)
         dealt = deal(self.parameters, bucket_bytes)

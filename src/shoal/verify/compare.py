@@ -4,8 +4,8 @@ Every rank writes the parts that it holds, with their places in the whole, so an
 alike, and that all parts together cover the model is checked too. Gradients are compared relative
 to the norm of the whole gradient, everything else relative to the largest element of its tensor.
 The weight of an element whose gradient fell below the rounding of the norm (1e-7 in fp32, 1e-3 in
-fp16, 1e-2 in bf16), and is not the same, is rounding noise that Adam magnifies (a bias before BatchNorm): it is counted, not judged, and
-buffers may differ by as much as such weights do. Where a plan adds in another order than one
+fp16, 1e-2 in bf16), and is not the same, is noise that Adam magnifies (a bias before BatchNorm): it
+is counted, not judged, and buffers may differ by as much as such weights do. Where a plan adds in another order than one
 process (`tensor`, `zero=3`, `sums=ring`), weights get ten times the tolerance, since a rounding
 that tips a ReLU is magnified likewise. A plan that did not do what it says fails too.
 """
@@ -117,7 +117,8 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
                 verdict.held_share = held_share(told, shapes)
                 speaks = step % plan.local_steps == 0 or step == run.num_steps()
-                broken = broken_promise(plan, told, shapes, speaks)
+                idle = shapes.keys() - snapshots[0].gradients.keys()
+                broken = broken_promise(plan, told, shapes, speaks, idle)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
             for path in paths:
                 path.unlink()

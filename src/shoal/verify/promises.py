@@ -1,7 +1,7 @@
 """Did a plan do what it says? Counts that must hold whatever was trained."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shoal.comm.buckets import BUCKET_BYTES
@@ -29,9 +29,16 @@ def held_share(told: Sequence[Told], shapes: Mapping[str, Sequence[int]]) -> flo
 
 
 def broken_promise(
-    plan: Plan, told: Sequence[Told], shapes: Mapping[str, Sequence[int]], speaks: bool
+    plan: Plan,
+    told: Sequence[Told],
+    shapes: Mapping[str, Sequence[int]],
+    speaks: bool,
+    idle: Container[str] = (),
 ) -> str:
-    """A sentence on what a plan did not do; empty if it did all. `speaks`: replicas agree now."""
+    """A sentence on what a plan did not do; empty if it did all.
+
+    `speaks`: replicas agree in this step; `idle`: parameters that it did not train.
+    """
     total = sum(math.prod(shape) for shape in shapes.values())
     largest = max(math.prod(shape) for shape in shapes.values())
     num_model_ranks = plan.tensor * plan.pipeline
@@ -61,9 +68,17 @@ def broken_promise(
                     f"rank {rank} steps on {step.num_stepped} of {total} parameters, where "
                     f"zero={plan.zero} allows {int(most)}"
                 )
-        if plan.zero == 3 and held > SLACK * total / plan.num_replicas + len(shapes) * largest:
+        if plan.zero == 3 and num_model_ranks == 1 and held > _most_held(plan, shapes, idle):
             return f"rank {rank} holds {held} of {total} parameters, in spite of zero=3"
     return ""
+
+
+def _most_held(plan: Plan, shapes: Mapping[str, Sequence[int]], idle: Container[str]) -> float:
+    """Under zero=3: even rows, up to one of each parameter; what is frozen stays whole."""
+    total = sum(math.prod(shape) for name, shape in shapes.items() if name not in idle)
+    rows = sum(math.prod(shape[1:]) for shape in shapes.values())
+    whole = sum(math.prod(shape) for name, shape in shapes.items() if name in idle)
+    return SLACK * total / plan.num_replicas + rows + whole
 
 
 def _has_attention(names: Iterable[str]) -> bool:

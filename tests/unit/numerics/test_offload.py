@@ -1,4 +1,4 @@
-"""Optimizer state in files: the same bits, memory given back, and clear words where it cannot be."""
+"""Optimizer state in files: the same bits, memory given back, clear words where it cannot be."""
 
 import errno
 import gc

@@ -2,13 +2,13 @@
 
 Each rank holds a part of every large matrix and computes with it; two matrices in a row cost one
 message, in forward and in backward. `find_cuts` finds the pairs by running the model, `cut_tensors`
-replaces parameters by their local parts, and `TensorForward` (in `tensor_ops.py`) runs the
+replaces parameters by their local parts, and `TensorForward` (in `forward.py`) runs the
 result. Parameters stay plain tensors with their names, only smaller.
 
 Order of calls: `find_cuts` anywhere, also before ranks exist; `cut_tensors` on every rank of the
 axis with its own number; then a `TensorForward` around each forward. Cost per step: for each pair
 two all-reduces of an activation. Not for slow links, and not where one rank holds the model and the
-batch can be shared. Megatron-LM, arXiv 1909.08053. Read next: `tensor_part.py`, `tensor_find.py`.
+batch can be shared. Megatron-LM, arXiv 1909.08053. Read next: `part.py`, `find.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,11 @@
 """Runs the forward pass of a model whose matrices are cut.
 
 A `TensorForward` is entered around each forward. It sees every torch function; those that meet a
-cut parameter or a part go to a rule (`tensor_matrix`, `tensor_rules`, `tensor_shapes`), all
+cut parameter or a part go to a rule (`matrix.py`, `rules.py`, `shapes.py`), all
 others run as they are. A function without a rule is given whole values instead, gathered from all
 ranks: slower, never wrong. So the result does not depend on which matrices were cut.
 
-Parameters stay plain and local. What they are a part of is an attribute (`tensor_part.TAG`),
+Parameters stay plain and local. What they are a part of is an attribute (`part.TAG`),
 because FSDP puts other parameter objects into a module for the time of its forward.
 
 Cost: about a microsecond for a function that meets nothing cut.

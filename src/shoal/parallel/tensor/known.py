@@ -1,6 +1,6 @@
 """What probes of a model have taught so far: what stays whole and why, which packings failed.
 
-Kept from one probe to the next (`tensor_find.py`); each refusal either advances a matrix to its
+Kept from one probe to the next (`find.py`); each refusal either advances a matrix to its
 next packing or lets the blamed matrices stay whole.
 """
 

@@ -12,7 +12,7 @@ all ranks. Four moves cross the border, each the transpose of another (Megatron-
 
 Cost: one message of the activation's size for each move that communicates. A `Part` is no
 DTensor, because every operation on one of those costs tens of microseconds in Python, forward and
-backward again. Read next: `tensor_ops.py`.
+backward again. Read next: `forward.py`.
 """
 
 from typing import Any, NamedTuple

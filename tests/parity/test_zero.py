@@ -1,0 +1,91 @@
+"""ZeRO 1 to 3 train what one rank trains, also where parameters are awkward to shard."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import PlanError
+from shoal.prepare import prepare
+from shoal.run import resolve
+from shoal.testing.ranks import Pool
+from tests.parity.shards import OPTIMIZERS, awkward, train
+
+CLIP = 0.3
+BY_ELEMENT = ("AdamW", "SGD", "Adagrad")  # the others look at whole tensors
+
+
+def same_bits(mine: dict[str, Any], one: dict[str, Any]) -> None:
+    for key in ("losses", "norms", "evaluation", "loss_scale"):
+        assert mine[key] == one[key], key
+    for name, tensor in mine["model"].items():
+        assert torch.equal(tensor, one["model"][name]), name
+
+
+def close(mine: dict[str, Any], one: dict[str, Any], rel: float = 1e-4) -> None:
+    assert mine["loss_scale"] == one["loss_scale"]
+    assert mine["losses"] == pytest.approx(one["losses"], rel=rel)
+    assert mine["evaluation"] == pytest.approx(one["evaluation"], rel=rel)
+    if one["norms"][0] is not None:
+        assert mine["norms"] == pytest.approx(one["norms"], rel=rel)
+    for name, tensor in mine["model"].items():
+        torch.testing.assert_close(tensor, one["model"][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_steps_on_its_shard(pool: Pool, optimizer: str) -> None:
+    """Frozen, unused and scalar parameters and two groups are in each of these."""
+    (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, "pieces=2")
+    for level in (1, 2):
+        ranks = pool.run(train, 2, optimizer, CLIP, 1.0, f"data=2 zero={level}")
+        assert ranks[0]["model"].keys() == one["model"].keys()
+        for rank in ranks:
+            same_bits(rank, one)
+        assert sum(rank["state"] for rank in ranks) <= one["state"] + 2 * 20, "step counters aside"
+        assert max(rank["state"] for rank in ranks) < one["state"]
+
+
+@pytest.mark.parametrize("optimizer", BY_ELEMENT)
+def test_parameters_can_be_sharded_too(pool: Pool, optimizer: str) -> None:
+    (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, "pieces=2")
+    ranks = pool.run(train, 2, optimizer, CLIP, 1.0, "data=2 zero=3")
+    assert ranks[0]["model"].keys() == one["model"].keys()
+    for rank in ranks:
+        close(rank, one)
+
+
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - set(BY_ELEMENT)))
+def test_whole_tensors_are_not_cut(optimizer: str) -> None:
+    run = awkward(optimizer, CLIP)
+    with pytest.raises(PlanError, match=f"{optimizer} may look at a whole tensor at once"):
+        prepare(run, resolve(run, "data=2 zero=3", 2))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_accumulating(pool: Pool, level: int) -> None:
+    (one,) = pool.run(train, 1, "AdamW", None, 1.0, "pieces=4")
+    for rank in pool.run(train, 2, "AdamW", None, 1.0, f"data=2 zero={level} accumulate=2"):
+        (same_bits if level == 1 else close)(rank, one)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_an_overflow_is_tried_again_by_all(pool: Pool, level: int) -> None:
+    """The loss is so large that fp16's first scale cannot hold it."""
+    plan = "precision=fp16 pieces=2"
+    (one,) = pool.run(train, 1, "SGD", CLIP, 500.0, plan)
+    (small,) = pool.run(train, 1, "SGD", CLIP, 1e-3, plan)
+    assert one["loss_scale"] < small["loss_scale"], "there was an overflow"
+    for rank in pool.run(train, 2, "SGD", CLIP, 500.0, f"data=2 zero={level} precision=fp16"):
+        same_bits(rank, one) if level < 3 else close(rank, one, rel=5e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize(
+    ("optimizer", "level"), [*product(OPTIMIZERS, [1, 2]), *product(BY_ELEMENT, [3])]
+)
+def test_more_ranks(pool: Pool, optimizer: str, level: int, num_ranks: int) -> None:
+    (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, f"pieces={num_ranks}")
+    for rank in pool.run(train, num_ranks, optimizer, CLIP, 1.0, f"data={num_ranks} zero={level}"):
+        same_bits(rank, one) if level < 3 else close(rank, one)

@@ -1,0 +1,112 @@
+"""A plan that did not do what it says is found out by what its ranks hold, step on and send."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from shoal.plan import Plan
+from shoal.reference import Snapshot
+from shoal.verify.compare import Comparison, Step, Verdict
+from shoal.verify.promises import broken_promise, held_share
+
+MATRICES = {f"layers.{i}.weight": (100, 100) for i in range(10)}
+ATTENTION = {f"layers.{i}.attn.weight": (100, 100) for i in range(10)}
+TOTAL = 100_000
+
+
+class Rank(NamedTuple):
+    """What a rank would tell."""
+
+    held: int = TOTAL
+    num_stepped: int = TOTAL
+    bytes_sent: int = 1
+
+    def num_held(self, names: Sequence[str]) -> int:
+        return self.held
+
+
+HALF = TOTAL // 2
+KEPT = {
+    "data=2": [Rank(), Rank()],
+    "data=2 zero=1": [Rank(num_stepped=HALF), Rank(num_stepped=HALF)],
+    "data=2 zero=3": [Rank(HALF, HALF), Rank(HALF, HALF)],
+    "data=1 tensor=2": [Rank(HALF, HALF), Rank(HALF, HALF)],
+    "data=1 pipeline=2": [Rank(TOTAL - 1, TOTAL - 1), Rank(1, 1)],
+    "data=1": [Rank(bytes_sent=0)],
+}
+
+
+@pytest.mark.parametrize("plan", KEPT)
+def test_a_kept_promise_is_silent(plan: str) -> None:
+    assert broken_promise(Plan.parse(plan), KEPT[plan], MATRICES, speaks=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "lie", "words"),
+    [
+        ("data=2", Rank(bytes_sent=0), "rank 1 sent 0 bytes in a step in which replicas agree"),
+        ("data=2 zero=1", Rank(), f"rank 1 steps on {TOTAL} of {TOTAL} parameters, where zero=1"),
+        ("data=2 zero=3", Rank(HALF, TOTAL), f"rank 1 steps on {TOTAL} of {TOTAL}"),
+        ("data=1 tensor=2", Rank(), f"rank 1 holds all {TOTAL} parameters, so tensor=2 cut"),
+        ("data=1 pipeline=2", Rank(0, 0), f"rank 1 of a pipeline holds 0 of {TOTAL} parameters"),
+        ("data=1 pipeline=2", Rank(), f"rank 1 of a pipeline holds {TOTAL} of {TOTAL}"),
+    ],
+)
+def test_a_lie_is_told(plan: str, lie: Rank, words: str) -> None:
+    told = [KEPT[plan][0], lie]
+    assert broken_promise(Plan.parse(plan), told, MATRICES, speaks=True).startswith(words)
+
+
+def test_replicas_that_work_alone_are_silent() -> None:
+    plan = Plan.parse("data=2 local_steps=2")
+    quiet = [Rank(bytes_sent=0)] * 2
+    assert broken_promise(plan, quiet, MATRICES, speaks=False) == ""
+    assert "work alone" in broken_promise(plan, [Rank()] * 2, MATRICES, speaks=False)
+
+
+def test_attention_must_be_cut() -> None:
+    plan = Plan.parse("data=1 tensor=2")
+    assert broken_promise(plan, [Rank(60_000)] * 2, ATTENTION, speaks=True) == ""
+    words = broken_promise(plan, [Rank(60_001)] * 2, ATTENTION, speaks=True)
+    assert words.endswith("where tensor=2 of a model with attention allows 60000")
+    assert broken_promise(plan, [Rank(99_999)] * 2, MATRICES, speaks=True) == ""
+
+
+def test_the_share_is_of_the_rank_that_holds_the_most() -> None:
+    assert held_share([Rank(HALF), Rank(TOTAL // 4)], MATRICES) == 0.5
+
+
+def told(weight: torch.Tensor, rows: slice) -> Step:
+    """A rank that holds some rows of the only weight."""
+    place = f"{rows.start},0"
+    return Step(
+        {
+            "loss": torch.zeros(1, dtype=torch.float64),
+            "bytes_sent": torch.tensor([1]),
+            "stepped": torch.tensor([1]),
+            f"held/w/{place}": weight[rows].clone(),
+            f"gradient/w/{place}": weight[rows].clone(),
+        }
+    )
+
+
+@pytest.mark.parametrize(("last", "complaint"), [(4, ""), (3, "no rank holds all of the gradient")])
+def test_a_part_that_no_rank_holds_is_missed(last: int, complaint: str) -> None:
+    weight = torch.randn(4, 3)
+    own = Snapshot(loss=0.0, gradients={"w": weight}, weights={"w": weight}, buffers={})
+    verdict = Verdict(1e-4, 1e-4)
+    ranks = {0: told(weight, slice(0, 2)), 1: told(weight, slice(2, last))}
+    Comparison(verdict, Plan.parse("data=1 tensor=2")).step(1, ranks, own)
+    assert complaint in verdict.complaint and bool(verdict.complaint) == bool(complaint)
+    assert verdict.first is None, "what is held is right"
+
+
+def test_zero_3_must_share_out_parameters_unless_they_are_idle() -> None:
+    plan, shapes = Plan.parse("data=2 zero=3"), {f"p{i}": (1_000, 10) for i in range(10)}
+    told = [Rank(100_000, 50_000)] * 2
+    assert "in spite of zero=3" in broken_promise(plan, told, shapes, speaks=True)
+    assert broken_promise(plan, [Rank(50_000, 50_000)] * 2, shapes, speaks=True) == ""
+    idle = [f"p{i}" for i in range(5)]
+    assert broken_promise(plan, [Rank(75_000, 25_000)] * 2, shapes, speaks=True, idle=idle) == ""
