@@ -3,8 +3,8 @@
 As `dp`, with its two models: all arms live in the same two processes, on one Gloo group, and take
 turns a few steps at a time. The peers are in `bench/peers.py`; DDP, which level 1 stands on, has
 the better of two bucket sizes, and FSDP2 gathers a block of the GPT or a layer of the MLP at a
-time. They sum in whatever order is fastest, so Shoal does too (`sums=ring`). The ceiling is twins
-that never talk, a plain loop on each rank's share. All but those must end with the same loss.
+time. The ceiling is twins that never talk, a plain loop on each rank's share. All but those must
+end with the same loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Times(msgspec.Struct):
 
 
 def plan(level: int) -> str:
-    return f"data={NUM_RANKS} zero={level} sums=ring"
+    return f"data={NUM_RANKS} zero={level}"
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:

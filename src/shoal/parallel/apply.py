@@ -24,7 +24,7 @@ from shoal.parallel.layout import Holding, Slice, part_of, slices
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.scheduled import Around, Hooks
 from shoal.parallel.pipeline.skim import drop_foreign
-from shoal.parallel.pipeline.stages import StagePlan, check_schedule, rank_of_stage, record, split
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split
 from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
 from shoal.plan import Plan
@@ -51,7 +51,6 @@ def survey(
     if plan.recompute == "blocks":
         recompute(blocks_to_recompute(model), again)
     if plan.pipeline > 1:
-        check_schedule(plan.schedule, plan.pipeline, plan.num_stages, plan.num_microbatches)
         num_stages = plan.pipeline * plan.num_stages
         stages = split(record(model, forwards, num_stages, seeds), num_stages)
     if plan.tensor > 1:

@@ -5,9 +5,10 @@ alike, and that all parts together cover the model is checked too. Gradients are
 to the norm of the whole gradient, everything else relative to the largest element of its tensor.
 The weight of an element whose gradient fell below the rounding of the norm (1e-7 in fp32, 1e-3 in
 fp16, 1e-2 in bf16), and is not the same, is noise that Adam magnifies (a bias before BatchNorm): it
-is counted, not judged, and buffers may differ by as much as such weights do. Where a plan adds in another order than one
-process (`tensor`, `zero=3`, `sums=ring`), weights get ten times the tolerance, since a rounding
-that tips a ReLU is magnified likewise. A plan that did not do what it says fails too.
+is counted, not judged, and buffers may differ by as much as such weights do. Where a plan adds in
+another order than one process (`tensor`, `zero=3`, `sums=ring`), weights get ten times the
+tolerance, since a rounding that tips a ReLU is magnified likewise. A plan that did not do what it
+says fails too.
 """
 
 import math

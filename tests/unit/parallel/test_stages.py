@@ -21,7 +21,6 @@ from shoal.parallel.pipeline.cuts import SLACK, balance, bytes_crossing, live_at
 from shoal.parallel.pipeline.skim import Stage, drop_foreign
 from shoal.parallel.pipeline.stages import (
     StagePlan,
-    check_schedule,
     rank_of_stage,
     record,
     recut,
@@ -527,26 +526,3 @@ def test_every_rank_gets_as_many_stages(num_ranks: int, per_rank: int) -> None:
         assert sorted(ranks) == sorted([*range(num_ranks)] * count)
     there_and_back = [rank_of_stage(s, num_ranks, "zbv") for s in range(2 * num_ranks)]
     assert there_and_back == there_and_back[::-1]
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        (("1f2b", 2, 1, 4), "schedule=1f2b is not known. Did you mean '1f1b'"),
-        (("1f1b", 4, 1, 3), "Use microbatches=4 or more, or schedule=gpipe"),
-        (("1f1b", 2, 2, 8), "runs exactly 1 per rank. Use stages=1"),
-        (("zbv", 2, 1, 8), "runs exactly 2 per rank. Use stages=2"),
-        (("interleaved", 2, 2, 5), "Use microbatches=4 or 6"),
-        (("zero-bubble", 4, 2, 10), None),
-        (("interleaved", 4, 2, 3), None),
-        (("gpipe", 4, 1, 1), None),
-        (("zbv", 4, 2, 1), None),
-    ],
-)
-def test_schedules_are_checked(asked: tuple[str, int, int, int], told: str | None) -> None:
-    if told is None:
-        check_schedule(*asked)
-    else:
-        with pytest.raises(PlanError) as error:
-            check_schedule(*asked)
-        assert told in str(error.value)

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from shoal.comm.collectives import Group, loss_of_group
 from shoal.errors import GroupLost, PlanError
@@ -34,14 +35,13 @@ from shoal.parallel.pipeline.calls import Gate
 from shoal.parallel.pipeline.scheduled import Around, Hooks, NoHooks, Raised, Round, ScheduledStage
 from shoal.parallel.pipeline.skim import Stage
 from shoal.parallel.pipeline.stages import (
-    SCHEDULES,
     StagePlan,
-    check_schedule,
     rank_of_stage,
     record,
     recut,
 )
 from shoal.parallel.pipeline.tape import signature
+from shoal.plan_rules import fits_schedule
 
 MAX_FORMS = 8  # of inputs whose tapes and buffers are kept
 _CLASSES: dict[str, Any] = {
@@ -80,8 +80,6 @@ class Pipeline:
         self.device = torch.device(device)
         self.round = Round(model, group, call, hooks or NoHooks(), around or Around())
         self.num_stages = len(plan.stages)
-        per_rank = self.num_stages // group.num_ranks
-        check_schedule(schedule, group.num_ranks, per_rank, self.num_stages)
         if self.num_stages % group.num_ranks:
             raise PlanError(
                 f"{self.num_stages} stages do not go round {group.num_ranks} ranks. Every rank "
@@ -199,7 +197,7 @@ class Pipeline:
                 for stage in form.stages.values()
             ]
             made = _CLASSES[name](
-                stages[0] if SCHEDULES[name] == (1, 1) else stages,
+                stages[0] if issubclass(_CLASSES[name], PipelineScheduleSingle) else stages,
                 num_microbatches,
                 loss_fn=lambda loss, _: loss,
                 scale_grads=False,
@@ -209,14 +207,14 @@ class Pipeline:
 
     def _fitting(self, num_microbatches: int) -> str:
         """The schedule, or one with the same places that takes fewer microbatches."""
-        per_rank = len(self.own_stages)
-        try:
-            check_schedule(self.schedule, self.group.num_ranks, per_rank, num_microbatches)
-        except PlanError as error:
-            if num_microbatches > 1:
-                warn_once(f"A round is run by another schedule. {error}")
-            return "gpipe" if self.schedule == "1f1b" else "interleaved"
-        return self.schedule
+        if fits_schedule(self.schedule, self.group.num_ranks, num_microbatches):
+            return self.schedule
+        if num_microbatches > 1:
+            warn_once(
+                f"schedule={self.schedule} does not take the {num_microbatches} microbatches of a "
+                "short round, so another one runs it."
+            )
+        return "gpipe" if self.schedule == "1f1b" else "interleaved"
 
     def _receive(self, plan: StagePlan, index: int) -> list[Tensor]:
         values = [plan.tape.values[number] for number in plan.stages[index].received]

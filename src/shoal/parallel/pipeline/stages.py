@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import PlanError, nearest
+from shoal.errors import PlanError
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.pipeline.calls import Gate
 from shoal.parallel.pipeline.cuts import StagePlan, StageSpec, recut, split
@@ -24,17 +24,9 @@ from shoal.parallel.pipeline.recorder import Draws, Unclear, play
 from shoal.parallel.pipeline.tape import Event, Made, Plain, Tape, units_of
 
 __all__ = [
-    "StagePlan", "StageSpec", "Tape", "check_schedule", "rank_of_stage", "record", "recut", "split"
+    "StagePlan", "StageSpec", "Tape", "rank_of_stage", "record", "recut", "split"
 ]  # fmt: skip
 
-# Stages that one rank runs: the least, the most.
-SCHEDULES = {
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "interleaved": (1, 64),
-    "zero-bubble": (1, 64),
-    "zbv": (2, 2),
-}
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
@@ -65,36 +57,6 @@ def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:
     if schedule == "zbv" and stage >= num_ranks:
         return 2 * num_ranks - 1 - stage
     return stage % num_ranks
-
-
-def check_schedule(
-    schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int
-) -> None:
-    """Refuse what PyTorch's schedule of this name could not run."""
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule={schedule} is not known. {nearest(schedule, SCHEDULES)}")
-    least, most = SCHEDULES[schedule]
-    if not least <= stages_per_rank <= most:
-        rule = f"exactly {least}" if least == most else f"{least} to {most}"
-        raise PlanError(
-            f"stages={stages_per_rank} does not go with schedule={schedule}, which runs {rule} "
-            f"per rank. Use stages={min(max(least, stages_per_rank), most)} or another schedule."
-        )
-    num_stages = num_ranks * stages_per_rank
-    if schedule == "1f1b" and num_microbatches < num_stages:
-        raise PlanError(
-            f"microbatches={num_microbatches} is too few for schedule=1f1b over {num_stages} "
-            f"stages, which needs at least one for each. Use microbatches={num_stages} or more, "
-            "or schedule=gpipe."
-        )
-    rounds = max(1, num_microbatches // num_ranks)
-    if schedule in ("interleaved", "zero-bubble") and num_microbatches % rounds:
-        near = num_microbatches // num_ranks * num_ranks
-        raise PlanError(
-            f"microbatches={num_microbatches} does not go with schedule={schedule} over "
-            f"{num_ranks} ranks: they must fall into {rounds} equal rounds. "
-            f"Use microbatches={near} or {near + num_ranks}."
-        )
 
 
 class _Recording:
