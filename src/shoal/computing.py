@@ -124,6 +124,9 @@ class _PiecesInPipeline:
     def leave(self, stage: int, microbatch: int) -> None:
         self.buffers.leave(stage)
 
+    def back(self, microbatch: int) -> None:
+        self.compute.seeds.at(self._step, self._indices[microbatch])
+
     def computed(self, stage: int, microbatch: int) -> None:
         """Keep the pieces' gradients apart, to be added in the tree's order."""
         if self.compute.plan.sums != "exact":

@@ -120,6 +120,11 @@ class Plan(msgspec.Struct, frozen=True):
         return self.sums == "exact" and self.tensor == 1 and self.zero < 3
 
     @property
+    def cuts_model(self) -> bool:
+        """Whether a replica of the model takes more than one rank."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
     def saves_memory(self) -> bool:
         """Whether it is chosen for what it saves of it."""
         return self.zero > 0 or self.recompute != "none" or self.offload != "none"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import PlanError
 from shoal.numerics.optimizers import is_element_wise
@@ -32,11 +33,18 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
-    def forward(piece: int) -> Any:
+    def forward(step: int, piece: int) -> Any:
         with Precision(plan.precision).autocast("cpu"):
-            return call_model(model, batches.at(0).piece(piece).inputs)
+            return call_model(model, batches.at(step).piece(piece).inputs)
 
-    forwards = [partial(forward, piece) for piece in sorted({0, plan.num_pieces - 1})]
+    def shapes(step: int, piece: int) -> list[Any]:
+        inputs = tree_leaves(batches.at(step).piece(piece).inputs)
+        return [getattr(leaf, "shape", None) for leaf in inputs]
+
+    # Two examples of one form, if there are two among the first: texts may differ in length.
+    places = [(step, piece) for step in range(2) for piece in range(plan.num_pieces)]
+    alike = [place for place in places[1:] if plan.cuts_model and shapes(*place) == shapes(0, 0)]
+    forwards = [partial(forward, *place) for place in [places[0], *alike[-1:]]]
     return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
 
 

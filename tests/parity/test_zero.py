@@ -56,10 +56,11 @@ def test_parameters_can_be_sharded_too(pool: Pool, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - set(BY_ELEMENT)))
-def test_whole_tensors_are_not_cut(optimizer: str) -> None:
+@pytest.mark.parametrize("key", ["zero=3", "tensor=2", "offload=optimizer"])
+def test_whole_tensors_are_not_cut(optimizer: str, key: str) -> None:
     run = awkward(optimizer, CLIP)
-    with pytest.raises(PlanError, match=f"{optimizer} may look at a whole tensor at once"):
-        prepare(run, resolve(run, "data=2 zero=3", 2))
+    with pytest.raises(PlanError, match=f"{optimizer} may look at a whole tensor .* and {key}"):
+        prepare(run, resolve(run, f"data=2 {key}", None))
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -35,6 +35,9 @@ class Taking:
     def enter(self, microbatch: int, block: int) -> None:
         self.seeds.enter(self.step, microbatch, block)
 
+    def back(self, microbatch: int) -> None:
+        self.seeds.at(self.step, microbatch)
+
     def leave(self, stage: int, microbatch: int) -> None:
         self.left.append((stage, microbatch))
 

@@ -84,8 +84,12 @@ class PieceSeeds:
 
     def enter(self, step: int, piece: int, block: int = 0) -> None:
         """Call before each forward. The loss draws from the state that the model leaves."""
-        self._step, self._piece = step, piece
+        self.at(step, piece)
         self.set(block)
+
+    def at(self, step: int, piece: int) -> None:
+        """Blocks that run from now on are this piece's; the generator stays as it is."""
+        self._step, self._piece = step, piece
 
     def set(self, block: int) -> None:
         """Set the generator as this block's hooks do: for a stage that starts in the middle."""

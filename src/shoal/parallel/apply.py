@@ -48,6 +48,8 @@ def survey(
 ) -> Survey:
     """Decide where to cut. Each of `forwards` runs the model on other example inputs."""
     again, tensor, stages = Again(), None, None
+    if plan.zero == 3:
+        fsdp.refuse_hooks(model)
     if plan.recompute == "blocks":
         recompute(blocks_to_recompute(model), again)
     if plan.pipeline > 1:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.collectives import Group
+from shoal.errors import PlanError
 from shoal.numerics.randomness import blocks_in
 from shoal.parallel.layout import Block
 
@@ -48,6 +49,16 @@ def units(
         for unit in [*blocks, *(m for m in rest if m not in but and _is_closed(m, places))]
         if any(names[p] in owned for p in unit.parameters())
     ]
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """FSDP2 puts other parameters in the place of the model's, without their hooks."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"The parameter {name} has a hook of its own, which zero=3 would lose: it replaces "
+                "parameters by their shards. Use zero=1 or zero=2, or do it in the forward."
+            )
 
 
 def shard_parameters(

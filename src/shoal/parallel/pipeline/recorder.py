@@ -10,13 +10,14 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -77,7 +78,9 @@ def play(
     trained = {name: is_trained(p) for name, p in model.named_parameters()}
     tape = Tape(type(model).__name__, None, open_modules, drawing, trained, seeds)
     recorder = _Recorder(gate, tape, counts)
+    gate.close()  # what an earlier attempt stood before may be neither a unit nor open now
     gate.cover(units_of(model, open_modules) | open_modules)
+    buffers = PieceBuffers(model)
     handle = model.register_forward_pre_hook(see, with_kwargs=True)
     try:
         if seeds is not None:
@@ -85,10 +88,34 @@ def play(
         with recorder.rnn_counted(), gate.watched(recorder):
             output = forward()
         tape.signature = seen[0]
+        recorder.refuse_kept_aside(output)
+        recorder.refuse_changes(buffers)
         tape.final = frozenset(recorder.numbers_in(output))
         return tape
     finally:
         handle.remove()
+
+
+class _Inside(TorchFunctionMode):
+    """Notes what is made while a unit runs."""
+
+    def __init__(self, made: dict[int, Tensor]):
+        super().__init__()
+        self._made = made
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_address(x) for x in leaves((args, kwargs), []) if isinstance(x, Tensor)}
+        for x in leaves(result, []):
+            if type(x) is Tensor and x.numel() and _address(x) not in given:  # not a view
+                self._made.setdefault(_address(x), x)
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Recorder(Watch):
@@ -105,6 +132,7 @@ class _Recorder(Watch):
         self.written: list[
             Tensor
         ] = []  # raw tensors that became values; kept, so no address recurs
+        self.inside: dict[int, Tensor] = {}  # what units made, by address; kept, so none recurs
         self.rnn_flops = 0
         self.num_sets = 0 if self.seeds is None else self.seeds.num_sets
         self.event_drew = False
@@ -139,6 +167,7 @@ class _Recorder(Watch):
     def raw(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        self.refuse_kept_aside((args, kwargs))
         self._check_views((args, kwargs))
         state = self.generator.get_state()
         result = call(*args, **kwargs)
@@ -191,6 +220,7 @@ class _Recorder(Watch):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an event and write it down."""
+        self.refuse_kept_aside((args, kwargs))
         self._check_views((args, kwargs))
         uses, items = self.numbers_in((args, kwargs)), leaves((args, kwargs), [])
         tensors = [x for x in items if isinstance(x, Tensor)]
@@ -200,7 +230,8 @@ class _Recorder(Watch):
         is_fresh = self.seeds is None or self._can_repeat()
         num_sets = 0 if self.seeds is None else self.seeds.num_sets
         buffers = PieceBuffers(nn.Module() if module is None else module)
-        result, flops = self._drawn(call, args, kwargs)
+        with nullcontext() if module is None else _Inside(self.inside):
+            result, flops = self._drawn(call, args, kwargs)
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
         changed = [x for x, version in before if x._version != version]
         grows = torch.is_grad_enabled() or self.region is not None
@@ -336,6 +367,25 @@ class _Recorder(Watch):
             )
             if len(alike) > 1:  # two views of one memory: sent apart, they would not stay so
                 self.tape.uncut.update(range(alike[1] + 1, len(self.tape.events) + 1))
+
+    def refuse_kept_aside(self, tree: Any) -> None:
+        """A tensor that a unit kept on itself, or a hook took, is not carried to later stages."""
+        for x in leaves(tree, []):
+            if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or self.is_computed(x):
+                continue
+            if _address(x) in self.inside:
+                reason = "it uses a tensor that a submodule made and did not return"
+                raise Unclear(self.open_now[-1], reason)
+
+    def refuse_changes(self, buffers: PieceBuffers) -> None:
+        """Buffers are followed where a submodule changes them, and nowhere else."""
+        seen = {name for event in self.tape.events for name in event.changes}
+        for module, name in buffers.changed():
+            path = self.buffer_names[id(module), name]
+            if path not in seen:
+                inside = [m for m in self.tape.open if not m or path.startswith(f"{m}.")]
+                reason = f"it changes the buffer {path} outside of a submodule"
+                raise Unclear(max(inside, key=len, default=""), reason)
 
     def _check_views(self, tree: Any) -> None:
         if not self.written:

@@ -33,6 +33,10 @@ class Hooks(Protocol):
         """That forward is done; on the last stage the loss comes next."""
         ...
 
+    def back(self, microbatch: int) -> None:
+        """A stage's backward of this microbatch comes next; it may compute forward again."""
+        ...
+
     def computed(self, stage: int, microbatch: int) -> None:
         """p.grad of the stage's parameters holds all that this microbatch adds to it."""
         ...
@@ -44,6 +48,9 @@ class NoHooks:
 
     def leave(self, stage: int, microbatch: int) -> None:
         """Nothing to keep."""
+
+    def back(self, microbatch: int) -> None:
+        """Nothing to set."""
 
     def computed(self, stage: int, microbatch: int) -> None:
         """Gradients add up in p.grad."""
@@ -144,6 +151,7 @@ class ScheduledStage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         with _own_code():
+            self.round.hooks.back(self.round.first + bwd_chunk_id)
             if self.backs:
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             else:  # nothing here, nor before it, is trained
@@ -158,6 +166,7 @@ class ScheduledStage(PipelineStage):
         if not self.backs:
             return
         with _own_code():
+            self.round.hooks.back(self.round.first + bwd_chunk_id)
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             if self.dw_builder is None:
                 self.round.hooks.computed(self.stage_index, self.round.first + bwd_chunk_id)
