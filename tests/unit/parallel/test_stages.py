@@ -263,8 +263,23 @@ class WithoutGradient(Layers):
         return out
 
 
+class ByIndex(nn.Module):
+    """Calls the members of its sequences one by one, and never a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = layer(x).tanh()
+        out: Tensor = self.last[1](self.last[0](x))
+        return out
+
+
 ODD = [
-    InPlace, Views, Tree, Carries, Checkpointed, Matrices, Hooked, Unpacks, WithoutGradient
+    ByIndex, InPlace, Views, Tree, Carries, Checkpointed, Matrices, Hooked, Unpacks, WithoutGradient
 ]  # fmt: skip
 
 
@@ -387,6 +402,55 @@ def test_what_depends_on_data_is_refused_at_the_top_and_stays_whole_below() -> N
         plan = compare(Around(inner), [*examples(3), *signs], 3, squares)
         assert plan.tape.open == {""}
         assert "inner" in [event.name for event in plan.tape.events]
+
+
+class Keeps(nn.Module):
+    """Leaves a tensor on itself for others to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.kept = out.detach().square().mean()
+        return out
+
+
+class ReadsKept(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = Keeps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.d(self.c(self.b(self.keeps(self.a(x)).tanh())))
+        return x + self.keeps.kept
+
+
+class Counts(Layers):
+    """Changes a buffer in code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x)).tanh()
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        out: Tensor = self.d(self.c(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ReadsKept, "uses a tensor that a submodule made and did not return"),
+        (Counts, "changes the buffer mean outside of a submodule"),
+    ],
+)
+def test_what_would_not_be_carried_is_refused(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_for(kind().train(), examples(), 2)
 
 
 def test_a_backward_of_ones_own_stays_whole() -> None:

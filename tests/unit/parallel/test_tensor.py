@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.parallel.layout import Cut, part_of
@@ -319,3 +320,17 @@ def test_a_view_of_parts_is_the_part_of_the_view(
         expected = share_of(whole.view(new), after, rank, 2)
         assert torch.equal(part.reshape(expected.shape), expected)
     assert torch.equal(joined(torch.stack(parts), cut), whole.view(shape))
+
+
+class Recomputes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+def test_reentrant_checkpointing_inside_the_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="use_reentrant=True"):
+        found(Recomputes(), torch.randn(4, 32, requires_grad=True))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
@@ -313,6 +314,12 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
     original = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            raise PlanError(
+                "The model calls torch.utils.checkpoint with use_reentrant=True, which computes "
+                "again outside of what runs a cut model. Leave it out of the model, and use "
+                "recompute=blocks in the plan."
+            )
         origins = [leaf.origin for leaf in tree_leaves((args, kwargs)) if type(leaf) is Part]
         if origins:
             refused = Refused(f"{cls.__name__} is an autograd function of its own")

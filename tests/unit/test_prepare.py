@@ -1,0 +1,70 @@
+"""What a plan asks of a model and its optimizer is found out before a rank starts."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import PlanError
+from shoal.plan import Plan
+from shoal.prepare import prepare
+from shoal.run import Run, resolve
+from tests import zoo
+
+
+def resolved(run: Run, plan: str) -> Plan:
+    return resolve(run, plan, None)
+
+
+class Lion(torch.optim.SGD):
+    """An optimizer of one's own that says what it looks at."""
+
+    element_wise = True
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "tensor=2", "data=2 offload=optimizer"])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused(plan: str) -> None:
+    run = dataclasses.replace(zoo.mlp(), optimizer=lambda named: torch.optim.Adafactor(named))
+    with pytest.raises(PlanError, match="Adafactor may look at a whole tensor"):
+        prepare(run, resolved(run, plan))
+    own = dataclasses.replace(run, optimizer=lambda named: Lion(named, lr=0.1))
+    prepare(own, resolved(own, plan)).seeds.close()
+
+
+def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, zoo.KINDS))
+        made[0].weight.register_hook(lambda gradient: 2 * gradient)
+        return made
+
+    run = dataclasses.replace(zoo.mlp(), model=model)
+    with pytest.raises(PlanError, match=r"0\.weight has a hook of its own"):
+        prepare(run, resolved(run, "data=2 zero=3"))
+    prepare(run, resolved(run, "data=2 zero=2")).seeds.close()
+
+
+def test_examples_of_one_form_are_chosen_where_lengths_differ() -> None:
+    """Texts padded to the longest of a piece: the second example is one as long as the first."""
+    texts = [(torch.ones(length, dtype=torch.long), length % 3) for length in [3, 5, 3, 4] * 8]
+
+    def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        padded = nn.utils.rnn.pad_sequence([text for text, _ in samples], batch_first=True)
+        return padded, torch.tensor([kind for _, kind in samples])
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.wide = nn.Embedding(4, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, text: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.wide(self.embed(text)).tanh().mean(1))
+            return out
+
+    run = dataclasses.replace(
+        zoo.mlp(), model=Reads, data=texts, collate=collate, batch_size=8, clip=None
+    )
+    prepared = prepare(run, resolved(run, "pipeline=2"))
+    assert prepared.survey.stages is not None and len(prepared.survey.stages.stages) == 2
+    prepared.seeds.close()
