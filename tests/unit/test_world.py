@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import GroupLost, UsageError
-from shoal.mesh import LauncherSeat
+from shoal.mesh import Axes, LauncherSeat
 from shoal.world import World, cores
 
 
@@ -46,7 +46,7 @@ def test_cores_are_at_least_one() -> None:
 
 def test_a_world_of_one_needs_no_group() -> None:
     seat = LauncherSeat(World())
-    mesh = seat.form()
+    mesh = seat.form(Axes())
     assert (mesh.rank, mesh.num_ranks) == (0, 1)
     assert seat.finish() and not seat.stop_requested()
     with pytest.raises(GroupLost):
@@ -57,4 +57,4 @@ def test_a_world_of_one_needs_no_group() -> None:
 def test_several_ranks_must_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT"):
-        LauncherSeat(World(0, 2, 0, 2, "torchrun")).form()
+        LauncherSeat(World(0, 2, 0, 2, "torchrun")).form(Axes())

@@ -85,6 +85,21 @@ def form_group(store: dist.Store, prefix: str, world: World, timeout: timedelta)
     distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, dist.group.WORLD)
 
 
+_ABANDONED: list[dist.ProcessGroup] = []
+
+
+def abandon_group() -> None:
+    """Drop a broken default group without waiting for what is under way in it.
+
+    Its end would: Gloo joins its threads, and one of them may stand in an operation that no peer
+    will finish. So it is kept, with its threads, until the process ends.
+    """
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        _ABANDONED.append(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
 def leave_group() -> None:
     """Drop the default group. The pending operations must have been drained."""
     if dist.is_initialized():

@@ -18,7 +18,7 @@ import zmq
 
 from shoal.comm.collectives import Group
 from shoal.comm.sockets import open_sockets, shut_down
-from shoal.comm.store import client, form_group, leave_group
+from shoal.comm.store import abandon_group, client, form_group, leave_group
 from shoal.elastic import messages
 from shoal.elastic.messages import (
     Beat,
@@ -122,7 +122,7 @@ class SupervisedSeat:
     def _take_place(self, lost: GroupLost | None) -> Mesh:
         """Wait for a place in a newer generation and form its group, until one works."""
         while True:
-            leave_group()
+            abandon_group()
             place = self._await_place(lost)
             if not self._await_go(place):
                 continue

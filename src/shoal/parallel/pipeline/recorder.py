@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds, generator_of
 from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
+from shoal.parallel.pipeline.inside import Inside, address, versions
 from shoal.parallel.pipeline.tape import (
     Event,
     Made,
@@ -35,6 +35,7 @@ from shoal.parallel.pipeline.tape import (
     Value,
     is_plain,
     is_trained,
+    names_of_buffers,
     reach,
     signature,
     units_of,
@@ -96,43 +97,20 @@ def play(
         handle.remove()
 
 
-class _Inside(TorchFunctionMode):
-    """Notes what is made while a unit runs."""
-
-    def __init__(self, made: dict[int, Tensor]):
-        super().__init__()
-        self._made = made
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {_address(x) for x in leaves((args, kwargs), []) if isinstance(x, Tensor)}
-        for x in leaves(result, []):
-            if type(x) is Tensor and x.numel() and _address(x) not in given:  # not a view
-                self._made.setdefault(_address(x), x)
-        return result
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 class _Recorder(Watch):
     def __init__(self, gate: Gate, tape: Tape, counts: bool):
         super().__init__(gate, tape.drawing)
         self.tape, self.counts, self.seeds = tape, counts, tape.seeds
         self.names = {id(p): name for name, p in gate.model.named_parameters()}
-        self.buffer_names = _names_of_buffers(gate.model)
+        self.buffer_names = names_of_buffers(gate.model)
         device = next((str(p.device) for p in gate.model.parameters()), "cpu")
         self.generator = generator_of(device)
         self.open_now = [""]
         self.region: FrameType | None = None
         self.known: list[tuple[int, weakref.ref[Tensor]]] = []
-        self.written: list[
-            Tensor
-        ] = []  # raw tensors that became values; kept, so no address recurs
-        self.inside: dict[int, Tensor] = {}  # what units made, by address; kept, so none recurs
+        # Raw tensors that became values, and what units made by address; kept, so none recurs.
+        self.written: list[Tensor] = []
+        self.inside: dict[int, Tensor] = {}
         self.rnn_flops = 0
         self.num_sets = 0 if self.seeds is None else self.seeds.num_sets
         self.event_drew = False
@@ -168,9 +146,11 @@ class _Recorder(Watch):
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.refuse_kept_aside((args, kwargs))
-        self._check_views((args, kwargs))
-        state = self.generator.get_state()
+        state, before = self.generator.get_state(), versions((args, kwargs))
         result = call(*args, **kwargs)
+        changed = self._names((), [x for x, version in before if x._version != version])
+        if changed and self.tape.events:  # stages that have ended by then would not see it
+            raise Unclear(self.open_now[-1], f"it changes the buffer {changed[0]} on the way")
         if not torch.equal(state, self.generator.get_state()):
             if not self._can_repeat():
                 raise Draws(name)
@@ -221,16 +201,15 @@ class _Recorder(Watch):
     ) -> Any:
         """Run an event and write it down."""
         self.refuse_kept_aside((args, kwargs))
-        self._check_views((args, kwargs))
         uses, items = self.numbers_in((args, kwargs)), leaves((args, kwargs), [])
         tensors = [x for x in items if isinstance(x, Tensor)]
-        before = [(x, x._version) for x in tensors if not x.is_inference()]
+        before = versions(items)
         is_inside = self._enter_region()
         block = 0 if self.seeds is None else self.seeds.block
         is_fresh = self.seeds is None or self._can_repeat()
         num_sets = 0 if self.seeds is None else self.seeds.num_sets
         buffers = PieceBuffers(nn.Module() if module is None else module)
-        with nullcontext() if module is None else _Inside(self.inside):
+        with nullcontext() if module is None else Inside(self.inside):
             result, flops = self._drawn(call, args, kwargs)
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
         changed = [x for x, version in before if x._version != version]
@@ -245,8 +224,8 @@ class _Recorder(Watch):
             is_unit=module is not None,
             where=self.open_now[-1],
             parameters=tuple(self.names[id(p)] for p in parameters),
-            buffers=tuple(self.buffer_names[id(m), n] for m, n in buffers.places),
-            changes=tuple(self.buffer_names[id(m), n] for m, n in buffers.changed()),
+            buffers=self._names(buffers.places, changed),
+            changes=self._names(buffers.changed(), changed),
             uses=frozenset(uses),
             result=made,
             spec=spec,
@@ -368,12 +347,23 @@ class _Recorder(Watch):
             if len(alike) > 1:  # two views of one memory: sent apart, they would not stay so
                 self.tape.uncut.update(range(alike[1] + 1, len(self.tape.events) + 1))
 
+    def _names(self, places: Iterable[Any], written: list[Tensor]) -> tuple[str, ...]:
+        """Of a unit's buffers, and of those that an operation wrote into."""
+        ids = {id(tensor) for tensor in written}
+        named = self.gate.model.named_buffers()
+        own = tuple(self.buffer_names[id(module), name] for module, name in places)
+        return own + tuple(n for n, b in named if id(b) in ids and n not in own) if ids else own
+
     def refuse_kept_aside(self, tree: Any) -> None:
-        """A tensor that a unit kept on itself, or a hook took, is not carried to later stages."""
+        """What is computed and carries no number would not be carried to later stages."""
+        written = {address(t) for t in self.written}
         for x in leaves(tree, []):
             if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or self.is_computed(x):
                 continue
-            if _address(x) in self.inside:
+            if address(x) in written:
+                reason = "it reads a view of a tensor that computed numbers were written into"
+                raise Unclear(self.open_now[-1], reason)
+            if address(x) in self.inside:  # kept on the submodule, or taken by a hook
                 reason = "it uses a tensor that a submodule made and did not return"
                 raise Unclear(self.open_now[-1], reason)
 
@@ -381,22 +371,12 @@ class _Recorder(Watch):
         """Buffers are followed where a submodule changes them, and nowhere else."""
         seen = {name for event in self.tape.events for name in event.changes}
         for module, name in buffers.changed():
-            path = self.buffer_names[id(module), name]
-            if path not in seen:
+            path, now = self.buffer_names[id(module), name], leaves(module._buffers[name], [])
+            computed = [t for t in now if self.is_computed(t) or any(t is w for w in self.written)]
+            if path not in seen and computed:
                 inside = [m for m in self.tape.open if not m or path.startswith(f"{m}.")]
                 reason = f"it changes the buffer {path} outside of a submodule"
                 raise Unclear(max(inside, key=len, default=""), reason)
-
-    def _check_views(self, tree: Any) -> None:
-        if not self.written:
-            return
-        storages = {t.untyped_storage().data_ptr() for t in self.written}
-        for x in leaves(tree, []):
-            if not isinstance(x, Tensor) or self.is_computed(x):
-                continue
-            if x.untyped_storage().data_ptr() in storages:
-                reason = "it reads a view of a tensor that computed numbers were written into"
-                raise Unclear(self.open_now[-1], reason)
 
     def _enter_region(self) -> bool:
         """Whether this event and the last are of one checkpointed call, which cannot be cut."""
@@ -412,14 +392,3 @@ class _Recorder(Watch):
         is_inside = found is not None and found is self.region
         self.region = found
         return is_inside
-
-
-def _names_of_buffers(model: nn.Module) -> dict[tuple[int, str], str]:
-    """The first name of each buffer, by the module that holds it and its name in there."""
-    first: dict[int, str] = {}
-    return {
-        (id(module), name): first.setdefault(id(buffer), f"{path}.{name}".lstrip("."))
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }

@@ -155,3 +155,14 @@ def reach(tree: Any, depth: int = 5) -> Iterator[Tensor]:
 
 def is_plain(item: Any) -> bool:
     return isinstance(item, _PLAIN)
+
+
+def names_of_buffers(model: nn.Module) -> dict[tuple[int, str], str]:
+    """The first name of each buffer, by the module that holds it and its name in there."""
+    first: dict[int, str] = {}
+    return {
+        (id(module), name): first.setdefault(id(buffer), f"{path}.{name}".lstrip("."))
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
