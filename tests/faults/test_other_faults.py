@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,6 @@ from shoal.testing.faults import (
     check_recovered,
     check_same,
     check_survivors,
-    events,
 )
 from shoal.testing.leaks import is_alive, wait_until
 
@@ -150,10 +150,10 @@ def test_killing_the_supervisor_leaves_no_process(start, pause: float) -> None:
 
 def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
     training = start(pause=0.02)
-    seats = training.wait_for_seats()
-    members = {event["pid"] for event in events(training.run_dir, "started")}
-    (nursery,) = training.processes() - {training.command.pid} - members - set(seats.values())
-    os.kill(nursery, signal.SIGKILL)
+    training.wait_for_seats()
+    supervisor = training.command.pid
+    (nursery,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    os.kill(int(nursery), signal.SIGKILL)
     trained = training.wait()
     assert trained.exit_code == 1
     assert "the process that ranks are forked from is gone" in trained.last_words

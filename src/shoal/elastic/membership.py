@@ -9,13 +9,13 @@ under random schedules. Its rules:
 - a suspect is killed before its seat is given away, so that it cannot act under two generations;
 - a group forms only after all members have said that they left the one before;
 - a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
-- three losses without a step between them end the run instead of looping.
+- three groups lost without a step between them, or three spares, end the run instead of looping.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FAILURES_AT_ONE_STEP = 3
+MOST_FAILURES = 3
 
 
 class Spawn(NamedTuple):
@@ -103,7 +103,12 @@ class Membership:
         self._done: set[int] = set()
         self._replaced: list[tuple[int, str]] = []
         self._next_member = 0
-        self._failures_at_step = 0
+        self._resumed_at = 0  # the step from which the newest group went on
+        self._failures = 0  # groups lost at that step
+        self._new_failures = 0  # groups lost since that one formed; at which step is not known yet
+        self._last_failure = ""
+        self._counted = -2  # the last generation whose loss was counted
+        self._spares_lost = 0  # without a step between them
         self._wants_group = True  # no group works, and one should
         self._left: set[int] = set()  # members of scripts that ended well
         self._lost_at: float | None = None  # first word of the loss under way
@@ -147,6 +152,8 @@ class Membership:
         if self.formed != set(self.seats):
             return []
         self._deadline, self._wants_group = None, False
+        if given_up := self._settle_failures(step):
+            return given_up
         answer: list[Action] = [AllFormed(generation, step, tuple(self._replaced), self._lost_at)]
         self._replaced, self._lost_at = [], None
         return answer + self._refill_spares(now)
@@ -166,6 +173,7 @@ class Membership:
             return []
         if self.scripts:  # another training may follow
             self._wants_group, self.formed, self.step = True, set(), 0
+            self._failures = self._new_failures = self._spares_lost = 0
             for number in self._done:
                 self.members[number].ready = False
         self.over = not self.scripts
@@ -241,8 +249,14 @@ class Membership:
     def _spare_exited(self, status: int, now: float) -> list[Action]:
         if status >= 0:
             return self._give_up(f"a spare {how_it_ended(status)} before it was needed", 1)
-        replace = self._fill_seats if None in self.seats else self._refill_spares
-        return self._count_failure(f"a spare {how_it_ended(status)}") or replace(now)
+        self._spares_lost += 1
+        if self._spares_lost == MOST_FAILURES:
+            return self._give_up(
+                f"{MOST_FAILURES} spares were lost at step {self.step + 1}, the last one "
+                f"{how_it_ended(status)}",
+                1,
+            )
+        return self._fill_seats(now) if None in self.seats else self._refill_spares(now)
 
     def _fill_seats(self, now: float) -> list[Action]:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
@@ -280,15 +294,30 @@ class Membership:
     def _advance(self, step: int) -> None:
         if step > self.step:
             self.step = step
-            self._failures_at_step = 0
+            self._spares_lost = 0
 
     def _count_failure(self, what: str) -> list[Action]:
-        self._failures_at_step += 1
-        if self._failures_at_step < FAILURES_AT_ONE_STEP:
+        """This generation's group is lost; ranks that die together are one failure."""
+        if self._counted == self.generation:
+            return []
+        self._counted, self._last_failure = self.generation, what
+        self._new_failures += 1
+        return self._too_many(self._new_failures)
+
+    def _settle_failures(self, step: int) -> list[Action]:
+        """A new group says from which step it goes on, and so at which step the last was lost."""
+        if step == self._resumed_at:
+            self._new_failures += self._failures
+        self._failures, self._new_failures = self._new_failures, 0
+        self._resumed_at = step
+        return self._too_many(self._failures)
+
+    def _too_many(self, failures: int) -> list[Action]:
+        if failures < MOST_FAILURES:
             return []
         return self._give_up(
-            f"step {self.step + 1} failed {FAILURES_AT_ONE_STEP} times, the last time because "
-            f"{what}",
+            f"step {self.step + 1} failed {failures} times, the last time because "
+            f"{self._last_failure}",
             1,
         )
 

@@ -265,7 +265,8 @@ def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults
     cluster.run_to_the_end()
     if isinstance(cluster.ending, GiveUp):
         assert cluster.ending.cause and cluster.ending.exit_code == 1
-        assert "failed 3 times" in cluster.ending.cause or "did not come" in cluster.ending.cause
+        reasons = ("failed 3 times", "failed 4 times", "3 spares were lost", "did not come")
+        assert any(reason in cluster.ending.cause for reason in reasons), cluster.ending.cause
     assert cluster.members.tick(cluster.now + 100) == []
 
 
@@ -360,9 +361,48 @@ def test_the_third_failure_without_a_step_names_step_and_cause() -> None:
         number = members.seats[1]
         (spawn,) = [a for a in form(members, now, 20) if isinstance(a, Spawn)]
         members.ready(spawn.member, now)
-    assert members.exited(number, -9, now) == [
+    members.exited(number, -9, now)
+    assert form(members, now, 20) == [
         GiveUp("step 21 failed 3 times, the last time because rank 1 was killed by SIGKILL", 1)
     ]
+
+
+def test_a_failure_counts_at_the_step_it_happened_even_if_that_is_heard_of_late() -> None:
+    members = formed()
+    number, now = 1, 1.0
+    for _ in range(2):
+        members.exited(number, -9, now)
+        members.heard(0, now, step=20)  # a survivor's word comes after the death
+        number = members.seats[1]
+        (spawn,) = [a for a in form(members, now, 20) if isinstance(a, Spawn)]
+        members.ready(spawn.member, now)
+    members.exited(number, -9, now)
+    assert isinstance(form(members, now, 20)[0], GiveUp)
+
+
+def test_three_groups_that_are_lost_before_they_form_end_the_run() -> None:
+    members = formed(num_spares=3)
+    assert isinstance(members.exited(0, -9, 1.0)[-1], Announce)
+    assert isinstance(members.exited(1, -9, 1.0)[-1], Announce)
+    (end,) = members.exited(2, -9, 1.0)
+    assert end.cause.startswith("step 1 failed 3 times")
+
+
+def test_ranks_that_die_together_are_one_failure() -> None:
+    members = formed(4, num_spares=0)
+    spawned = [a.member for number in (0, 1, 2) for a in members.exited(number, -9, 1.0)]
+    actions = [action for number in spawned for action in members.ready(number, 1.1)]
+    assert actions == [Announce(1, (*spawned, 3))]
+    assert form(members, 1.2)[0].step == 0
+
+
+def test_three_spares_lost_without_a_step_end_the_run() -> None:
+    members = formed(num_spares=0)
+    (spawn,) = members.exited(1, -9, 1.0)
+    for _ in range(2):
+        (spawn,) = members.exited(spawn.member, -9, 1.1)
+    (end,) = members.exited(spawn.member, -9, 1.1)
+    assert end.cause == "3 spares were lost at step 1, the last one was killed by SIGKILL"
 
 
 def test_a_silent_member_is_killed_before_its_seat_is_given_away() -> None:
