@@ -7,12 +7,14 @@ each piece's gradient is kept apart until the tree adds them up.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.blame import first_look
 from shoal.comm.collectives import Group
 from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.loader import Piece
@@ -26,6 +28,8 @@ from shoal.run import Objective, Run, objective
 from shoal.sync.allreduce import is_summed
 from shoal.sync.strategy import Strategy, Tally
 
+_AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
+
 
 class Compute:
     """Call `settle` for every new mesh, then `round` for each of a step's rounds, in order."""
@@ -35,6 +39,7 @@ class Compute:
     ):
         self.run, self.plan, self.spread = run, plan, spread
         self.seeds, self.loss_scale = seeds, loss_scale
+        self._is_first = True  # of this rank's pieces, which is watched
         self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
 
     def settle(self, mesh: Mesh, strategy: Strategy) -> None:
@@ -59,9 +64,12 @@ class Compute:
             tally.weights.append(0.0)
             return
         self.seeds.enter(step, index)
-        with self.arithmetic():
-            goal = objective(self.run, self.spread.forward(piece.inputs), piece)
-        goal.tensor.backward(self.start(goal, piece, num_samples))
+        looking = first_look(self.spread.model, self.plan) if self._is_first else _AS_IT_IS
+        with looking as around_forward:
+            with around_forward, self.arithmetic():
+                goal = objective(self.run, self.spread.forward(piece.inputs), piece)
+            goal.tensor.backward(self.start(goal, piece, num_samples))
+        self._is_first = False
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
 
     def output(self, inputs: Any) -> Any:
@@ -111,7 +119,9 @@ class _PiecesInPipeline:
             return goal.tensor * compute.start(goal, pieces[microbatch], num_samples)
 
         assert compute.spread.pipeline is not None
-        compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
+        with first_look(compute.spread.model, compute.plan) if compute._is_first else _AS_IT_IS:
+            compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
+        compute._is_first = False
         for microbatch in sorted(goals):
             goal = goals[microbatch]
             tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)

@@ -142,13 +142,32 @@ def _does_not_divide(counts: Counts, data: int, batch_size: int) -> str:
         )
     share = batch_size // data
     if share % counts.microbatches:
-        key, within, count = "microbatches", share, counts.microbatches
+        way_out = _microbatches(counts, share)
     else:
-        key, within, count = "accumulate", share // counts.microbatches, counts.accumulate
+        within = share // counts.microbatches
+        way_out = f"For accumulate use {_divisors(within, counts.accumulate)}."
     return (
         f"{_product(counts, data)} = {_count_pieces(counts, data)} pieces do not divide the batch "
-        f"of {batch_size}. Pieces are equal parts of the global batch. "
-        f"For {key} use {_divisors(within, count)}."
+        f"of {batch_size}. Pieces are equal parts of the global batch. {way_out}"
+    )
+
+
+def _microbatches(counts: Counts, share: int) -> str:
+    """How many microbatches would do, under any schedule."""
+    ranks = counts.pipeline
+    if share % counts.accumulate == 0:
+        share //= counts.accumulate
+    fits = [
+        count
+        for count in range(ranks, share + 1)
+        if share % count == 0 and count % (count // ranks) == 0
+    ]
+    if fits:
+        return f"For microbatches use {_in_words(fits, counts.microbatches)}."
+    return (
+        f"No number of microbatches suits pipeline={ranks}: it must cut the {share} samples of a "
+        f"round into {ranks} or more equal parts. Use another batch_size, such as "
+        f"{2 * ranks * counts.data if counts.data else 2 * ranks}, or fewer ranks."
     )
 
 
@@ -166,7 +185,11 @@ def _next_multiple(count: int, of: int) -> int:
 def _divisors(number: int, near: int) -> str:
     """The divisors of `number` in words; of very many, the six nearest to `near`."""
     small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
-    every = sorted({*small, *(number // count for count in small)})
+    return _in_words(sorted({*small, *(number // count for count in small)}), near)
+
+
+def _in_words(every: list[int], near: int) -> str:
+    """Some numbers; of very many, the six nearest to `near`."""
     if len(every) > 8:
         every = sorted(sorted(every, key=lambda count: abs(count - near))[:6])
     words = [str(count) for count in every]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.blame import refuse_writes, written_in_forward
 from shoal.errors import PlanError
 from shoal.numerics.optimizers import is_element_wise
 from shoal.numerics.precision import Precision
@@ -17,6 +18,9 @@ from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.plan import Plan
 from shoal.run import Run, call_model, make_batches
+
+# In torch's words: a gradient was asked for in a forward that is run without them.
+_OWN_GRADIENT = ("does not require grad and does not have a grad_fn", "_will_engine_execute_node")
 
 
 class Prepared(NamedTuple):
@@ -30,12 +34,20 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     batches = make_batches(run, plan.num_pieces)  # says what is wrong with the data
     model = run.make_model()
     _refuse_whole_tensors(run, plan, model)
+    _refuse_tables_that_shrink(plan, model)
+    _refuse_sparse_gradients(run, plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
     def forward(step: int, piece: int) -> Any:
-        with Precision(plan.precision).autocast("cpu"):
-            return call_model(model, batches.at(step).piece(piece).inputs)
+        inputs = batches.at(step).piece(piece).inputs
+        with refuse_writes(model, plan), Precision(plan.precision).autocast("cpu"):
+            try:
+                return call_model(model, inputs)
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _OWN_GRADIENT):
+                    raise
+                raise _takes_a_gradient(plan) from None
 
     def shapes(step: int, piece: int) -> list[Any]:
         inputs = tree_leaves(batches.at(step).piece(piece).inputs)
@@ -63,3 +75,51 @@ def _refuse_whole_tensors(run: Run, plan: Plan, model: nn.Module) -> None:
             "element by element, such as AdamW; one of your own may say that it does with an "
             "attribute, element_wise = True."
         )
+
+
+def _refuse_tables_that_shrink(plan: Plan, model: nn.Module) -> None:
+    """What is known of a parameter written in forward before one runs."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_table and module.max_norm is not None and plan.num_pieces > 1:
+            raise written_in_forward(f"{name}.weight".lstrip("."), plan)
+
+
+def _refuse_sparse_gradients(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Sparse gradients are stepped on where they were made, and nothing else is done with them."""
+    tables = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+    if not tables:
+        return
+    obstacle = ""
+    if plan.num_ranks > 1:
+        obstacle = f"{plan.num_ranks} ranks exchange dense ones"
+    elif run.clip is not None:
+        obstacle = f"clip={run.clip} takes the norm of dense ones"
+    elif plan.precision == "fp16":
+        obstacle = "the loss scale of precision=fp16 is taken off dense ones"
+    elif any(group.get("fused") for group in run.make_optimizer(model).param_groups):
+        obstacle = "the optimizer's fused kernel, taken unless it is given fused=False, wants dense"
+    if obstacle:
+        raise PlanError(
+            f"{tables[0] or 'The model'} is an embedding with sparse gradients, and {obstacle}. "
+            "Make the embedding with sparse=False; sparse ones train on one rank (data=1) alone, "
+            "without clip and fp16, by SparseAdam or SGD(..., fused=False)."
+        )
+
+
+def _takes_a_gradient(plan: Plan) -> PlanError:
+    if plan.pipeline > 1:
+        key, way_out = f"pipeline={plan.pipeline}", "Use data, tensor or zero."
+    else:
+        key = f"tensor={plan.tensor}"
+        way_out = "Put it under torch.enable_grad(), with inputs that require a gradient."
+    return PlanError(
+        f"The model takes a gradient in its own forward (torch.autograd.grad, for a penalty say), "
+        f"and {key} first runs the forward without gradients, to see where it can be cut. {way_out}"
+    )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 
@@ -150,3 +151,146 @@ def bare() -> shoal.Run:
 def single() -> shoal.Run:
     """One layer with parameters: a second rank would have none."""
     return run_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softsign()))
+
+
+def shrinks() -> shoal.Run:
+    """A table that is written to by its own lookup."""
+    return looks_up(max_norm=1.0)
+
+
+def sparse() -> shoal.Run:
+    return looks_up(sparse=True)
+
+
+def looks_up(**how: Any) -> shoal.Run:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, WIDTH, **how), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            read: Tensor = self.head(self.table((x > 0).long()).mean(1))
+            return read
+
+    return run_of(Reads)
+
+
+class Writes(nn.Module):
+    """Keeps a parameter of its own within bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=0.9)
+        return x * self.scale
+
+
+def writes() -> shoal.Run:
+    return run_of(lambda: nn.Sequential(*layers(2), Writes(), *layers(2)))
+
+
+class Mixed(nn.Module):
+    """One of its layers computes in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = layers(3)
+        self.second.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        read: Tensor = self.third(self.second(self.first(x).double()).float())
+        return read
+
+
+def mixed() -> shoal.Run:
+    return run_of(Mixed)
+
+
+class Decays(nn.Module):
+    """Adds the squares of its blocks' weights to what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        squares = torch.stack([layer.weight.square().mean() for layer in self.layers])
+        return x + 0.01 * squares.sum()
+
+
+def decays() -> shoal.Run:
+    return run_of(Decays)
+
+
+class Steep(nn.Module):
+    """Adds its own slope to what it returns, as a penalty on gradients does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y: Tensor = self.narrow(self.widen(x).tanh())
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+def steep() -> shoal.Run:
+    return run_of(Steep)
+
+
+class Remembers(nn.Module):
+    """Checkpoints its layers by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.wide, x, use_reentrant=False)
+        return x + y
+
+
+def remembers() -> shoal.Run:
+    return run_of(Remembers)
+
+
+class Product(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.t() @ grads[0]
+
+
+class Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) / 4)
+        self.wide = nn.Sequential(
+            nn.Linear(4 * WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        y: Tensor = self.wide(product)
+        return y
+
+
+def multiplies() -> shoal.Run:
+    return run_of(Multiplies)

@@ -95,6 +95,27 @@ BAD = {
     "short batch in shards": Bad(
         f"{RECIPES}:plain", "data=2 zero=3", "zero=3 does not go with end='pad'", ("end=pad",)
     ),
+    "a table that shrinks": Bad(
+        f"{RECIPES}:shrinks", "data=2", "The forward writes to its parameter table.weight"
+    ),
+    "a parameter written": Bad(
+        f"{RECIPES}:writes", "pipeline=2", "The forward writes to its parameter 2.scale"
+    ),
+    "sparse gradients": Bad(
+        f"{RECIPES}:sparse", "data=2", "table is an embedding with sparse gradients, and 2 ranks"
+    ),
+    "sparse gradients, fused": Bad(
+        f"{RECIPES}:sparse", "data=1", "fused kernel, taken unless it is given fused=False"
+    ),
+    "dtypes in one unit": Bad(
+        f"{RECIPES}:mixed", "data=2 zero=3", "second.weight is float64 and first.weight is float32"
+    ),
+    "a gradient in the forward": Bad(
+        f"{RECIPES}:steep", "pipeline=2", "in its forward it takes a gradient of its own (grad)"
+    ),
+    "a checkpoint of its own": Bad(
+        f"{RECIPES}:remembers", "tensor=2", "calls torch.utils.checkpoint without a context_fn"
+    ),
     "no blocks": Bad(f"{RECIPES}:bare", "recompute=blocks", "recompute=blocks finds no blocks"),
 }
 # `train` for all; the two others for one that needs the model and one that does not.
@@ -116,7 +137,32 @@ def test_it_is_refused_before_a_rank_starts(
     assert not [path for path in (tmp_path / "place").rglob("*") if path.is_file()]
 
 
+AT_FIRST_STEP = {
+    "a parameter written": Bad(f"{RECIPES}:writes", "data=2", "writes to its parameter 2.scale"),
+    "a gathered parameter written": Bad(
+        f"{RECIPES}:writes", "data=2 zero=3", "writes to its parameter 2.scale"
+    ),
+    "a shard read": Bad(
+        f"{RECIPES}:decays",
+        "data=2 zero=3",
+        "The model uses its parameter layers.0.weight (in square) outside of the forward of its",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_FIRST_STEP)
+def test_what_only_a_forward_can_tell_is_refused_at_the_first_step(shoal: Shoal, name: str) -> None:
+    bad = AT_FIRST_STEP[name]
+    code, errors = shoal("train", bad.recipe, "--plan", bad.plan)
+    assert code == 2, errors
+    assert bad.told in errors and "failed at step 1" in errors
+    assert "Traceback" not in errors
+
+
 GOOD = [
+    ("writes", "tensor=2"),
+    ("steep", "tensor=2"),
+    ("multiplies", "tensor=2"),
     ("half_frozen", "pipeline=2"),
     ("tied", "pipeline=2"),
     ("shared_norm", "pipeline=2"),

@@ -317,8 +317,12 @@ def test_axes_share_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("tensor=2 pipeline=2", cores=2) == "data=1 tensor=2 pipeline=2 pieces=4"
     with pytest.raises(PlanError, match="Start 4 ranks"):
         resolve("tensor=2", ranks=3)
-    with pytest.raises(PlanError, match=r"For microbatches use 1, 2, 4, 8, 16 or 32\."):
+    with pytest.raises(PlanError, match=r"For microbatches use 2, 4, 8, 16 or 32\."):
         resolve("pipeline=2 microbatches=3")
+    with pytest.raises(PlanError, match=r"For microbatches use 8\."):
+        resolve("pipeline=5", batch_size=16)
+    with pytest.raises(PlanError, match="No number of microbatches suits pipeline=5"):
+        resolve("pipeline=5", batch_size=4)
     with pytest.raises(PlanError, match="with data=1"):
         resolve("zero=2", cores=1)
 

@@ -1,15 +1,19 @@
 """A plan that did not do what it says is found out by what its ranks hold, step on and send."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.plan import Plan
 from shoal.reference import Snapshot
+from shoal.run import resolve
 from shoal.verify.compare import Comparison, Step, Verdict
-from shoal.verify.promises import broken_promise, held_share
+from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
+from tests import zoo
 
 MATRICES = {f"layers.{i}.weight": (100, 100) for i in range(10)}
 ATTENTION = {f"layers.{i}.attn.weight": (100, 100) for i in range(10)}
@@ -72,6 +76,37 @@ def test_attention_must_be_cut() -> None:
     words = broken_promise(plan, [Rank(60_001)] * 2, ATTENTION, speaks=True)
     assert words.endswith("where tensor=2 of a model with attention allows 60000")
     assert broken_promise(plan, [Rank(99_999)] * 2, MATRICES, speaks=True) == ""
+
+
+def test_what_is_excused_may_stay_whole() -> None:
+    plan, excused = Plan.parse("data=1 tensor=2"), list(ATTENTION)[:5]
+    assert broken_promise(plan, [Rank(85_000)] * 2, ATTENTION, speaks=True, excused=excused) == ""
+    words = broken_promise(plan, [Rank(85_001)] * 2, ATTENTION, speaks=True, excused=excused)
+    assert words.endswith("allows 85000")
+
+
+def test_a_projection_alone_is_no_attention() -> None:
+    plan, shapes = Plan.parse("data=1 tensor=2"), {"mixer.in_proj.weight": (1_000, 100)}
+    assert broken_promise(plan, [Rank(99_999)] * 2, shapes, speaks=True) == ""
+
+
+def test_what_is_overridden_is_excused_and_what_has_no_rule_is_not() -> None:
+    class Odd(nn.Module):
+        """Between two of its matrices stands a function that no rule knows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.mlp = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, zoo.KINDS))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            named: torch.Tensor = self.mlp(self.out(torch.special.erfcx(self.attn(x))))
+            return named
+
+    run = dataclasses.replace(zoo.mlp(), model=Odd, cuts={"out": "whole"})
+    excused = excused_from_cuts(run, resolve(run, "tensor=2", None))
+    assert "out.weight" in excused and "attn.weight" not in excused
+    assert excused_from_cuts(run, resolve(run, "data=2", None)) == frozenset()
 
 
 def test_the_share_is_of_the_rank_that_holds_the_most() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.mesh import Mesh
 from shoal.numerics.optimizers import Part, swap_parameters
@@ -57,7 +56,20 @@ def survey(
         stages = split(record(model, forwards, num_stages, seeds), num_stages)
     if plan.tensor > 1:
         tensor = find_cuts(model, forwards, plan.tensor, overrides)
+    if plan.zero == 3:
+        fsdp.refuse_mixed(
+            model, _units(model, {name for name, _ in model.named_parameters()}, tensor, stages)
+        )
     return Survey(tensor, stages, again)
+
+
+def _units(
+    model: nn.Module, owned: set[str], tensor: TensorPlan | None, stages: StagePlan | None
+) -> list[nn.Module]:
+    """What FSDP2 gathers at a time."""
+    # It follows a unit's inputs and outputs through autograd, and cannot follow cut ones.
+    but = set() if tensor is None else {model.get_submodule(n) for n in tensor.crossed}
+    return fsdp.units(model, owned, but, whole_model=stages is None)
 
 
 class Spread:
@@ -79,7 +91,7 @@ class Spread:
         true = dict(model.named_parameters())
         shapes = {n: tuple(t.shape) for n, t in [*true.items(), *model.named_buffers()]}
         self.holding = Holding(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
-        self.owned, self._buffers_elsewhere = set(true), set[str]()
+        self.owned = set(true)
         if found.stages is not None:
             self._keep_own_stages(found.stages, mesh)
         if found.tensor is not None:
@@ -125,13 +137,8 @@ class Spread:
 
     def held(self) -> dict[str, list[Slice]]:
         """This rank's parameters and buffers, as parts of the whole model's."""
-        tensors: dict[str, Tensor] = {
-            name: p._local_tensor if isinstance(p, DTensor) else p
-            for name, p in self.model.named_parameters()
-            if name in self.owned
-        }
-        own = {n: b for n, b in self.model.named_buffers() if n not in self._buffers_elsewhere}
-        return slices(tensors | own, self.holding)
+        parameters = fsdp.held_parameters(self.model)
+        return slices(parameters | dict(self.model.named_buffers()), self.holding)
 
     def _keep_own_stages(self, stages: StagePlan, mesh: Mesh) -> None:
         """Let go of the parameters that only other ranks' stages use."""
@@ -143,23 +150,22 @@ class Spread:
         self.holders = {n: sorted({rank_of(s) for s in h}) for n, h in stages.holders.items()}
         first = {name: rank_of(users[0]) for name, users in stages.holders.items()}
         elsewhere = {n for n in self.owned if first[n] != mesh.pipeline.rank}
-        self.holding = self.holding._replace(elsewhere=frozenset(elsewhere))
         ours = {name for s in own for name in stages.stages[s].buffers}
         theirs = {name for s in stages.stages for name in s.buffers}
-        self._buffers_elsewhere = theirs - ours
+        absent = (theirs - ours) | {n for n, _ in self.model.named_parameters()} - self.owned
+        self.holding = self.holding._replace(
+            elsewhere=frozenset(elsewhere), absent=frozenset(absent)
+        )
         drop_foreign(self.model, self.owned)
 
     def _cut_tensors(self, plan: TensorPlan, mesh: Mesh) -> None:
-        foreign = {n for n, _ in self.model.named_parameters() if n not in self.owned}
-        foreign |= self._buffers_elsewhere
-        cuts = {name: cut for name, cut in plan.cuts.items() if name not in foreign}
+        absent = self.holding.absent
+        cuts = {name: cut for name, cut in plan.cuts.items() if name not in absent}
         cut_tensors(self.model, replace(plan, cuts=cuts), mesh.tensor.rank, self.plan.tensor)
         self.holding = self.holding._replace(cuts=cuts)
 
     def _shard_parameters(self, mesh: Mesh, tensor: TensorPlan | None) -> None:
-        # FSDP2 follows a unit's inputs and outputs through autograd, and cannot follow cut ones.
-        but = set() if tensor is None else {self.model.get_submodule(n) for n in tensor.crossed}
-        units = fsdp.units(self.model, self.owned, but, whole_model=self.stages is None)
+        units = _units(self.model, self.owned, tensor, self.stages)
         fsdp.shard_parameters(self.model, units, mesh.data, mesh.device)
         self.holding = self.holding._replace(within=fsdp.places(self.model, mesh.data))
         for unit in units if self.plan.tensor > 1 else ():

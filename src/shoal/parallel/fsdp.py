@@ -61,6 +61,28 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
+def refuse_mixed(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """FSDP2 sends a unit's parameters as one tensor, so they must be of one real dtype."""
+    known: set[nn.Parameter] = set()
+    names = {p: name for name, p in model.named_parameters()}
+    for unit in units:
+        own = [p for p in unit.parameters() if p.dim() and p.requires_grad and p not in known]
+        known.update(own)
+        firsts = {p.dtype: names[p] for p in reversed(own)}
+        told = [f"{name} is {_short(dtype)}" for dtype, name in reversed(firsts.items())]
+        if len(told) > 1 or any(dtype.is_complex for dtype in firsts):
+            raise PlanError(
+                f"zero=3 cannot shard this model: {' and '.join(told)}. It gathers the parameters "
+                "of a block, and all that are outside of blocks, as one tensor of one real dtype. "
+                "Use zero=1 or zero=2; real dtypes may also each have a block of their own (an "
+                "entry of a ModuleList)."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def shard_parameters(
     model: nn.Module, units: Sequence[nn.Module], group: Group, device: str
 ) -> None:
@@ -102,6 +124,17 @@ class _CountedScatter(DefaultReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
         return super().__call__(output_tensor, input_tensor, *rest, **more)
+
+
+def held_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parameters, or its shards of them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward leaves the outermost unit gathered
+    return {
+        name: p._local_tensor if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
 
 
 @contextmanager

@@ -88,11 +88,12 @@ class Holding(NamedTuple):
     """What this rank holds of the model, where a replica takes several ranks."""
 
     cuts: Mapping[str, Cut] = MappingProxyType({})  # over the tensor axis, by name
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of the whole, where cut
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of the whole, cut or not
     within: Mapping[str, Block] = MappingProxyType({})  # the part of that, if ZeRO 3 cut it again
     rank: int = 0  # on the tensor axis
     num_ranks: int = 1
     elsewhere: frozenset[str] = frozenset()  # held here, counted by an earlier pipeline rank
+    absent: frozenset[str] = frozenset()  # stand here for another pipeline rank's
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one to count a parameter in sums over the whole model."""
@@ -150,7 +151,7 @@ def slices(tensors: Mapping[str, Tensor], holding: Holding) -> dict[str, list[Sl
 
 def slices_of(name: str, tensor: Tensor, holding: Holding) -> list[Slice]:
     """What this rank holds of a tensor, as blocks of the logical one; views of it."""
-    if name in holding.within and not tensor.numel():
+    if name in holding.absent or (name in holding.within and not tensor.numel()):
         return []
     whole_shape = holding.whole_shape(name, tensor)
     return [

@@ -28,7 +28,7 @@ from shoal.numerics.precision import noise, tolerance
 from shoal.parallel.layout import Block, Slice
 from shoal.plan import Plan
 from shoal.run import Run
-from shoal.verify.promises import broken_promise, held_share
+from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
 
 CLOSE = 10  # times the tolerance: weights whose gradients are summed in another order
 PATIENCE_S = 120.0
@@ -107,6 +107,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     verdict = Verdict(limit, limit if plan.sums_in_order else CLOSE * limit)
     comparisons: list[Comparison] = []
     try:
+        excused = excused_from_cuts(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
             comparisons = comparisons or [Comparison(verdict, plan) for _ in snapshots]
             paths = [path_of(directory, step, rank) for rank in range(plan.num_ranks)]
@@ -119,7 +120,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 verdict.held_share = held_share(told, shapes)
                 speaks = step % plan.local_steps == 0 or step == run.num_steps()
                 idle = shapes.keys() - snapshots[0].gradients.keys()
-                broken = broken_promise(plan, told, shapes, speaks, idle)
+                broken = broken_promise(plan, told, shapes, speaks, idle, excused)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
             for path in paths:
                 path.unlink()

@@ -1,4 +1,10 @@
-"""Did a plan do what it says? Counts that must hold whatever was trained."""
+"""Did a plan do what it says? Counts that must hold whatever was trained.
+
+A model with attention must be cut almost whole by `tensor`, since all of its large matrices can be:
+what was left whole must be small or have a reason that lies in the model (query, key and value in
+one matrix of uneven parts) or in the run (an override). That Shoal knows no rule for a function
+between two matrices is no such reason.
+"""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -7,10 +13,15 @@ from typing import Protocol
 from shoal.comm.buckets import BUCKET_BYTES
 from shoal.numerics.norms import BLOCK
 from shoal.plan import Plan
+from shoal.prepare import prepare
+from shoal.run import Run
 
 SLACK = 1.1  # of a formula: parts are not always even
 UNCUT = 0.1  # of a model with attention that may stay whole under `tensor`: norms, positions
-ATTENTION = ("attn", "attention", "in_proj")  # in the names of its parameters
+ATTENTION = ("attn", "attention", "in_proj_weight")  # in the names of its parameters
+# In what the search for cuts says of a matrix that it left whole for want of a rule.
+OWN_LIMITS = ("has no rule for parts", "failed on parts", "fails on parts", "cannot use parts")
+UNSEEN = "does not multiply by it"
 
 
 class Told(Protocol):
@@ -34,10 +45,12 @@ def broken_promise(
     shapes: Mapping[str, Sequence[int]],
     speaks: bool,
     idle: Container[str] = (),
+    excused: Container[str] = (),
 ) -> str:
     """A sentence on what a plan did not do; empty if it did all.
 
-    `speaks`: replicas agree in this step; `idle`: parameters that it did not train.
+    `speaks`: replicas agree in this step; `idle`: parameters that it did not train; `excused`:
+    those that `tensor` may leave whole.
     """
     total = sum(math.prod(shape) for shape in shapes.values())
     largest = max(math.prod(shape) for shape in shapes.values())
@@ -53,7 +66,7 @@ def broken_promise(
             return f"rank {rank} of a pipeline holds {held} of {total} parameters"
         if plan.tensor > 1 and held >= total:
             return f"rank {rank} holds all {total} parameters, so tensor={plan.tensor} cut nothing"
-        most_held = total * (1 / plan.tensor + UNCUT)
+        most_held = _most_of_cut(plan, shapes, excused)
         if plan.tensor > 1 and held > most_held and _has_attention(shapes):
             return (
                 f"rank {rank} holds {held} of {total} parameters, where tensor={plan.tensor} of a "
@@ -71,6 +84,29 @@ def broken_promise(
         if plan.zero == 3 and num_model_ranks == 1 and held > _most_held(plan, shapes, idle):
             return f"rank {rank} holds {held} of {total} parameters, in spite of zero=3"
     return ""
+
+
+def excused_from_cuts(run: Run, plan: Plan) -> frozenset[str]:
+    """The matrices that `tensor` leaves whole for a reason that is not Shoal's own.
+
+    Builds the model and looks for cuts as the plan's own process does.
+    """
+    if plan.tensor == 1:
+        return frozenset()
+    prepared = prepare(run, plan)
+    prepared.seeds.close()
+    assert prepared.survey.tensor is not None
+    whole = prepared.survey.tensor.whole
+    return frozenset(
+        name for name, why in whole.items() if not any(m in why for m in (*OWN_LIMITS, UNSEEN))
+    )
+
+
+def _most_of_cut(plan: Plan, shapes: Mapping[str, Sequence[int]], excused: Container[str]) -> float:
+    """Under `tensor`: a share of what must be cut, and what is excused."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    whole = sum(math.prod(shape) for name, shape in shapes.items() if name in excused)
+    return total * UNCUT + whole + (total - whole) / plan.tensor
 
 
 def _most_held(plan: Plan, shapes: Mapping[str, Sequence[int]], idle: Container[str]) -> float:

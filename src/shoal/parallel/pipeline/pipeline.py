@@ -145,7 +145,7 @@ class Pipeline:
                     return_outputs=False,
                 )
         except Raised as raised:
-            raise raised.error from None
+            raise raised.error from raised.error.__cause__
 
     def _alike(self, inputs: Sequence[Any]) -> list[tuple[int, Sequence[Any]]]:
         """Parts that one schedule can take: all microbatches, or each by itself."""

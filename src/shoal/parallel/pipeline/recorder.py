@@ -139,6 +139,8 @@ class _Recorder(Watch):
     ) -> Any:
         if name == "__set__ data":
             raise Unclear(self.open_now[-1], "it assigns to .data of a computed tensor")
+        if call is torch.autograd.grad or call is Tensor.backward:  # a gradient penalty, say
+            raise Unclear(self.open_now[-1], f"it takes a gradient of its own ({name})")
         parameters = self._of_model(leaves((args, kwargs), []))
         return self._note(name, None, parameters, call, args, kwargs)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn.modules import module as hooks
+from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
@@ -83,6 +83,7 @@ class ProbeRegion(Region):
         self.running: list[nn.Module] = []
         self.open: set[nn.Module] = set()  # a part went into them or came out
         self.odd_heads: dict[int, int] = {}  # module -> heads that cannot be shared
+        self.num_checkpoints = 0  # that are running, and would run again without a mode
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -211,6 +212,8 @@ class Probe(CutForward):
             if not hasattr(refused, "blame"):
                 refused.blame = origin | self.region.new  # type: ignore[attr-defined]
             raise
+        if self.region.num_checkpoints and (parts or self.region.new):
+            raise _computed_again("without a context_fn")
         for leaf in tree_leaves(result):
             if type(leaf) is Part and not hasattr(leaf, "origin"):
                 leaf.origin = origin | self.region.new
@@ -299,6 +302,13 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
                 table.copy_(before)
 
 
+def _computed_again(how: str) -> PlanError:
+    return PlanError(
+        f"The model calls torch.utils.checkpoint {how}, which computes again outside of what runs "
+        "a cut model. Leave it out of the model, and use recompute=blocks in the plan."
+    )
+
+
 @contextmanager
 def _watched(region: ProbeRegion) -> Iterator[None]:
     """Know which module runs, and refuse parts in custom autograd functions."""
@@ -314,27 +324,43 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
     original = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            raise PlanError(
-                "The model calls torch.utils.checkpoint with use_reentrant=True, which computes "
-                "again outside of what runs a cut model. Leave it out of the model, and use "
-                "recompute=blocks in the plan."
-            )
-        origins = [leaf.origin for leaf in tree_leaves((args, kwargs)) if type(leaf) is Part]
-        if origins:
-            refused = Refused(f"{cls.__name__} is an autograd function of its own")
-            refused.blame = frozenset().union(*origins)  # type: ignore[attr-defined]
+        if cls is checkpoints.CheckpointFunction:
+            raise _computed_again("with use_reentrant=True")
+        leaves, reason = (
+            tree_leaves((args, kwargs)),
+            f"{cls.__name__} is an autograd function of its own",
+        )
+        blame = frozenset().union(*(leaf.origin for leaf in leaves if type(leaf) is Part))
+        given = {region.views[id(leaf)].name for leaf in leaves if id(leaf) in region.views}
+        for name in given - region.knowledge.whole.keys():  # its code would be given a part
+            region.knowledge.keep_whole(name, reason)
+        blame |= given & region.cuts.keys()
+        if blame:
+            refused = Refused(reason)
+            refused.blame = blame  # type: ignore[attr-defined]
             raise refused
         return original.__get__(None, cls)(*args, **kwargs)
+
+    begin_checkpoint = checkpoints._checkpoint_without_reentrant_generator
+
+    def checkpointed(function: Any, preserve: bool, context: Any, *rest: Any, **more: Any) -> Any:
+        is_bare = context is checkpoints.noop_context_fn
+        region.num_checkpoints += is_bare
+        try:  # a generator that pauses while the function runs
+            yield from begin_checkpoint(function, preserve, context, *rest, **more)
+        finally:
+            region.num_checkpoints -= is_bare
 
     handles = [
         hooks.register_module_forward_pre_hook(begin),
         hooks.register_module_forward_hook(end, always_call=True),
     ]
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    checkpoints._checkpoint_without_reentrant_generator = checkpointed  # type: ignore[assignment]
     try:
         yield
     finally:
+        checkpoints._checkpoint_without_reentrant_generator = begin_checkpoint
         Function.apply = original  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()

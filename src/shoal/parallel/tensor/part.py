@@ -3,7 +3,8 @@
 Between a matrix cut by columns and the next one cut by rows an activation is a `Part`: to the
 model it looks like the whole tensor (shape, dtype), and it carries only this rank's share, a
 plain tensor with its own autograd graph. Everything outside such a region is plain and equal on
-all ranks. Four moves cross the border, each the transpose of another (Megatron-LM, 1909.08053):
+all ranks. Four moves cross the border, each the transpose of another (Megatron-LM, 1909.08053);
+where a gradient is itself differentiated (a penalty on it), backward makes the transposed move:
 
     enter   whole -> whole, to be used with parts    backward sums over ranks
     take    whole -> part, by slicing after `enter`  backward sums over ranks
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError
@@ -162,10 +163,11 @@ class _Enter(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # The gradient may be another node's too, so it is not summed in place.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
+        if torch.is_grad_enabled():  # to be differentiated again
+            return _Leave.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
         ctx.group.all_reduce(grad).wait()
         return grad, None
 
@@ -173,13 +175,15 @@ class _Enter(Function):
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         ctx.mark_dirty(y)
         group.all_reduce(y).wait()
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return _Enter.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
         return grads[0], None
 
 
@@ -193,9 +197,11 @@ class _Gather(Function):
         return joined(parts, cut).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        part = share_of(grads[0], ctx.cut, ctx.group.rank, ctx.group.num_ranks)
+        whole = grads[0]
+        if torch.is_grad_enabled():
+            whole = _Enter.apply(whole, ctx.group)  # type: ignore[no-untyped-call]
+        part = share_of(whole, ctx.cut, ctx.group.rank, ctx.group.num_ranks)
         return part.contiguous(), None, None
 
 
