@@ -204,7 +204,7 @@ def frozen_weight_drifts() -> None:
         done = original(self, *arguments, **options)
         if self.mesh.data.rank == 1:
             with torch.no_grad():
-                for p in self.model.parameters():
+                for p in self.held.model.parameters():
                     if not p.requires_grad:
                         p[0] += 1e-2
         return done
@@ -233,7 +233,7 @@ def silence() -> None:
 
 def talks_all_the_time() -> None:
     """Local SGD that averages after every step."""
-    LocalSGD._averages_next = lambda self: True  # type: ignore[method-assign]
+    LocalSGD._averages = lambda self, step: True  # type: ignore[method-assign]
 
 
 def forgets_to_average() -> None:

@@ -18,7 +18,7 @@ from shoal.data.split import share
 from shoal.errors import FormError, GroupLost
 from shoal.mesh import Mesh
 from shoal.parallel.layout import whole
-from shoal.sync.state import share_bytes, share_state
+from shoal.sync.state import State, share_bytes, share_state
 from shoal.testing.ranks import Pool
 from shoal.world import World
 
@@ -94,15 +94,16 @@ def test_collectives(pool: Pool) -> None:
 
 
 def shares_state(mesh: Mesh) -> dict[str, Any]:
-    own = {
+    tensors = {
         "model.a": [whole(torch.full((2, 3), float(mesh.rank)))],
         "optimizer.a.step": [whole(torch.tensor(mesh.rank))],
         "number.x": [whole(torch.tensor([mesh.rank], dtype=torch.uint8))],
         "half": [whole(torch.full((3,), mesh.rank, dtype=torch.bfloat16))],
     }
-    got = share_state(mesh.data, 1, own)
+    got = share_state(mesh.data, 1, State(tensors, {"rank": mesh.rank}))
     content = share_bytes(mesh.data, 2, f"from {mesh.rank}".encode() * (mesh.rank + 1))
-    return {"state": {name: part.tensor for name, (part,) in got.items()}, "bytes": content}
+    tensors = {name: part.tensor for name, (part,) in got.tensors.items()}
+    return {"state": tensors, "plain": got.plain, "bytes": content}
 
 
 def test_a_state_goes_from_one_rank_to_all(pool: Pool) -> None:
@@ -110,6 +111,7 @@ def test_a_state_goes_from_one_rank_to_all(pool: Pool) -> None:
         assert answer["state"]["model.a"].tolist() == [[1.0] * 3] * 2
         assert answer["state"]["optimizer.a.step"].item() == 1
         assert answer["state"]["half"].dtype == torch.bfloat16
+        assert answer["plain"] == {"rank": 1}
         assert answer["bytes"] == b"from 2" * 3
 
 

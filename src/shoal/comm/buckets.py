@@ -26,9 +26,9 @@ BUCKET_BYTES = 4 << 20
 WINDOW_BYTES = 8 << 20  # sent and not yet added up: what arrives is as large as what was sent
 
 
-def deal(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+def deal(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
     """Deal parameters to buckets, those of one type and device together."""
-    return layout([(p.nbytes, (p.dtype, p.device)) for p in parameters], bucket_bytes)
+    return layout([(p.nbytes, (p.dtype, p.device)) for p in parameters], BUCKET_BYTES)
 
 
 def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
@@ -120,10 +120,16 @@ class LoneBucket(Bucket):
         self.rows = [self.views[0][0].view(-1)]
 
 
-def make_bucket(indices: list[int], parameters: Sequence[nn.Parameter], num_rows: int) -> Bucket:
-    if len(indices) == num_rows == 1:
-        return LoneBucket(indices, parameters, num_rows)
-    return Bucket(indices, parameters, num_rows)
+def make_bucket(
+    indices: list[int],
+    parameters: Sequence[nn.Parameter],
+    num_rows: int,
+    starts: Sequence[int] | None = None,
+) -> Bucket:
+    """A bucket of the kind that suits; `starts` as `Bucket` takes them."""
+    fills_row = starts is None or starts[-1] == parameters[indices[0]].numel()
+    kind = LoneBucket if len(indices) == num_rows == 1 and fills_row else Bucket
+    return kind(indices, parameters, num_rows, starts)
 
 
 class UnderWay(Protocol):
@@ -158,7 +164,7 @@ class Buckets(Generic[Sent]):
         self.parameters, self.buckets = parameters, buckets
         self._start, self._num_rows = start, num_rows
         self._bucket_of = {i: k for k, b in enumerate(self.buckets) for i in b.indices}
-        self.hooks: list[RemovableHandle] = [
+        self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._arrived_hook(i))
             for i, p in enumerate(parameters)
         ]
@@ -201,9 +207,12 @@ class Buckets(Generic[Sent]):
             for i, view in zip(bucket.indices, bucket.views[0], strict=True):
                 self.parameters[i].grad = view if touched[i] else None
 
-    def drain(self) -> None:
+    def close(self) -> None:
+        """Let what is under way end, and remove the hooks."""
         for sent in self.sent:
             sent.drain()
+        for hook in self._hooks:
+            hook.remove()
 
     def _arrived_hook(self, index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.comm.buckets import BUCKET_BYTES, WINDOW_BYTES, layout
+from shoal.comm.buckets import WINDOW_BYTES
+from shoal.comm.collectives import Group
+from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, PieceSum, blocks_of
 from shoal.explain.rank import Facts, Rank
 from shoal.numerics.offload import PART_BYTES
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plan import Plan
+from shoal.sync.rounds import blocks_by_rank, most_rounds
+from shoal.sync.tail import tail_lengths
 
 DOUBLE, SINGLE = 8, 4  # bytes
 
@@ -61,9 +65,9 @@ def memory(rank: Rank) -> Memory:
     if rank.plan.zero == 3:
         held = "a shard of each parameter"
     elif rank.plan.zero:
-        parameters += sum(s.num_bytes for s in rank.shelves) - gradients
+        parameters += sum(size for size, _ in rank.shelf_bytes) - gradients
         held = "all, in flat buffers"
-        own = sum(shelf.shard_bytes(rank.place.data) for shelf in rank.shelves)
+        own = sum(shard for _, shard in rank.shelf_bytes)
         rows = _num_shards(rank)
         first = Amount(own * rows, "own shards" + (f" x {rows} terms" if rows > 1 else ""))
     elif rank.num_replicas > 1 and rank.plan.local_steps == 1:
@@ -83,16 +87,16 @@ def _num_shards(rank: Rank) -> int:
     """The terms of the sum that zero=2 keeps apart until the last has come."""
     if rank.plan.zero == 1:
         return 1
-    return len(blocks_of(range(-(-rank.num_rounds // rank.num_replicas))))
+    return len(blocks_of(range(most_rounds(rank.num_rounds, rank.num_replicas))))
 
 
 def _state_bytes(rank: Rank) -> int:
     state = rank.facts.state
     if rank.plan.zero in (1, 2):
         total = 0
-        for s in (s for shelf in rank.shelves for s in shelf.own):
+        for s in rank.segments:
             p = rank.trained[s.parameter]
-            shape = p.shape if s.stop - s.start == p.num_elements else (s.stop - s.start,)
+            shape = p.shape if s.length == p.num_elements else (s.length,)
             total += sum(kept.num_bytes(shape) for kept in state.get(p.name, ()))
         return total
     return sum(kept.num_bytes(p.shape) for p in rank.trained for kept in state.get(p.name, ()))
@@ -144,10 +148,9 @@ def _num_sums(rank: Rank) -> int:
 def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
     """Bytes of messages that are not added up yet, and of the largest bucket."""
     if rank.plan.zero:
-        sizes = [shelf.num_bytes for shelf in rank.shelves]
+        sizes = [size for size, _ in rank.shelf_bytes]
         return 2 * min(WINDOW_BYTES, sum(sizes)), max(sizes, default=0)
-    dealt = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
-    sizes = [sum(rank.trained[i].num_bytes for i in bucket) for bucket in dealt]
+    sizes = [sum(p.num_bytes for p in bucket) for bucket in rank.buckets]
     rows = len(rank.tree[rank.place.data])
     scatters = rank.plan.sums == "exact" and not _any_order(rank.tree)
     window = min(WINDOW_BYTES, rows * gradients) if scatters else 0
@@ -156,7 +159,7 @@ def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
 
 def _any_order(tree: Sequence[Sequence[Block]]) -> bool:
     """Whether two numbers are all there is to add, so that an all-reduce will do."""
-    return len(tree) <= 2 and all(len(blocks) == 1 for blocks in tree)
+    return TreeReduce(Group(), tree).any_order
 
 
 def _extra_gathered(rank: Rank) -> Amount:
@@ -202,12 +205,10 @@ def _gradients(rank: Rank) -> list[Message]:
         return _gathers(rank)
     if rank.plan.zero:
         return _scatters(rank)
-    dealt = layout([(p.num_bytes, p.dtype) for p in rank.trained], BUCKET_BYTES)
-    sizes = [[rank.trained[i] for i in bucket] for bucket in dealt]
     if rank.plan.sums == "ring":
-        flat = [sum(p.num_bytes for p in bucket) for bucket in sizes]
+        flat = [sum(p.num_bytes for p in bucket) for bucket in rank.buckets]
         return [_all_reduce("gradients", "data", flat, rank)]
-    rows = [(sum(p.num_elements for p in b), b[0].dtype.itemsize) for b in sizes]
+    rows = [(sum(p.num_elements for p in b), b[0].dtype.itemsize) for b in rank.buckets]
     return [_in_tree("gradients", rows, rank.tree, rank)]
 
 
@@ -215,9 +216,9 @@ def _scatters(rank: Rank) -> list[Message]:
     """zero=1 sends once, zero=2 after every round; parameters come back once."""
     times, tree, n = 1, rank.tree, rank.num_replicas
     if rank.plan.zero == 2:
-        times, tree = -(-rank.num_rounds // n), [[Block(r, 1)] for r in range(n)]
-    data = rank.place.data
-    elsewhere = [s.num_bytes - s.shard_bytes(data) for s in rank.shelves]
+        times, tree = most_rounds(rank.num_rounds, n), blocks_by_rank(n, n)
+    own = sum(shard for _, shard in rank.shelf_bytes)
+    elsewhere = sum(size for size, _ in rank.shelf_bytes) - own
     most = max(len(blocks) for blocks in tree)
     return [
         Message(
@@ -225,15 +226,9 @@ def _scatters(rank: Rank) -> list[Message]:
             "data",
             "all-to-all",
             times * most * len(rank.shelves),
-            times * len(tree[data]) * sum(elsewhere),
+            times * len(tree[rank.place.data]) * elsewhere,
         ),
-        Message(
-            "parameters",
-            "data",
-            "gather",
-            len(rank.shelves),
-            sum(s.shard_bytes(data) for s in rank.shelves) * (n - 1),
-        ),
+        Message("parameters", "data", "gather", len(rank.shelves), own * (n - 1)),
     ]
 
 
@@ -324,14 +319,12 @@ def _tensor(rank: Rank) -> list[Message]:
 def _tail(rank: Rank) -> Message:
     """Losses, seconds and requests of all; of a data line, what was touched and changed."""
     plan = rank.plan
-    of_all = 2 * plan.num_pieces + plan.num_ranks + 2
-    of_part = len(rank.trained) + len(rank.facts.buffers)
+    counts = len(rank.trained), len(rank.facts.buffers)
+    of_all, of_part = map(sum, tail_lengths(plan.num_pieces, plan.num_ranks, *counts))
     if not _is_cut(plan):
         return _all_reduce("losses and flags", "world", [(of_all + of_part) * DOUBLE], rank)
     message = _all_reduce("losses and flags", "world", [of_all * DOUBLE], rank)
-    more = _all_reduce("", "data", [of_part * DOUBLE], rank) if of_part else None
-    if more is None:
-        return message
+    more = _all_reduce("", "data", [of_part * DOUBLE] if of_part else [], rank)
     return msgspec.structs.replace(
         message, count=message.count + more.count, num_bytes=message.num_bytes + more.num_bytes
     )
@@ -351,11 +344,10 @@ def _averages(rank: Rank) -> list[Message]:
         if p.dtype.is_floating_point:
             kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
     kinds[SINGLE] = kinds.get(SINGLE, 0) + rank.facts.averaged_buffers
-    tree = [[Block(r, 1)] for r in range(n)]
     rows = [(count, size) for size, count in kinds.items() if count]
     what = f"weights, each {rank.plan.local_steps}th step"
     sent = [
-        _in_tree(what, rows, tree, rank),
+        _in_tree(what, rows, blocks_by_rank(n, n), rank),
         _all_reduce("losses and flags", "data", [4 * n * DOUBLE], rank),
     ]
     return [message for message in sent if message.count]

@@ -1,6 +1,6 @@
 """What one rank of a plan holds and works on, by arithmetic alone. No rank is started.
 
-It asks the same pure functions that the strategies run (`comm/buckets.py`, `comm/tree.py`,
+It asks the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
 `parallel/zero.py`, `data/split.py`), so counts are those of a real step and not of a formula that
 was written down twice.
 
@@ -16,7 +16,6 @@ import msgspec
 import torch
 
 from shoal.comm.buckets import BUCKET_BYTES, layout
-from shoal.comm.tree import blocks_of
 from shoal.data.split import share
 from shoal.numerics.norms import num_blocks
 from shoal.parallel import zero
@@ -24,6 +23,7 @@ from shoal.parallel.apply import Survey
 from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plan import Plan
+from shoal.sync.rounds import blocks_by_rank
 
 
 class Place(NamedTuple):
@@ -116,12 +116,11 @@ class Rank:
     def __init__(self, facts: Facts, rank: int):
         self.facts, self.plan = facts, facts.plan
         self.place = Place.of(rank, facts.plan)
-        num_rounds = self.plan.num_pieces // self.plan.num_microbatches
-        shares = [share(r, self.num_replicas, num_rounds) for r in range(self.num_replicas)]
-        self.rounds, self.num_rounds = shares[self.place.data], num_rounds
-        self.tree = [blocks_of(rounds) for rounds in shares]
-        size = self.plan.num_microbatches
-        self.piece_tree = [blocks_of(range(s.start * size, s.stop * size)) for s in shares]
+        size, num_replicas = self.plan.num_microbatches, self.num_replicas
+        self.num_rounds = self.plan.num_pieces // size
+        self.rounds = share(self.place.data, num_replicas, self.num_rounds)
+        self.tree = blocks_by_rank(self.num_rounds, num_replicas)
+        self.piece_tree = blocks_by_rank(self.num_rounds, num_replicas, size)
 
     @property
     def num_replicas(self) -> int:
@@ -153,28 +152,40 @@ class Rank:
     def num_stepped(self) -> int:
         """Elements that this rank's optimizer steps on."""
         if self.plan.zero in (1, 2):
-            return sum(s.stop - s.start for shelf in self.shelves for s in shelf.own)
+            return sum(s.length for s in self.segments)
         return sum(p.num_elements for p in self.trained)
 
     @cached_property
-    def shelves(self) -> list["Shelf"]:
+    def buckets(self) -> list[list[Local]]:
+        """What is sent together of the gradients, without ZeRO."""
+        dealt = layout([(p.num_bytes, p.dtype) for p in self.trained], BUCKET_BYTES)
+        return [[self.trained[i] for i in bucket] for bucket in dealt]
+
+    @cached_property
+    def shelves(self) -> list[zero.Shelf]:
         """The flat buffers of zero=1 and 2."""
-        sizes = [p.num_bytes for p in self.trained]
-        whole = not self.facts.is_element_wise
-        most = max(1, sum(sizes) // (8 * self.num_replicas)) if whole else sum(sizes) + 1
-        dealt = layout([(p.num_bytes, p.dtype) for p in self.trained], min(BUCKET_BYTES, most))
-        made = [Shelf.of([self.trained[i] for i in own], own, self) for own in dealt]
-        if whole:
-            owners = zero.shard_whole([shelf.cuts[-1] for shelf in made], self.num_replicas)
-            made = [s.given_to(owner, self) for s, owner in zip(made, owners, strict=True)]
-        return made
+        sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
+        return zero.shelve(sizes, self.num_replicas, self.facts.is_element_wise)
+
+    @cached_property
+    def segments(self) -> list[zero.Segment]:
+        """What of them is this rank's."""
+        return [s for shelf in self.shelves for s in shelf.segments(self.place.data)]
+
+    @cached_property
+    def shelf_bytes(self) -> list[tuple[int, int]]:
+        """Of each shelf, and of this rank's shard of it."""
+        sizes = [self.trained[shelf.indices[0]].dtype.itemsize for shelf in self.shelves]
+        return [
+            (shelf.starts[-1] * size, shelf.shards[self.place.data] * size)
+            for shelf, size in zip(self.shelves, sizes, strict=True)
+        ]
 
     def counted_blocks(self) -> int:
         """The blocks of the gradient's norm that this rank brings."""
         names = {p.name for p in self.trained if self._counts(p)}
         if self.plan.zero in (1, 2):
-            segments = [s for shelf in self.shelves for s in shelf.own]
-            own = [s.stop - s.start for s in segments if self.trained[s.parameter].name in names]
+            own = [s.length for s in self.segments if self.trained[s.parameter].name in names]
         else:
             own = [p.num_elements for p in self.trained if p.name in names]
         return sum(map(num_blocks, own))
@@ -232,38 +243,3 @@ class Rank:
         is_cut = tensor is not None and p.name in tensor.cuts
         counts_once = self.plan.zero in (1, 2) or p.is_sharded or self.place.data == 0
         return counts_once and (is_cut or self.place.tensor == 0)
-
-
-class Shelf(NamedTuple):
-    """A flat buffer of zero=1 or 2, where it is cut, and what of it is this rank's."""
-
-    starts: list[int]
-    lengths: list[int]
-    indices: list[int]
-    cuts: list[int]
-    itemsize: int
-    own: list[zero.Segment]
-
-    @classmethod
-    def of(cls, parameters: Sequence[Local], indices: list[int], rank: Rank) -> "Shelf":
-        lengths = [p.num_elements for p in parameters]
-        starts = zero.starts_of(lengths)
-        cuts = zero.shard_evenly(starts, lengths, rank.num_replicas)
-        made = cls(starts, lengths, indices, cuts, parameters[0].dtype.itemsize, [])
-        return made._cut(cuts, rank)
-
-    def given_to(self, owner: int, rank: Rank) -> "Shelf":
-        cuts = [0 if r <= owner else self.cuts[-1] for r in range(len(self.cuts))]
-        return self._cut(cuts, rank)
-
-    def _cut(self, cuts: list[int], rank: Rank) -> "Shelf":
-        begin, end = cuts[rank.place.data], cuts[rank.place.data + 1]
-        own = zero.segments(self.starts, self.lengths, self.indices, begin, end)
-        return self._replace(cuts=cuts, own=own)
-
-    def shard_bytes(self, data: int) -> int:
-        return (self.cuts[data + 1] - self.cuts[data]) * self.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        return self.cuts[-1] * self.itemsize

@@ -1,18 +1,20 @@
 """Who owns which elements when state is sharded over the data axis. Pure.
 
 Parameters stand one after another in flat buffers, each from an aligned start, and every buffer is
-cut into one shard a rank. A cut falls on a parameter's start or on a multiple of 1,024 elements
-from it: so the blocks of the gradient's norm (`numerics/norms.py`) stay whole, and a kernel that
-works on several elements at a time meets the same ones as in the whole tensor. Optimizers that
-look at more than one element at once get whole tensors.
+cut into one shard a rank (`shelve`). A cut falls on a parameter's start or on a multiple of 1,024
+elements from it: so the blocks of the gradient's norm (`numerics/norms.py`) stay whole, and a
+kernel that works on several elements at a time meets the same ones as in the whole tensor.
+Optimizers that look at more than one element at once get whole tensors.
 
 Rajbhandari et al. 2020, arXiv 1910.02054. Read next: `sync/sharded.py`.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from shoal.comm.buckets import BUCKET_BYTES, layout
 from shoal.numerics.norms import BLOCK
 
 ALIGNMENT = 32  # elements: what matrix kernels need to round as they do elsewhere
@@ -25,6 +27,57 @@ class Segment(NamedTuple):
     start: int  # in it
     stop: int
     place: int  # in the buffer
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Shelf(NamedTuple):
+    """Some parameters in one flat buffer, and where it is cut into a shard for each rank."""
+
+    indices: list[int]  # of the parameters
+    lengths: list[int]
+    starts: list[int]  # of each in the buffer, and its end
+    cuts: list[int]  # where each rank's shard begins, and the end
+
+    @property
+    def shards(self) -> list[int]:
+        """The elements of each rank's shard."""
+        return [stop - start for start, stop in pairwise(self.cuts)]
+
+    def segments(self, rank: int) -> list[Segment]:
+        """The parameters' elements that stand in a rank's shard."""
+        found = []
+        for index, place, length in zip(self.indices, self.starts, self.lengths, strict=False):
+            first = max(self.cuts[rank], place)
+            last = min(self.cuts[rank + 1], place + length)
+            if first < last:
+                found.append(Segment(index, first - place, last - place, first))
+        return found
+
+
+def shelve(sizes: Sequence[tuple[int, int, object]], num_ranks: int, may_cut: bool) -> list[Shelf]:
+    """Deal parameters, given as (elements, bytes of one, kind), to flat buffers; one kind in each.
+
+    If a parameter may not be cut, each buffer goes to one rank, and there are enough to be fair.
+    """
+    num_bytes = [length * itemsize for length, itemsize, _ in sizes]
+    fair = BUCKET_BYTES if may_cut else max(1, sum(num_bytes) // (8 * num_ranks))
+    kinds = [kind for _, _, kind in sizes]
+    dealt = layout(list(zip(num_bytes, kinds, strict=True)), min(BUCKET_BYTES, fair))
+    made = []
+    for indices in dealt:
+        lengths = [sizes[i][0] for i in indices]
+        starts = starts_of(lengths)
+        made.append(Shelf(indices, lengths, starts, shard_evenly(starts, lengths, num_ranks)))
+    if may_cut:
+        return made
+    owners = shard_whole([shelf.starts[-1] for shelf in made], num_ranks)
+    return [
+        shelf._replace(cuts=[0 if r <= owner else shelf.starts[-1] for r in range(num_ranks + 1)])
+        for shelf, owner in zip(made, owners, strict=True)
+    ]
 
 
 def starts_of(lengths: Sequence[int]) -> list[int]:
@@ -49,18 +102,6 @@ def shard_whole(sizes: Sequence[int], num_ranks: int) -> list[int]:
         owners[index] = load.index(min(load))
         load[owners[index]] += sizes[index]
     return owners
-
-
-def segments(
-    starts: Sequence[int], lengths: Sequence[int], indices: Sequence[int], begin: int, end: int
-) -> list[Segment]:
-    """The parameters' elements that stand in `begin` to `end` of a buffer."""
-    found = []
-    for index, place, length in zip(indices, starts, lengths, strict=False):
-        first, last = max(begin, place), min(end, place + length)
-        if first < last:
-            found.append(Segment(index, first - place, last - place, first))
-    return found
 
 
 def _nearest(target: int, starts: Sequence[int], lengths: Sequence[int]) -> int:

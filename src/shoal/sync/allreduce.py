@@ -20,12 +20,11 @@ from shoal.comm.buckets import Bucket, Buckets, deal, make_bucket
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, total
 from shoal.mesh import Mesh
-from shoal.numerics.norms import gradient_norm, num_blocks, scale_all
-from shoal.numerics.optimizers import stepper
+from shoal.numerics.norms import gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import Around, Rounds
-from shoal.sync.state import HeldState, Run, State
+from shoal.sync.rounds import Around, Held
+from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -44,15 +43,14 @@ class AllReduce:
         mesh: Mesh,
         holding: Holding = WHOLE,
     ) -> None:
-        self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
+        self.held = Held(model, optimizer, mesh, holding, self.num_pieces, self.round_size)
+        self.mesh, self.rounds, self.buffers = mesh, self.held.rounds, self.held.rounds.buffers
         self.named = {n: p for n, p in model.named_parameters() if is_summed(p)}
         self.parameters = list(self.named.values())
-        self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
-        self.buffers = self.rounds.buffers
         self.gradient_sum = PieceSum(self.rounds.own) if self.exact else None
         self.buckets: Buckets[Reduction] | None = None
         if mesh.data.num_ranks > 1:
-            self._tree = self.rounds.tree(self.rounds.num_rounds)
+            self._tree = self.rounds.tree()
             num_rows = self._tree.num_rows if self.exact else 1
             buckets = [make_bucket(i, self.parameters, num_rows) for i in deal(self.parameters)]
             self.buckets = Buckets(self.parameters, buckets, num_rows, self._start)
@@ -60,16 +58,14 @@ class AllReduce:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same
             self._counted = [p for n, p in self.named.items() if first and holding.counts(n)]
             self._norm = SharedNorm(mesh.world, sum(num_blocks(p.numel()) for p in self._counted))
-        self._around, self._step = Around(self.rounds, self._end_round), stepper(optimizer)
+        self._around = Around(self.rounds, self._end_round)
         # One process, one piece, no buffers: nothing to sum, put away or restore.
         self._plain = mesh.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
     def detach(self) -> None:
         self.buffers.restore()  # of a step given up, nothing stays
         if self.buckets is not None:
-            self.buckets.drain()
-            for hook in self.buckets.hooks:
-                hook.remove()
+            self.buckets.close()
             self.buckets = None
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
@@ -98,34 +94,18 @@ class AllReduce:
         return agreed._replace(norm=gradient_norm(_present(self.parameters)))
 
     def update(self, scale: float, check: bool = True) -> bool:
-        finite = True
-        if check or scale != 1.0:
-            finite = scale_all(self._held_gradients(), scale, check)
-        if check and self.mesh.is_cut:  # replicas hold the same gradients, parts of one do not
-            finite = self.rounds.all_finite(finite)
-        if not finite:
-            self.buffers.restore()
-            return False
-        self._step()
-        self.buffers.commit()
-        return True
+        alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
+        return self.held.update(self._gradients(), scale, check, self.held.step, alike)
 
     def gradients(self) -> dict[str, list[Slice]]:
         present = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return slices(present, self.holding)
+        return slices(present, self.held.holding)
 
     def state_dict(self) -> State:
-        return self._state().state_dict()
+        return self.held.state().state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._state().load_state_dict(state)
-        self.buffers.hold()
-
-    def _state(self) -> HeldState:
-        parameters = dict(self.model.named_parameters())
-        runs: dict[Tensor, Run] = {p: Run(name, p.shape) for name, p in parameters.items()}
-        tensors = {**parameters, **dict(self.model.named_buffers())}
-        return HeldState(tensors, self.optimizer, runs, self.holding)
+    def load_state_dict(self, source: Source, step: int) -> None:
+        self.held.load_state_dict(source)
 
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed; the last one's gradients are sent from where they are."""
@@ -160,11 +140,11 @@ class AllReduce:
             for p, gradient in zip(self.parameters, values, strict=True):
                 p.grad = gradient
 
-    def _held_gradients(self) -> list[Tensor]:
-        """The gradients, in as few tensors as there are."""
+    def _gradients(self) -> Iterator[Tensor]:
+        """In as few tensors as there are."""
         if self.buckets is None:
-            return list(_present(self.parameters))
-        return [bucket.rows[0] for bucket in self.buckets.buckets]
+            return _present(self.parameters)
+        return (bucket.rows[0] for bucket in self.buckets.buckets)
 
     def _start(self, bucket: Bucket) -> Reduction:
         if self.exact:

@@ -22,11 +22,6 @@ class BufferMeans:
     def __init__(self, model: nn.Module, pieces: range, num_pieces: int, tree: TreeReduce | None):
         self._held = PieceBuffers(model)
         self._pieces, self._num_pieces, self._tree = pieces, num_pieces, tree
-        self.restore, self.hold, self.enter = (
-            self._held.restore,
-            self._held.hold,
-            self._held.restore,
-        )
         self.begin()
 
     def __len__(self) -> int:
@@ -43,6 +38,10 @@ class BufferMeans:
         each of them runs, and a piece counts once."""
         counts = self._num_changes.values()
         return [max(of_stages) for of_stages in zip(*counts)] if counts else [0] * len(self._held)
+
+    def enter(self) -> None:
+        """Let a piece start from the step's buffers."""
+        self._held.restore()
 
     def leave(self, stage: int = 0) -> None:
         """Put away what a piece's forward made of the buffers."""
@@ -70,6 +69,14 @@ class BufferMeans:
         else:
             sums = self._reduce(self._tree, rows, num_changes, device)
         self._means = means_of(sums, num_changes)
+
+    def restore(self) -> None:
+        """Give the step up: its buffers are as they were before it."""
+        self._held.restore()
+
+    def hold(self) -> None:
+        """Take what the buffers are now for the step's: somebody else has set them."""
+        self._held.hold()
 
     def commit(self) -> None:
         if len(self._held):

@@ -13,17 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.mesh import Mesh
-from shoal.numerics.norms import num_blocks, scale_all
-from shoal.numerics.optimizers import Part, stepper, swap_parameters
+from shoal.numerics.norms import num_blocks
+from shoal.numerics.optimizers import Part, swap_parameters
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import Around, Rounds
-from shoal.sync.state import HeldState, Run, State
+from shoal.sync.rounds import Around, Held
+from shoal.sync.state import Run, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -39,18 +39,18 @@ class FullySharded:
         mesh: Mesh,
         holding: Holding = WHOLE,
     ) -> None:
-        self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
-        self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
-        self.buffers = self.rounds.buffers
+        self.held = Held(model, optimizer, mesh, holding, self.num_pieces, self.round_size)
+        self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._touched: set[nn.Parameter] = set()
         if not self.stepped:  # else it was done in an earlier attach, in the same seat
             self._step_on_shards()
+        self.held.runs = {p: Run(name, p.shape) for name, p in self.stepped.items()}
         self.counted = [n for n in self.named if self._counts(n)]
         self._norm = SharedNorm(
             mesh.world, sum(num_blocks(self.stepped[n].numel()) for n in self.counted)
         )
-        self._around, self._step = Around(self.rounds, lambda last: None), stepper(optimizer)
+        self._around = Around(self.rounds, lambda last: None)
 
     def detach(self) -> None:
         self.buffers.restore()
@@ -80,39 +80,24 @@ class FullySharded:
         return agreed._replace(norm=self._norm.of(g for g in found if g is not None))
 
     def update(self, scale: float, check: bool = True) -> bool:
-        held = [p.grad for p in self.stepped.values() if p.grad is not None]
-        finite = scale_all([g for g in held if g.numel()], scale, check)
-        if check and not self.rounds.all_finite(finite):
-            self.buffers.restore()
-            return False
-        self._step()
-        self.buffers.commit()
-        return True
+        own = (p.grad for p in self.stepped.values() if p.grad is not None)
+        return self.held.update(own, scale, check, self.held.step)
 
     def gradients(self) -> dict[str, list[Slice]]:
         found = {n: p.grad for n, p in self.stepped.items() if p.grad is not None}
-        return slices(found, self.holding)
+        return slices(found, self.held.holding)
 
     def state_dict(self) -> State:
-        return self._state().state_dict()
+        return self.held.state().state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._state().load_state_dict(state)
-        self.buffers.hold()
-
-    def _state(self) -> HeldState:
-        held = {name: _local(p) for name, p in self.model.named_parameters()}
-        runs: dict[Tensor, Run] = {
-            stepped: Run(name, stepped.shape) for name, stepped in self.stepped.items()
-        }
-        tensors = {**held, **dict(self.model.named_buffers())}
-        return HeldState(tensors, self.optimizer, runs, self.holding)
+    def load_state_dict(self, source: Source, step: int) -> None:
+        self.held.load_state_dict(source)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts what it holds: shards are everybody's own, the rest is not."""
-        if not self.holding.counts(name):
+        if not self.held.holding.counts(name):
             return False
-        return isinstance(self.named[name], DTensor) or self.mesh.data.rank == 0
+        return isinstance(self.named[name], DTensor) or self.held.mesh.data.rank == 0
 
     def _sum_rest(self) -> None:
         """Sum the gradients of parameters that FSDP2 left whole: few and small."""
@@ -122,23 +107,23 @@ class FullySharded:
             flat = torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).view(-1) for p in alike]
             )
-            self.mesh.data.all_reduce(flat).wait()
+            self.held.mesh.data.all_reduce(flat).wait()
             for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
                 p.grad = part.view(p.shape)
 
     def _step_on_shards(self) -> None:
         self.stepped = {n: _local(p) for n, p in self.named.items()}
         parts: dict[nn.Parameter, list[Part]] = {
-            p: [Part(self.stepped[n], _as_it_is)]
+            p: [Part(self.stepped[n], lambda tensor: tensor)]
             for n, p in self.named.items()
             if isinstance(p, DTensor)
         }
-        swap_parameters(self.optimizer, parts.get)
+        swap_parameters(self.held.optimizer, parts.get)
         self._watch()
 
     def _watch(self) -> None:
         """Note which parameters a backward pass touched, before FSDP2 fills in zeros."""
-        for module in self.model.modules():
+        for module in self.held.model.modules():
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     noted = partial(self._note, group, group.post_backward)
@@ -158,7 +143,3 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     if isinstance(parameter, DTensor):
         return nn.Parameter(parameter._local_tensor.detach())
     return parameter
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
 from shoal.comm.reduce import TreeReduce
-from shoal.comm.tree import Block
 from shoal.data.split import share
 from shoal.mesh import Mesh
-from shoal.parallel.layout import WHOLE, Holding, Slice, whole
+from shoal.parallel.layout import WHOLE, Holding, Slice
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.state import State
+from shoal.sync.replicas import REPLICAS, Merged, of_replica
+from shoal.sync.rounds import blocks_by_rank
+from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
-
-_STEP = "local.step"  # where in the window between two averages this replica is
 
 
 class LocalSGD:
@@ -57,7 +56,7 @@ class LocalSGD:
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         own = self.inner.exchange(tally, want_norm)
-        if not self._averages_next():
+        if not self._averages(self.step + 1):
             return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks)
         mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop)]
         rows = self.group.gather_numbers(mine)
@@ -69,7 +68,7 @@ class LocalSGD:
         )
 
     def update(self, scale: float, check: bool = True) -> bool:
-        averages = self._averages_next()
+        averages = self._averages(self.step + 1)
         if not self.inner.update(scale, check):
             return False
         self.step += 1
@@ -81,27 +80,35 @@ class LocalSGD:
         return self.inner.gradients()
 
     def state_dict(self) -> State:
-        return self.inner.state_dict() | {_STEP: [whole(torch.tensor(self.step))]}
+        """What replicas do not share carries the replica's number."""
+        state = self.inner.state_dict()
+        own = of_replica("", self.group.rank)
+        tensors = {
+            name if self._averages(self.step) and name.startswith("model.") else own + name: parts
+            for name, parts in state.tensors.items()
+        }
+        return State(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
-    def load_state_dict(self, state: State) -> None:
-        self.step = int(state[_STEP][0].tensor.item())
-        self.inner.load_state_dict({n: part for n, part in state.items() if n != _STEP})
+    def load_state_dict(self, source: Source, step: int) -> None:
+        self.step = step
+        same = source.plain.get(REPLICAS) == self.group.num_ranks
+        self.inner.load_state_dict(Merged(source, self.group.rank if same else None), step)
 
-    def _averages_next(self) -> bool:
-        after = self.step + 1
-        return after % self.local_steps == 0 or after == self.num_steps
+    def _averages(self, step: int) -> bool:
+        """Whether weights are the same everywhere after this step."""
+        return step % self.local_steps == 0 or step == self.num_steps
 
     @torch.no_grad()
     def _average(self) -> None:
         """Every rank must reach this."""
-        if self.group.num_ranks == 1:
+        num_ranks = self.group.num_ranks
+        if num_ranks == 1:
             return
-        replicas = [[Block(rank, 1)] for rank in range(self.group.num_ranks)]
-        tree = TreeReduce(self.group, replicas)
+        tree = TreeReduce(self.group, blocks_by_rank(num_ranks, num_ranks))
         for tensors in _by_kind([*self.model.parameters(), *self.model.buffers()]):
             reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
             reduction.fold()
-            mean = reduction.finish().div_(self.group.num_ranks)
+            mean = reduction.finish().div_(num_ranks)
             for tensor, part in zip(tensors, mean.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self.inner.buffers.hold()

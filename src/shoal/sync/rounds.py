@@ -1,22 +1,41 @@
-"""A rank's share of every step, and what is agreed on beside gradients.
+"""The half of a strategy that all share: a rank's rounds, its state, and the end of a step.
 
 A global batch is cut into pieces; `round_size` of them pass through a pipeline together and count
 as one term of the gradient's sum, and without a pipeline a round is a piece. Each replica takes a
-run of neighbouring rounds. Every strategy holds one of these.
+run of neighbouring rounds, and agrees with the others on losses and buffers. A step is made as a
+whole or not at all. How gradients agree, and what the optimizer steps on, is each strategy's own;
+every one of them makes a `Held` in `attach`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.reduce import TreeReduce
-from shoal.comm.tree import blocks_of
+from shoal.comm.tree import Block, blocks_of
 from shoal.data.split import share
 from shoal.mesh import Mesh
+from shoal.numerics.norms import scale_all
+from shoal.numerics.optimizers import stepper
+from shoal.parallel.fsdp import held_parameters
+from shoal.parallel.layout import Holding
 from shoal.sync.buffers import BufferMeans
+from shoal.sync.replicas import Merged
+from shoal.sync.state import HeldState, Run, Source
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
+
+
+def blocks_by_rank(num_rounds: int, num_ranks: int, num_terms: int = 1) -> list[list[Block]]:
+    """The subtrees that each replica's rounds are, of `num_terms` each in the sum. Pure."""
+    shares = [share(rank, num_ranks, num_rounds) for rank in range(num_ranks)]
+    return [blocks_of(range(s.start * num_terms, s.stop * num_terms)) for s in shares]
+
+
+def most_rounds(num_rounds: int, num_ranks: int) -> int:
+    """Of the replica that has most. Pure."""
+    return -(-num_rounds // num_ranks)
 
 
 class Rounds:
@@ -26,16 +45,13 @@ class Rounds:
         self.device = torch.device(mesh.device)
         self.own = share(mesh.data.rank, mesh.data.num_ranks, self.num_rounds)
         self.pieces = range(self.own.start * round_size, self.own.stop * round_size)
-        tree = self.tree(num_pieces) if mesh.data.num_ranks > 1 else None
+        tree = self.tree(round_size) if mesh.data.num_ranks > 1 else None
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
 
-    def tree(self, num_terms: int) -> TreeReduce:
-        """The sum over this many terms, shared out to the replicas as the rounds are."""
-        num_ranks, size = self.mesh.data.num_ranks, num_terms // self.num_rounds
-        shares = [share(rank, num_ranks, self.num_rounds) for rank in range(num_ranks)]
-        return TreeReduce(
-            self.mesh.data, [blocks_of(range(s.start * size, s.stop * size)) for s in shares]
-        )
+    def tree(self, num_terms: int = 1) -> TreeReduce:
+        """The sum over the rounds of all, or over `num_terms` of each."""
+        data = self.mesh.data
+        return TreeReduce(data, blocks_by_rank(self.num_rounds, data.num_ranks, num_terms))
 
     def agree(
         self,
@@ -62,9 +78,57 @@ class Rounds:
         self.buffers.agree(self.buffers.num_changes, self.device)
         return Agreed(sums, weights, sum(weights), None, [tally.busy_s], tally.stop, tally.is_mean)
 
-    def all_finite(self, finite: bool) -> bool:
-        """Whether it is so on every rank. Every rank must reach this."""
-        return not any(row[0] for row in self.mesh.world.gather_numbers([not finite]))
+
+class Held:
+    """A model and its optimizer as this rank holds them, from one `attach` to the next."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        holding: Holding,
+        num_pieces: int,
+        round_size: int,
+    ):
+        self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
+        self.rounds = Rounds(model, mesh, num_pieces, round_size)
+        self.step = stepper(optimizer)
+        # What the optimizer steps on; a strategy that shards puts its parts here.
+        self.runs: Mapping[Tensor, Run] = {p: Run(n, p.shape) for n, p in model.named_parameters()}
+
+    def update(
+        self,
+        gradients: Iterable[Tensor],
+        scale: float,
+        check: bool,
+        step: Callable[[], object],
+        alike: bool = False,
+    ) -> bool:
+        """`Strategy.update`: scale what is held of the gradients, then `step`.
+
+        With `check` every rank must reach this, unless the gradients are `alike` on all.
+        """
+        finite = True
+        if check or scale != 1.0:
+            finite = scale_all([g for g in gradients if g.numel()], scale, check)
+        if check and not alike:
+            finite = not any(row[0] for row in self.mesh.world.gather_numbers([not finite]))
+        if not finite:
+            self.rounds.buffers.restore()
+            return False
+        step()
+        self.rounds.buffers.commit()
+        return True
+
+    def state(self) -> HeldState:
+        """Of now: a forward may put another tensor in a buffer's place."""
+        tensors = held_parameters(self.model) | dict(self.model.named_buffers())
+        return HeldState(tensors, self.optimizer, self.runs, self.holding)
+
+    def load_state_dict(self, source: Source) -> None:
+        self.state().load_state_dict(Merged(source))
+        self.rounds.buffers.hold()
 
 
 class Around:
@@ -75,7 +139,7 @@ class Around:
         self.last = False
 
     def __enter__(self) -> None:
-        self._buffers.restore()
+        self._buffers.enter()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:

@@ -16,62 +16,54 @@ parameters do not fit; `zero=3` shards those too.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import BUCKET_BYTES, Bucket, Buckets, LoneBucket, deal
+from shoal.comm.buckets import Bucket, Buckets, make_bucket
 from shoal.comm.reduce import Scatter, TreeReduce
-from shoal.comm.tree import Block, PieceSum
+from shoal.comm.tree import PieceSum
 from shoal.mesh import Mesh
-from shoal.numerics.norms import num_blocks, scale_all
-from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
+from shoal.numerics.norms import num_blocks
+from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
 from shoal.parallel import zero
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of_run
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import Around, Rounds
-from shoal.sync.state import HeldState, Run, State
+from shoal.sync.rounds import Around, Held, Rounds, blocks_by_rank, most_rounds
+from shoal.sync.state import Run, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
-class Shelf:
-    """Some parameters in one flat buffer, cut into a shard for each rank."""
+class Sending(NamedTuple):
+    """When gradients leave, and what is added up before that and after."""
 
-    def __init__(self, indices: list[int], parameters: Sequence[nn.Parameter], num_ranks: int):
-        self.indices = indices
-        self.lengths = [parameters[i].numel() for i in indices]
-        self.starts = zero.starts_of(self.lengths)
-        first = parameters[indices[0]]
-        self.flat = torch.zeros(self.starts[-1], dtype=first.dtype, device=first.device)
-        for i, start in zip(indices, self.starts, strict=False):
-            p = parameters[i]
-            view = self.flat[start : start + p.numel()].view(p.shape)
-            view.copy_(p.detach())
-            p.data = view
-        self.cuts = zero.shard_evenly(self.starts, self.lengths, num_ranks)
+    tree: TreeReduce
+    before: PieceSum | None  # of rounds; None if each leaves by itself
+    after: PieceSum  # of shards, one for each time that gradients were sent
+    num_late: int  # how often of these in the exchange, when the rank's rounds are over
 
-    def give_to(self, owner: int) -> None:
-        """Make all of it one rank's."""
-        num_ranks, end = len(self.cuts) - 1, self.cuts[-1]
-        self.cuts = [0 if rank <= owner else end for rank in range(num_ranks + 1)]
+    @classmethod
+    def once(cls, rounds: Rounds) -> "Sending":
+        """`zero=1`: a rank's rounds together."""
+        return cls(rounds.tree(), PieceSum(rounds.own), PieceSum(range(1)), num_late=1)
 
-    def segments(self, rank: int) -> list[zero.Segment]:
-        begin, end = self.cuts[rank], self.cuts[rank + 1]
-        return zero.segments(self.starts, self.lengths, self.indices, begin, end)
-
-    def shards(self) -> list[Tensor]:
-        return [self.flat[begin:end] for begin, end in pairwise(self.cuts)]
+    @classmethod
+    def each_round(cls, rounds: Rounds) -> "Sending":
+        """`zero=2`; as often as the rank with most rounds, since every rank takes part."""
+        data = rounds.mesh.data
+        tree = TreeReduce(data, blocks_by_rank(data.num_ranks, data.num_ranks))
+        most = most_rounds(rounds.num_rounds, data.num_ranks)
+        return cls(tree, None, PieceSum(range(most)), num_late=most - len(rounds.own))
 
 
 class Sharded:
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
-        self.scatter_each = scatter_each  # after every round, not only after the last
-        self.shelves: list[Shelf] = []
+        self._sending_of = Sending.each_round if scatter_each else Sending.once
+        self.shelves: list[zero.Shelf] = []
         self.shards: list[Tensor] = []  # of the summed gradient, by shelf
-        self._num_scattered = 0
-        self._touched: list[bool] = []  # by this rank's pieces
 
     def attach(
         self,
@@ -80,203 +72,155 @@ class Sharded:
         mesh: Mesh,
         holding: Holding = WHOLE,
     ) -> None:
-        self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
+        self.held = Held(model, optimizer, mesh, holding, self.num_pieces, self.round_size)
+        self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
+        self.group = mesh.data
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self.named]
-        self.rounds = Rounds(model, mesh, self.num_pieces, self.round_size)
-        self.buffers = self.rounds.buffers
         if not self.shelves:  # else they stand since an earlier attach, in the same seat
             self._put_on_shelves()
-            self.owned = [shelf.segments(mesh.data.rank) for shelf in self.shelves]
             self._swap_optimizer()
-        each = [[Block(rank, 1)] for rank in range(mesh.data.num_ranks)]
-        self.tree = (
-            TreeReduce(mesh.data, each)
-            if self.scatter_each
-            else self.rounds.tree(self.rounds.num_rounds)
-        )
-        own = range(self._most_rounds()) if self.scatter_each else self.rounds.own
-        self.sum = PieceSum(own)  # of shards if each round is scattered, of gradients otherwise
-        self.buckets = self._make_buckets()
-        counted = [s for s in self._all_owned() if holding.counts(self.named[s.parameter][0])]
-        self._norm = SharedNorm(mesh.world, sum(num_blocks(s.stop - s.start) for s in counted))
-        self._around, self._step = Around(self.rounds, self._end_round), stepper(optimizer)
+        self.held.runs = {
+            stepped: Run(self.named[s.parameter][0], self.named[s.parameter][1].shape, s.start)
+            for s, stepped in self._stepped.items()
+        }
+        self.sending = self._sending_of(self.rounds)
+        rows = self.sending.tree.num_rows
+        made = [make_bucket(s.indices, self.parameters, rows, s.starts) for s in self.shelves]
+        self.buckets = Buckets(self.parameters, made, rows, self._send)
+        self._counted = [s for s in self._stepped if holding.counts(self.named[s.parameter][0])]
+        self._norm = SharedNorm(mesh.world, sum(num_blocks(s.length) for s in self._counted))
+        self._around = Around(self.rounds, self._end_round)
 
     def detach(self) -> None:
         self.buffers.restore()
-        self.buckets.drain()
-        for hook in self.buckets.hooks:
-            hook.remove()
+        self.buckets.close()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
             self._forget()
-        if last or self.scatter_each:
-            self._begin_sending()
+        if last or self.sending.before is None:
+            self.buckets.arm(self.sending.before, early=self.round_size == 1)
         self._around.last = last
         return self._around
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        if self.scatter_each:
-            while self._num_scattered < self._most_rounds():  # others have a round more
-                self._begin_sending()
-                self._end_round(last=True)
-            shards = self.sum.rows[0]
-            for row in self.sum.rows[1:]:
-                torch._foreach_add_(shards, row)  # type: ignore[arg-type]
-        else:
-            shards = self._scattered()
+        for _ in range(self.sending.num_late):
+            self._scatter()
+        shards, *others = self.sending.after.rows
+        for row in others:
+            torch._foreach_add_(shards, row)  # type: ignore[arg-type]
         self.shards = [shard for shard in shards if shard is not None]
         agreed, self.touched = self.rounds.agree(tally, self._touched)
         if not want_norm:
             return agreed
-        counted = (
-            self._gradient(k, s)
-            for k, owned in enumerate(self.owned)
-            for s in owned
-            if self.holding.counts(self.named[s.parameter][0])
-        )
-        return agreed._replace(norm=self._norm.of(counted))
+        return agreed._replace(norm=self._norm.of(map(self._gradient, self._counted)))
 
     def update(self, scale: float, check: bool = True) -> bool:
-        finite = scale_all([s for s in self.shards if s.numel()], scale, check)
-        if check and not self.rounds.all_finite(finite):
-            self.buffers.restore()
-            return False
-        for k, owned in enumerate(self.owned):
-            for segment in owned:
-                stepped = self._stepped[segment]
-                gradient = self._gradient(k, segment).view(stepped.shape)
-                stepped.grad = gradient if self.touched[segment.parameter] else None
-        self._step()
-        arrivals = [self.mesh.data.gather_shards(shelf.shards()) for shelf in self.shelves]
-        for arrival in arrivals:
-            arrival.wait()
-        self.buffers.commit()
-        return True
+        return self.held.update(self.shards, scale, check, self._step)
 
     def gradients(self) -> dict[str, list[Slice]]:
         found: dict[str, list[Slice]] = {}
-        for k, owned in enumerate(self.owned):
-            for s in owned:
-                if self.touched[s.parameter]:
-                    name, p = self.named[s.parameter]
-                    parts = slices_of_run(
-                        name, p.shape, s.start, self._gradient(k, s), self.holding
-                    )
-                    found.setdefault(name, []).extend(parts)
+        for s in self._stepped:
+            if self.touched[s.parameter]:
+                name, p = self.named[s.parameter]
+                gradient, holding = self._gradient(s), self.held.holding
+                parts = slices_of_run(name, p.shape, s.start, gradient, holding)
+                found.setdefault(name, []).extend(parts)
         return found
 
     def state_dict(self) -> State:
-        return self._state().state_dict()
+        return self.held.state().state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._state().load_state_dict(state)
-        self.buffers.hold()
-
-    def _state(self) -> HeldState:
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        runs: dict[Tensor, Run] = {
-            stepped: Run(self.named[s.parameter][0], self.named[s.parameter][1].shape, s.start)
-            for s, stepped in self._stepped.items()
-        }
-        return HeldState(tensors, self.optimizer, runs, self.holding)
-
-    def _end_round(self, last: bool) -> None:
-        """Put away what a round computed."""
-        if self.scatter_each:
-            self.sum.push(list(self._scattered()))
-            self._num_scattered += 1
-        elif not last:
-            self.sum.push([p.grad for p in self.parameters])
-            for p in self.parameters:
-                p.grad = None
+    def load_state_dict(self, source: Source, step: int) -> None:
+        self.held.load_state_dict(source)
 
     def _put_on_shelves(self) -> None:
-        num_ranks, whole = self.mesh.data.num_ranks, not is_element_wise(self.optimizer)
-        total = sum(p.nbytes for p in self.parameters)
-        bucket_bytes = min(BUCKET_BYTES, max(1, total // (8 * num_ranks)) if whole else total + 1)
-        dealt = deal(self.parameters, bucket_bytes)
-        self.shelves = [Shelf(indices, self.parameters, num_ranks) for indices in dealt]
-        if whole:
-            owners = zero.shard_whole([shelf.starts[-1] for shelf in self.shelves], num_ranks)
-            for shelf, owner in zip(self.shelves, owners, strict=True):
-                shelf.give_to(owner)
+        """Move the parameters into flat buffers."""
+        sizes = [(p.numel(), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
+        may_cut = is_element_wise(self.held.optimizer)
+        self.shelves = zero.shelve(sizes, self.group.num_ranks, may_cut)
+        self._flat = [_moved_together(shelf, self.parameters) for shelf in self.shelves]
+        self._shelf_of = {i: k for k, shelf in enumerate(self.shelves) for i in shelf.indices}
 
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this rank's segments instead of the parameters."""
         self._stepped: dict[zero.Segment, nn.Parameter] = {}
         parts: dict[nn.Parameter, list[Part]] = {p: [] for p in self.parameters}
-        for shelf, owned in zip(self.shelves, self.owned, strict=True):
-            for s in owned:
+        for shelf, flat in zip(self.shelves, self._flat, strict=True):
+            for s in shelf.segments(self.group.rank):
                 p = self.parameters[s.parameter]
-                if s.stop - s.start == p.numel():
-                    self._stepped[s], take = p, _all_of
+                if s.length == p.numel():
+                    parts[p].append(Part(p, lambda tensor: tensor))
                 else:
-                    run = shelf.flat[s.place : s.place + s.stop - s.start]
-                    self._stepped[s], take = nn.Parameter(run), _Run(s.start, s.stop)
-                parts[p].append(Part(self._stepped[s], take))
-        swap_parameters(self.optimizer, parts.get)
-
-    def _make_buckets(self) -> Buckets[Scatter]:
-        rows = self.tree.num_rows
-        buckets = [
-            LoneBucket(shelf.indices, self.parameters, 1)
-            if len(shelf.indices) == rows == 1 and shelf.starts[-1] == shelf.lengths[0]
-            else Bucket(shelf.indices, self.parameters, rows, shelf.starts)
-            for shelf in self.shelves
-        ]
-        return Buckets(self.parameters, buckets, rows, self._send)
+                    run = nn.Parameter(flat[s.place : s.place + s.length])
+                    parts[p].append(Part(run, partial(_run_of, s)))
+                self._stepped[s] = parts[p][-1].parameter
+        swap_parameters(self.held.optimizer, parts.get)
 
     def _forget(self) -> None:
-        for p in self.parameters:
+        for p in [*self.parameters, *self._stepped.values()]:
             p.grad = None
-        for stepped in self._stepped.values():
-            stepped.grad = None
         self.shards = []
+        self._touched = [False] * len(self.parameters)  # by this rank's pieces
         self.buckets.begin()
-        self.sum.begin()
+        if self.sending.before is not None:
+            self.sending.before.begin()
+        self.sending.after.begin()
         self.buffers.begin()
-        self._num_scattered = 0
-        self._touched = [False] * len(self.parameters)
 
-    def _begin_sending(self) -> None:
-        self.buckets.begin()
-        self.buckets.arm(None if self.scatter_each else self.sum, early=self.round_size == 1)
+    def _end_round(self, last: bool) -> None:
+        """Put away what a round computed."""
+        if self.sending.before is None:
+            self._scatter()
+        elif not last:
+            self.sending.before.push([p.grad for p in self.parameters])
+            for p in self.parameters:
+                p.grad = None
 
     def _send(self, bucket: Bucket) -> Scatter:
         shelf = self.shelves[len(self.buckets.sent)]
-        scatter = Scatter(self.tree, bucket.rows, shelf.cuts)
+        scatter = Scatter(self.sending.tree, bucket.rows, shelf.cuts)
         bucket.close()  # the messages hold what they need
         return scatter
 
-    def _scattered(self) -> list[Tensor | None]:
+    def _scatter(self) -> None:
         """Send what is left and add up this rank's shard of every bucket."""
         self.buckets.send_rest()
         self.buckets.fold_rest()
         self._touched = [a or b for a, b in zip(self._touched, self.buckets.touched, strict=True)]
-        return [scatter.sum for scatter in self.buckets.sent]
+        self.sending.after.push([scatter.sum for scatter in self.buckets.sent])
+        self.buckets.begin()
 
-    def _gradient(self, k: int, segment: zero.Segment) -> Tensor:
-        start = segment.place - self.shelves[k].cuts[self.mesh.data.rank]
-        return self.shards[k][start : start + segment.stop - segment.start]
+    def _step(self) -> None:
+        """Step on this rank's shards, and hand them round."""
+        for s, stepped in self._stepped.items():
+            used = self.touched[s.parameter]
+            stepped.grad = self._gradient(s).view(stepped.shape) if used else None
+        self.held.step()
+        arrivals = [
+            self.group.gather_shards(flat.split(shelf.shards))
+            for shelf, flat in zip(self.shelves, self._flat, strict=True)
+        ]
+        for arrival in arrivals:
+            arrival.wait()
 
-    def _all_owned(self) -> list[zero.Segment]:
-        return [segment for owned in self.owned for segment in owned]
-
-    def _most_rounds(self) -> int:
-        return -(-self.rounds.num_rounds // self.mesh.data.num_ranks)
-
-
-class _Run:
-    """Takes a run of a tensor's elements."""
-
-    def __init__(self, start: int, stop: int):
-        self._start, self._stop = start, stop
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1)[self._start : self._stop]
+    def _gradient(self, segment: zero.Segment) -> Tensor:
+        k = self._shelf_of[segment.parameter]
+        start = segment.place - self.shelves[k].cuts[self.group.rank]
+        return self.shards[k][start : start + segment.length]
 
 
-def _all_of(tensor: Tensor) -> Tensor:
-    return tensor
+def _moved_together(shelf: zero.Shelf, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A new flat buffer in which these parameters stand from now on."""
+    first = parameters[shelf.indices[0]]
+    flat = torch.zeros(shelf.starts[-1], dtype=first.dtype, device=first.device)
+    for i, start in zip(shelf.indices, shelf.starts, strict=False):
+        view = flat[start : start + parameters[i].numel()].view(parameters[i].shape)
+        view.copy_(parameters[i].detach())
+        parameters[i].data = view
+    return flat
+
+
+def _run_of(segment: zero.Segment, tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[segment.start : segment.stop]

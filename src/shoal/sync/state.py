@@ -2,13 +2,15 @@
 
 A rank's state is the parts of logical tensors that it holds (`Slice`), so any plan can read what
 any plan wrote. Parameters and buffers are `model.<name>`; an optimizer's tensors are
-`optimizer.<parameter>.<key>` and `group.<number>.<key>`; what is plain in it (numbers, text, the
-shape of lists and dicts) is one entry for each parameter, `plain.<parameter>`, and one for the
-groups. Attributes that a module or an optimizer keeps outside of these are not part of the state.
+`optimizer.<parameter>.<key>` and `groups.<number>.<key>`. What is plain in it (numbers, text, the
+shape of lists and dicts) stands beside them, one entry for each parameter and one for the groups,
+with a mark where a tensor belongs. Attributes that a module or an optimizer keeps outside of these
+are not part of the state.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -18,7 +20,27 @@ from shoal.comm.collectives import Group
 from shoal.errors import RecipeError
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of, slices_of_run, whole
 
-State = dict[str, list[Slice]]
+
+class State(NamedTuple):
+    """What a rank holds: parts of logical tensors, and what is plain, by name."""
+
+    tensors: dict[str, list[Slice]]
+    plain: dict[str, Any]
+
+
+class Source(Protocol):
+    """A state to take over: a peer's, or a checkpoint's."""
+
+    @property
+    def plain(self) -> Mapping[str, Any]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        """Put a logical tensor's values where a rank holds parts of it."""
+        ...
 
 
 class Run(NamedTuple):
@@ -52,51 +74,49 @@ class HeldState:
         self.tensors, self.optimizer, self.runs, self.holding = tensors, optimizer, runs, holding
 
     def state_dict(self) -> State:
-        state: State = {
+        tensors = {
             f"model.{name}": slices_of(name, tensor, self.holding)
             for name, tensor in self.tensors.items()
         }
+        plain: dict[str, Any] = {}
         for p, own in self.optimizer.state.items():
-            name = self.runs[p].name
-            plain = self._put(own, f"optimizer.{name}", state, p)
-            state[f"plain.{name}"] = [_packed(plain)]
+            path = f"optimizer.{self.runs[p].name}"
+            plain[path] = self._put(own, path, tensors, p)
         groups = [
-            {
-                key: self._put(value, f"group.{i}.{key}", state, None)
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            }
-            for i, group in enumerate(self.optimizer.param_groups)
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
         ]
-        return state | {_GROUPS: [_packed(groups)]}
+        plain[_GROUPS] = self._put(groups, _GROUPS, tensors, None)
+        return State({name: parts for name, parts in tensors.items() if parts}, plain)
 
     @torch.no_grad()
-    def load_state_dict(self, state: State) -> None:
-        """Take over such a state, of the same parts, made by the same recipe."""
+    def load_state_dict(self, source: Source) -> None:
+        """Take over the state of a job of the same recipe."""
         for name, tensor in self.tensors.items():
-            _fill(slices_of(name, tensor, self.holding), state[f"model.{name}"])
+            source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.optimizer.state.clear()
         for p, run in self.runs.items():
-            if f"plain.{run.name}" in state:
-                plain = _unpacked(state[f"plain.{run.name}"])
-                self.optimizer.state[p] = self._take(plain, state, p)
-        groups = _unpacked(state[_GROUPS])
+            path = f"optimizer.{run.name}"
+            if path in source.plain:
+                self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
+        groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({key: self._take(value, state, None) for key, value in values.items()})
+            group.update(values)
 
-    def _put(self, value: Any, path: str, state: State, p: Tensor | None) -> Any:
-        """Replace tensors by where they are; the rest stays as it is, if it is plain."""
+    def _put(self, value: Any, path: str, tensors: dict[str, list[Slice]], p: Tensor | None) -> Any:
+        """Put tensors where they belong and a mark in their place; the rest stays, if plain."""
         if isinstance(value, Tensor):
             alike = p is not None and value.dim() and value.shape == p.shape
             parts = self.runs[p].parts(value, self.holding) if alike and p is not None else None
-            state.setdefault(path, []).extend(parts or [whole(value)])
-            return {_ALIKE if parts else _TENSOR: path}
+            tensors.setdefault(path, []).extend(parts or [whole(value)])
+            return {_ALIKE if parts else _TENSOR: None}
         if isinstance(value, dict):
-            parts_of = [[k, self._put(v, f"{path}.{k}", state, p)] for k, v in value.items()]
-            return {_DICT: parts_of}
+            return {_DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
         if isinstance(value, list | tuple):
             kind = _TUPLE if isinstance(value, tuple) else _LIST
-            return {kind: [self._put(v, f"{path}.{i}", state, p) for i, v in enumerate(value)]}
+            return {kind: [self._put(v, f"{path}.{i}", tensors, p) for i, v in enumerate(value)]}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_NUMBER: str(value)}  # JSON has no word for it
         if isinstance(value, str | int | float | None):
             return value
         raise RecipeError(
@@ -105,40 +125,58 @@ class HeldState:
             "text, and lists, tuples and dicts of them."
         )
 
-    def _take(self, value: Any, state: State, p: Tensor | None) -> Any:
+    def _take(self, value: Any, path: str, source: Source, p: Tensor | None) -> Any:
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
         if kind == _TENSOR:
-            return state[content][0].tensor.clone()
+            made = torch.empty(source.shape(path), dtype=source.dtype(path))
+            source.fill(path, [whole(made)])
+            return made if p is None or not made.dim() else made.to(p.device)
         if kind == _ALIKE:
             assert p is not None
-            made = torch.empty_like(p, dtype=state[content][0].tensor.dtype, requires_grad=False)
-            _fill(self.runs[p].parts(made, self.holding), state[content])
+            made = torch.empty_like(p, dtype=source.dtype(path), requires_grad=False)
+            source.fill(path, self.runs[p].parts(made, self.holding))
             return made
+        if kind == _NUMBER:
+            return float(content)
         if kind == _DICT:
-            return {key: self._take(part, state, p) for key, part in content}
-        parts = [self._take(part, state, p) for part in content]
+            return {key: self._take(part, f"{path}.{key}", source, p) for key, part in content}
+        parts = [self._take(part, f"{path}.{i}", source, p) for i, part in enumerate(content)]
         return tuple(parts) if kind == _TUPLE else parts
 
 
-def _fill(places: list[Slice], parts: list[Slice]) -> None:
-    by_offset = {part.offset: part.tensor for part in parts}
-    for place in places:
-        place.tensor.copy_(by_offset[place.offset])
+class Given:
+    """A peer's state as a source: the same plan's, so its parts are the very ones wanted."""
+
+    def __init__(self, state: State):
+        self._tensors, self.plain = state.tensors, state.plain
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name][0].tensor.dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][0].global_shape
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        by_offset = {part.offset: part.tensor for part in self._tensors.get(name, ())}
+        for place in places:
+            place.tensor.copy_(by_offset[place.offset])
 
 
-def _packed(plain: Any) -> Slice:
-    content = bytearray(msgspec.msgpack.encode(plain))
-    return whole(torch.frombuffer(content, dtype=torch.uint8))
-
-
-def _unpacked(parts: list[Slice]) -> Any:
-    return msgspec.msgpack.decode(parts[0].tensor.numpy().tobytes())
-
-
-_GROUPS = "plain"
-_TENSOR, _ALIKE, _DICT, _LIST, _TUPLE = "tensor", "alike", "dict", "list", "tuple"
+_GROUPS = "groups"
+# What stands for what JSON cannot hold.
+_TENSOR, _ALIKE, _DICT, _LIST, _TUPLE, _NUMBER = (
+    "tensor",
+    "alike",
+    "dict",
+    "list",
+    "tuple",
+    "number",
+)
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -163,25 +201,26 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
 def share_state(group: Group, source: int, state: State) -> State:
     """Give the source's state to all; the others' argument is not looked at.
 
-    One message for the names and shapes, one for all the bytes. Every rank must call it.
+    One message for what is plain, the names and the shapes, one for all the bytes. Every rank must
+    call it.
     """
-    listed = [(name, part) for name, parts in state.items() for part in parts]
+    listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
     entries = [
         _Entry(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
         for n, s in listed
     ]
-    header = share_bytes(group, source, msgspec.json.encode(entries))
+    header = share_bytes(group, source, msgspec.msgpack.encode((state.plain, entries)))
     if group.rank == source:
         parts = [s.tensor.contiguous().reshape(-1).view(torch.uint8) for _, s in listed]
         group.broadcast(torch.cat(parts).cpu(), source)
         return state
-    entries = msgspec.json.decode(header, type=list[_Entry])
+    plain, entries = msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
     group.broadcast(payload, source)
-    shared: State = {}
+    tensors: dict[str, list[Slice]] = {}
     for name, part in _unpack(entries, payload):
-        shared.setdefault(name, []).append(part)
-    return shared
+        tensors.setdefault(name, []).append(part)
+    return State(tensors, plain)
 
 
 def _num_bytes(entry: _Entry) -> int:

@@ -1,7 +1,7 @@
 """How replicas agree on each step: the one interface of the loose tier.
 
 The trainer calls, for each step and on every rank: `microbatch` around the forward and backward of
-each of the rank's pieces; `exchange` once they are done; `update` with the factor to multiply the
+each of the rank's rounds; `exchange` once they are done; `update` with the factor to multiply the
 gradients with. A step that `update` answers with False was not made, and is tried again.
 
 `attach` comes first and again after `detach`, when a group was lost and another was formed.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.mesh import Mesh
 from shoal.parallel.layout import Holding, Slice
 from shoal.sync.buffers import BufferMeans
-from shoal.sync.state import State
+from shoal.sync.state import Source, State
 
 
 @dataclass(slots=True)
@@ -79,12 +79,16 @@ class Strategy(Protocol):
         ...
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
-        """Around one piece. After `first`, nothing of an earlier attempt is left; during `last`,
-        what is ready may be sent."""
+        """Around one round: a piece, or those that pass through a pipeline together.
+
+        After `first`, nothing of an earlier attempt is left; during `last`, and during every round
+        if the strategy does not add them up first, what is ready may be sent.
+        """
         ...
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        """Make gradients agree. They stay raw, on the parameters."""
+        """Make gradients agree. They stay unscaled, and where the strategy keeps them: on the
+        parameters, or in shards of its own."""
         ...
 
     def update(self, scale: float, check: bool = True) -> bool:
@@ -100,4 +104,6 @@ class Strategy(Protocol):
         """What this rank holds of the job's state, by canonical names."""
         ...
 
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, source: Source, step: int) -> None:
+        """Take over the state after `step`."""
+        ...

@@ -13,11 +13,18 @@ from shoal.mesh import Mesh
 from shoal.sync.strategy import Agreed, Tally
 
 
+def tail_lengths(
+    num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
+) -> tuple[list[int], list[int]]:
+    """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
+    return [num_pieces, num_pieces, num_ranks, 2], [num_parameters, num_buffers]
+
+
 class Tail:
     def __init__(self, mesh: Mesh, num_pieces: int, num_parameters: int, num_buffers: int):
         self._mesh = mesh
-        self._of_all = [num_pieces, num_pieces, mesh.num_ranks, 2]
-        self._of_part = [num_parameters, num_buffers]
+        lengths = tail_lengths(num_pieces, mesh.num_ranks, num_parameters, num_buffers)
+        self._of_all, self._of_part = lengths
         self._flat = torch.zeros(sum(self._of_all) + sum(self._of_part), dtype=torch.float64)
 
     def fill(

@@ -27,7 +27,7 @@ from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.layout import Block, Slice
-from shoal.sync.state import State
+from shoal.sync.state import Given, State
 from shoal.sync.strategy import Agreed, Strategy, Tally
 from shoal.testing.ranks import Pool, find, name_of
 
@@ -108,18 +108,23 @@ class Drive:
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything the strategy would hand to a newcomer."""
-        return {
+        state = self.strategy.state_dict()
+        plain = bytearray(msgspec.msgpack.encode(state.plain, order="deterministic"))
+        copies = {
             _key(name, part): part.tensor.clone()
-            for name, parts in self.strategy.state_dict().items()
+            for name, parts in state.tensors.items()
             for part in parts
         }
+        return copies | {_PLAIN: torch.frombuffer(plain, dtype=torch.uint8)}
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        slices: State = {}
+    def load(self, state: dict[str, Tensor], step: int) -> None:
+        plain = msgspec.msgpack.decode(state[_PLAIN].numpy().tobytes())
+        tensors: dict[str, list[Slice]] = {}
         for key, tensor in state.items():
-            name, whole, offset = _read(key)
-            slices.setdefault(name, []).append(Slice(tensor, whole, offset))
-        self.strategy.load_state_dict(slices)
+            if key != _PLAIN:
+                name, whole, offset = _read(key)
+                tensors.setdefault(name, []).append(Slice(tensor, whole, offset))
+        self.strategy.load_state_dict(Given(State(tensors, plain)), step)
 
     def report(self) -> dict[str, Any]:
         self.strategy.detach()
@@ -140,6 +145,9 @@ class Drive:
         return loss.detach()
 
 
+_PLAIN = "plain"
+
+
 def _key(name: str, part: Slice) -> str:
     """A name for a part of a tensor, with its place in it."""
     return msgspec.json.encode([name, part.global_shape, part.offset]).decode()
@@ -154,6 +162,8 @@ def _assembled(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for state in states:
         for key, part in state.items():
+            if key == _PLAIN:
+                continue
             name, shape, offset = _read(key)
             if name not in whole:
                 whole[name] = torch.zeros(shape, dtype=torch.float64).fill_(torch.nan)
@@ -184,7 +194,7 @@ def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str
     losses = first.losses
     state = first.report()["state"]
     second = Drive(mesh, factory, sizes, seed=2)
-    second.load(state)
+    second.load(state, at_step)
     for step in range(at_step, NUM_STEPS):
         assert second.step(step)
     return second.report() | {"losses": losses + second.losses}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.comm.buckets import Bucket, layout
+from shoal.comm.buckets import Bucket, LoneBucket, layout, make_bucket
 
 SIZES = st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["float", "half"])), max_size=30)
 
@@ -34,3 +34,15 @@ def test_a_bucket_fills_rows_and_zeroes_what_is_missing() -> None:
     assert torch.equal(bucket.rows[1], torch.ones(10))
     bucket.fill(0, [None, None])
     assert not bucket.rows[0].any()
+
+
+def test_a_parameter_that_fills_the_only_row_is_sent_from_where_it_is() -> None:
+    parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(32))]
+    assert isinstance(make_bucket([1], parameters, 1), LoneBucket)
+    assert isinstance(make_bucket([1], parameters, 1, [0, 32]), LoneBucket)
+    for shared in (
+        make_bucket([0], parameters, 1, [0, 32]),  # the row is longer
+        make_bucket([1], parameters, 2),
+        make_bucket([1, 0], parameters, 1),
+    ):
+        assert not isinstance(shared, LoneBucket)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.numerics.norms import BLOCK
-from shoal.parallel.zero import ALIGNMENT, segments, shard_evenly, shard_whole, starts_of
+from shoal.parallel.zero import ALIGNMENT, Shelf, shard_evenly, shard_whole, shelve, starts_of
 
 LENGTHS = st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
@@ -39,10 +39,12 @@ def test_cuts_keep_blocks_whole_and_shards_even(lengths: list[int], num_ranks: i
 def test_segments_cover_every_element_once(lengths: list[int], num_ranks: int) -> None:
     starts, numbers = starts_of(lengths), [10 * i for i in range(len(lengths))]
     seen: dict[int, list[tuple[int, int]]] = {number: [] for number in numbers}
-    for begin, end in pairwise(shard_evenly(starts, lengths, num_ranks)):
-        for segment in segments(starts, lengths, numbers, begin, end):
+    cuts = shard_evenly(starts, lengths, num_ranks)
+    shelf = Shelf(numbers, lengths, starts, cuts)
+    for rank, (begin, end) in enumerate(pairwise(cuts)):
+        for segment in shelf.segments(rank):
             assert begin <= segment.place and segment.start % BLOCK == 0
-            assert segment.place + segment.stop - segment.start <= end
+            assert segment.place + segment.length <= end
             assert segment.place - segment.start == starts[numbers.index(segment.parameter)]
             seen[segment.parameter].append((segment.start, segment.stop))
     for number, length in zip(numbers, lengths, strict=True):
@@ -59,3 +61,21 @@ def test_whole_buffers_go_to_the_least_laden(sizes: list[int], num_ranks: int) -
     for owner, size in zip(owners, sizes, strict=True):
         load[owner] += size
     assert max(load) - min(load) <= max(sizes, default=0)
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 5 * BLOCK), st.sampled_from([2, 4])), max_size=20)
+
+
+@given(SIZES, RANKS, st.booleans())
+def test_shelves_hold_every_parameter_once(sizes, num_ranks: int, may_cut: bool) -> None:
+    shelves = shelve([(length, size, size) for length, size in sizes], num_ranks, may_cut)
+    held = [i for shelf in shelves for i in shelf.indices]
+    assert held == list(reversed(range(len(sizes))))
+    for shelf in shelves:
+        assert len({sizes[i][1] for i in shelf.indices}) == 1
+        assert sum(shelf.shards) == shelf.starts[-1] and len(shelf.shards) == num_ranks
+        parts = [s for rank in range(num_ranks) for s in shelf.segments(rank)]
+        assert sum(s.length for s in parts) == sum(shelf.lengths)
+        if not may_cut:
+            assert sorted(shelf.shards)[:-1] == [0] * (num_ranks - 1)
+            assert len(parts) == len(shelf.indices)

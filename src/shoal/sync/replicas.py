@@ -1,0 +1,58 @@
+"""State that every replica has its own of, and how one becomes of many.
+
+Where replicas train apart for a while, a checkpoint holds their tensors under the replica's
+number. A run with as many replicas gives each its own back; any other takes the mean, or for whole
+numbers (a step count, say) those of the first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.parallel.layout import Slice
+from shoal.sync.state import Source
+
+REPLICAS = "replicas"  # how many there are, among what is plain
+
+
+def of_replica(name: str, number: int) -> str:
+    return f"replica.{number}.{name}"
+
+
+class Merged:
+    """A source in which each tensor exists once: replica `own`'s, or the mean over all."""
+
+    def __init__(self, source: Source, own: int | None = None):
+        self._source, self._own, self.plain = source, own, source.plain
+        self._num_replicas = int(source.plain.get(REPLICAS, 0))
+
+    def __contains__(self, name: str) -> bool:
+        return self._first(name) in self._source
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._first(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._first(name))
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        self._source.fill(self._first(name), places)
+        if self._first(name) == name or self._own is not None or not _can_average(places):
+            return
+        sums = [place.tensor.double() for place in places]
+        for number in range(1, self._num_replicas):
+            self._source.fill(of_replica(name, number), places)
+            for sum_, place in zip(sums, places):
+                sum_.add_(place.tensor)
+        for sum_, place in zip(sums, places):
+            place.tensor.copy_(sum_.div_(self._num_replicas))
+
+    def _first(self, name: str) -> str:
+        """Under which name a tensor is found, the first replica's if each has its own."""
+        if not self._num_replicas or name in self._source:
+            return name
+        return of_replica(name, self._own or 0)
+
+
+def _can_average(places: Sequence[Slice]) -> bool:
+    return all(place.tensor.is_floating_point() for place in places)
