@@ -8,6 +8,8 @@ defect of ours or the recipe's own.
 from difflib import get_close_matches
 from typing import Iterable
 
+RUN_AGAIN = 75  # exit code: stopped after a checkpoint, to be gone on from
+
 
 class ShoalError(Exception):
     """The root of the tree."""

@@ -2,9 +2,10 @@
 
 Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms
 points through the environment, as `point:action[:member=N][:step=K]` separated by commas: the
-action (kill, stop, raise, exit, segfault) happens once, in that member, at that step.
+action (kill, stop, raise, full, exit, segfault) happens once, in that member, at that step.
 """
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -32,12 +33,17 @@ def _raise() -> None:
     raise InjectedError("a test broke this rank on purpose")
 
 
+def _full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "segfault": _signal(signal.SIGSEGV),
     "abort": _signal(signal.SIGABRT),
     "raise": _raise,
+    "full": _full,
     "exit": lambda: os._exit(0),
 }
 

@@ -13,7 +13,7 @@ import msgspec
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.numerics.precision import ScaleState
-from shoal.sync.state import share_bytes, share_state
+from shoal.sync.state import Given, share_bytes, share_state
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
@@ -36,7 +36,8 @@ def catch_up(trainer: "Trainer") -> bool:
     places = [row[:2] for row in rows]
     furthest = max(places)
     scribes = [rank for rank, row in enumerate(rows) if row[2]] or [places.index(furthest)]
-    trainer.is_scribe = group.rank == scribes[0]
+    first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
+    trainer.is_scribe = first and group.rank == scribes[0]  # one in all, however models are cut
     if min(places) == furthest:
         return False
     leader = places.index(furthest)
@@ -48,7 +49,7 @@ def catch_up(trainer: "Trainer") -> bool:
     faultpoint("handover.sharing", notes.step)
     state = share_state(group, leader, trainer.strategy.state_dict())
     if behind:
-        trainer.strategy.load_state_dict(state)
+        trainer.strategy.load_state_dict(Given(state), notes.step)
     trainer.step, trainer.answers, trainer.last_info = notes.step, notes.answers, notes.info
     trainer.stopped = notes.stopped
     trainer.loss_scale.load(notes.loss_scale)

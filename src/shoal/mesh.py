@@ -12,12 +12,13 @@ hour for a rank that never came.
 import math
 import os
 from datetime import timedelta
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
 from shoal.comm.store import client, come_together, form_group, leave_group
 from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.hooks import StepInfo
+from shoal.logs import log
 from shoal.world import World
 
 FORM_TIMEOUT_S = 30.0
@@ -101,6 +102,10 @@ class Seat(Protocol):
         ...
 
     def stepped(self, info: StepInfo) -> None: ...
+    def tell(self, event: str, **what: Any) -> None:
+        """Put something on the run's record."""
+        ...
+
     def stop_requested(self) -> bool: ...
     def finish(self) -> bool:
         """Wait until all ranks are done: True; False if another generation must be served first."""
@@ -141,6 +146,10 @@ class LauncherSeat:
 
     def stepped(self, info: StepInfo) -> None:
         """Nobody watches."""
+
+    def tell(self, event: str, **what: Any) -> None:
+        told = ", ".join(f"{name} {value}" for name, value in what.items())
+        log.info("%s: %s", event, told)
 
     def stop_requested(self) -> bool:
         return False

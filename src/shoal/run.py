@@ -55,13 +55,11 @@ class Run:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
             )
-        if self.save_every is not None:
-            raise UsageError("save_every: checkpoints are not built yet. Leave it out.")
         if self.schedule is not None:
             as_schedule(self.schedule)
 
     def _check_counts(self) -> None:
-        for name in ("batch_size", "steps", "epochs", "evaluate_every"):
+        for name in ("batch_size", "steps", "epochs", "evaluate_every", "save_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")

@@ -21,9 +21,14 @@ LOGS_BEFORE_A_RUN = ("recipe.log", "reference.log")
 
 
 class RunDir:
-    """A locked run directory; use it in a `with` block. One in which no run began is removed."""
+    """A locked run directory; use it in a `with` block. One in which no run began is removed.
 
-    def __init__(self, path: Path | None, recipe: str):
+    To `resume` takes one in which a run began, by default the recipe's last.
+    """
+
+    def __init__(self, path: Path | None, recipe: str, *, resume: bool = False):
+        if resume:
+            path = _last_of(recipe) if path is None else path
         self._made: list[Path] = []  # what there was not before, in the order of making
         self._began = False
         try:
@@ -40,10 +45,14 @@ class RunDir:
                 f"The run directory {path or 'runs/'} cannot be written: {error.strerror}. "
                 "Choose another with --run-dir DIR."
             ) from error
-        if (self.path / "run.json").exists():
+        if (self.path / "run.json").exists() != resume:
             self._release()
+            self._discard()
             raise UsageError(
-                f"{self.path} already holds a run. Choose another directory, or remove that one."
+                f"{self.path} holds no run that could go on. Leave --resume out to begin one."
+                if resume
+                else f"{self.path} already holds a run. Go on with it by --resume, or choose "
+                "another directory."
             )
 
     def __enter__(self) -> Self:
@@ -86,12 +95,30 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
+def _stem(recipe: str) -> str:
+    return recipe.rpartition("/")[2].replace(".py:", "-").replace(":", "-").replace(".py", "")
+
+
+def _last_of(recipe: str) -> Path:
+    """The newest runs/<recipe>-<n> in which a run began."""
+    numbers = [
+        int(number)
+        for found in Path("runs").glob(f"{_stem(recipe)}-*/run.json")
+        if (number := found.parent.name.rpartition("-")[2]).isdigit()
+    ]
+    if not numbers:
+        raise UsageError(
+            f"There is no run of {recipe} in runs/ that could go on. Name its directory with "
+            "--run-dir DIR, or leave --resume out to begin one."
+        )
+    return Path("runs") / f"{_stem(recipe)}-{max(numbers)}"
+
+
 def _next_free(recipe: str) -> Path:
     """runs/<recipe>-<n>, created here so that two runs cannot choose the same."""
-    stem = recipe.rpartition("/")[2].replace(".py:", "-").replace(":", "-").replace(".py", "")
     number = 1
     while True:
-        path = Path("runs") / f"{stem}-{number}"
+        path = Path("runs") / f"{_stem(recipe)}-{number}"
         try:
             path.mkdir(parents=True)
             return path

@@ -1,26 +1,63 @@
 """How a script gets its trainer, whoever started it."""
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from shoal.checkpoint.objects import open_store
 from shoal.elastic.seat import seat_from_environment
+from shoal.errors import UsageError
 from shoal.hooks import Hook
+from shoal.keeping import Keeper, Keeping, origin_of
 from shoal.mesh import LauncherSeat, Seat
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
+from shoal.recipe import provenance
+from shoal.resume import newest, plan_to_go_on, refuse_changes
 from shoal.run import Run, resolve
 from shoal.training import Trainer
 from shoal.world import World
 
 
-def trainer(run: Run, plan: str | Plan | None = None, *, hooks: Sequence[Hook] = ()) -> Trainer:
+def trainer(
+    run: Run,
+    plan: str | Plan | None = None,
+    *,
+    hooks: Sequence[Hook] = (),
+    checkpoints: str | Path | None = None,
+    resume: bool = False,
+) -> Trainer:
     """The trainer of this rank, in a script that `shoal run`, torchrun, srun or mpirun started.
 
     Use it in a `with` block and iterate over it; every rank must do both. Started by `shoal run`, a
     lost rank is replaced while the others go on; other launchers have no spare.
+
+    With `checkpoints`, a directory that all ranks see or a URL, it saves every `save_every` steps
+    and at the end; with `resume` as well, it goes on from the newest good one there, if any.
     """
     world = World.from_environment()
-    resolved = resolve(run, plan, world.num_ranks)
+    store = None if checkpoints is None else open_store(checkpoints)
+    if store is None and (resume or run.save_every is not None):
+        raise UsageError(
+            "resume and save_every need a place. Give shoal.trainer(..., checkpoints=DIRECTORY)."
+        )
+    fields = {name: field["value"] for name, field in provenance(run, {}).items()}
+    if store is not None and store.names():
+        if not resume:
+            raise UsageError(
+                f"{store} already holds checkpoints. Go on from them with resume=True, or give "
+                "another directory."
+            )
+        origin = newest(store).origin
+        refuse_changes(fields, run, origin)
+        resolved = plan_to_go_on(run, None if plan is None else str(plan), world.num_ranks, origin)
+    else:
+        resolved = resolve(run, plan, world.num_ranks)
     os.environ.update(environment_for(resolved.precision))
     seat: Seat = seat_from_environment(resolved) or LauncherSeat(world)
-    return Trainer(run, resolved, seat, hooks=hooks)
+    keeper = None
+    if store is not None:
+        made = origin_of(sys.argv[0], fields, resolved, run)
+        keeper = Keeper(Keeping(store, made), seat.tell)
+    return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper)

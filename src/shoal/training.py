@@ -12,19 +12,19 @@ Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newc
 import math
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
 
 from shoal import handover
 from shoal.blame import not_finite, weights_are_finite
-from shoal.checkpoint.export import canonical_tensors, gather_tensors
+from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
 from shoal.errors import GroupLost, PlanError, RecipeError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
+from shoal.keeping import Keeper, KeepsNothing
 from shoal.memory import give_back_freed_memory
 from shoal.mesh import Axes, Mesh, Seat
 from shoal.metrics.meters import split_times
@@ -51,8 +51,10 @@ class Trainer:
         *,
         prepared: Prepared | None = None,
         hooks: Sequence[Hook] = (),
+        keeper: Keeper | KeepsNothing | None = None,
     ):
         self.run, self.plan, self.seat = run, plan, seat
+        self.keeper = keeper or KeepsNothing()
         self.hooks = list(hooks)
         self.prepared = prepare(run, plan) if prepared is None else prepared
         self.model = self.prepared.model
@@ -67,6 +69,7 @@ class Trainer:
         self.last_info: StepInfo | None = None
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
+        self._is_fresh = False  # whether the last step was committed in the group as it is
 
     def __enter__(self) -> Self:
         if self.plan.saves_memory:
@@ -96,12 +99,7 @@ class Trainer:
             self.regroup(lost)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.strategy.detach()
         if kind is None:
             self.spread.close()
@@ -110,17 +108,15 @@ class Trainer:
 
     def __iter__(self) -> Iterator[StepInfo]:
         while True:
-            if self._unseen is not None:
-                yield self._tell(self._unseen)
-            elif self.step < self.num_steps and not self.stopped:
-                try:
+            try:
+                if self._unseen is not None:
+                    yield self._tell(self._unseen)
+                elif self.step < self.num_steps and not self.stopped:
                     self._try_step()
-                except GroupLost as lost:
-                    self.regroup(lost)
-            elif self.seat.finish():
-                return
-            else:
-                self.regroup(GroupLost("another rank was lost after the last step"))
+                elif self._finish():
+                    return
+            except GroupLost as lost:
+                self.regroup(lost)
 
     def evaluate(self, source: Any) -> dict[str, float]:
         """Mean loss and metrics over a source, each sample once. Every rank must call it."""
@@ -135,15 +131,14 @@ class Trainer:
 
     def whole_model(self) -> dict[str, Tensor]:
         """The model's state by name, on rank 0. Every rank must call it."""
-        if not self.mesh.is_cut and self.plan.zero < 3:
-            return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
-        names = set(self.model.state_dict())
-        held = {n: parts for n, parts in self.spread.held().items() if n in names}
-        return gather_tensors(self.mesh.world, held)
+        if self.mesh.is_cut or self.plan.zero == 3:
+            return gather_model(self.mesh.world, self.model, self.spread.held())
+        return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
 
     def regroup(self, lost: GroupLost) -> None:
         """Form the group again without leaving the process; raises if no other group comes."""
         while True:
+            self.keeper.give_up()
             self.strategy.detach()
             mesh = self.seat.reform(lost)
             try:
@@ -154,11 +149,12 @@ class Trainer:
 
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
-        self.mesh = mesh
+        self.mesh, self._is_fresh = mesh, False
         self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
         self.compute.settle(mesh, self.strategy)
         if handover.catch_up(self):
             self._unseen, self._num_heard = self.last_info, 0
+        self.keeper.restore(self)
         self.seat.formed(self.step)
 
     def _try_step(self) -> None:
@@ -188,6 +184,7 @@ class Trainer:
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
+        self._is_fresh = True
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -229,12 +226,23 @@ class Trainer:
             schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
         if self.run.clip is not None:
             scale *= clip_factor(norm, self.run.clip)
+        self.keeper.await_copy()
         return norm if self.strategy.update(scale, check=self.loss_scale.dynamic) else None
+
+    def _finish(self) -> bool:
+        """Save the end and wait for the others; raises GroupLost if one of them was lost."""
+        self.keeper.at_end(self)
+        if not self.seat.finish():
+            raise GroupLost("another rank was lost after the last step")
+        return True
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
-        if self.run.evaluates_after(info.step):
-            info = self.last_info = info._replace(evaluation=self.evaluate(self.run.evaluate))
+        if self.run.evaluates_after(info.step) and not self._num_heard:
+            told = info._replace(evaluation=self.evaluate(self.run.evaluate))
+            info = self._unseen = self.last_info = told
+        if self._is_fresh:
+            self.keeper.after_step(self, info)
         self._unseen = None
         for hook in self.hooks:
             hook(info)

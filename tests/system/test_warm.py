@@ -143,14 +143,14 @@ def test_exit_codes_come_through(
     assert told in done.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_passed_on(warm: Warm, tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on(warm: Warm, tmp_path: Path, number: int) -> None:
     words = ("train", f"{TINY}:line", "--plan", "data=2", "--run-dir", "r", "--set", "pause=0.3")
     command = warm.start(*words, cwd=tmp_path)
     pids = await_seats(tmp_path / "r")
     command.send_signal(number)
     _, errors = command.communicate(timeout=LIMIT_S)
-    assert command.returncode == code, errors
+    assert command.returncode == 75, errors
     assert "as asked" in errors
     assert all_ended(pids)
 

@@ -41,8 +41,14 @@ class _Part(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def gather_tensors(world: Group, held: Mapping[str, Sequence[Slice]]) -> dict[str, Tensor]:
-    """All tensors whole, on rank 0; nothing on the others. Every rank must call it."""
+def gather_model(
+    world: Group, model: nn.Module, held: Mapping[str, Sequence[Slice]]
+) -> dict[str, Tensor]:
+    """The state of a model that ranks hold parts of, on rank 0; nothing on the others.
+
+    Every rank must call it.
+    """
+    names = set(model.state_dict())
     world = world.part(range(world.num_ranks))  # with a deadline for slow disks and large tensors
     own = {
         _Part(
@@ -53,6 +59,7 @@ def gather_tensors(world: Group, held: Mapping[str, Sequence[Slice]]) -> dict[st
             tuple(s.tensor.shape),
         ): s.tensor
         for name, slices in held.items()
+        if name in names
         for s in slices
     }
     listed = [

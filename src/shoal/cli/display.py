@@ -42,6 +42,11 @@ class Display:
                     f"at step {record['step']}, generation {record['generation']}"
                 )
 
+            case "checkpoint-refused":
+                self.say(f"[bold yellow]{record['name']} was passed over[/]: {record['why']}")
+            case "save-failed" | "save-skipped":
+                self.say(f"[bold yellow]step {record['step']} was not saved[/]: {record['why']}")
+
     def say(self, text: str) -> None:
         self._clear()
         self.console.print(text)

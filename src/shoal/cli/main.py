@@ -13,6 +13,7 @@ _VERBS = {
     "run": "Run a script of your own on several ranks.",
     "verify": "Prove that a plan trains what one process would.",
     "explain": "Say what a plan does to a model, without starting a rank.",
+    "checkpoint": "List, check and compare checkpoints.",
     "doctor": "Show what this machine offers and what is wrong with it.",
     "warm": "Keep a warm process, so that the next commands start at once.",
 }

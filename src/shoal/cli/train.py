@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.errors import UsageError
+from shoal.errors import RUN_AGAIN, UsageError
 
 
 @click.command(epilog=options.plan_help())
@@ -21,6 +21,45 @@ from shoal.errors import UsageError
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the newest good checkpoint of --run-dir, or of the recipe's last run. The "
+    "plan may be another; without --plan it is the last one.",
+)
+@click.option(
+    "--checkpoints",
+    metavar="WHERE",
+    help="Where they are kept: a directory, or a URL such as s3://bucket/prefix. Default: "
+    "checkpoints/ in the run directory.",
+)
+@click.option(
+    "--from",
+    "begin_from",
+    type=click.Path(path_type=Path),
+    metavar="SOURCE",
+    help="Begin with the weights of a checkpoint, a safetensors or state_dict file, or a directory "
+    "of Hugging Face or torch.distributed.checkpoint.",
+)
+@click.option(
+    "--take",
+    type=click.Choice(["weights", "everything"]),
+    default="weights",
+    show_default=True,
+    help="With --from: everything is the optimizer, the step and the place in the data as well.",
+)
+@click.option(
+    "--partial",
+    is_flag=True,
+    help="With --from: take what matches the model and list the rest, which is refused otherwise.",
+)
+@click.option(
+    "--keep",
+    metavar="RULE",
+    default="last=2",
+    show_default=True,
+    help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max".',
+)
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
@@ -29,16 +68,23 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
     \b
     shoal train recipes/charlm.py:small
     shoal train recipes/charlm.py:small --plan data=2 --set layers=6 --set steps=50
+    shoal train recipes/charlm.py:small --resume --plan "data=2 zero=1"
 
-    The run goes on when a rank is killed: a warm spare takes its seat. Ctrl-C once stops cleanly
-    after a step, twice at once. Exit codes: 0 done, 1 the recipe's own error, 2 usage, plan or
-    input, 130 and 143 stopped by a signal.
+    The run goes on when a rank is killed: a warm spare takes its seat. Checkpoints are made every
+    save_every steps (a field of the Run), at the end, and when the run is stopped. Ctrl-C once
+    stops cleanly after a step and saves it, twice ends at once. Exit codes: 0 done, 1 the recipe's
+    own error, 2 usage, plan or input, 75 stopped after a checkpoint, 130 and 143 ended by a signal
+    without one.
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
+    from shoal.checkpoint.retention import Keep
     from shoal.rundir import RunDir
 
-    with RunDir(given["run_dir"], recipe) as run_dir:
+    Keep.parse(given["keep"])  # a wrong one is refused before anything begins
+    _refuse_contradictions(given)
+
+    with RunDir(given["run_dir"], recipe, resume=given["resume"]) as run_dir:
         code = _train(recipe, settings, given, run_dir)
     sys.exit(code)
 
@@ -47,11 +93,9 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     from shoal.cli.display import Display
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
-    from shoal.elastic.worker import prepare_training, use_threads
     from shoal.numerics.precision import environment_for
     from shoal.optional import require
     from shoal.plan import Plan
-    from shoal.recipe import load_recipe, provenance
 
     if given["tensorboard"]:
         require("tensorboardX", extra="tensorboard")
@@ -71,6 +115,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             f"rank{'s' if found['num_ranks'] > 1 else ''}, "
             f"{found['num_steps']} steps of {found['batch_size']} samples -> {run_dir.path}"
         )
+        for told in filter(None, (found["goes_on"], found["begins"])):
+            display.say(told)
         if found["cuts"]:
             click.echo(found["cuts"], err=True)
 
@@ -82,16 +128,14 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             form_timeout_s=given["form_timeout_s"],
         )
 
-    def prepare() -> Any:
-        use_threads()
-        run = load_recipe(recipe, settings)
-        facts, rank_main = prepare_training(
-            run, plan, given["ranks"], run_dir.path, tensorboard=given["tensorboard"]
-        )
-        return facts | {"run": provenance(run, settings)}, rank_main
-
     try:
-        outcome = launch(prepare, run_dir.path, watch=display, members=members, prepared=prepared)
+        outcome = launch(
+            lambda: _prepare(recipe, settings, given, run_dir.path),
+            run_dir.path,
+            watch=display,
+            members=members,
+            prepared=prepared,
+        )
     except NotLoaded as error:
         if error.trace:
             click.echo(error.trace, err=True)
@@ -99,6 +143,61 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
         return error.exit_code
     display.close()
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
+
+
+def _refuse_contradictions(given: dict[str, Any]) -> None:
+    if given["begin_from"] is None:
+        for name, default in (("take", "weights"), ("partial", False)):
+            if given[name] != default:
+                raise UsageError(f"--{name} has no effect without --from SOURCE.")
+    elif given["resume"]:
+        raise UsageError("--resume goes on with a run, --from begins a new one. Give one of them.")
+
+
+def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Path) -> Any:
+    """In the process that ranks are forked from."""
+    from shoal.beginning import find_beginning
+    from shoal.checkpoint.objects import open_store
+    from shoal.checkpoint.retention import Keep
+    from shoal.elastic.worker import prepare_training, use_threads
+    from shoal.keeping import Keeping, origin_of
+    from shoal.recipe import load_recipe, provenance
+    from shoal.resume import newest, plan_to_go_on, refuse_changes
+    from shoal.run import resolve
+
+    use_threads()
+    run = load_recipe(recipe, settings)
+    fields = provenance(run, settings)
+    plain = {name: field["value"] for name, field in fields.items()}
+    goes_on = ""
+    store = open_store(given["checkpoints"] or run_dir / "checkpoints")
+    if given["resume"]:
+        manifest = newest(store)
+        refuse_changes(plain, run, manifest.origin)
+        plan = plan_to_go_on(run, given["plan"], given["ranks"], manifest.origin)
+        goes_on = f"going on from step {manifest.progress.step}, saved under {manifest.origin.plan}"
+        if plan.num_pieces != manifest.origin.num_pieces:
+            goes_on += (
+                f"; the batch is cut into {plan.num_pieces} pieces from here on, "
+                f"not {manifest.origin.num_pieces}"
+            )
+    else:
+        plan = resolve(run, given["plan"], given["ranks"])
+
+    def begin(model: Any) -> Any:
+        everything = given["take"] == "everything"
+        source, partial = given["begin_from"], given["partial"]
+        return find_beginning(source, model, everything=everything, partial=partial)
+
+    facts, rank_main = prepare_training(
+        run,
+        plan,
+        run_dir,
+        keeping=Keeping(store, origin_of(recipe, plain, plan, run), Keep.parse(given["keep"])),
+        begin=None if given["begin_from"] is None else begin,
+        tensorboard=given["tensorboard"],
+    )
+    return facts | {"run": fields, "goes_on": goes_on}, rank_main
 
 
 def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
@@ -113,6 +212,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         "peak_memory_bytes": max(
             (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
         ),
+        "checkpoint": own.get("checkpoint"),
         "recoveries": outcome.num_recoveries,
         "steps_again": outcome.num_steps_again,
         "plan": facts["plan"],
@@ -136,6 +236,8 @@ def _in_words(
     times = own["times"]
     total = sum(times.values()) or 1.0
     shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())
+    if result["loss"] is None:
+        return f"All {facts['num_steps']} steps were done already. Ask for more with --set steps=N."
     lines = [
         f"done: {result['steps']} steps, {result['steps'] * facts['batch_size']} samples, "
         f"loss {result['loss']:.4f}, {result['samples_per_s']:.0f} samples/s",
@@ -157,11 +259,14 @@ def _in_words(
 
 
 def _why_it_ended(outcome: Any, run_dir: Path) -> str:
-    if outcome.stopped_by and outcome.exit_code == 128 + outcome.stopped_by and not outcome.cause:
-        return (
-            f"shoal: stopped after step {outcome.step}, as asked. There are no checkpoints yet: "
-            f"a new run begins from the start. Its record is in {run_dir}."
+    if outcome.stopped_by and not outcome.cause:
+        saved = (
+            f"The checkpoint is in {run_dir / 'checkpoints'}; go on with the same command and "
+            f"--resume --run-dir {run_dir}"
+            if outcome.exit_code == RUN_AGAIN
+            else f"It could not be saved. Its record is in {run_dir}"
         )
+        return f"shoal: stopped after step {outcome.step}, as asked. {saved}."
     return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}."
 
 

@@ -48,6 +48,13 @@ class Beat(FromMember, frozen=True, tag="beat"):
     progress: dict[str, Any] | None = None
 
 
+class Note(FromMember, frozen=True, tag="note"):
+    """Something for the run's record."""
+
+    event: str
+    what: dict[str, Any]
+
+
 class Done(FromMember, frozen=True, tag="done"):
     """I have nothing left to do, and wait to be let go."""
 
@@ -93,7 +100,7 @@ class Leave(FromSupervisor, frozen=True, tag="leave"):
     """You may exit."""
 
 
-MemberMessage = Ready | Here | Formed | Lost | Beat | Done | Failed
+MemberMessage = Ready | Here | Formed | Lost | Beat | Note | Done | Failed
 SupervisorMessage = TakeSeat | Go | Stop | Leave
 
 encode = msgspec.msgpack.Encoder().encode

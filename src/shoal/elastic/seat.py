@@ -29,6 +29,7 @@ from shoal.elastic.messages import (
     Here,
     Leave,
     Lost,
+    Note,
     Ready,
     Stop,
     TakeSeat,
@@ -102,6 +103,9 @@ class SupervisedSeat:
     def request_stop(self) -> None:
         """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
         self._stop = True
+
+    def tell(self, event: str, **what: Any) -> None:
+        self._say(Note(event, what))
 
     def finish(self) -> bool:
         self._say(Done(self.generation, self.step, self.summarise()))

@@ -30,10 +30,12 @@ from shoal.elastic.messages import (
     Here,
     Leave,
     Lost,
+    Note,
     Ready,
     Stop,
     TakeSeat,
 )
+from shoal.errors import RUN_AGAIN
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
 
@@ -177,6 +179,8 @@ class Supervisor:
             case Beat():
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
+            case Note():
+                self._event(message.event, **message.what)
             case Done():
                 seat = self._seat_of(member)
                 if seat is not None:
@@ -279,7 +283,8 @@ class Supervisor:
         self.outcome.step = self.members.step
         cut_short = any(summary.get("stopped") for summary in self.outcome.summaries.values())
         if self._stop_signal and (cut_short or self.members.scripts) and not self.outcome.exit_code:
-            self.outcome.exit_code = 128 + self._stop_signal
+            saved = self.outcome.summaries.get(0, {}).get("checkpoint") == self.members.step
+            self.outcome.exit_code = RUN_AGAIN if saved and cut_short else 128 + self._stop_signal
         deadline = time.monotonic() + GRACE_S
         while self.nursery.pids and time.monotonic() < deadline:
             for member in self.nursery.pids:

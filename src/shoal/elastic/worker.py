@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal import faults, logs
+from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain
 from shoal.elastic.messages import Failed
@@ -23,13 +24,14 @@ from shoal.errors import ShoalError, StopNow
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
 from shoal.hooks import Hook, StepInfo
+from shoal.keeping import Keeper, Keeping
 from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
-from shoal.run import Run, resolve
+from shoal.run import Run
 from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
@@ -37,36 +39,45 @@ MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
 
 def prepare_training(
     run: Run,
-    plan: str | None,
-    ranks: int | None,
+    plan: Plan,
     run_dir: Path,
     *,
+    keeping: Keeping | None = None,
+    begin: Callable[[nn.Module], Beginning] | None = None,
     tensorboard: bool = False,
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
 ) -> tuple[dict[str, Any], ChildMain]:
-    """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main."""
-    resolved = resolve(run, plan, ranks)
-    os.environ.update(environment_for(resolved.precision))
-    prepared = prepare(run, resolved)
+    """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main.
+
+    The plan is resolved. With `keeping` there are checkpoints; `begin` looks for weights to begin
+    with, given the model.
+    """
+    os.environ.update(environment_for(plan.precision))
+    prepared = prepare(run, plan)
     model = prepared.model
     _warm_up(run, model)
+    beginning = None if begin is None else begin(model)
     facts = {
-        "plan": str(resolved),
-        "num_ranks": resolved.num_ranks,
-        "num_pieces": resolved.num_pieces,
+        "plan": str(plan),
+        "num_ranks": plan.num_ranks,
+        "num_pieces": plan.num_pieces,
         "num_steps": run.num_steps(),
         "batch_size": run.batch_size,
         "num_samples": len(run.data),
         "num_parameters": sum(p.numel() for p in model.parameters()),
-        "cuts": _cuts_in_words(prepared, resolved),
+        "begins": "" if beginning is None else str(beginning),
+        "cuts": _cuts_in_words(prepared, plan),
     }
 
     def rank_main(birth: Birth) -> int:
         def train(seat: SupervisedSeat) -> None:
-            trainer = Trainer(run, resolved, seat, prepared=prepared)
+            keeper = None
+            if keeping is not None:
+                keeper = Keeper(keeping._replace(beginning=beginning), seat.tell)
+            trainer = Trainer(run, plan, seat, prepared=prepared, keeper=keeper)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
-        return under_seat(birth, resolved, train)
+        return under_seat(birth, plan, train)
 
     return facts, rank_main
 
@@ -161,11 +172,17 @@ def _train(
             if trainer.mesh.rank == 0:
                 write_tensors(tensors, run_dir / "model.safetensors")
 
-    seat.summarise = lambda: {**_summary(totals), "stopped": trainer.step < trainer.num_steps}
+    seat.summarise = lambda: {
+        **_summary(totals),
+        "stopped": trainer.step < trainer.num_steps,
+        "checkpoint": trainer.keeper.saved_step,
+    }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
     trainer.hooks += [totals.add, scribe, *more_hooks(trainer, run_dir), keep_model]
     try:
         with trainer:
+            if trainer.is_scribe:
+                scribe.rewind(trainer.step)
             for _ in trainer:
                 pass
     finally:

@@ -5,6 +5,7 @@ Every rank keeps the latest steps in memory; one of them, the scribe, writes the
 over, sees how far the file got, and writes on from what it remembers.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,15 @@ class Scribe:
             self._take_over()  # the scribe before it died after the last step
         for sink in self._sinks:
             sink.close()
+
+    def rewind(self, step: int) -> None:
+        """Strike out the steps after this one: the run goes on from it, and will do them again."""
+        if last_step(self._path) > step:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if 0 < _step_of(line) <= step]
+            unfinished = self._path.with_suffix(".rewound")
+            unfinished.write_bytes(b"".join(kept))
+            os.replace(unfinished, self._path)
 
     def _take_over(self) -> None:
         self._written = last_step(self._path)
@@ -84,10 +94,14 @@ def last_step(path: Path) -> int:
     """The last step that a metrics file holds, 0 if none. A torn last line does not count."""
     if not path.exists():
         return 0
-    for line in reversed(path.read_bytes().splitlines()):
-        try:
-            step: int = msgspec.json.decode(line)["step"]
-            return step
-        except (msgspec.DecodeError, KeyError, TypeError):
-            continue
-    return 0
+    lines = reversed(path.read_bytes().splitlines())
+    return next((step for step in map(_step_of, lines) if step), 0)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a record, 0 of a torn one."""
+    try:
+        step: int = msgspec.json.decode(line)["step"]
+        return step
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return 0

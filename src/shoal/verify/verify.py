@@ -58,7 +58,8 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
 
     def prepare() -> tuple[dict[str, Any], ChildMain]:
         use_threads()
-        return prepare_training(load(), plan, None, run_dir, more_hooks=record)
+        run = load()
+        return prepare_training(run, resolve(run, plan, None), run_dir, more_hooks=record)
 
     beside = Nursery(run_reference, run_dir / "logs" / "reference.log")
     try:

@@ -1,0 +1,129 @@
+"""Beginning a run with what another one has learnt, or another program.
+
+`--from` gives a new run the weights of a checkpoint, or of a file that could be imported; with
+everything, also the optimizer, the step and the place in the data. What does not match the model
+is refused; partly it can be left out, and is listed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.foreign.adopt import first_names
+from shoal.checkpoint.foreign.opening import open_weights
+from shoal.checkpoint.foreign.weights import MODEL, Model, Weights
+from shoal.checkpoint.load import Opened
+from shoal.errors import UsageError
+from shoal.parallel.layout import Slice
+from shoal.sync.state import Given
+
+_NAMED = 5
+
+
+class Match(NamedTuple):
+    """How the tensors of a source and of a model go together."""
+
+    taken: dict[str, str]  # of the model -> of the source
+    missing: list[str]  # in the source
+    strange: list[str]  # to the model
+    other_shape: list[str]
+
+    def problems(self) -> list[str]:
+        told = (
+            ("not in it", self.missing),
+            ("not in the model", self.strange),
+            ("of another shape", self.other_shape),
+        )
+        return [f"{what}: {_some(names)}" for what, names in told if names]
+
+
+class Beginning(NamedTuple):
+    """What a run begins with, found before its ranks start."""
+
+    path: Path
+    everything: bool
+    match: Match
+
+    def __str__(self) -> str:
+        what = "everything" if self.everything else f"{len(self.match.taken)} tensors"
+        return "; ".join([f"beginning with {what} of {self.path}", *self.match.problems()])
+
+    def source(self, own: Given) -> "Opened | Taken":
+        """What a rank takes over; `own` is its state as the seed made it."""
+        source = open_weights(self.path)
+        if self.everything:
+            assert isinstance(source, Opened)
+            return source
+        return Taken(own, source, self.match.taken)
+
+
+def find_beginning(path: Path, model: nn.Module, *, everything: bool, partial: bool) -> Beginning:
+    """Look at a source before ranks start, and refuse what does not match."""
+    source = open_weights(path)
+    if everything and not (isinstance(source, Opened) and source.plain):
+        raise UsageError(
+            f"{path} holds weights alone. Leave --take everything out, or give a checkpoint of a "
+            "run."
+        )
+    found = match(source, model)
+    if found.problems() and (everything or not partial):
+        way_out = "" if everything else " --partial takes what matches and leaves out the rest."
+        raise UsageError(
+            f"{path} does not match the model. {'; '.join(found.problems())}.{way_out}"
+        )
+    if not found.taken:
+        raise UsageError(f"{path} and the model have no tensor in common.")
+    return Beginning(path, everything, found)
+
+
+def match(source: Weights, model: nn.Module) -> Match:
+    """By name; a tensor that the model has under several may come under any of them."""
+    first = first_names(model)
+    there = Model(source)
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    extra = {name for name, _ in model.named_buffers()} - shapes.keys()  # it can make them again
+    taken: dict[str, str] = {}
+    other_shape = []
+    for name in there.names:
+        if name in first and there.shape(name) != shapes[name]:
+            other_shape.append(name)
+        elif name in first:
+            taken.setdefault(first[name], name)
+    missing = sorted(set(first.values()) - taken.keys() - set(other_shape))
+    strange = sorted(set(there.names) - first.keys() - extra)
+    return Match(taken, missing, strange, other_shape)
+
+
+class Taken:
+    """A rank's own state, with the model's tensors from elsewhere; elements take its own types."""
+
+    def __init__(self, own: Given, source: Weights, taken: dict[str, str]):
+        self._own, self._source, self._taken = own, Model(source), taken
+        self.plain: Any = own.plain
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._own.dtype(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._own.shape(name)
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        theirs = self._taken.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+        if theirs is None:
+            self._own.fill(name, places)
+            return
+        for place in places:
+            read = torch.empty(place.tensor.shape, dtype=self._source.dtype(theirs))
+            self._source.fill_part(theirs, place._replace(tensor=read))
+            place.tensor.copy_(read)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

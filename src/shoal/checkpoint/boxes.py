@@ -1,0 +1,136 @@
+"""Boxes of tensors: how they meet, how they tile a whole, how they are cut and dealt. Pure.
+
+A logical tensor is known by its shape; what a rank holds or a file stores of it is a box. Every
+question a checkpoint asks is about boxes: do these cover the whole exactly once, which of them
+does a reader need, who of several holders writes which part. No torch is needed to answer.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Box(NamedTuple):
+    """A box of a whole tensor: where it starts in each dim, and how far it reaches."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def fits(self, whole: Sequence[int]) -> bool:
+        """Whether it lies inside a tensor of this shape."""
+        return len(self.offset) == len(self.shape) == len(whole) and all(
+            start >= 0 and length > 0 and start + length <= size
+            for start, length, size in zip(self.offset, self.shape, whole)
+        )
+
+    def meet(self, other: "Box") -> "Box | None":
+        """What two boxes have in common; None if that is nothing."""
+        starts = tuple(map(max, self.offset, other.offset))
+        shape = tuple(
+            min(a + n, b + m) - start
+            for a, n, b, m, start in zip(self.offset, self.shape, other.offset, other.shape, starts)
+        )
+        return Box(starts, shape) if all(length > 0 for length in shape) else None
+
+    def inside(self, other: "Box") -> "Box":
+        """This box as seen from the corner of another one that contains it."""
+        return Box(tuple(a - b for a, b in zip(self.offset, other.offset)), self.shape)
+
+    def of(self, tensor: "Tensor") -> "Tensor":
+        """The view of this box."""
+        for dim, (start, length) in enumerate(zip(self.offset, self.shape)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def cut(self, dim: int, start: int, stop: int) -> "Box":
+        """The part from `start` to `stop` along one dim."""
+        offset, shape = list(self.offset), list(self.shape)
+        offset[dim] += start
+        shape[dim] = stop - start
+        return Box(tuple(offset), tuple(shape))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def tile(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
+    """Whether boxes that fit cover a whole exactly once.
+
+    How often a point is covered changes at the corners of boxes alone, up at some and down at
+    others. So boxes tile a whole if and only if their signed corners add up to the whole's own.
+    """
+    if 0 in whole:
+        return not boxes
+    cut = [dim for dim, size in enumerate(whole) if any(box.shape[dim] != size for box in boxes)]
+    if len(cut) > MOST_CUT_DIMS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [*((box, 1) for box in boxes), (whole_box(whole), -1)]:
+        edges = [((box.offset[d], 1), (box.offset[d] + box.shape[d], -1)) for d in cut]
+        for corner in itertools.product(*edges):
+            corners[tuple(at for at, _ in corner)] += sign * math.prod(one for _, one in corner)
+    return not any(corners.values())
+
+
+def pieces(box: Box, most: int) -> Iterator[Box]:
+    """Parts of at most `most` elements, as rows of the first dims, in the box's own order."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(d for d, length in enumerate(box.shape) if length > 1)
+    row = box.numel // box.shape[dim]
+    step = max(1, most // row)
+    for start in range(0, box.shape[dim], step):
+        part = box.cut(dim, start, min(start + step, box.shape[dim]))
+        yield from pieces(part, most)
+
+
+class Held(NamedTuple):
+    """A box of a logical tensor that a rank holds."""
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    box: Box
+
+
+def deal(held: Sequence[Iterable[Held]], item_bytes: dict[str, int]) -> list[list[Held]]:
+    """Who writes what, so that each logical byte is written once and all have alike to do.
+
+    `held` lists for each rank what it holds. A box that several hold is cut between them along its
+    first dim if it is large, or given to the one with the least to write.
+    """
+    holders: dict[Held, list[int]] = {}
+    for rank, items in enumerate(held):
+        for item in items:
+            holders.setdefault(item, []).append(rank)
+    shares: list[list[Held]] = [[] for _ in held]
+    load = [0] * len(held)
+
+    def give(rank: int, item: Held) -> None:
+        shares[rank].append(item)
+        load[rank] += item.box.numel * item_bytes[item.dtype]
+
+    for item, ranks in sorted(holders.items()):
+        box, size = item.box, item.box.numel * item_bytes[item.dtype]
+        if size < WORTH_CUTTING * len(ranks) or not box.shape or box.shape[0] < len(ranks):
+            give(min(ranks, key=load.__getitem__), item)
+            continue
+        for i, rank in enumerate(ranks):
+            start, stop = (box.shape[0] * j // len(ranks) for j in (i, i + 1))
+            give(rank, item._replace(box=box.cut(0, start, stop)))
+    return shares
+
+
+MOST_CUT_DIMS = 12  # a box has two to the power of that many corners
+WORTH_CUTTING = 64 << 10  # bytes; below, a part costs more in the manifest than it spreads

@@ -1,0 +1,49 @@
+"""Filling tensors from a checkpoint: nothing is believed before it was verified.
+
+A reader takes only the chunks that meet what it holds, so each rank of any plan reads its own part.
+What can be said of a checkpoint without torch is in `sealed.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.checkpoint.boxes import Box
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.types import type_of_name
+from shoal.parallel.layout import Slice
+
+
+class Opened(Sealed):
+    """A checkpoint that can be loaded."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        return type_of_name(self._tensors[name].dtype)
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        """Put a tensor's values where a rank holds parts of it."""
+        if places and name not in self:
+            raise BadCheckpoint(f"It holds no {name}. Is it another model's?")
+        for place in places:
+            tensor = self._tensors[name]
+            if place.global_shape != tensor.shape or place.tensor.dtype != self.dtype(name):
+                raise BadCheckpoint(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}, and "
+                    f"{str(place.tensor.dtype).removeprefix('torch.')} "
+                    f"{list(place.global_shape)} is wanted."
+                )
+            wanted = Box(place.offset, tuple(place.tensor.shape))
+            for chunk in tensor.chunks:
+                common = wanted.meet(chunk.box)
+                if common is not None:
+                    content = self.content(tensor, chunk)
+                    source = torch.frombuffer(content, dtype=place.tensor.dtype).view(chunk.shape)
+                    target = common.inside(wanted).of(place.tensor)
+                    target.copy_(common.inside(chunk.box).of(source))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of one tensor."""
+        made = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.fill(name, [Slice(made, self.shape(name), (0,) * made.dim())])
+        return made

@@ -1,0 +1,214 @@
+"""What a checkpoint says of itself: every logical tensor, where its bytes are, and the run's state.
+
+`manifest.json` lists the files, the tensors and, for each, the chunks that make it up: a box of the
+tensor, the file, the first byte, the XXH3-128 of its bytes. `manifest.sha256` seals it. A manifest
+is checked as a whole before a byte of a file is believed: boxes tile their tensors, chunks and
+headers tile their files, names stay inside the directory. So what a reader goes by is either
+complete and consistent or refused, and needs no torch to be. The format is described for readers
+in other languages in docs/reference/checkpoint.md.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from shoal.checkpoint.boxes import Box, tile
+from shoal.errors import UsageError
+
+FORMAT, VERSION = "shoal-checkpoint", 1
+MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+MOST_MANIFEST_BYTES = 256 << 20
+ALIGNMENT = 8  # of every chunk's first byte, so that it can be used where it lies
+
+# Names as in safetensors, with the bytes of one element.
+ITEM_BYTES = {
+    **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"], 1),
+    **dict.fromkeys(["U16", "I16", "F16", "BF16"], 2),
+    **dict.fromkeys(["U32", "I32", "F32"], 4),
+    **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
+}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+class BadCheckpoint(UsageError):
+    """A checkpoint is not whole, not sound, or not what it says it is."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A box of a tensor, in row-major order, and where its bytes are."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int  # its place in the list of files
+    start: int
+    hash: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.shape)
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A logical tensor, whole, whoever held which part of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def num_bytes(self, chunk: Chunk) -> int:
+        return chunk.box.numel * ITEM_BYTES[self.dtype]
+
+
+class File(msgspec.Struct, frozen=True):
+    """A safetensors file. Its header's bytes are hashed like a chunk."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header_hash: str
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far the run is: everything it needs to go on beside tensors and `plain`."""
+
+    step: int
+    samples: int  # consumed so far
+    epoch: int  # of the next batch
+    batch: int  # of that epoch, the next one
+    metrics: dict[str, float] = {}  # the loss of the last step, and what was measured after it
+    loss_scale: dict[str, Any] = {}
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What was trained, how it was spread, and by which code."""
+
+    recipe: str
+    run: dict[str, Any]  # the plain fields of the Run
+    plan: str
+    num_pieces: int
+    num_samples: int  # of the data
+    versions: dict[str, str]
+    parent: str | None = None  # the seal of the checkpoint that it went on from
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All of `manifest.json`."""
+
+    format: str
+    version: int
+    progress: Progress
+    origin: Origin
+    plain: dict[str, Any]  # numbers and text of the optimizer's state
+    files: tuple[File, ...]
+    tensors: tuple[Tensor, ...]
+
+    def chunks(self) -> Iterator[tuple[Tensor, Chunk]]:
+        return ((tensor, chunk) for tensor in self.tensors for chunk in tensor.chunks)
+
+
+class _Kind(msgspec.Struct):
+    """What must be understood of a manifest before the rest is."""
+
+    format: str = ""
+    version: int = 0
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest) + b"\n"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def seal(content: bytes) -> bytes:
+    """What `sha256sum -c` reads."""
+    return f"{digest(content)}  {MANIFEST}\n".encode()
+
+
+def decode(content: bytes, sealed: bytes) -> Manifest:
+    """A manifest that is what was sealed, and consistent."""
+    if sealed != seal(content):
+        raise BadCheckpoint(f"{MANIFEST} is not what {SEAL} says: one of them was changed.")
+    try:
+        kind = msgspec.json.decode(content, type=_Kind)
+        if kind.format != FORMAT:
+            raise BadCheckpoint(f"{MANIFEST} is of the format {kind.format!r}, not {FORMAT!r}.")
+        if kind.version != VERSION:
+            raise BadCheckpoint(
+                f"{MANIFEST} is of version {kind.version}; this Shoal reads version {VERSION}."
+            )
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{MANIFEST} cannot be read: {error}.") from None
+    except RecursionError:
+        raise BadCheckpoint(f"{MANIFEST} cannot be read: it is nested too deep.") from None
+    _check(manifest)
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    names = [file.name for file in manifest.files]
+    for file in manifest.files:
+        if not _PLAIN_NAME.fullmatch(file.name):
+            raise BadCheckpoint(f"A file is named {file.name!r}, which is not a plain name.")
+        if not _HASH.fullmatch(file.header_hash):
+            raise BadCheckpoint(f"{file.name}: {file.header_hash!r} is not a hash.")
+    _refuse_twice(names, "file")
+    _refuse_twice([tensor.name for tensor in manifest.tensors], "tensor")
+    used: list[list[tuple[int, int]]] = [
+        [(0, file.header_bytes)] if file.header_bytes >= 0 else [] for file in manifest.files
+    ]
+    for tensor in manifest.tensors:
+        _check_tensor(tensor, len(names))
+        for chunk in tensor.chunks:
+            used[chunk.file].append((chunk.start, chunk.start + tensor.num_bytes(chunk)))
+    for file, spans in zip(manifest.files, used):
+        _check_spans(file, sorted(spans))
+
+
+def _check_tensor(tensor: Tensor, num_files: int) -> None:
+    if tensor.dtype not in ITEM_BYTES:
+        raise BadCheckpoint(f"{tensor.name} has the unknown type {tensor.dtype!r}.")
+    if any(size < 0 for size in tensor.shape):
+        raise BadCheckpoint(f"{tensor.name} has the impossible shape {list(tensor.shape)}.")
+    for chunk in tensor.chunks:
+        if not chunk.box.fits(tensor.shape):
+            raise BadCheckpoint(
+                f"{tensor.name}: the chunk at {list(chunk.offset)} of shape {list(chunk.shape)} "
+                f"lies outside of {list(tensor.shape)}."
+            )
+        if not 0 <= chunk.file < num_files:
+            raise BadCheckpoint(f"{tensor.name}: there is no file {chunk.file}.")
+        if chunk.start % ITEM_BYTES[tensor.dtype]:
+            raise BadCheckpoint(f"{tensor.name}: a chunk at byte {chunk.start} is not aligned.")
+        if not _HASH.fullmatch(chunk.hash):
+            raise BadCheckpoint(f"{tensor.name}: {chunk.hash!r} is not a hash.")
+    if not tile([chunk.box for chunk in tensor.chunks], tensor.shape):
+        raise BadCheckpoint(
+            f"{tensor.name}: its chunks do not cover {list(tensor.shape)} exactly once."
+        )
+
+
+def _check_spans(file: File, spans: list[tuple[int, int]]) -> None:
+    at = 0
+    for start, stop in spans:
+        if start != at:
+            what = "belong to two chunks" if start < at else "belong to no chunk"
+            raise BadCheckpoint(f"{file.name}: bytes from {min(start, at)} {what}.")
+        at = stop
+    if at != file.num_bytes:
+        raise BadCheckpoint(f"{file.name}: its chunks end at byte {at}, not {file.num_bytes}.")
+
+
+def _refuse_twice(names: list[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise BadCheckpoint(f"The {what} {name} is listed twice.")
+        seen.add(name)

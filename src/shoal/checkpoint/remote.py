@@ -1,0 +1,273 @@
+"""Objects behind a URL: a few requests, each repeated while it fails for a reason that may pass.
+
+fsspec knows the back ends and some repeat requests themselves; this puts one rule over all of
+them. A request is tried a bounded number of times with growing pauses. What fails in the end is a
+`StoreError` that says which object, what happened and how often it was tried. An upload that
+breaks off is abandoned, never completed: fsspec's own `close` would publish half a file.
+"""
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.checkpoint.chunks import MOST_CHUNK_BYTES
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.errors import UsageError, nearest
+from shoal.optional import require
+
+MOST_WINDOW_BYTES = 8 * MOST_CHUNK_BYTES  # of all windows of a store together
+_EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
+_LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError)
+_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+
+Answer = TypeVar("Answer")
+
+
+class StoreError(UsageError, OSError):
+    """An object store cannot be reached, or refuses. An OSError, like those of a disk."""
+
+
+class Patience(NamedTuple):
+    """How often a request is tried, and the pauses between."""
+
+    num_tries: int = 6
+    first_pause_s: float = 0.2
+    most_pause_s: float = 10.0
+
+    def pause_s(self, failures: int) -> float:
+        """Spread, so that the ranks of a run do not come back all at once."""
+        longest = min(self.most_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
+        return longest * random.uniform(0.5, 1.0)
+
+
+PATIENCE = Patience()
+
+
+class Remote:
+    """The objects below a URL, by their path from there."""
+
+    def __init__(self, url: str, options: Mapping[str, Any], patience: Patience):
+        self._url, self._options, self._patience = url.rstrip("/"), dict(options), patience
+        self._lock = threading.Lock()
+        self._system: Any = None
+        self._pid = -1
+        self._root = ""
+        _check_back_end(url)
+
+    def __str__(self) -> str:
+        return re.sub(r"//[^/@]*@", "//", self._url)  # without a password
+
+    def folders(self) -> list[str]:
+        """What lies directly below, with objects in it."""
+        try:
+            entries = self._ask("list", "", lambda system, path: system.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+        names = [e["name"].rstrip("/").rpartition("/")[2] for e in entries if _is_folder(e)]
+        return [name for name in names if name and not name.startswith(".")]
+
+    def find(self, folder: str) -> list[str]:
+        """All objects in a folder, by their path from there."""
+        try:
+            found = self._ask("list", folder, lambda system, path: system.find(path))
+        except FileNotFoundError:
+            return []
+        start = len(self._path(folder)) + 1
+        return [path[start:] for path in found if len(path) > start]
+
+    def size(self, path: str) -> int | None:
+        """Of an object, in bytes; None if there is none."""
+        try:
+            found = self._ask("look at", path, lambda system, at: system.info(at))
+        except FileNotFoundError:
+            return None
+        return None if _is_folder(found) else int(found["size"])
+
+    def modified(self, path: str) -> float | None:
+        """When an object was written, in seconds since 1970; None if it is gone."""
+        try:
+            when = self._ask("look at", path, lambda system, at: system.modified(at))
+        except FileNotFoundError:
+            return None
+        return float(when.timestamp())
+
+    def get(self, path: str) -> bytes | None:
+        """All of a small object."""
+        try:
+            return bytes(self._ask("read", path, lambda system, at: system.cat_file(at)))
+        except FileNotFoundError:
+            return None
+
+    def part(self, path: str, start: int, stop: int) -> bytes:
+        try:
+            return bytes(
+                self._ask(
+                    "read", path, lambda system, at: system.cat_file(at, start=start, end=stop)
+                )
+            )
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{path} is missing; it was there a moment ago.") from None
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small object, in one request."""
+        self._write(path, lambda system, at: system.pipe_file(at, content))
+
+    def upload(self, path: str, views: Sequence[memoryview], block_bytes: int) -> None:
+        """Write a large object, in parts."""
+        self._write(path, lambda system, at: _send(system, at, views, block_bytes))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove objects; what is gone already is no mistake, since a request may be repeated."""
+        doomed = list(paths)
+        if len(doomed) > 1:
+            with suppress(FileNotFoundError):  # some back ends stop at the first that is gone
+                self._ask("remove", doomed[0], lambda system, _: system.rm(self._paths(doomed)))
+                return
+        for path in doomed:
+            with suppress(FileNotFoundError):
+                self._ask("remove", path, lambda system, at: system.rm_file(at))
+
+    def _write(self, path: str, act: Callable[[Any, str], object]) -> None:
+        try:
+            self._ask("write", path, act)
+        except FileNotFoundError as error:
+            raise StoreError(
+                errno.ENOENT, f"{self} cannot hold {path}: {error}. Create the bucket first."
+            ) from error
+
+    def _ask(self, verb: str, path: str, act: Callable[[Any, str], Answer]) -> Answer:
+        """Do a request until it succeeds, fails for good, or was tried often enough."""
+        for failures in range(1, self._patience.num_tries + 1):
+            try:
+                return act(self._connected(), self._path(path))
+            except (FileNotFoundError, UsageError):
+                raise
+            except Exception as error:
+                lasting = _lasts(error)
+                if lasting or failures == self._patience.num_tries:
+                    raise self._failed(verb, path, error, 0 if lasting else failures) from error
+            time.sleep(self._patience.pause_s(failures))
+        raise AssertionError("at least one try")
+
+    def _failed(self, verb: str, path: str, error: Exception, tries: int) -> StoreError:
+        target = f"{self}/{path}" if path else str(self)
+        said = str(error) or type(error).__name__
+        if tries:
+            way_out = f"It was tried {tries} times. Check the address and the network."
+        else:
+            way_out = "Check the credentials and the address."
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        return StoreError(number, f"cannot {verb} {target}: {said.rstrip('.')}. {way_out}")
+
+    def _connected(self) -> Any:
+        """The back end. A fork makes its own: connections and their thread stay behind."""
+        with self._lock:
+            if self._pid != os.getpid():
+                from fsspec.core import url_to_fs
+
+                self._system, self._root = url_to_fs(
+                    self._url,
+                    **{"use_listings_cache": False, "skip_instance_cache": True} | self._options,
+                )
+                self._pid = os.getpid()
+            return self._system
+
+    def _path(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+
+    def _paths(self, paths: Iterable[str]) -> list[str]:
+        return [self._path(path) for path in paths]
+
+
+class Windows:
+    """Parts of files that were fetched last; those of all readers of a store share a limit."""
+
+    def __init__(self, remote: Remote, most_bytes: int = MOST_WINDOW_BYTES):
+        self._remote, self._most_bytes = remote, most_bytes
+        self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: str, span: tuple[int, int], num_bytes: int, *, ahead: bool) -> memoryview:
+        """Bytes of a file of `num_bytes`; with `ahead`, what follows is fetched as well."""
+        start, stop = span
+        with self._lock:
+            for (name, first), content in reversed(self._held.items()):
+                if name == path and first <= start and stop <= first + len(content):
+                    self._held.move_to_end((name, first))
+                    return content[start - first : stop - first]
+        end = min(num_bytes, max(stop, start + MOST_CHUNK_BYTES)) if ahead else stop
+        fetched = self._remote.part(path, start, end) if end > start else b""
+        if len(fetched) != end - start:
+            raise BadCheckpoint(
+                f"{path.rpartition('/')[2]}: of the bytes {start} to {end}, {len(fetched)} came. "
+                "It was changed since it was opened."
+            )
+        content = memoryview(bytearray(fetched))  # torch wants memory that it could write to
+        with self._lock:
+            self._held[path, start] = content
+            while sum(len(view) for view in self._held.values()) > self._most_bytes:
+                self._held.popitem(last=False)
+        return content[: stop - start]
+
+    def forget(self, folder: str) -> None:
+        with self._lock:
+            for key in [key for key in self._held if key[0].startswith(f"{folder}/")]:
+                del self._held[key]
+
+
+def _check_back_end(url: str) -> None:
+    """Refuse a URL that nothing here can open, before anything is written."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    if "::" in url:
+        raise UsageError(f"{url} is a chain of URLs. Name the store itself, as s3://bucket/path.")
+    if scheme in _EXTRAS:
+        require(*_EXTRAS[scheme])
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise UsageError(f"{scheme}:// needs a package that is not installed: {error}.") from error
+    except ValueError:
+        known = fsspec.available_protocols()
+        raise UsageError(
+            f"{scheme}:// is no store that fsspec knows. {nearest(scheme, known)}"
+        ) from None
+
+
+def _send(system: Any, path: str, views: Sequence[memoryview], block_bytes: int) -> None:
+    """Upload block by block. A break leaves nothing: not even what was sent is completed."""
+    file = system.open(path, "wb", block_size=block_bytes)
+    try:
+        for view in views:
+            for start in range(0, len(view), block_bytes):
+                file.write(view[start : start + block_bytes])
+        file.close()
+    except BaseException:
+        with suppress(Exception):
+            file.discard()
+        with suppress(AttributeError):
+            file.closed = True  # or the collector closes it, which completes the upload
+        raise
+    size = sum(len(view) for view in views)
+    arrived = int(system.info(path)["size"])
+    if arrived != size:
+        raise OSError(errno.EIO, f"{size} bytes were sent and {arrived} arrived")
+
+
+def _is_folder(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["type"] == "directory")
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether trying again cannot help."""
+    is_known = isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
+    return is_known or isinstance(error, _MISTAKES)

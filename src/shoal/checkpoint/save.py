@@ -1,0 +1,309 @@
+"""Saving while training goes on: each rank writes what it owns, once, and one commits.
+
+The state does not change between two updates. So a save copies it in a thread while the next
+forward and backward run, and only the next update waits for the copy, if it must at all; hashing
+and writing go on behind it. Buffers change in a forward, so they are copied at once.
+
+All ranks agree first: nobody may still be busy with an older save, and if what they hold has
+changed they deal anew who writes what. Each then writes its own file and says in a small one what
+is in it; rank 0 waits for all of those, writes the manifest and the seal, and commits. A rank that
+cannot write discards the draft, which the others notice: a full disk costs a warning, not a step.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.boxes import Box, Held, deal
+from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
+from shoal.checkpoint.storage import Draft, Store
+from shoal.checkpoint.types import name_of_type, type_of_name
+from shoal.comm.collectives import Group
+from shoal.errors import GroupLost
+from shoal.faults import faultpoint
+from shoal.parallel.layout import Slice
+from shoal.sync.state import share_bytes
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
+PATIENCE_S = 600.0  # for the slowest rank's disk
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank wrote."""
+
+    file: File
+    tensors: tuple[manifests.Tensor, ...]
+    plain: dict[str, Any]
+
+
+class Saved(NamedTuple):
+    """What became of a save; `problem` is empty if it was committed."""
+
+    name: str
+    num_bytes: int
+    seconds: float
+    problem: str = ""
+    is_committed: bool = False  # True on rank 0 alone, which commits
+
+
+class Saver:
+    """A rank's side of all saves of a run. `told` hears, on any rank, how each one ended."""
+
+    def __init__(self, store: Store, told: Callable[[Saved], None]):
+        self.store = store
+        self._told = told
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._written = threading.Event()
+        self._written.set()
+        self._given_up = threading.Event()
+        self._dealt = 0.0  # a digest of what all held when it was last dealt who writes what
+        self._placed: list[Placed] = []
+        self._sources: list[tuple[Held, Box]] = []  # of each chunk: what is held, where in it
+        self._space = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        group: Group,
+        name: str,
+        tensors: Mapping[str, Sequence[Slice]],
+        plain: dict[str, Any],
+        about: tuple[Progress, Origin],
+        *,
+        at_once: Collection[str] = (),
+    ) -> str:
+        """Begin a save; every rank calls it with what it holds. Returns why not, if it did not.
+
+        The tensors in `at_once` may change as soon as this returns, the others once
+        `await_copy` has.
+        """
+        views = dict(_listed(tensors))
+        draft, token, problem = self._begin(group, name)
+        rows = group.gather_numbers([self.is_busy, token, _digest(list(views)), self._dealt])
+        token = int(rows[0][1])
+        if any(row[0] for row in rows) or not token:
+            if draft is not None:
+                draft.discard()
+            late = [str(rank) for rank, row in enumerate(rows) if row[0]]
+            waiting = f"rank {', '.join(late)} still writes the one before"
+            return waiting if late else problem or "rank 0 cannot write"
+        if draft is None:
+            draft = self.store.join(name, f"{token:x}")
+        all_held = _digest([row[2] for row in rows])
+        if any(row[3] != all_held for row in rows):  # also if one of them is new here
+            self._deal(group, list(views))
+            self._dealt = all_held
+        now: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
+        for chunk, (held, where) in zip(self._placed, self._sources):
+            pair = (self._place_of(chunk), where.of(views[held]))
+            (now if held.name in at_once else later).append(pair)
+        _copy(now)
+        work = _Work(group.rank, group.num_ranks, name, draft, plain, about)
+        self._copied.clear()
+        self._written.clear()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(work, later), name="shoal-save", daemon=True
+        )
+        self._thread.start()
+        return ""
+
+    def await_copy(self) -> None:
+        """Until the state may change again."""
+        self._copied.wait()
+
+    def finish(self, group: Group) -> None:
+        """Until the save under way has ended, one way or another. Every rank must call it."""
+        self._written.wait()
+        group.gather_numbers([])  # so rank 0 need not wait for a part that will not come
+        if self._thread is not None:
+            self._thread.join()
+
+    def give_up(self) -> None:
+        """A rank was lost, and its part will not come."""
+        self._given_up.set()
+        self._copied.wait()
+
+    def _begin(self, group: Group, name: str) -> tuple[Draft | None, int, str]:
+        """Rank 0 opens the draft; a token of 0 says that it cannot."""
+        if group.rank or self.is_busy:
+            return None, 0, ""
+        token = int.from_bytes(os.urandom(6), "big") | 1
+        try:
+            self.store.sweep()
+            return self.store.begin(name, f"{token:x}"), token, ""
+        except OSError as error:
+            return None, 0, f"{self.store}: {error.strerror}"
+
+    def _deal(self, group: Group, own: list[Held]) -> None:
+        encoded = msgspec.msgpack.encode(own)
+        listed = [
+            msgspec.msgpack.decode(share_bytes(group, rank, encoded), type=list[Held])
+            for rank in range(group.num_ranks)
+        ]
+        self._placed = place(deal(listed, ITEM_BYTES)[group.rank])
+        by_name: dict[str, list[Held]] = {}
+        for held in own:
+            by_name.setdefault(held.name, []).append(held)
+        self._sources = [_source(chunk.held, by_name[chunk.held.name]) for chunk in self._placed]
+        size = self._placed[-1].stop if self._placed else 0
+        self._space = torch.empty(size, dtype=torch.uint8)
+
+    def _place_of(self, chunk: Placed) -> Tensor:
+        flat = self._space[chunk.start : chunk.stop].view(type_of_name(chunk.held.dtype))
+        return flat.view(chunk.held.box.shape)
+
+    def _run(self, work: "_Work", copies: list[tuple[Tensor, Tensor]]) -> None:
+        """In the thread."""
+        started = time.monotonic()
+        problem, size, committed = "", 0, False
+        try:
+            try:
+                _copy(copies)
+            finally:
+                self._copied.set()
+            faultpoint("checkpoint.copied")
+            size = work.write(self._placed, self._space.numpy().data).file.num_bytes
+            self._written.set()
+            if work.rank == 0:
+                size, committed = work.commit(self._given_up), True
+        except (GroupLost, TimeoutError) as error:
+            problem = str(error)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 (a defect must not look like a save that worked)
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._written.set()
+        if problem:
+            work.draft.discard()
+        seconds = time.monotonic() - started
+        self._told(Saved(work.name, size, seconds, problem, committed))
+
+
+class _Work(NamedTuple):
+    """One save of one rank, once its state is safe in memory."""
+
+    rank: int
+    num_ranks: int
+    name: str
+    draft: Draft
+    plain: dict[str, Any]
+    about: tuple[Progress, Origin]
+
+    def write(self, placed: Sequence[Placed], content: memoryview) -> Part:
+        """Write this rank's file, and what is in it."""
+        head = header(placed)
+        file = f"rank-{self.rank:05d}.safetensors"
+        hashes = [xxhash.xxh3_128_hexdigest(content[c.start : c.stop]) for c in placed]
+
+        def parts() -> Iterator[memoryview | bytes]:
+            yield head
+            yield from (content[chunk.start : chunk.stop] for chunk in placed)
+
+        self.draft.write(file, parts())
+        described: dict[str, tuple[Held, list[Chunk]]] = {}
+        for chunk, digest in zip(placed, hashes):
+            box, (_, chunks) = (
+                chunk.held.box,
+                described.setdefault(chunk.held.name, (chunk.held, [])),
+            )
+            if box.numel:
+                start = len(head) + chunk.start
+                chunks.append(Chunk(box.offset, box.shape, self.rank, start, digest))
+        part = Part(
+            File(file, len(head) + len(content), len(head), xxhash.xxh3_128_hexdigest(head)),
+            tuple(
+                manifests.Tensor(held.name, held.dtype, held.whole, tuple(chunks))
+                for held, chunks in described.values()
+            ),
+            self.plain,
+        )
+        self.draft.write(_part_name(self.rank), [msgspec.json.encode(part)])
+        return part
+
+    def commit(self, given_up: threading.Event) -> int:
+        """On rank 0: wait for all parts, then make the checkpoint appear. Returns its bytes."""
+        parts = [self._await_part(rank, given_up) for rank in range(self.num_ranks)]
+        tensors: dict[str, manifests.Tensor] = {}
+        for part in parts:
+            for tensor in part.tensors:
+                known = tensors.get(tensor.name)
+                chunks = (known.chunks if known else ()) + tensor.chunks
+                tensors[tensor.name] = msgspec.structs.replace(tensor, chunks=chunks)
+        progress, origin = self.about
+        content = manifests.encode(
+            Manifest(
+                manifests.FORMAT,
+                manifests.VERSION,
+                progress,
+                origin,
+                {name: value for part in parts for name, value in part.plain.items()},
+                tuple(part.file for part in parts),
+                tuple(tensors[name] for name in sorted(tensors)),
+            )
+        )
+        manifests.decode(content, manifests.seal(content))  # never commit what no one would load
+        self.draft.write(manifests.MANIFEST, [content])
+        self.draft.write(manifests.SEAL, [manifests.seal(content)])
+        self.draft.commit(drop=[_part_name(rank) for rank in range(self.num_ranks)])
+        return len(content) + sum(part.file.num_bytes for part in parts)
+
+    def _await_part(self, rank: int, given_up: threading.Event) -> Part:
+        deadline, pause_s = time.monotonic() + PATIENCE_S, SHORTEST_PAUSE_S
+        while (content := self.draft.read(_part_name(rank))) is None:
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)  # asking a distant store is not free
+            if given_up.wait(pause_s):
+                raise GroupLost(f"rank {rank} was lost before it had written its part")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {rank} wrote nothing within {PATIENCE_S:g} s. All ranks must see the "
+                    "same directory"
+                )
+        return msgspec.json.decode(content, type=Part)
+
+
+def _part_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def _listed(tensors: Mapping[str, Sequence[Slice]]) -> Iterator[tuple[Held, Tensor]]:
+    for name, parts in tensors.items():
+        for part in parts:
+            box = Box(part.offset, tuple(part.tensor.shape))
+            yield Held(name, name_of_type(part.tensor.dtype), part.global_shape, box), part.tensor
+
+
+def _digest(items: list[Any]) -> float:
+    """A number that changes when they do; a float carries 53 bits of it."""
+    return float(xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(items)) >> 11)
+
+
+def _source(chunk: Held, own: Sequence[Held]) -> tuple[Held, Box]:
+    """Which of the boxes that this rank holds a chunk is a part of, and where in it."""
+    held = next(
+        held for held in own if held.box.meet(chunk.box) == chunk.box or not chunk.box.numel
+    )
+    return held, chunk.box.inside(held.box)
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """In one call, which leaves the interpreter to the thread that computes."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

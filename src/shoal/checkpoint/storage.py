@@ -1,0 +1,222 @@
+"""Where checkpoints are kept: a small protocol, and files on a local or shared disk.
+
+A store holds checkpoints by name. One appears whole or not at all: it is written as a draft, of
+which nobody but its writers takes notice, and committed in one atomic act. On disk that act is a
+rename, after every byte was made durable with fsync; in an object store (`objects.py`) it is the
+writing of the seal. What a writer that died leaves of a draft is swept away by the next one.
+
+`shoal.testing.stores` has the tests that every store must pass.
+"""
+
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.faults import faultpoint
+
+MAP_NORESERVE = 0x4000  # Linux's, which the module mmap does not name
+_DRAFT = ".saving-"
+
+
+class Reader(Protocol):
+    """An open file."""
+
+    num_bytes: int
+
+    def read(self, start: int, length: int) -> memoryview:
+        """Bytes of the file; fails if they are not all there."""
+        ...
+
+
+class Draft(Protocol):
+    """A checkpoint being written, by one or several processes."""
+
+    def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
+        """Write a file; it is there, whole and durable, when this returns, and not before.
+
+        The parts must not change before that, since a store may have to send them again. Raises
+        OSError if the draft was discarded. The seal may be kept back until the commit.
+        """
+        ...
+
+    def read(self, file: str) -> bytes | None:
+        """A file that another writer may have written; None if it has not. Raises OSError if the
+        draft was discarded."""
+        ...
+
+    def commit(self, drop: Iterable[str]) -> None:
+        """Make the checkpoint appear under its name, without the files in `drop`. Called once, by
+        who wrote the seal, after all that the others write is there."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written. Never raises."""
+        ...
+
+
+class Store(Protocol):
+    """Checkpoints by name."""
+
+    def names(self) -> list[str]:
+        """Those that were committed, in the order of their names."""
+        ...
+
+    def files(self, name: str) -> set[str]: ...
+
+    def open(self, name: str, file: str) -> Reader: ...
+
+    def begin(self, name: str, token: str) -> Draft:
+        """Begin to write a checkpoint, which will replace one of the same name: that one goes,
+        whole, now or at the commit. So begin only where there is none, or one that is bad."""
+        ...
+
+    def join(self, name: str, token: str) -> Draft:
+        """Write with others, of whom one began."""
+        ...
+
+    def sweep(self) -> None:
+        """Remove drafts that nobody writes any more. Called by who is about to begin."""
+        ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class Directory:
+    """A store in a directory; other processes may write into it too."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            entries = [e for e in os.scandir(self.path) if e.is_dir(follow_symlinks=False)]
+            return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+        return []
+
+    def files(self, name: str) -> set[str]:
+        return set(os.listdir(self.path / name))
+
+    def open(self, name: str, file: str) -> "MappedFile":
+        return MappedFile(self.path / name / file)
+
+    def begin(self, name: str, token: str) -> "DirectoryDraft":
+        draft = self.join(name, token)
+        os.makedirs(draft.path)
+        return draft
+
+    def join(self, name: str, token: str) -> "DirectoryDraft":
+        return DirectoryDraft(self.path, name, token)
+
+    def sweep(self) -> None:
+        with suppress(FileNotFoundError):
+            for entry in os.listdir(self.path):
+                if entry.startswith(_DRAFT):
+                    shutil.rmtree(self.path / entry, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        """Out of sight first, in one act: nobody ever finds half of a checkpoint."""
+        gone = self.path / f"{_DRAFT}removing-{name}"
+        shutil.rmtree(gone, ignore_errors=True)  # of a removal that was killed
+        os.rename(self.path / name, gone)
+        faultpoint("checkpoint.removing")
+        shutil.rmtree(gone)
+
+
+class DirectoryDraft:
+    def __init__(self, store: Path, name: str, token: str):
+        self._store, self._name = store, name
+        self.path = store / f"{_DRAFT}{name}-{token}"
+
+    def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
+        unfinished = self.path / f"{file}.part"
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                faultpoint("checkpoint.after_chunk")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(unfinished, self.path / file)
+        faultpoint("checkpoint.after_file")
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return (self.path / file).read_bytes()
+        except FileNotFoundError:
+            os.stat(self.path)  # raises if the draft itself is gone
+            return None
+
+    def commit(self, drop: Iterable[str]) -> None:
+        for file in drop:
+            os.unlink(self.path / file)
+        _sync_directory(self.path)
+        target = self._store / self._name
+        faultpoint("checkpoint.sealed")
+        if target.exists():  # of an earlier life of the run, and it was not good enough to go on
+            aside = self._store / f"{_DRAFT}replaced-{self._name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(target, aside)
+            os.rename(self.path, target)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(self.path, target)
+        _sync_directory(self._store)
+        faultpoint("checkpoint.committed")
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class MappedFile:
+    """A file in memory as the kernel has it: a byte is read when it is looked at."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{path.name} is missing.") from None
+        except OSError as error:
+            raise BadCheckpoint(f"{path.name} cannot be opened: {error.strerror}.") from None
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise BadCheckpoint(f"{path.name} is not a file.")
+            self.num_bytes = found.st_size
+            # Private, since torch wants memory that it could write to; and not counted as memory
+            # that somebody will, or a file larger than that could not be opened.
+            flags, rights = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = (
+                memoryview(mmap.mmap(descriptor, self.num_bytes, flags, rights))
+                if self.num_bytes
+                else memoryview(b"")
+            )
+        finally:
+            os.close(descriptor)
+
+    def read(self, start: int, length: int) -> memoryview:
+        if start < 0 or length < 0 or start + length > self.num_bytes:
+            raise BadCheckpoint(
+                f"{self._path.name} has {self.num_bytes} bytes; {start + length} were to be there."
+            )
+        return self._map[start : start + length]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,110 @@
+"""`shoal checkpoint prune`: remove what no rule keeps, and never the last good one."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from shoal.checkpoint.finding import Found, find
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.retention import Keep, Known, superfluous
+from shoal.checkpoint.sealed import Sealed, num_cores
+from shoal.cli.tables import say
+from shoal.errors import UsageError, nearest
+
+
+class _Sorted(NamedTuple):
+    """What becomes of the checkpoints of a run: which stay, which go, which cannot be judged."""
+
+    stay: list[Known]
+    go: list[Known]
+    bad: dict[str, str]
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option(
+    "--keep",
+    "rule",
+    required=True,
+    metavar="RULE",
+    help='What stays, as in "last=3 every=1000 best=loss" or "best=accuracy:max".',
+)
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def prune(path: Path, rule: str, yes: bool, dry_run: bool) -> None:
+    """Remove the checkpoints of RUN_DIR that no rule keeps.
+
+    \b
+    last=N            the newest N; default 2
+    every=K           the first at or after each K steps
+    best=METRIC[:max] the one with the smallest, or the largest, METRIC
+
+    The newest good one always stays: before anything is removed, every byte of it is verified. Bad
+    ones are neither counted nor removed.
+    """
+    if yes and dry_run:
+        raise UsageError("--yes and --dry-run contradict each other. Give one of them.")
+    keep, found = Keep.parse(rule), find(path)
+    chosen = _sort_out(found, keep)
+    for name, problem in chosen.bad.items():
+        say(f"bad   {name}  {problem}")
+    for verb, some in (("stays", chosen.stay), ("goes ", chosen.go)):
+        for one in some:
+            say(f"{verb} {one.name}")
+    if not chosen.stay:
+        say("No checkpoint is good, so nothing was removed.", is_error=True)
+        raise SystemExit(1)
+    if dry_run or not chosen.go:
+        say(f"{len(chosen.go)} would be removed." if dry_run else "Nothing to remove.")
+        return
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("Nobody can be asked, so nothing was removed. Add --yes, or --dry-run.")
+    if not yes and not click.confirm(f"Remove {len(chosen.go)}?", default=False):
+        say("Nothing was removed.")
+        return
+    for one in chosen.go:
+        _remove(found, one.name)
+    say(f"{len(chosen.go)} removed, {len(chosen.stay)} stay.")
+
+
+def _sort_out(found: Found, keep: Keep) -> _Sorted:
+    known, bad = _known(found)
+    if keep.best is not None:
+        metrics = {metric for one in known for metric in one.metrics}
+        if known and keep.best not in metrics:
+            way_out = nearest(keep.best, metrics) if metrics else "Leave best out."
+            raise UsageError(f"No checkpoint has the metric {keep.best!r}. {way_out}")
+    while known:
+        newest = max(known, key=lambda one: (one.step, one.name))
+        try:
+            Sealed(found.store, newest.name).verify(num_cores())
+        except BadCheckpoint as problem:
+            known.remove(newest)
+            bad[newest.name] = str(problem)
+            continue
+        break
+    go = superfluous(known, keep)
+    return _Sorted([one for one in known if one not in go], go, bad)
+
+
+def _known(found: Found) -> tuple[list[Known], dict[str, str]]:
+    known, bad = [], {}
+    for name in found.names:
+        try:
+            progress = Sealed(found.store, name).manifest.progress
+        except BadCheckpoint as problem:
+            bad[name] = str(problem)
+        else:
+            known.append(Known(name, progress.step, progress.metrics))
+    return known, bad
+
+
+def _remove(found: Found, name: str) -> None:
+    try:
+        found.store.remove(name)
+    except FileNotFoundError:
+        pass  # the run itself was quicker
+    except OSError as error:
+        raise UsageError(f"{found.path(name)} cannot be removed: {error.strerror}.") from error

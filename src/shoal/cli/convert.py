@@ -1,0 +1,214 @@
+"""`shoal checkpoint export` and `import`: weights for other programs, and from them."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shoal.cli import options
+from shoal.cli.tables import in_units
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.checkpoint.foreign.program import Written
+    from shoal.checkpoint.foreign.weights import Model, Weights
+    from shoal.run import Run
+
+FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
+_PROGRAMS = ("pt2", "onnx")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", re.IGNORECASE)
+_PATH = click.Path(path_type=Path)
+
+
+def _read_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].upper() if found else ""
+    if unit and not unit.endswith("B"):
+        unit += "B"
+    size = int(float(found[1]) * _UNITS.get(unit, 1)) if found else 0
+    if size < 1:
+        raise click.BadParameter(f"{text!r} is no size. Write it like 5GB or 200MB.")
+    return size
+
+
+like = click.option(
+    "--like",
+    "recipe",
+    metavar="RECIPE",
+    help="The recipe whose model these are the weights of, as file.py:function.",
+)
+
+
+@click.command()
+@click.argument("checkpoint", type=_PATH)
+@click.argument("out", type=_PATH)
+@click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What to write.")
+@like
+@options.settings
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    metavar="SIZE",
+    callback=_read_size,
+    help="The largest file of --to huggingface. Default: 5GB.",
+)
+def export(
+    checkpoint: Path,
+    out: Path,
+    form: str,
+    recipe: str | None,
+    settings: dict[str, str],
+    shard_bytes: int | None,
+) -> None:
+    """Write the weights of CHECKPOINT to OUT, for other programs.
+
+    \b
+    safetensors  one file
+    huggingface  a directory that from_pretrained loads; --like adds its config.json
+    state_dict   one file for torch.load(weights_only=True); --like adds names of tied weights
+    dcp          a directory of torch.distributed.checkpoint
+    pt2          the model as a program, for torch.export.load; needs --like
+    onnx         the model as a program, for other runtimes; needs --like and the extra onnx
+
+    OUT must not exist. CHECKPOINT is a checkpoint, a run directory with one, or weights that
+    `import` takes. With --like, buffers that the model can make again are left out. Exit codes: 0
+    done, 1 the recipe's own error, 2 usage or input.
+    """
+    if form in _PROGRAMS and recipe is None:
+        raise UsageError(f"--to {form} needs the model. Name its recipe: --like file.py:function.")
+    if shard_bytes is not None and form != "huggingface":
+        raise UsageError(f"--shard-size has no effect with --to {form}. Leave it out.")
+    if settings and recipe is None:
+        raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
+    from shoal.checkpoint.foreign.opening import open_weights
+
+    source = open_weights(checkpoint)
+    run = _load(recipe, settings)
+    if form in _PROGRAMS:
+        assert run is not None
+        click.echo(_export_program(source, run, form, out))
+        return
+    click.echo(_export_tensors(source, run, form, out, shard_bytes))
+
+
+def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
+    if recipe is None:
+        return None
+    from shoal.recipe import load_recipe
+
+    return load_recipe(recipe, settings)
+
+
+def _export_tensors(
+    source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
+) -> str:
+    from shoal.checkpoint.foreign import dcp, huggingface, safetensors, state_dict
+    from shoal.checkpoint.foreign.adopt import first_names
+    from shoal.checkpoint.foreign.weights import Model
+
+    model = run.make_model() if run is not None else None
+    tied: dict[str, str] = {}
+    if model is not None:
+        tied = {name: first for name, first in first_names(model).items() if name != first}
+        _refuse_other_model(source, model)
+    only = set(model.state_dict()) if model is not None else None
+    inside, config = "", None
+    if form == "huggingface" and model is not None:
+        inside, config = huggingface.find_inner(model)
+    weights = Model(source, only, inside)
+    if form == "safetensors":
+        safetensors.export_safetensors(weights, out)
+    elif form == "huggingface":
+        most = huggingface.SHARD_BYTES if shard_bytes is None else shard_bytes
+        huggingface.export_huggingface(weights, out, most, config)
+    elif form == "state_dict":
+        more = {name: first for name, first in tied.items() if name not in weights.names}
+        state_dict.export_state_dict(weights, out, more)
+    else:
+        dcp.export_dcp(weights, out)
+    return _told(weights, out)
+
+
+def _refuse_other_model(source: "Weights", model: "nn.Module") -> None:
+    """A recipe of another model would say nothing about these weights."""
+    from shoal.checkpoint.foreign.program import load_into
+    from shoal.checkpoint.foreign.weights import Model
+
+    load_into(model, Model(source))
+
+
+def _told(weights: "Model", out: Path) -> str:
+    size = sum(map(weights.num_bytes, weights.names))
+    left = _some("left out", weights.left_out)
+    return f"{out}: {len(weights.names)} tensors, {in_units(size)}{left}."
+
+
+def _some(what: str, names: Any) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"; {what}: {', '.join(names[:3])}{more}"
+
+
+def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
+    from shoal.checkpoint.foreign import program
+    from shoal.checkpoint.foreign.weights import Model
+    from shoal.data.loader import pieces_in_order
+
+    model = run.make_model()
+    program.load_into(model, Model(source))
+    piece = pieces_in_order(run.data, program.NUM_SAMPLES, run.collate)[0]
+    inputs = program.call_with(piece.inputs, piece.num_samples)
+    write = program.export_pt2 if form == "pt2" else program.export_onnx
+    return _told_of_program(write(model, inputs, out), inputs.num_samples, out)
+
+
+def _told_of_program(written: "Written", num_samples: int, out: Path) -> str:
+    batch = "any number of samples" if written.any_batch else f"{num_samples} samples at a time"
+    return f"{out}: a program for {batch}, checked with {written.checked}."
+
+
+@click.command("import")
+@click.argument("source", type=_PATH)
+@click.argument("out", type=_PATH)
+@like
+@options.settings
+@click.option(
+    "--prefix",
+    default="",
+    metavar="PREFIX",
+    help="Take only names that begin with PREFIX, and cut it off: module. or model., say.",
+)
+def import_(
+    source: Path, out: Path, recipe: str | None, settings: dict[str, str], prefix: str
+) -> None:
+    """Make a checkpoint OUT of weights that another program wrote.
+
+    SOURCE is a safetensors file, a state_dict file of torch.save, a directory of the Hugging Face
+    layout, or one of torch.distributed.checkpoint. No code in it is run. With --like, names and
+    shapes must be those of the recipe's model, and elements take its types. OUT must not exist; it
+    holds weights only. Exit codes: 0 done, 1 the recipe's own error, 2 usage or input.
+    """
+    if settings and recipe is None:
+        raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
+    from shoal.checkpoint.foreign.adopt import adopt, as_they_are, fitted
+    from shoal.checkpoint.foreign.opening import import_from
+    from shoal.checkpoint.foreign.weights import Model
+    from shoal.checkpoint.manifest import BadCheckpoint
+
+    found = import_from(source, prefix)
+    weights, run = Model(found), _load(recipe, settings)
+    try:
+        wanted = fitted(weights, run.make_model()) if run is not None else as_they_are(weights)
+        adopt(weights, wanted, out, recipe or "")
+    except BadCheckpoint as bad:
+        raise BadCheckpoint(f"{source}: {bad}") from bad
+    changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
+    told = _some("converted to the model's types", changed) + _some("left out", found.left_out)
+    click.echo(f"{out}: {len(wanted)} tensors{told}.")

@@ -1,0 +1,257 @@
+"""When a run saves, and from what it goes on.
+
+A `Keeper` belongs to one rank's trainer. It saves every `save_every` steps while training goes on,
+and once more when the run ends or is told to stop, then waiting until the checkpoint is there. A
+run whose ranks are all new goes on from the newest checkpoint that every one of them could read.
+
+A save needs all ranks in one group. One that a loss interrupts is not made up for: the next is
+due soon enough, and ranks that disagree on whether it was made would wait for each other.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from shoal.beginning import Beginning, Taken
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress
+from shoal.checkpoint.retention import Keep, Known, superfluous
+from shoal.checkpoint.save import Saved, Saver
+from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.storage import Store
+from shoal.comm.collectives import Group
+from shoal.data.order import batches_per_epoch
+from shoal.hooks import StepInfo
+from shoal.logs import warn_once
+from shoal.numerics.precision import ScaleState
+from shoal.plan import Plan
+from shoal.run import Run
+from shoal.sync.state import Given, share_bytes
+
+if TYPE_CHECKING:
+    from shoal.training import Trainer
+
+Tell = Callable[..., None]  # of an event, by its name and what it needs
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class Keeping(NamedTuple):
+    """How a run keeps its state, decided before its ranks start."""
+
+    store: Store
+    origin: Origin
+    keep: Keep = Keep()
+    beginning: Beginning | None = None
+
+
+class Keeper:
+    """`tell` hears of saves and of checkpoints that were passed over, in the trainer's thread."""
+
+    def __init__(self, keeping: Keeping, tell: Tell):
+        self.store, self.origin = keeping.store, keeping.origin
+        self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
+        self.saved_step: int | None = None  # the newest that this rank knows to be there
+        self._ended: deque[Saved] = deque()  # filled by the saver's thread
+        self._saver = Saver(self.store, self._has_ended)
+
+    def restore(self, trainer: "Trainer") -> None:
+        """If no rank has made a step, go on from the newest good checkpoint, should there be one.
+
+        Every rank must call it.
+        """
+        world = trainer.mesh.world
+        if any(row[0] for row in world.gather_numbers([trainer.step])):
+            return
+        names = self.store.names() if world.rank == 0 else []
+        shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
+        problems = []
+        for name in reversed(msgspec.msgpack.decode(shared, type=list[str])):
+            problem = _first_problem(world, self._load(trainer, name))
+            if not problem:
+                return
+            problems.append(f"{name}: {problem}")
+            self._tell("checkpoint-refused", name=name, why=problem)
+        if problems:
+            raise BadCheckpoint(
+                f"No checkpoint in {self.store} can be gone on from. {' '.join(problems)} "
+                "Remove them to begin anew."
+            )
+        if self._beginning is not None:
+            source = self._beginning.source(Given(trainer.strategy.state_dict()))
+            problem = _first_problem(world, self._take_over(trainer, source))
+            if problem:
+                raise BadCheckpoint(f"{self._beginning.path}: {problem}")
+
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
+        """Save, if it is time to. Every rank must call it, in the group that made the step."""
+        self.report()
+        every = trainer.run.save_every
+        if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
+            problem = self.save(trainer)
+            if problem:
+                self._tell("save-skipped", step=info.step, why=problem)
+                warn_once(f"The checkpoint of step {info.step} was not made: {problem}.")
+
+    def await_copy(self) -> None:
+        """Until the state may change."""
+        self._saver.await_copy()
+
+    def at_end(self, trainer: "Trainer") -> None:
+        """See to it that the state as it is now is saved. Every rank must call it."""
+        world, step = trainer.mesh.world, trainer.step
+        self._saver.finish(world)
+        self.report()
+        if step and self.saved_step_of(world) != step:
+            problem = self.save(trainer)
+            self._saver.finish(world)
+            self.report()
+            if problem:
+                self._tell("save-skipped", step=step, why=problem)
+            self.saved_step_of(world)
+
+    def give_up(self) -> None:
+        """The group broke: a save that waits for a lost rank will not be."""
+        self._saver.give_up()
+
+    def report(self) -> None:
+        """Say what became of saves that have ended."""
+        while self._ended:
+            saved = self._ended.popleft()
+            step = int(saved.name.rpartition("-")[2])
+            if saved.problem:
+                self._tell("save-failed", step=step, why=saved.problem)
+                warn_once(f"The checkpoint of step {step} could not be written: {saved.problem}.")
+            elif saved.is_committed:
+                self.saved_step = step
+                self._tell(
+                    "saved",
+                    step=step,
+                    name=saved.name,
+                    bytes=saved.num_bytes,
+                    ms=round(1000 * saved.seconds, 1),
+                )
+
+    def saved_step_of(self, world: Group) -> int | None:
+        """The newest step that is saved, as rank 0 knows it. Every rank must call it."""
+        known = world.gather_numbers([-1 if self.saved_step is None else self.saved_step])[0][0]
+        self.saved_step = int(known) if known >= 0 else None
+        return self.saved_step
+
+    def save(self, trainer: "Trainer") -> str:
+        """Begin a save; returns why not, if it did not. Every rank must call it."""
+        state = trainer.strategy.state_dict()
+        buffers = {f"model.{name}" for name, _ in trainer.model.named_buffers()}
+        return self._saver.save(
+            trainer.mesh.world,
+            name_of(trainer.step),
+            state.tensors,
+            state.plain,
+            (self._progress(trainer), self.origin),
+            at_once=buffers,
+        )
+
+    def _progress(self, trainer: "Trainer") -> Progress:
+        run, info = trainer.run, trainer.last_info
+        num_samples, step = len(run.data), trainer.step
+        per_epoch = batches_per_epoch(num_samples, run.batch_size, run.end)
+        epoch, batch = divmod(step, per_epoch)
+        of_epoch = per_epoch * run.batch_size if run.end != "pad" else num_samples
+        told = {} if info is None else {"loss": info.loss, **(info.evaluation or {})}
+        metrics = {name: value for name, value in told.items() if math.isfinite(value)}
+        return Progress(
+            step=step,
+            samples=epoch * of_epoch + batch * run.batch_size,
+            epoch=epoch,
+            batch=batch,
+            metrics=metrics,
+            loss_scale=trainer.loss_scale.state._asdict(),
+        )
+
+    def _has_ended(self, saved: Saved) -> None:
+        """In the saver's thread: a new checkpoint may make older ones superfluous."""
+        if saved.is_committed:
+            try:
+                prune(self.store, self._keep)
+            except OSError as error:
+                warn_once(f"Old checkpoints could not be removed: {error.strerror}.")
+        self._ended.append(saved)
+
+    def _load(self, trainer: "Trainer", name: str) -> str:
+        """Take the state over; returns why that cannot be."""
+        try:
+            opened = Opened(self.store, name)
+        except BadCheckpoint as bad:
+            return str(bad)
+        problem = self._take_over(trainer, opened)
+        if not problem:
+            self.saved_step = trainer.step
+        return problem
+
+    def _take_over(self, trainer: "Trainer", source: Opened | Taken) -> str:
+        progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
+        try:
+            trainer.strategy.load_state_dict(source, progress.step)
+        except BadCheckpoint as bad:
+            return str(bad)
+        except OSError as error:
+            return f"{error.strerror}."
+        trainer.step = progress.step
+        if progress.loss_scale:
+            trainer.loss_scale.load(ScaleState(**progress.loss_scale))
+        if isinstance(source, Opened):
+            self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
+        return ""
+
+
+class KeepsNothing:
+    """A keeper for a run without checkpoints."""
+
+    saved_step = None
+
+    def restore(self, trainer: "Trainer") -> None:
+        """There is nothing to go on from."""
+
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
+        """Nothing is due."""
+
+    def await_copy(self) -> None:
+        """Nothing is being copied."""
+
+    def at_end(self, trainer: "Trainer") -> None:
+        """The end is not saved."""
+
+    def give_up(self) -> None:
+        """Nothing is under way."""
+
+
+def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Origin:
+    """What a checkpoint says of where it comes from."""
+    versions = {"shoal": version("shoal"), "torch": str(torch.__version__)}
+    return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
+
+
+def prune(store: Store, keep: Keep) -> None:
+    """Remove what no rule keeps; of what is not sound, nobody knows whether it may go."""
+    known = []
+    for name in store.names():
+        with suppress(BadCheckpoint):
+            progress = Sealed(store, name).manifest.progress
+            known.append(Known(name, progress.step, progress.metrics))
+    for one in superfluous(known, keep):
+        store.remove(one.name)
+
+
+def _first_problem(world: Group, own: str) -> str:
+    """The problem of the first rank that has one, on every rank."""
+    rows = world.gather_numbers([bool(own)])
+    found = [rank for rank, row in enumerate(rows) if row[0]]
+    return share_bytes(world, found[0], own.encode()).decode() if found else ""

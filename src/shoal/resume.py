@@ -1,0 +1,70 @@
+"""What may change when a run goes on from a checkpoint, and what may not.
+
+The plan may, and with it the number of ranks. Of the Run, how long it is, its schedule, and when it
+saves and measures. Anything else would make it another run, and is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
+from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.storage import Store
+from shoal.errors import PlanError, UsageError
+from shoal.plan import Plan
+from shoal.run import Run, resolve
+
+MAY_CHANGE = (
+    "steps",
+    "epochs",
+    "schedule",
+    "save_every",
+    "evaluate",
+    "evaluate_every",
+    "metrics",
+    "plan",
+    "cuts",
+)
+
+
+def newest(store: Store) -> Manifest:
+    """What the newest checkpoint of a run says of itself."""
+    problems = []
+    for name in reversed(store.names()):
+        try:
+            return Sealed(store, name).manifest
+        except BadCheckpoint as bad:
+            problems.append(f"{name}: {bad}")
+    if problems:
+        raise BadCheckpoint(f"No checkpoint in {store} is good. {' '.join(problems)}")
+    raise UsageError(
+        f"{store} holds no checkpoint to go on from. A run makes one at its end and when it is "
+        "stopped, and every `save_every` steps if its recipe says so."
+    )
+
+
+def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
+    """Refuse to go on with another run; `own` is the plain description of this one."""
+    for field, value in own.items():
+        before = origin.run.get(field, value)
+        if field not in MAY_CHANGE and value != before:
+            raise UsageError(
+                f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
+                f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
+            )
+    if len(run.data) != origin.num_samples:
+        raise UsageError(
+            f"The data had {origin.num_samples} samples and has {len(run.data)} now, so no sample "
+            "would be where it was in the order. Go on with the data that the run began with."
+        )
+
+
+def plan_to_go_on(run: Run, text: str | None, ranks: int | None, origin: Origin) -> Plan:
+    """The plan, by default the last one, with the batch cut into pieces as before if it can be."""
+    chosen = Plan.parse(origin.plan if text is None else text)
+    if chosen.pieces is None:
+        try:
+            return resolve(run, f"{chosen} pieces={origin.num_pieces}", ranks)
+        except PlanError:
+            pass  # it needs another number of pieces; the batch is cut anew from here on
+    return resolve(run, chosen, ranks)

@@ -1,0 +1,207 @@
+"""A run that was stopped, killed or cut short goes on from its newest good checkpoint."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.storage import Directory
+from shoal.errors import RUN_AGAIN
+from shoal.testing import faults
+from shoal.testing.faults import Trained, Training, check_ledger, check_same
+from shoal.testing.leaks import is_alive, wait_until
+from shoal.testing.ranks import Pool
+
+RECIPE = str(Path(__file__).with_name("tiny.py"))
+NUM_STEPS = 60
+EVERY = 10
+SAVE_POINTS = [
+    "checkpoint.copied",
+    "checkpoint.after_chunk",
+    "checkpoint.after_file",
+    "checkpoint.sealed",
+    "checkpoint.committed",
+]
+
+
+@pytest.fixture
+def train(pool: Pool, tmp_path: Path):
+    """Start the tiny run, again and again, in one run directory."""
+
+    def begin(*armed: str, plan: str = "data=3", resume: bool = False, **settings) -> Training:
+        options = ("--keep", "last=3", *(("--resume",) if resume else ()))
+        settings = {"save_every": EVERY, **settings}
+        return faults.start(
+            pool,
+            f"{RECIPE}:mlp",
+            tmp_path / "run",
+            plan=plan,
+            settings=settings,
+            faults=armed,
+            options=options,
+        )
+
+    return begin
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints of a run, all of which are good; nothing else is there."""
+    store = Directory(run_dir / "checkpoints")
+    for name in store.names():
+        Opened(store, name).verify()
+    assert set(os.listdir(store.path)) == set(store.names()), "something half-written remained"
+    return [int(name.rpartition("-")[2]) for name in store.names()]
+
+
+def test_saving_does_not_change_what_is_trained(train, undisturbed: Trained) -> None:
+    trained = train(pause=0).wait()
+    check_same(trained, undisturbed)
+    saved = checkpoints(trained.run_dir)
+    assert saved[-1] == trained.result["checkpoint"] == NUM_STEPS
+    assert saved == [event["step"] for event in trained.events("saved")][-3:]
+
+
+def test_three_resumes_at_odd_steps(train, undisturbed: Trained) -> None:
+    done = 0
+    for number in range(3):
+        training = train(pause=0.1, resume=number > 0)
+        training.wait_for_step(done + 1)
+        training.command.send_signal(signal.SIGTERM)
+        trained = training.wait()
+        assert trained.exit_code == RUN_AGAIN, trained.errors
+        assert done < len(trained.steps()) == trained.result["checkpoint"] < NUM_STEPS
+        assert "--resume" in trained.last_words
+        done = len(trained.steps())
+    trained = train(pause=0, resume=True).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=3", "data=2 zero=1", "pipeline=2"])
+def test_it_goes_on_under_another_plan(train, plan: str) -> None:
+    """Plans that sum in one order, so the bits are those of a run that never changed."""
+    training = train(pause=0.02, plan=f"{plan} pieces=4")
+    training.wait_for_step(13)
+    training.command.send_signal(signal.SIGINT)
+    assert training.wait().exit_code == RUN_AGAIN
+    trained = train(plan="data=2 pieces=4", pause=0, resume=True).wait()
+    check_ledger(trained, NUM_STEPS)
+    losses, model = [record["loss"] for record in trained.steps()], trained.model()
+    shutil.rmtree(trained.run_dir)
+    whole = train(plan="data=2 pieces=4", pause=0).wait()
+    assert [record["loss"] for record in whole.steps()] == losses
+    assert whole.model() == model
+
+
+def test_killing_everything_loses_only_what_was_not_saved(train, undisturbed: Trained) -> None:
+    training = train(pause=0.02)
+    training.wait_for_step(25)
+    processes = training.processes()
+    training.command.send_signal(signal.SIGKILL)
+    training.wait()
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10)
+    trained = train(pause=0, resume=True).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+
+
+def test_all_ranks_lost_at_once_go_on_from_the_checkpoint(train, undisturbed: Trained) -> None:
+    training = train(pause=0.02)
+    training.wait_for_step(25)
+    for rank in range(3):
+        training.signal_rank(rank, signal.SIGKILL)
+    trained = training.wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    assert trained.result["steps_again"] < EVERY + 10
+
+
+@pytest.mark.parametrize(
+    ("point", "member"),
+    [
+        pytest.param(point, member, marks=[] if member == i % 2 else [pytest.mark.full])
+        for i, point in enumerate(SAVE_POINTS)
+        for member in ((0, 1) if point not in SAVE_POINTS[3:] else (0,))
+    ],
+)
+def test_a_kill_during_a_save(train, undisturbed: Trained, point: str, member: int) -> None:
+    trained = train(f"{point}:kill:member={member}").wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    assert checkpoints(trained.run_dir)[-1] == NUM_STEPS
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS[:4])
+@pytest.mark.parametrize("member", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_full_disk_costs_a_checkpoint_and_no_step(
+    train, undisturbed: Trained, point: str, member: int
+) -> None:
+    if member and point == "checkpoint.sealed":
+        pytest.skip("rank 0 alone commits")
+    trained = train(f"{point}:full:member={member}").wait()
+    check_same(trained, undisturbed)
+    failed = trained.events("save-failed")
+    assert any("No space left" in event["why"] for event in failed)
+    assert failed[0]["step"] not in checkpoints(trained.run_dir)
+    assert checkpoints(trained.run_dir)[-1] == NUM_STEPS
+
+
+def test_a_bad_checkpoint_is_passed_over(train, undisturbed: Trained) -> None:
+    training = train(pause=0.02)
+    training.wait_for_step(45)
+    training.command.send_signal(signal.SIGTERM)
+    stopped = training.wait()
+    names = Directory(stopped.run_dir / "checkpoints").names()
+    _flip(stopped.run_dir / "checkpoints" / names[-1] / "rank-00001.safetensors")
+    (stopped.run_dir / "checkpoints" / names[-2] / "manifest.json").unlink()
+    trained = train(pause=0, resume=True).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    refused = {event["name"]: event["why"] for event in trained.events("checkpoint-refused")}
+    assert "rank-00001.safetensors" in refused[names[-1]]
+    assert "manifest.json is missing" in refused[names[-2]]
+    assert names[-1] in trained.errors and "passed over" in trained.errors
+
+
+def test_a_run_without_a_good_checkpoint_is_not_begun_anew(train) -> None:
+    training = train(pause=0.02)
+    training.wait_for_step(5)
+    training.command.send_signal(signal.SIGTERM)
+    stopped = training.wait()
+    for name in Directory(stopped.run_dir / "checkpoints").names():
+        _flip(stopped.run_dir / "checkpoints" / name / "rank-00000.safetensors")
+    trained = train(resume=True).wait()
+    assert trained.exit_code == 2
+    assert "rank-00000.safetensors" in trained.last_words
+
+
+def test_what_may_not_change(train) -> None:
+    trained = train(steps=20).wait()
+    assert trained.exit_code == 0, trained.errors
+    for settings, words in (
+        ({"batch_size": 6}, "batch_size was 12 and is 6 now"),
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"clip": 2.0}, "clip was 1.0 and is 2.0 now"),
+    ):
+        again = train(resume=True, steps=20, **settings).wait()
+        assert again.exit_code == 2 and words in again.last_words
+    done = train(resume=True, steps=20).wait()
+    assert done.exit_code == 0 and "were done already" in done.last_words
+    longer = train(resume=True, steps=30).wait()
+    assert longer.exit_code == 0 and len(longer.steps()) == 30
+
+
+def test_there_must_be_something_to_go_on_from(train, tmp_path: Path) -> None:
+    nothing = train(resume=True).wait()
+    assert nothing.exit_code == 2
+    assert "holds no run that could go on" in nothing.last_words
+    assert not (tmp_path / "run").exists()
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 16
+    path.write_bytes(content)

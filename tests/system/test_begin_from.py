@@ -1,0 +1,109 @@
+"""`shoal train --from`: a run begins with the weights, or everything, of another."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal.testing import faults
+from shoal.testing.faults import Trained
+from shoal.testing.ranks import Pool
+
+TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")
+Train = Callable[..., Trained]
+
+
+@pytest.fixture(scope="module")
+def first(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 20 steps."""
+    run_dir = tmp_path_factory.mktemp("first") / "run"
+    settings = {"pause": 0, "steps": 20}
+    trained = faults.start(pool, f"{TINY}:mlp", run_dir, plan="data=2", settings=settings).wait()
+    assert trained.exit_code == 0, trained.errors
+    return run_dir
+
+
+@pytest.fixture
+def train(pool: Pool, tmp_path: Path) -> Train:
+    def train(source: Path, *words: str, steps: int, plan: str = "data=2") -> Trained:
+        number = len(list(tmp_path.glob("*.out")))
+        options = ("--from", str(source), *words)
+        settings = {"pause": 0, "steps": steps}
+        run_dir = tmp_path / f"run-{number}"
+        return faults.start(
+            pool, f"{TINY}:mlp", run_dir, plan=plan, settings=settings, options=options
+        ).wait()
+
+    return train
+
+
+def checkpoint(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "step-00000020"
+
+
+def test_everything_goes_on_in_a_new_run(train: Train, first: Path, pool: Pool) -> None:
+    trained = train(checkpoint(first), "--take", "everything", steps=30)
+    assert trained.exit_code == 0, trained.errors
+    assert [record["step"] for record in trained.steps()] == list(range(21, 31))
+    assert "everything of" in trained.errors
+    whole_dir = trained.run_dir.with_name("whole")
+    settings = {"pause": 0, "steps": 30}
+    whole = faults.start(pool, f"{TINY}:mlp", whole_dir, plan="data=2", settings=settings).wait()
+    assert trained.model() == whole.model()
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "pipeline=2"])
+def test_weights_alone_begin_at_step_1(train: Train, first: Path, plan: str) -> None:
+    """A rate of 0 would not do: AdamW's first step moves each weight by the rate."""
+    trained = train(checkpoint(first), steps=1, plan=plan)
+    assert trained.exit_code == 0, trained.errors
+    before, after = (load_file(d / "model.safetensors") for d in (first, trained.run_dir))
+    for name in ("0.weight", "4.weight"):
+        assert not torch.equal(before[name], after[name])
+        assert (before[name] - after[name]).abs().max() < 0.0101
+    assert [record["step"] for record in trained.steps()] == [1]
+
+
+def test_a_finished_model_does_as_well(train: Train, first: Path) -> None:
+    of_model = train(first / "model.safetensors", steps=2)
+    of_checkpoint = train(checkpoint(first), steps=2)
+    assert of_model.exit_code == of_checkpoint.exit_code == 0, of_model.errors
+    assert of_model.model() == of_checkpoint.model()
+
+
+def test_what_does_not_match_is_refused_or_listed(
+    train: Train, first: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(first / "model.safetensors")
+    tensors["4.weight"] = torch.zeros(2, 16)
+    tensors["strange"] = torch.zeros(3)
+    del tensors["0.bias"]
+    tensors["0.weight"] = tensors["0.weight"].to(torch.bfloat16)
+    other = tmp_path / "other.safetensors"
+    save_file(tensors, other)
+    refused = train(other, steps=2)
+    assert refused.exit_code == 2
+    for words in ("not in it: 0.bias", "not in the model: strange", "another shape: 4.weight"):
+        assert words in refused.last_words
+    assert "--partial" in refused.last_words
+    partly = train(other, "--partial", steps=2)
+    assert partly.exit_code == 0, partly.errors
+    assert "not in the model: strange" in partly.errors
+    nothing = tmp_path / "nothing.safetensors"
+    save_file({"x": torch.zeros(1)}, nothing)
+    assert "no tensor in common" in train(nothing, "--partial", steps=2).last_words
+
+
+def test_wrong_words(train: Train, first: Path, tmp_path: Path) -> None:
+    model = first / "model.safetensors"
+    assert "holds weights alone" in train(model, "--take", "everything", steps=2).last_words
+    assert "Give one of them" in train(model, "--resume", steps=2).last_words
+    assert "There is no" in train(tmp_path / "absent", steps=2).last_words
+    broken = tmp_path / "step-00000020"
+    shutil.copytree(checkpoint(first), broken)
+    (broken / "manifest.json").write_bytes(b"{}")
+    wrong = train(broken, steps=2)
+    assert wrong.exit_code == 2 and "manifest.json" in wrong.last_words

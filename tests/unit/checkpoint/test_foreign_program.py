@@ -1,0 +1,150 @@
+"""A model as a program of its own: it gives what the model gives, for any number of samples."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.foreign.program import (
+    Inputs,
+    call_with,
+    export_onnx,
+    export_pt2,
+    load_into,
+)
+from shoal.checkpoint.foreign.weights import Model
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.errors import RecipeError, UsageError
+from tests.unit.checkpoint.made import NAME, make
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout, which behave otherwise in training; a buffer that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = self.last(self.drop(self.norm(self.first(x)).relu())) * self.scale
+        return y if shift is None else y + shift
+
+
+class Fixed(nn.Module):
+    """Knows how many samples come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + torch.rand_like(x)
+
+
+def trained(model: nn.Module, directory: Path) -> Model:
+    """A checkpoint of a model whose buffers have moved, as training keeps it."""
+    model(torch.randn(5, 4))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {f"model.{name}": tensor.detach().clone() for name, tensor in state.items()}
+    return Model(Opened(make(directory, named), NAME))
+
+
+def inputs() -> Inputs:
+    return call_with(torch.randn(3, 4), 3)
+
+
+def test_weights_go_into_a_model(tmp_path: Path) -> None:
+    source, target = Net(), Net()
+    load_into(target, trained(source, tmp_path))
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+
+
+def test_weights_of_another_model_do_not(tmp_path: Path) -> None:
+    weights = trained(Net(), tmp_path)
+    with pytest.raises(BadCheckpoint, match=r"lacks 0\.bias, 0\.weight, which"):
+        load_into(nn.Sequential(nn.Linear(4, 8)), weights)
+    larger = Net()
+    larger.last = nn.Linear(8, 5)
+    with pytest.raises(BadCheckpoint, match=r"not of the recipe's model: model\.last"):
+        load_into(larger, weights)
+    smaller = Net()
+    del smaller.norm
+    with pytest.raises(BadCheckpoint, match=r"has norm\.bias, .* and 2 more, which"):
+        load_into(smaller, weights)
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_a_program_gives_what_the_model_gives(form: str, tmp_path: Path) -> None:
+    model = Net()
+    load_into(model, trained(Net(), tmp_path / "from"))
+    x, shift = torch.randn(3, 4), torch.randn(3, 3)
+    given = {"tensor": x, "tuple": (x, shift), "dict": {"x": x, "shift": shift}}[form]
+    called = call_with(given, 3)
+    written = export_pt2(model, called, tmp_path / "m.pt2")
+    assert written.any_batch
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    for some in (called, called.first(2), call_with(torch.randn(7, 4), 7)):
+        if form == "tensor" or some.num_samples != 7:
+            wanted = model(*some.args, **some.kwargs)
+            assert torch.allclose(program(*some.args, **some.kwargs), wanted, atol=1e-6)
+
+
+def test_a_fixed_number_of_samples_is_told(tmp_path: Path) -> None:
+    written = export_pt2(Fixed(), inputs(), tmp_path / "m.pt2")
+    assert not written.any_batch
+    torch.export.load(tmp_path / "m.pt2").module()(torch.randn(3, 4))
+
+
+def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="another result than the model"):
+        export_pt2(Random(), inputs(), tmp_path / "m.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_traced_is_refused(tmp_path: Path) -> None:
+    class Branches(Fixed):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight if x.sum() > 0 else x
+
+    with pytest.raises(RecipeError, match=r"torch\.export cannot trace the model"):
+        export_pt2(Branches(), inputs(), tmp_path / "m.pt2")
+
+
+def test_onnx_gives_what_the_model_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported
+    reason = "needs the extras onnx and test"
+    for module in ("onnx", "onnxscript"):
+        pytest.importorskip(module, reason=reason)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread for a progress bar
+    runtime = pytest.importorskip("onnxruntime", reason=reason)
+    model = Net()
+    load_into(model, trained(Net(), tmp_path / "from"))
+    written = export_onnx(model, inputs(), tmp_path / "m.onnx")
+    assert written == (True, "onnxruntime")
+    session = runtime.InferenceSession(str(tmp_path / "m.onnx"))
+    x = torch.randn(7, 4)
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "m.onnx"]
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    with pytest.raises(UsageError, match=r"pip install 'shoal\[onnx\]'"):
+        export_onnx(Net(), inputs(), tmp_path / "m.onnx")
