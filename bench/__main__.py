@@ -23,7 +23,7 @@ from bench.harness import Row
 
 BENCHES = (
     *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
-    *("recovery", "startup"),
+    *("recovery", "startup", "checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

@@ -1,4 +1,4 @@
-"""Loading what four ranks saved with one, two and three ranks, against torch's distributed checkpoints.
+"""Loading with one, two and three ranks what four saved, against torch's distributed checkpoints.
 
 The state is that of a transformer of 20 M parameters with AdamW in fp32, 240 MB. Each rank holds
 rows of every tensor, as DTensors with Shard(0) have them; the savers' rows are not the loaders', so

@@ -97,7 +97,7 @@ class HeldState:
         self.optimizer.state.clear()
         for p, run in self.runs.items():
             path = f"optimizer.{run.name}"
-            if path in source.plain:
+            if path in source.plain and run.name not in self.holding.absent:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
         groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
