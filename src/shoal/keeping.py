@@ -108,15 +108,18 @@ class Keeper:
     def at_end(self, trainer: "Trainer") -> None:
         """See to it that the state as it is now is saved. Every rank must call it."""
         world, step = trainer.mesh.world, trainer.step
-        self._saver.finish(world)
-        self.report()
+        self.finish(trainer)
         if step and self.saved_step_of(world) != step:
             problem = self.save(trainer)
-            self._saver.finish(world)
-            self.report()
+            self.finish(trainer)
             if problem:
                 self._tell("save-skipped", step=step, why=problem)
             self.saved_step_of(world)
+
+    def finish(self, trainer: "Trainer") -> None:
+        """Until the save under way has ended. Every rank must call it."""
+        self._saver.finish(trainer.mesh.world)
+        self.report()
 
     def give_up(self) -> None:
         """The group broke: a save that waits for a lost rank will not be."""
