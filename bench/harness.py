@@ -119,7 +119,7 @@ def line(row: Row) -> str:
 def figure(value: float, unit: str, signed: bool = True) -> str:
     if unit == "x":
         return f"{value:.1f}x" if value >= 10 else f"{value:.3f}x"
-    return f"{value:{'+' if signed else ''}.1f} {unit}"
+    XX
 
 
 def interleave(

@@ -19,7 +19,7 @@ RECIPE = str(Path(__file__).with_name("tiny.py"))
 NUM_STEPS = 60
 EVERY = 10
 SAVE_POINTS = [
-    "checkpoint.copied",
+    "checkpoint.begun",
     "checkpoint.after_chunk",
     "checkpoint.after_file",
     "checkpoint.sealed",

@@ -21,6 +21,8 @@ OBJECTS = {
     "recv_object_list",
 }
 TORCH = {"torch", "torch.serialization"}
+# Path -> why it may: peers that a bench measures are what they are.
+PEERS = {"bench/checkpoint_stall.py": "torch.save is one of the peers"}
 
 
 def bound_names(tree: ast.AST, modules: set[str]) -> set[str]:
@@ -105,7 +107,12 @@ def pickling_call(node: ast.Call, torch: set[str]) -> Iterator[str]:
 
 
 def test_nothing_is_pickled(shipped) -> None:
-    wrong = [f"{source.path} {use}" for source in shipped for use in pickling(source.tree)]
+    wrong = [
+        f"{source.path} {use}"
+        for source in shipped
+        for use in pickling(source.tree)
+        if source.path not in PEERS
+    ]
     assert not wrong, "\n".join(wrong)
 
 

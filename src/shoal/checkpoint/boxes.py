@@ -43,12 +43,15 @@ class Box(NamedTuple):
 
     def inside(self, other: "Box") -> "Box":
         """This box as seen from the corner of another one that contains it."""
+        if not any(other.offset):
+            return self
         return Box(tuple(a - b for a, b in zip(self.offset, other.offset)), self.shape)
 
     def of(self, tensor: "Tensor") -> "Tensor":
         """The view of this box."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape)):
-            tensor = tensor.narrow(dim, start, length)
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def cut(self, dim: int, start: int, stop: int) -> "Box":
@@ -74,6 +77,11 @@ def tile(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
     cut = [dim for dim, size in enumerate(whole) if any(box.shape[dim] != size for box in boxes)]
     if len(cut) > MOST_CUT_DIMS:
         return False
+    if len(cut) <= 1:  # the common case, by the spans alone
+        spans = sorted((box.offset[d], box.offset[d] + box.shape[d]) for box in boxes for d in cut)
+        ends = [0, *(stop for _, stop in spans)]
+        in_turn = all(start == end for (start, _), end in zip(spans, ends))
+        return in_turn and ends[-1] == whole[cut[0]] if cut else len(boxes) == 1
     corners: Counter[tuple[int, ...]] = Counter()
     for box, sign in [*((box, 1) for box in boxes), (whole_box(whole), -1)]:
         edges = [((box.offset[d], 1), (box.offset[d] + box.shape[d], -1)) for d in cut]

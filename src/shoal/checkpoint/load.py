@@ -35,12 +35,13 @@ class Opened(Sealed):
                 )
             wanted = Box(place.offset, tuple(place.tensor.shape))
             for chunk in tensor.chunks:
-                common = wanted.meet(chunk.box)
+                there = chunk.box
+                common = wanted.meet(there)
                 if common is not None:
                     content = self.content(tensor, chunk)
                     source = torch.frombuffer(content, dtype=place.tensor.dtype).view(chunk.shape)
                     target = common.inside(wanted).of(place.tensor)
-                    target.copy_(common.inside(chunk.box).of(source))
+                    target.copy_(common.inside(there).of(source))
 
     def whole(self, name: str) -> torch.Tensor:
         """All of one tensor."""

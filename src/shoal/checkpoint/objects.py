@@ -120,7 +120,7 @@ class ObjectDraft:
 
     def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
         """All parts are kept until the file is there, since it may have to be sent again."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = [memoryview(bytes(part)) for part in parts if len(part)]
         self._refuse_if_gone()
         if file == SEAL:
             self._seal = b"".join(views)

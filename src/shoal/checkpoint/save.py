@@ -1,8 +1,8 @@
 """Saving while training goes on: each rank writes what it owns, once, and one commits.
 
-The state does not change between two updates. So a save copies it in a thread while the next
-forward and backward run, and only the next update waits for the copy, if it must at all; hashing
-and writing go on behind it. Buffers change in a forward, so they are copied at once.
+The state does not change between two updates. So a thread writes it while the next forward and
+backward run, and the next update waits only until what is left has been copied (`snapshot.py`).
+Buffers change in a forward, so they are copied at once.
 
 All ranks agree first: nobody may still be busy with an older save, and if what they hold has
 changed they deal anew who writes what. Each then writes its own file and says in a small one what
@@ -14,10 +14,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 import xxhash
 from torch import Tensor
 
@@ -25,8 +25,9 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.boxes import Box, Held, deal
 from shoal.checkpoint.chunks import Placed, header, place
 from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
+from shoal.checkpoint.snapshot import Snapshot, Space
 from shoal.checkpoint.storage import Draft, Store
-from shoal.checkpoint.types import name_of_type, type_of_name
+from shoal.checkpoint.types import name_of_type
 from shoal.comm.collectives import Group
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
@@ -62,15 +63,14 @@ class Saver:
         self.store = store
         self._told = told
         self._thread: threading.Thread | None = None
-        self._copied = threading.Event()
-        self._copied.set()
+        self._snapshot: Snapshot | None = None
         self._written = threading.Event()
         self._written.set()
         self._given_up = threading.Event()
         self._dealt = 0.0  # a digest of what all held when it was last dealt who writes what
         self._placed: list[Placed] = []
         self._sources: list[tuple[Held, Box]] = []  # of each chunk: what is held, where in it
-        self._space = torch.empty(0, dtype=torch.uint8)
+        self._space = Space()
 
     @property
     def is_busy(self) -> bool:
@@ -107,25 +107,23 @@ class Saver:
         if any(row[3] != all_held for row in rows):  # also if one of them is new here
             self._deal(group, list(views))
             self._dealt = all_held
-        now: list[tuple[Tensor, Tensor]] = []
-        later: list[tuple[Tensor, Tensor]] = []
-        for chunk, (held, where) in zip(self._placed, self._sources):
-            pair = (self._place_of(chunk), where.of(views[held]))
-            (now if held.name in at_once else later).append(pair)
-        _copy(now)
+        sources = [where.of(views[held]) for held, where in self._sources]
+        now = [held.name in at_once for held, _ in self._sources]
+        self._snapshot = Snapshot(self._placed, sources, now, self._space)
         work = _Work(group.rank, group.num_ranks, name, draft, plain, about)
-        self._copied.clear()
         self._written.clear()
         self._given_up = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(work, later), name="shoal-save", daemon=True
+            target=self._run, args=(work, self._snapshot), name="shoal-save", daemon=True
         )
         self._thread.start()
         return ""
 
     def await_copy(self) -> None:
         """Until the state may change again."""
-        self._copied.wait()
+        if self._snapshot is not None:
+            self._snapshot.release()
+            self._snapshot = None
 
     def finish(self, group: Group) -> None:
         """Until the save under way has ended, one way or another. Every rank must call it."""
@@ -137,7 +135,7 @@ class Saver:
     def give_up(self) -> None:
         """A rank was lost, and its part will not come."""
         self._given_up.set()
-        self._copied.wait()
+        self.await_copy()
 
     def _begin(self, group: Group, name: str) -> tuple[Draft | None, int, str]:
         """Rank 0 opens the draft; a token of 0 says that it cannot."""
@@ -161,24 +159,13 @@ class Saver:
         for held in own:
             by_name.setdefault(held.name, []).append(held)
         self._sources = [_source(chunk.held, by_name[chunk.held.name]) for chunk in self._placed]
-        size = self._placed[-1].stop if self._placed else 0
-        self._space = torch.empty(size, dtype=torch.uint8)
 
-    def _place_of(self, chunk: Placed) -> Tensor:
-        flat = self._space[chunk.start : chunk.stop].view(type_of_name(chunk.held.dtype))
-        return flat.view(chunk.held.box.shape)
-
-    def _run(self, work: "_Work", copies: list[tuple[Tensor, Tensor]]) -> None:
+    def _run(self, work: "_Work", snapshot: Snapshot) -> None:
         """In the thread."""
         started = time.monotonic()
         problem, size, committed = "", 0, False
         try:
-            try:
-                _copy(copies)
-            finally:
-                self._copied.set()
-            faultpoint("checkpoint.copied")
-            size = work.write(self._placed, self._space.numpy().data).file.num_bytes
+            size = work.write(self._placed, snapshot).file.num_bytes
             self._written.set()
             if work.rank == 0:
                 size, committed = work.commit(self._given_up), True
@@ -189,6 +176,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 (a defect must not look like a save that worked)
             problem = f"{type(error).__name__}: {error}"
         finally:
+            snapshot.close()
             self._written.set()
         if problem:
             work.draft.discard()
@@ -197,7 +185,7 @@ class Saver:
 
 
 class _Work(NamedTuple):
-    """One save of one rank, once its state is safe in memory."""
+    """One save of one rank."""
 
     rank: int
     num_ranks: int
@@ -206,17 +194,14 @@ class _Work(NamedTuple):
     plain: dict[str, Any]
     about: tuple[Progress, Origin]
 
-    def write(self, placed: Sequence[Placed], content: memoryview) -> Part:
+    def write(self, placed: Sequence[Placed], snapshot: Snapshot) -> Part:
         """Write this rank's file, and what is in it."""
         head = header(placed)
         file = f"rank-{self.rank:05d}.safetensors"
-        hashes = [xxhash.xxh3_128_hexdigest(content[c.start : c.stop]) for c in placed]
-
-        def parts() -> Iterator[memoryview | bytes]:
-            yield head
-            yield from (content[chunk.start : chunk.stop] for chunk in placed)
-
-        self.draft.write(file, parts())
+        hashes: list[str] = []
+        faultpoint("checkpoint.begun")
+        self.draft.write(file, chain([head], snapshot.parts(hashes)))
+        snapshot.close()
         described: dict[str, tuple[Held, list[Chunk]]] = {}
         for chunk, digest in zip(placed, hashes):
             box, (_, chunks) = (
@@ -226,8 +211,9 @@ class _Work(NamedTuple):
             if box.numel:
                 start = len(head) + chunk.start
                 chunks.append(Chunk(box.offset, box.shape, self.rank, start, digest))
+        num_bytes = placed[-1].stop if placed else 0
         part = Part(
-            File(file, len(head) + len(content), len(head), xxhash.xxh3_128_hexdigest(head)),
+            File(file, len(head) + num_bytes, len(head), xxhash.xxh3_128_hexdigest(head)),
             tuple(
                 manifests.Tensor(held.name, held.dtype, held.whole, tuple(chunks))
                 for held, chunks in described.values()
@@ -300,10 +286,3 @@ def _source(chunk: Held, own: Sequence[Held]) -> tuple[Held, Box]:
         held for held in own if held.box.meet(chunk.box) == chunk.box or not chunk.box.numel
     )
     return held, chunk.box.inside(held.box)
-
-
-@torch.no_grad()
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """In one call, which leaves the interpreter to the thread that computes."""
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -43,8 +43,9 @@ class Draft(Protocol):
     def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
         """Write a file; it is there, whole and durable, when this returns, and not before.
 
-        The parts must not change before that, since a store may have to send them again. Raises
-        OSError if the draft was discarded. The seal may be kept back until the commit.
+        A part may change once the next one is asked for, so a store that may have to send it again
+        copies it. Raises OSError if the draft was discarded. The seal may be kept back until the
+        commit.
         """
         ...
 
