@@ -119,7 +119,8 @@ def line(row: Row) -> str:
 def figure(value: float, unit: str, signed: bool = True) -> str:
     if unit == "x":
         return f"{value:.1f}x" if value >= 10 else f"{value:.3f}x"
-    XX
+    sign = "+" if signed and unit in ("us", "ms") else ""  # differences, which may be below 0
+    return f"{value:{sign}.1f} {unit}"
 
 
 def interleave(
