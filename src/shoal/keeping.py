@@ -27,6 +27,7 @@ from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
 from shoal.comm.collectives import Group
 from shoal.data.order import batches_per_epoch
+from shoal.errors import UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
@@ -203,8 +204,8 @@ class Keeper:
         progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
         try:
             trainer.strategy.load_state_dict(source, progress.step)
-        except BadCheckpoint as bad:
-            return str(bad)
+        except UsageError as wrong:
+            return str(wrong)
         except OSError as error:
             return f"{error.strerror}."
         trainer.step = progress.step

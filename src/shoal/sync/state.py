@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group
-from shoal.errors import RecipeError
+from shoal.errors import RecipeError, UsageError
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of, slices_of_run, whole
 
 
@@ -78,7 +78,7 @@ class HeldState:
             f"model.{name}": slices_of(name, tensor, self.holding)
             for name, tensor in self.tensors.items()
         }
-        plain: dict[str, Any] = {}
+        plain: dict[str, Any] = {_KIND: type(self.optimizer).__name__}
         for p, own in self.optimizer.state.items():
             path = f"optimizer.{self.runs[p].name}"
             plain[path] = self._put(own, path, tensors, p)
@@ -100,8 +100,17 @@ class HeldState:
             if path in source.plain and run.name not in self.holding.absent:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
         groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
-        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+        self._refuse_another(source.plain[_KIND], len(groups))
+        for group, values in zip(self.optimizer.param_groups, groups):
             group.update(values)
+
+    def _refuse_another(self, kind: str, num_groups: int) -> None:
+        own, num_own = type(self.optimizer).__name__, len(self.optimizer.param_groups)
+        if (kind, num_groups) != (own, num_own):
+            raise UsageError(
+                f"The state is of the optimizer {kind} with {num_groups} groups of parameters, and "
+                f"this is {own} with {num_own}. A state fits the optimizer that made it."
+            )
 
     def _put(self, value: Any, path: str, tensors: dict[str, list[Slice]], p: Tensor | None) -> Any:
         """Put tensors where they belong and a mark in their place; the rest stays, if plain."""
@@ -167,7 +176,7 @@ class Given:
             place.tensor.copy_(by_offset[place.offset])
 
 
-_GROUPS = "groups"
+_GROUPS, _KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
 _TENSOR, _ALIKE, _DICT, _LIST, _TUPLE, _NUMBER = (
     "tensor",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.comm.collectives import Group
-from shoal.errors import RecipeError
+from shoal.errors import RecipeError, UsageError
 from shoal.parallel.layout import whole
 from shoal.sync.state import Given, HeldState, Run
 
@@ -86,3 +86,16 @@ def test_what_cannot_be_handed_over_is_refused_by_name() -> None:
     optimizer.param_groups[0]["own"] = object()
     with pytest.raises(RecipeError, match=r"SGD keeps a object in groups\.0\.own"):
         held(model, optimizer).state_dict()
+
+
+def test_another_optimizers_state_is_refused() -> None:
+    first = made(0, torch.optim.SGD)
+    train(*first, range(1))
+    state = Given(held(*first).state_dict())
+    with pytest.raises(UsageError, match=r"optimizer SGD with 1 groups .* this is AdamW with 1"):
+        held(*made(0, torch.optim.AdamW)).load_state_dict(state)
+    model, _ = made(0, torch.optim.SGD)
+    one, *rest = model.parameters()
+    groups = torch.optim.SGD([{"params": [one]}, {"params": rest}], lr=0.1)
+    with pytest.raises(UsageError, match="this is SGD with 2"):
+        held(model, groups).load_state_dict(state)
