@@ -25,6 +25,7 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.boxes import Box, Held, deal
 from shoal.checkpoint.chunks import Placed, header, place
 from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
+from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
 from shoal.checkpoint.storage import Draft, Store
 from shoal.checkpoint.types import name_of_type
@@ -60,6 +61,7 @@ class Saver:
     """A rank's side of all saves of a run. `told` hears, on any rank, how each one ended."""
 
     def __init__(self, store: Store, told: Callable[[Saved], None]):
+        signing_key()  # one that is wrong is refused now, and not by each save
         self.store = store
         self._told = told
         self._thread: threading.Thread | None = None
@@ -246,6 +248,8 @@ class _Work(NamedTuple):
         )
         manifests.decode(content, manifests.seal(content))  # never commit what no one would load
         self.draft.write(manifests.MANIFEST, [content])
+        if (key := signing_key()) is not None:
+            self.draft.write(SIGNATURE, [sign(content, key)])
         self.draft.write(manifests.SEAL, [manifests.seal(content)])
         self.draft.commit(drop=[_part_name(rank) for rank in range(self.num_ranks)])
         return len(content) + sum(part.file.num_bytes for part in parts)

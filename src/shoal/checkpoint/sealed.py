@@ -25,6 +25,7 @@ from shoal.checkpoint.manifest import (
     File,
     Tensor,
 )
+from shoal.checkpoint.signing import SIGNATURE, check, signing_key
 from shoal.checkpoint.storage import Reader, Store
 
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
@@ -47,6 +48,9 @@ class Sealed:
         self.name = name
         content = _small(store, name, MANIFEST, MOST_MANIFEST_BYTES)
         sealed = _small(store, name, SEAL, MOST_SEAL_BYTES)
+        key = signing_key()
+        if key is not None:
+            check(content, _small(store, name, SIGNATURE, MOST_SEAL_BYTES), key)
         self.manifest = manifests.decode(content, sealed)
         self.seal = manifests.digest(content)
         self.plain = self.manifest.plain
@@ -152,7 +156,7 @@ def _small(store: Store, name: str, file: str, most: int) -> bytes:
 
 def _refuse_others(store: Store, name: str, files: set[str]) -> None:
     try:
-        others = store.files(name) - files - {MANIFEST, SEAL}
+        others = store.files(name) - files - {MANIFEST, SEAL, SIGNATURE}
     except OSError as error:
         raise BadCheckpoint(f"{name} cannot be listed: {error.strerror}.") from None
     if others:

@@ -1,0 +1,53 @@
+"""Signed checkpoints: who has the key made them, and nobody has changed them since.
+
+The seal finds what broke; it does not stop who can write files, since he can seal as well. With
+`SHOAL_CHECKPOINT_KEY` naming a file with a secret, every checkpoint that is saved is signed
+(HMAC-SHA256 over the manifest, which holds the hash of every byte), and only signed ones are read.
+"""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+
+from shoal.checkpoint.manifest import MANIFEST, BadCheckpoint
+from shoal.errors import UsageError
+
+SIGNATURE = "manifest.hmac"
+VARIABLE = "SHOAL_CHECKPOINT_KEY"
+LEAST_KEY_BYTES = 16
+
+
+def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """The secret, or None if nothing is to be signed."""
+    path = environment.get(VARIABLE)
+    if not path:
+        return None
+    try:
+        with open(path, "rb") as file:
+            others = os.fstat(file.fileno()).st_mode & 0o077
+            key = file.read().strip()
+    except OSError as error:
+        raise UsageError(
+            f"{VARIABLE} names {path}, which cannot be read: {error.strerror}."
+        ) from error
+    if others:
+        raise UsageError(
+            f"The key in {path} can be read by others. Make it yours alone: chmod 600 {path}"
+        )
+    if len(key) < LEAST_KEY_BYTES:
+        raise UsageError(
+            f"The key in {path} has {len(key)} bytes, and needs {LEAST_KEY_BYTES} or more. Make "
+            f"one with: openssl rand -hex 32 > {path}"
+        )
+    return key
+
+
+def sign(content: bytes, key: bytes) -> bytes:
+    """What stands beside a manifest."""
+    return f"{hmac.new(key, content, hashlib.sha256).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def check(content: bytes, signature: bytes, key: bytes) -> None:
+    if not hmac.compare_digest(sign(content, key), signature):
+        raise BadCheckpoint(f"{MANIFEST} was not signed with this key ({VARIABLE}).")
