@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.checkpoint.boxes import Held, pieces
+from shoal.checkpoint.dealing import Held
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES
+from shoal.parallel.boxes import pieces
 
 MOST_CHUNK_BYTES = 16 << 20  # a reader verifies whole chunks, however little it needs of one
 

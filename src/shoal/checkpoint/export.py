@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
-from shoal.parallel.layout import Block, Slice
+from shoal.parallel.boxes import Box
+from shoal.parallel.layout import Slice
 from shoal.sync.state import share_bytes
 
 
@@ -82,7 +83,7 @@ def gather_model(
                     world.receive(values, rank)
                 if part.name not in whole:
                     whole[part.name] = torch.empty(part.whole, dtype=values.dtype)
-                Block(part.offset, part.shape).of(whole[part.name]).copy_(values)
+                Box(part.offset, part.shape).of(whole[part.name]).copy_(values)
             elif world.rank == rank:
                 world.send(own[part].contiguous(), 0)
     return whole

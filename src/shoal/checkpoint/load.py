@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.checkpoint.boxes import Box
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.types import type_of_name
+from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.checkpoint.boxes import Box, tile
 from shoal.errors import UsageError
+from shoal.parallel.boxes import Box, tile
 
 FORMAT, VERSION = "shoal-checkpoint", 1
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"

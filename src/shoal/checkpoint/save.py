@@ -22,8 +22,8 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.boxes import Box, Held, deal
 from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.dealing import Held, deal
 from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
 from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
@@ -32,6 +32,7 @@ from shoal.checkpoint.types import name_of_type
 from shoal.comm.collectives import Group
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
+from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.sync.state import share_bytes
 

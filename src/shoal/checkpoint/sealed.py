@@ -14,8 +14,8 @@ import msgspec
 import xxhash
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.boxes import Held
 from shoal.checkpoint.chunks import Placed
+from shoal.checkpoint.dealing import Held
 from shoal.checkpoint.manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
 from shoal.numerics.randomness import blocks_in
-from shoal.parallel.layout import Block
+from shoal.parallel.boxes import Box
 
 
 def units(
@@ -169,7 +169,7 @@ def apart(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = p
 
 
-def places(model: nn.Module, group: Group) -> dict[str, Block]:
+def places(model: nn.Module, group: Group) -> dict[str, Box]:
     """Which rows of each sharded parameter this rank holds."""
     found = {}
     for name, p in model.named_parameters():
@@ -177,7 +177,7 @@ def places(model: nn.Module, group: Group) -> dict[str, Block]:
             rows = -(-p.shape[0] // group.num_ranks)
             first = min(group.rank * rows, p.shape[0])
             rows = min(rows, p.shape[0] - first)
-            found[name] = Block((first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:]))
+            found[name] = Box((first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:]))
     return found
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.parallel.boxes import Box, whole_box
+
 
 class Cut(NamedTuple):
     """A parameter or buffer is shared out along `dim`, within each of `packs` equal parts."""
@@ -21,24 +23,7 @@ class Cut(NamedTuple):
     packs: int = 1
 
 
-class Block(NamedTuple):
-    """A box of a whole tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of this box."""
-        for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-
-def whole_block(shape: Sequence[int]) -> Block:
-    return Block((0,) * len(shape), tuple(shape))
-
-
-def blocks_of_rank(shape: Sequence[int], cut: Cut, rank: int, num_ranks: int) -> list[Block]:
+def blocks_of_rank(shape: Sequence[int], cut: Cut, rank: int, num_ranks: int) -> list[Box]:
     """The boxes of the whole that one rank holds, in the order in which it holds them."""
     length = shape[cut.dim] // (cut.packs * num_ranks)
     assert length * cut.packs * num_ranks == shape[cut.dim], (shape, cut, num_ranks)
@@ -47,7 +32,7 @@ def blocks_of_rank(shape: Sequence[int], cut: Cut, rank: int, num_ranks: int) ->
         offset, size = [0] * len(shape), list(shape)
         offset[cut.dim] = (pack * num_ranks + rank) * length
         size[cut.dim] = length
-        blocks.append(Block(tuple(offset), tuple(size)))
+        blocks.append(Box(tuple(offset), tuple(size)))
     return blocks
 
 
@@ -59,12 +44,12 @@ def part_of(tensor: Tensor, cut: Cut, rank: int, num_ranks: int) -> Tensor:
     return torch.cat(parts, cut.dim)
 
 
-def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Block]:
+def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes that a run of elements, counted in row-major order, is made of."""
     if start >= stop:
         return []
     if not shape:
-        return [Block((), ())]
+        return [Box((), ())]
     row = 1
     for size in shape[1:]:
         row *= size
@@ -73,13 +58,13 @@ def flat_blocks(shape: Sequence[int], start: int, stop: int) -> list[Block]:
         return _inside(shape, start // row, start % row, stop - start // row * row)
     blocks = _inside(shape, start // row, start % row, row) if start % row else []
     if first < last:
-        blocks.append(Block((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+        blocks.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     return blocks + (_inside(shape, last, 0, stop % row) if stop % row else [])
 
 
-def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> list[Block]:
+def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [
-        Block((row, *block.offset), (1, *block.shape))
+        Box((row, *block.offset), (1, *block.shape))
         for block in flat_blocks(shape[1:], start, stop)
     ]
 
@@ -89,7 +74,7 @@ class Holding(NamedTuple):
 
     cuts: Mapping[str, Cut] = MappingProxyType({})  # over the tensor axis, by name
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of the whole, cut or not
-    within: Mapping[str, Block] = MappingProxyType({})  # the part of that, if ZeRO 3 cut it again
+    within: Mapping[str, Box] = MappingProxyType({})  # the part of that, if ZeRO 3 cut it again
     rank: int = 0  # on the tensor axis
     num_ranks: int = 1
     elsewhere: frozenset[str] = frozenset()  # held here, counted by an earlier pipeline rank
@@ -103,13 +88,13 @@ class Holding(NamedTuple):
         return self.shapes.get(name, tuple(tensor.shape))
 
     def blocks(
-        self, name: str, values: Tensor, within: Block | None = None
-    ) -> list[tuple[Block, Tensor]]:
+        self, name: str, values: Tensor, within: Box | None = None
+    ) -> list[tuple[Box, Tensor]]:
         """The boxes of the whole that held values are made of, each with its values.
 
         `within` is where the values stand in what this rank holds; they are all of it if left out.
         """
-        own = within or self.within.get(name) or whole_block(values.shape)
+        own = within or self.within.get(name) or whole_box(values.shape)
         if name not in self.cuts:
             return [(own, values)]
         cut, found, at = self.cuts[name], [], 0
@@ -122,7 +107,7 @@ class Holding(NamedTuple):
                 offset[cut.dim] = box.offset[cut.dim] + first - at
                 shape[cut.dim] = last - first
                 part = values.narrow(cut.dim, first - own.offset[cut.dim], last - first)
-                found.append((Block(tuple(offset), tuple(shape)), part))
+                found.append((Box(tuple(offset), tuple(shape)), part))
             at += length
         return found
 

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.layout import Block, Slice
+from shoal.parallel.boxes import Box
+from shoal.parallel.layout import Slice
 from shoal.sync.state import Given, State
 from shoal.sync.strategy import Agreed, Strategy, Tally
 from shoal.testing.ranks import Pool, find, name_of
@@ -167,7 +168,7 @@ def _assembled(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
             name, shape, offset = _read(key)
             if name not in whole:
                 whole[name] = torch.zeros(shape, dtype=torch.float64).fill_(torch.nan)
-            Block(offset, tuple(part.shape)).of(whole[name]).copy_(part)
+            Box(offset, tuple(part.shape)).of(whole[name]).copy_(part)
     return whole
 
 

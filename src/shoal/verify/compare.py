@@ -25,7 +25,8 @@ from torch import Tensor
 from shoal import reference
 from shoal.errors import RecipeError
 from shoal.numerics.precision import noise, tolerance
-from shoal.parallel.layout import Block, Slice
+from shoal.parallel.boxes import Box
+from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
@@ -86,14 +87,14 @@ class Step:
         self.loss = content.pop("loss")
         self.bytes_sent = int(content.pop("bytes_sent"))
         self.num_stepped = int(content.pop("stepped"))  # elements the optimizer steps on
-        self._parts: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
+        self._parts: dict[tuple[str, str], list[tuple[Box, Tensor]]] = {}
         for key, tensor in content.items():
             kind, name, place = key.split("/")
             offset = tuple(int(number) for number in place.split(",") if number)
-            block = Block(offset, tuple(tensor.shape))
+            block = Box(offset, tuple(tensor.shape))
             self._parts.setdefault((kind, name), []).append((block, tensor))
 
-    def parts(self, kind: str, name: str) -> list[tuple[Block, Tensor]]:
+    def parts(self, kind: str, name: str) -> list[tuple[Box, Tensor]]:
         return self._parts.get((kind, name), [])
 
     def num_held(self, names: Sequence[str]) -> int:
@@ -209,7 +210,7 @@ class Comparison:
 
     def _held(
         self, step: int, what: str, name: str, ranks: Mapping[int, Step], whole: Tensor
-    ) -> Iterator[tuple[_Place, Block, Tensor]]:
+    ) -> Iterator[tuple[_Place, Box, Tensor]]:
         """The parts of a tensor that ranks hold; complains if together they are not all of it."""
         covered = torch.zeros(whole.shape, dtype=torch.bool)
         for rank, told in ranks.items():

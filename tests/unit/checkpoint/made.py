@@ -8,11 +8,12 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.boxes import Box, Held, deal, whole_box
 from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.dealing import Held, deal
 from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
 from shoal.checkpoint.storage import Directory
 from shoal.checkpoint.types import name_of_type
+from shoal.parallel.boxes import Box, whole_box
 
 NAME = "step-00000020"
 

@@ -7,10 +7,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shoal.checkpoint.boxes import Held, whole_box
 from shoal.checkpoint.chunks import place
+from shoal.checkpoint.dealing import Held
 from shoal.checkpoint.snapshot import PART_BYTES, Snapshot, Space
 from shoal.checkpoint.types import name_of_type
+from shoal.parallel.boxes import whole_box
 
 ROWS = PART_BYTES // 256  # of a tensor of four parts
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import (
-    Block,
     Cut,
     Holding,
     Slice,
@@ -18,7 +18,6 @@ from shoal.parallel.layout import (
     part_of,
     slices,
     slices_of_run,
-    whole_block,
 )
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -38,7 +37,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-def covers_once(shape: tuple[int, ...], blocks: list[Block]) -> bool:
+def covers_once(shape: tuple[int, ...], blocks: list[Box]) -> bool:
     count = torch.zeros(shape, dtype=torch.int64)
     for block in blocks:
         block.of(count).add_(1)
@@ -49,7 +48,7 @@ def holds(whole: Tensor, found: list[Slice]) -> bool:
     """Whether slices have the whole's numbers at the places that they name."""
     return all(
         s.global_shape == whole.shape
-        and torch.equal(Block(s.offset, tuple(s.tensor.shape)).of(whole), s.tensor)
+        and torch.equal(Box(s.offset, tuple(s.tensor.shape)).of(whole), s.tensor)
         for s in found
     )
 
@@ -102,12 +101,12 @@ def test_what_is_cut_twice_knows_its_place(
     local = part_of(whole, cut, 0, num_ranks).shape
     shards = data.draw(row_shards(local[0]))
     for rank, (start, length) in product(range(num_ranks), shards):
-        box = Block((start, *[0] * (len(local) - 1)), (length, *local[1:]))
+        box = Box((start, *[0] * (len(local) - 1)), (length, *local[1:]))
         values = box.of(part_of(whole, cut, rank, num_ranks))
         holding = Holding({"w": cut}, {"w": shape}, {"w": box}, rank, num_ranks)
         found = slices({"w": values}, holding)["w"]
         assert holds(whole, found)
-        boxes += [Block(s.offset, tuple(s.tensor.shape)) for s in found]
+        boxes += [Box(s.offset, tuple(s.tensor.shape)) for s in found]
     assert covers_once(shape, boxes)
 
 
@@ -126,7 +125,7 @@ def test_runs_of_a_cut_parameter_know_their_places(
             found = slices_of_run("w", local.shape, start, values, holding)
             assert holds(whole, found)
             assert sum(s.tensor.numel() for s in found) == values.numel()
-            boxes += [Block(s.offset, tuple(s.tensor.shape)) for s in found]
+            boxes += [Box(s.offset, tuple(s.tensor.shape)) for s in found]
     assert covers_once(shape, boxes)
 
 
@@ -134,7 +133,7 @@ def test_runs_of_a_cut_parameter_know_their_places(
 def test_what_is_not_cut_is_held_whole(shape: tuple[int, ...]) -> None:
     whole = numbered(shape)
     ((block, values),) = Holding().blocks("w", whole)
-    assert block == whole_block(shape) and values is whole
+    assert block == whole_box(shape) and values is whole
 
 
 def test_one_rank_counts_each_parameter() -> None:

@@ -15,13 +15,14 @@ import xxhash
 from torch import Tensor, nn
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.boxes import Held, whole_box
 from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.dealing import Held
 from shoal.checkpoint.foreign.weights import MODEL, Model, bytes_of
 from shoal.checkpoint.manifest import BadCheckpoint, Chunk, File, Manifest, Origin, Progress
 from shoal.checkpoint.storage import Directory, Draft
 from shoal.checkpoint.types import name_of_type
 from shoal.errors import UsageError
+from shoal.parallel.boxes import whole_box
 
 
 class Wanted(NamedTuple):

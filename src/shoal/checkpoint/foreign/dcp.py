@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from shoal.checkpoint.boxes import Box
 from shoal.checkpoint.foreign import inert
 from shoal.checkpoint.foreign.inert import Pairs, Record, Refused
 from shoal.checkpoint.foreign.placing import new_directory
@@ -26,6 +25,7 @@ from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, Part
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.storage import MappedFile
 from shoal.errors import ShoalError
+from shoal.parallel.boxes import Box
 
 METADATA = ".metadata"
 _MOST_BYTES = 64 << 20  # of it, which is enough for 200,000 parts

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.boxes import whole_box
 from shoal.checkpoint.foreign.placing import new_files
 from shoal.checkpoint.foreign.safetensors import require_file
 from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, bytes_of, entry
 from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.parallel.boxes import whole_box
 
 _TOP = "archive"
 _ALIGNMENT = 64  # of a tensor's bytes, so that the file can be mapped

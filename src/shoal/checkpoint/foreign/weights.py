@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.boxes import Box, tile, whole_box
 from shoal.checkpoint.manifest import ITEM_BYTES, BadCheckpoint
 from shoal.checkpoint.types import name_of_type
 from shoal.errors import RecipeError
+from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
 

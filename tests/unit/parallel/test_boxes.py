@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.boxes import WORTH_CUTTING, Box, Held, deal, pieces, tile, whole_box
+from shoal.checkpoint.dealing import WORTH_CUTTING, Held, deal
+from shoal.parallel.boxes import Box, pieces, tile, whole_box
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
