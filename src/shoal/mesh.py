@@ -11,6 +11,8 @@ hour for a rank that never came.
 
 import math
 import os
+import signal
+import threading
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -121,6 +123,16 @@ class LauncherSeat:
         self.world = world
         self._form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
         self._owns_group = False
+        self._stop = False
+        self._handler: Any = None  # of SIGTERM, before ours
+
+    def stop_on_term(self) -> None:
+        """Let SIGTERM stop the training after a step that all ranks agree on."""
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._request_stop)
+
+    def _request_stop(self, *_: object) -> None:
+        self._stop = True
 
     def form(self, axes: Axes) -> Mesh:
         world = self.world
@@ -152,12 +164,14 @@ class LauncherSeat:
         log.info("%s: %s", event, told)
 
     def stop_requested(self) -> bool:
-        return False
+        return self._stop
 
     def finish(self) -> bool:
         return True
 
     def close(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
         if self._owns_group:
             leave_group()
 

@@ -34,7 +34,8 @@ def trainer(
     lost rank is replaced while the others go on; other launchers have no spare.
 
     With `checkpoints`, a directory that all ranks see or a URL, it saves every `save_every` steps
-    and at the end; with `resume` as well, it goes on from the newest good one there, if any.
+    and at the end, and when SIGTERM stops the loop (`stopped` is then True); with `resume` as well,
+    it goes on from the newest good one there, if any.
     """
     world = World.from_environment()
     store = None if checkpoints is None else open_store(checkpoints)
@@ -58,6 +59,8 @@ def trainer(
     seat: Seat = seat_from_environment(resolved) or LauncherSeat(world)
     keeper = None
     if store is not None:
+        if isinstance(seat, LauncherSeat):
+            seat.stop_on_term()
         made = origin_of(sys.argv[0], fields, resolved, run)
         keeper = Keeper(Keeping(store, made), seat.tell)
     return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper)

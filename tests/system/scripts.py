@@ -32,6 +32,14 @@ def own_loop(pause: float = 0.0) -> None:
             print(json.dumps({"weights": weights}))
 
 
+def saves() -> None:
+    """Goes on from what an earlier call has saved."""
+    with shoal.trainer(tiny.line(0.1), checkpoints="kept", resume=True) as trainer:
+        for info in trainer:
+            print(json.dumps({"step": info.step, "loss": info.loss}), flush=True)
+    sys.exit(75 if trainer.stopped else 0)
+
+
 def twice() -> None:
     own_loop()
     own_loop()
@@ -72,6 +80,7 @@ if __name__ == "__main__":
     {
         "own-loop": own_loop,
         "slow-loop": lambda: own_loop(0.05),
+        "saves": saves,
         "twice": twice,
         "raises": raises,
         "plain": plain,

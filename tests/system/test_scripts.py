@@ -160,6 +160,27 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "The group of 2 ranks did not form within 1 s: rank 1 did not come." in last
 
 
+def test_a_script_that_is_told_to_end_saves_and_goes_on(pool: Pool, tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = []
+    for number, code in enumerate((75, 0)):
+        output = tmp_path / f"output-{number}"
+        command = pool.start(
+            run_alone,
+            SCRIPT,
+            ["saves"],
+            output=output,
+            errors=tmp_path / f"errors-{number}",
+            directory=tmp_path,
+        )
+        if code:
+            assert wait_until(lambda at=output: len(told(at.read_text())) >= 2, 20.0)
+            command.send_signal(signal.SIGTERM)
+        assert command.wait() == code, (tmp_path / f"errors-{number}").read_text()
+        steps += told(output.read_text())
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert any((tmp_path / "kept").iterdir())
+
+
 def torchrun(directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, *words],
