@@ -173,7 +173,9 @@ def test_a_script_that_is_told_to_end_saves_and_goes_on(pool: Pool, tmp_path: Pa
             directory=tmp_path,
         )
         if code:
-            assert wait_until(lambda at=output: len(told(at.read_text())) >= 2, 20.0)
+            assert wait_until(
+                lambda at=output: at.exists() and len(told(at.read_text())) >= 2, 20.0
+            )
             command.send_signal(signal.SIGTERM)
         assert command.wait() == code, (tmp_path / f"errors-{number}").read_text()
         steps += told(output.read_text())
