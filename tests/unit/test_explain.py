@@ -15,9 +15,10 @@ from shoal.errors import PlanError, RecipeError
 from shoal.explain.explain import Explanation, explain
 from shoal.explain.picture import draw
 from shoal.explain.tensor import grouped
-from shoal.explain.words import in_units, in_words, table
+from shoal.explain.words import in_words
 from shoal.parallel.tensor.cutting import Row
 from shoal.run import Run, resolve
+from shoal.tables import in_units, table
 
 WIDTH = 64
 NUM_ELEMENTS = 4 * (WIDTH * WIDTH + WIDTH)

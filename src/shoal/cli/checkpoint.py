@@ -15,8 +15,9 @@ from shoal.cli import options
 from shoal.cli.checkpoint_diff import diff
 from shoal.cli.checkpoint_prune import prune
 from shoal.cli.convert import export, import_
-from shoal.cli.tables import in_json, in_units, print_json, say, table
+from shoal.cli.output import in_json, print_json, say
 from shoal.errors import UsageError, nearest
+from shoal.tables import in_units, table
 
 _PATH = click.Path(path_type=Path)
 as_json = click.option(

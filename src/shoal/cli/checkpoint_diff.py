@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.checkpoint.finding import find_one, open_one
-from shoal.cli.tables import in_json, print_json, say
+from shoal.cli.output import in_json, print_json, say
 
 if TYPE_CHECKING:
     from shoal.checkpoint.compare import Differences, TensorDifference

@@ -10,7 +10,7 @@ from shoal.checkpoint.finding import Found, find
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.sealed import Sealed, num_cores
-from shoal.cli.tables import say
+from shoal.cli.output import say
 from shoal.errors import UsageError, nearest
 
 

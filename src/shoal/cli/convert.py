@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.cli import options
-from shoal.cli.tables import in_units
 from shoal.errors import UsageError
+from shoal.tables import in_units
 
 if TYPE_CHECKING:
     from torch import nn

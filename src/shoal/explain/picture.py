@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 
 from shoal.explain.explain import Explanation, RankRow, StageRow
-from shoal.explain.words import in_units
+from shoal.tables import in_units
 
 MOST_COLUMNS, MOST_ROWS, MOST_STAGES = 8, 8, 4
 BOX, GAP_Y, MARGIN, TOP = 250, 46, 24, 112

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from shoal.explain.explain import Explanation, RankRow
 from shoal.explain.rank import Moves
 from shoal.explain.tensor import CutRow
+from shoal.tables import in_units, table
 
 
 def in_words(found: Explanation, recipe: str) -> str:
@@ -19,29 +20,6 @@ def in_words(found: Explanation, recipe: str) -> str:
         parts.append(_of_cuts(found))
     parts += [_of_memory(found), _of_messages(found), "\n".join(f"- {n}" for n in found.notes)]
     return "\n\n".join(parts)
-
-
-def in_units(num_bytes: int) -> str:
-    """Bytes for people: three digits and a unit."""
-    amount, unit = float(num_bytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if amount < 999.5 or unit == "TB":
-            break
-        amount /= 1000
-    return f"{num_bytes} B" if unit == "B" else f"{amount:.3g} {unit}"
-
-
-def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
-    """Columns as wide as their longest entry, those of `numbers` to the right; the first a head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
 
 
 def _head(found: Explanation, recipe: str) -> str:

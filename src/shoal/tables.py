@@ -1,11 +1,6 @@
-"""Tables, amounts and JSON for a terminal. Needs no torch, so that any verb can use it."""
+"""Tables and amounts for people to read."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import click
-import msgspec
 
 
 def in_units(num_bytes: float) -> str:
@@ -29,20 +24,3 @@ def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
         ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(lines)
-
-
-def in_json(value: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
-    return msgspec.json.encode(value).decode()
-
-
-def print_json(value: Any) -> None:
-    """One JSON object; numbers that are not finite become null."""
-    click.echo(msgspec.json.encode(value).decode())
-
-
-def say(text: str, is_error: bool = False) -> None:
-    """Print a text that may hold names from a file: none of them may steer the terminal."""
-    shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    click.echo("".join(shown), err=is_error)

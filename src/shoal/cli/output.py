@@ -1,0 +1,24 @@
+"""What verbs print: JSON, and texts with names from files."""
+
+import math
+from typing import Any
+
+import click
+import msgspec
+
+
+def in_json(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
+    return msgspec.json.encode(value).decode()
+
+
+def print_json(value: Any) -> None:
+    """One JSON object; numbers that are not finite become null."""
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def say(text: str, is_error: bool = False) -> None:
+    """Print a text that may hold names from a file: none of them may steer the terminal."""
+    shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    click.echo("".join(shown), err=is_error)
