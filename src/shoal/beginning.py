@@ -16,6 +16,7 @@ from shoal.checkpoint.foreign.adopt import first_names
 from shoal.checkpoint.foreign.opening import open_weights
 from shoal.checkpoint.foreign.weights import MODEL, Model, Weights
 from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import Origin
 from shoal.errors import UsageError
 from shoal.parallel.layout import Slice
 from shoal.sync.state import Given
@@ -30,12 +31,14 @@ class Match(NamedTuple):
     missing: list[str]  # in the source
     strange: list[str]  # to the model
     other_shape: list[str]
+    other_kind: list[str]  # whole numbers here, fractions there
 
     def problems(self) -> list[str]:
         told = (
             ("not in it", self.missing),
             ("not in the model", self.strange),
             ("of another shape", self.other_shape),
+            ("of another kind of numbers", self.other_kind),
         )
         return [f"{what}: {_some(names)}" for what, names in told if names]
 
@@ -46,6 +49,7 @@ class Beginning(NamedTuple):
     path: Path
     everything: bool
     match: Match
+    origin: Origin | None = None  # of the run whose place in the data is taken as well
 
     def __str__(self) -> str:
         what = "everything" if self.everything else f"{len(self.match.taken)} tensors"
@@ -76,25 +80,29 @@ def find_beginning(path: Path, model: nn.Module, *, everything: bool, partial: b
         )
     if not found.taken:
         raise UsageError(f"{path} and the model have no tensor in common.")
-    return Beginning(path, everything, found)
+    origin = source.manifest.origin if everything and isinstance(source, Opened) else None
+    return Beginning(path, everything, found, origin)
 
 
 def match(source: Weights, model: nn.Module) -> Match:
     """By name; a tensor that the model has under several may come under any of them."""
     first = first_names(model)
     there = Model(source)
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    own = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     extra = {name for name, _ in model.named_buffers()} - shapes.keys()  # it can make them again
     taken: dict[str, str] = {}
-    other_shape = []
+    other_shape, other_kind = [], []
     for name in there.names:
         if name in first and there.shape(name) != shapes[name]:
             other_shape.append(name)
+        elif name in first and there.dtype(name).is_floating_point != own[name].is_floating_point():
+            other_kind.append(name)
         elif name in first:
             taken.setdefault(first[name], name)
-    missing = sorted(set(first.values()) - taken.keys() - set(other_shape))
+    missing = sorted(set(first.values()) - taken.keys() - {*other_shape, *other_kind})
     strange = sorted(set(there.names) - first.keys() - extra)
-    return Match(taken, missing, strange, other_shape)
+    return Match(taken, missing, strange, other_shape, other_kind)
 
 
 class Taken:

@@ -9,8 +9,9 @@ due soon enough, and ranks that disagree on whether it was made would wait for e
 """
 
 import math
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 Tell = Callable[..., None]  # of an event, by its name and what it needs
 
 
+_NAME = re.compile(r"step-[0-9]{8,}")
+
+
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -52,6 +56,7 @@ class Keeping(NamedTuple):
     origin: Origin
     keep: Keep = Keep()
     beginning: Beginning | None = None
+    others_may_write: bool = False  # a caller's loop has its hands on the model between two steps
 
 
 class Keeper:
@@ -60,7 +65,9 @@ class Keeper:
     def __init__(self, keeping: Keeping, tell: Tell):
         self.store, self.origin = keeping.store, keeping.origin
         self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
+        self._others_may_write = keeping.others_may_write
         self.saved_step: int | None = None  # the newest that this rank knows to be there
+        self._bad: set[str] = set()  # checkpoints that were refused
         self._ended: deque[Saved] = deque()  # filled by the saver's thread
         self._saver = Saver(self.store, self._has_ended)
 
@@ -80,6 +87,7 @@ class Keeper:
             if not problem:
                 return
             problems.append(f"{name}: {problem}")
+            self._bad.add(name)
             self._tell("checkpoint-refused", name=name, why=problem)
         if problems:
             raise BadCheckpoint(
@@ -153,15 +161,20 @@ class Keeper:
     def save(self, trainer: "Trainer") -> str:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
         state = trainer.strategy.state_dict()
-        buffers = {f"model.{name}" for name, _ in trainer.model.named_buffers()}
-        return self._saver.save(
+        # A forward may change buffers, and weights that no update does (a teacher's, say).
+        frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
+        changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
+        problem = self._saver.save(
             trainer.mesh.world,
             name_of(trainer.step),
             state.tensors,
             state.plain,
             (self._progress(trainer), self.origin),
-            at_once=buffers,
+            at_once=changing,
         )
+        if self._others_may_write:
+            self.await_copy()
+        return problem
 
     def _progress(self, trainer: "Trainer") -> Progress:
         run, info = trainer.run, trainer.last_info
@@ -177,14 +190,14 @@ class Keeper:
             epoch=epoch,
             batch=batch,
             metrics=metrics,
-            loss_scale=trainer.loss_scale.state._asdict(),
+            loss_scale=trainer.loss_scale.state._asdict() if trainer.loss_scale.dynamic else {},
         )
 
     def _has_ended(self, saved: Saved) -> None:
         """In the saver's thread: a new checkpoint may make older ones superfluous."""
         if saved.is_committed:
             try:
-                prune(self.store, self._keep)
+                prune(self.store, self._keep, saved.name, self._bad)
             except OSError as error:
                 warn_once(f"Old checkpoints could not be removed: {error.strerror}.")
         self._ended.append(saved)
@@ -203,14 +216,20 @@ class Keeper:
     def _take_over(self, trainer: "Trainer", source: Opened | Taken) -> str:
         progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
         try:
+            if isinstance(source, Opened):
+                _refuse_strange(source, trainer.spread.holding.shapes)
             trainer.strategy.load_state_dict(source, progress.step)
+            if progress.loss_scale and trainer.loss_scale.dynamic:
+                trainer.loss_scale.load(ScaleState(**progress.loss_scale))
         except UsageError as wrong:
             return str(wrong)
         except OSError as error:
             return f"{error.strerror}."
+        except (KeyError, TypeError, ValueError) as error:
+            return (
+                f"What it says of the optimizer makes no sense ({type(error).__name__}: {error})."
+            )
         trainer.step = progress.step
-        if progress.loss_scale:
-            trainer.loss_scale.load(ScaleState(**progress.loss_scale))
         if isinstance(source, Opened):
             self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
         return ""
@@ -243,15 +262,28 @@ def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Orig
     return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
 
 
-def prune(store: Store, keep: Keep) -> None:
-    """Remove what no rule keeps; of what is not sound, nobody knows whether it may go."""
+def prune(store: Store, keep: Keep, newest: str, bad: Collection[str]) -> None:
+    """Remove what no rule keeps, after `newest` was made.
+
+    What was refused, what is not sound, what is of a later step (of an earlier life of the run) and
+    what has another name is neither counted nor removed.
+    """
     known = []
     for name in store.names():
+        if name in bad or not _NAME.fullmatch(name) or name > newest:
+            continue
         with suppress(BadCheckpoint):
             progress = Sealed(store, name).manifest.progress
             known.append(Known(name, progress.step, progress.metrics))
     for one in superfluous(known, keep):
         store.remove(one.name)
+
+
+def _refuse_strange(source: Opened, own: Collection[str]) -> None:
+    """A tensor that the model no longer has would be dropped without a word."""
+    names = {n.removeprefix("model.") for n in source if n.startswith("model.")}
+    for name in sorted(names - set(own)):
+        raise UsageError(f"It holds model.{name}, which the model does not have.")
 
 
 def _first_problem(world: Group, own: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.run import Run
 
-_SETTABLE = ("batch_size", "steps", "epochs", "seed", "clip", "end", "evaluate_every", "save_every")
+SETTABLE = ("batch_size", "steps", "epochs", "seed", "clip", "end", "evaluate_every", "save_every")
 
 
 def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:
@@ -26,8 +26,8 @@ def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:
     function = find_recipe(spec)
     parameters = _parameters(function, spec)
     own = {k: _read(k, v, parameters[k]) for k, v in settings.items() if k in parameters}
-    for name in settings.keys() - own.keys() - set(_SETTABLE):
-        known = nearest(name, [*parameters, *_SETTABLE])
+    for name in settings.keys() - own.keys() - set(SETTABLE):
+        known = nearest(name, [*parameters, *SETTABLE])
         raise UsageError(f"--set {name}: neither {spec} nor a Run has it. {known}")
     try:
         run = function(**own)

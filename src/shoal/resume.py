@@ -43,6 +43,15 @@ def newest(store: Store) -> Manifest:
     )
 
 
+def refuse_used(store: Store) -> None:
+    """A new run must not find checkpoints of another where it keeps its own."""
+    if store.names():
+        raise UsageError(
+            f"{store} already holds checkpoints. Go on from them (--resume, or resume=True), or "
+            "choose another place."
+        )
+
+
 def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
     """Refuse to go on with another run; `own` is the plain description of this one."""
     for field, value in own.items():
@@ -51,6 +60,18 @@ def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             raise UsageError(
                 f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
                 f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
+            )
+    refuse_other_data(own, run, origin)
+
+
+def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
+    """The step says where in the data a run is, if data, batches and their order are the same."""
+    for field in ("batch_size", "seed", "end"):
+        before = origin.run.get(field, own[field])
+        if own[field] != before:
+            raise UsageError(
+                f"{field} was {before!r} and is {own[field]!r} now, so the place in the data would "
+                "be another. Set it back, or take the weights alone (--from)."
             )
     if len(run.data) != origin.num_samples:
         raise UsageError(

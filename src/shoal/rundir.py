@@ -7,7 +7,8 @@ when it dies, so nothing has to be cleaned up by hand.
 import fcntl
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -68,6 +69,14 @@ class RunDir:
         if not self._began:
             self._discard()
 
+    def described(self) -> dict[str, Any]:
+        """What run.json says of the run that began here."""
+        try:
+            found: dict[str, Any] = msgspec.json.decode((self.path / "run.json").read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            raise UsageError(f"{self.path / 'run.json'} cannot be read: {error}.") from error
+        return found
+
     def describe(self, **facts: Any) -> None:
         """The run begins: write run.json, the resolved run and plan, and whence each value came."""
         self._began = True
@@ -85,6 +94,21 @@ class RunDir:
         for folder in reversed(self._made):
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold a directory that is not the run's own, so that no other run uses it meanwhile."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        (path / OWNER).unlink(missing_ok=True)
+        lock.close()
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:

@@ -14,7 +14,7 @@ from shoal.mesh import LauncherSeat, Seat
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.recipe import provenance
-from shoal.resume import newest, plan_to_go_on, refuse_changes
+from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
 from shoal.run import Run, resolve
 from shoal.training import Trainer
 from shoal.world import World
@@ -46,10 +46,7 @@ def trainer(
     fields = {name: field["value"] for name, field in provenance(run, {}).items()}
     if store is not None and store.names():
         if not resume:
-            raise UsageError(
-                f"{store} already holds checkpoints. Go on from them with resume=True, or give "
-                "another directory."
-            )
+            refuse_used(store)
         origin = newest(store).origin
         refuse_changes(fields, run, origin)
         resolved = plan_to_go_on(run, None if plan is None else str(plan), world.num_ranks, origin)
@@ -62,5 +59,5 @@ def trainer(
         if isinstance(seat, LauncherSeat):
             seat.stop_on_term()
         made = origin_of(sys.argv[0], fields, resolved, run)
-        keeper = Keeper(Keeping(store, made), seat.tell)
+        keeper = Keeper(Keeping(store, made, others_may_write=True), seat.tell)
     return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper)

@@ -153,6 +153,9 @@ def decode(content: bytes, sealed: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
+    progress = manifest.progress
+    if min(progress.step, progress.samples, progress.epoch, progress.batch) < 0:
+        raise BadCheckpoint(f"It says that it is of step {progress.step}, which cannot be.")
     names = [file.name for file in manifest.files]
     for file in manifest.files:
         if not _PLAIN_NAME.fullmatch(file.name):

@@ -42,6 +42,7 @@ class Snapshot:
         self._num_bytes = placed[-1].stop if placed else 0
         self._is_copied = [False] * len(sources)
         self._versions = [source._version for source in sources]
+        self._part = memoryview(bytearray(PART_BYTES))
         self._is_wanted = threading.Event()  # that the state may change
         self._may_change = threading.Event()
         self._copy([i for i, now in enumerate(at_once) if now])
@@ -59,13 +60,18 @@ class Snapshot:
         for i, source in enumerate(self._sources):
             if not (self._is_copied[i] or _lies_in_order(source)):
                 self._copy([i])
-            hashes.append(xxhash.xxh3_128_hexdigest(self._content(i)))
+            hashed = xxhash.xxh3_128()
             length = self._placed[i].stop - self._placed[i].start
             for start in range(0, length, PART_BYTES):
                 if self._is_wanted.is_set() and not self._may_change.is_set():
                     self._copy(range(i, len(self._sources)))
                     self._may_change.set()
-                yield self._content(i)[start : start + PART_BYTES]
+                part = self._content(i)[start : start + PART_BYTES]
+                # What is hashed is what is written, whoever changes the tensor meanwhile.
+                self._part[: len(part)] = part
+                hashed.update(self._part[: len(part)])
+                yield self._part[: len(part)]
+            hashes.append(hashed.hexdigest())
             if not self._is_copied[i]:
                 self._check(i)
 

@@ -44,6 +44,8 @@ class Display:
 
             case "checkpoint-refused":
                 self.say(f"[bold yellow]{record['name']} was passed over[/]: {record['why']}")
+            case "model-failed":
+                self.say(f"[bold red]model.safetensors was not written[/]: {record['why']}")
             case "save-failed" | "save-skipped":
                 self.say(f"[bold yellow]step {record['step']} was not saved[/]: {record['why']}")
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,8 @@ from shoal.errors import RUN_AGAIN, UsageError
 @click.option(
     "--keep",
     metavar="RULE",
-    default="last=2",
-    show_default=True,
-    help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max".',
+    help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max". '
+    "Default: last=2, or what the run had before --resume.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
@@ -78,15 +78,39 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
-    from shoal.checkpoint.retention import Keep
-    from shoal.rundir import RunDir
+    from shoal.rundir import RunDir, claimed
 
-    Keep.parse(given["keep"])  # a wrong one is refused before anything begins
     _refuse_contradictions(given)
 
-    with RunDir(given["run_dir"], recipe, resume=given["resume"]) as run_dir:
+    with ExitStack() as held:
+        run_dir = held.enter_context(RunDir(given["run_dir"], recipe, resume=given["resume"]))
+        if given["resume"]:
+            settings = _as_it_began(run_dir.described(), recipe, settings, given)
+        given["keep"] = given["keep"] or "last=2"
+        if given["checkpoints"] and "://" not in given["checkpoints"]:
+            held.enter_context(claimed(Path(given["checkpoints"])))
         code = _train(recipe, settings, given, run_dir)
     sys.exit(code)
+
+
+def _as_it_began(
+    before: dict[str, Any], recipe: str, settings: dict[str, str], given: dict[str, Any]
+) -> dict[str, str]:
+    """What a run that goes on was given when it began, where nothing else is said now."""
+    from shoal.recipe import SETTABLE
+
+    if before.get("recipe") != recipe:
+        raise UsageError(f"The run was begun with the recipe {before.get('recipe')}, not {recipe}.")
+    known: dict[str, str] = before.get("settings", {})
+    for name, value in settings.items():
+        if name not in SETTABLE and known.get(name) != value:
+            was = f"was {known[name]}" if name in known else "was not set"
+            raise UsageError(
+                f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
+            )
+    for option in ("keep", "checkpoints"):
+        given[option] = given[option] or before.get(option)
+    return {**known, **settings}
 
 
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
@@ -108,7 +132,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     def prepared(found: dict[str, Any]) -> None:
         facts.update(found)
         display.num_steps = found["num_steps"]
-        run_dir.describe(recipe=recipe, settings=settings, **found)
+        own = {name: given[name] for name in ("keep", "checkpoints")}
+        run_dir.describe(recipe=recipe, settings=settings, **own, **found)
         display.say(
             f"{recipe}  {found['num_parameters'] / 1e6:.2f} M parameters, "
             f"plan {found['plan'] or 'data=1'}, {found['num_ranks']} "
@@ -146,6 +171,12 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
 
 
 def _refuse_contradictions(given: dict[str, Any]) -> None:
+    from shoal.checkpoint.retention import Keep
+
+    if given["keep"] is not None:
+        Keep.parse(given["keep"])
+    if (given["checkpoints"] or "").startswith("memory:"):
+        raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
     if given["begin_from"] is None:
         for name, default in (("take", "weights"), ("partial", False)):
             if given[name] != default:
@@ -162,7 +193,7 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
     from shoal.recipe import load_recipe, provenance
-    from shoal.resume import newest, plan_to_go_on, refuse_changes
+    from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_other_data, refuse_used
     from shoal.run import resolve
 
     use_threads()
@@ -182,12 +213,16 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
                 f"not {manifest.origin.num_pieces}"
             )
     else:
+        refuse_used(store)
         plan = resolve(run, given["plan"], given["ranks"])
 
     def begin(model: Any) -> Any:
         everything = given["take"] == "everything"
         source, partial = given["begin_from"], given["partial"]
-        return find_beginning(source, model, everything=everything, partial=partial)
+        found = find_beginning(source, model, everything=everything, partial=partial)
+        if found.origin is not None:
+            refuse_other_data(plain, run, found.origin)
+        return found
 
     facts, rank_main = prepare_training(
         run,
@@ -261,8 +296,7 @@ def _in_words(
 def _why_it_ended(outcome: Any, run_dir: Path) -> str:
     if outcome.stopped_by and not outcome.cause:
         saved = (
-            f"The checkpoint is in {run_dir / 'checkpoints'}; go on with the same command and "
-            f"--resume --run-dir {run_dir}"
+            f"It is saved; go on with the same command and --resume --run-dir {run_dir}"
             if outcome.exit_code == RUN_AGAIN
             else f"It could not be saved. Its record is in {run_dir}"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from shoal import faults, logs
@@ -170,7 +171,10 @@ def _train(
         if info.step == trainer.num_steps:
             tensors = trainer.whole_model()
             if trainer.mesh.rank == 0:
-                write_tensors(tensors, run_dir / "model.safetensors")
+                try:
+                    write_tensors(tensors, run_dir / "model.safetensors")
+                except (OSError, SafetensorError) as error:  # the checkpoint may lie elsewhere
+                    seat.tell("model-failed", step=info.step, why=str(error))
 
     seat.summarise = lambda: {
         **_summary(totals),
