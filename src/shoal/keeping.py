@@ -88,7 +88,8 @@ class Keeper:
                 return
             problems.append(f"{name}: {problem}")
             self._bad.add(name)
-            self._tell("checkpoint-refused", name=name, why=problem)
+            if world.rank == 0:
+                self._tell("checkpoint-refused", name=name, why=problem)
         if problems:
             raise BadCheckpoint(
                 f"No checkpoint in {self.store} can be gone on from. {' '.join(problems)} "

@@ -1,5 +1,6 @@
 """A run that was stopped, killed or cut short goes on from its newest good checkpoint."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import MANIFEST, SEAL, seal
 from shoal.checkpoint.storage import Directory
 from shoal.errors import RUN_AGAIN
 from shoal.rundir import claimed
@@ -18,6 +20,7 @@ from shoal.testing.ranks import Pool
 
 RECIPE = str(Path(__file__).with_name("tiny.py"))
 NUM_STEPS = 60
+EMPTY = {"dtype": "F32", "shape": [0], "chunks": []}
 EVERY = 10
 QUICK = ((1, 1), (2, 0), (4, 0))  # point and member
 SAVE_POINTS = [
@@ -144,18 +147,18 @@ def test_a_kill_during_a_save(train, undisturbed: Trained, point: str, member: i
 
 
 @pytest.mark.parametrize(
-    "point",
+    ("point", "member"),
     [
-        *(SAVE_POINTS[0], SAVE_POINTS[3]),
-        *(pytest.param(point, marks=pytest.mark.full) for point in SAVE_POINTS[1:3]),
+        pytest.param(
+            point, member, marks=[] if (i, member) in ((0, 0), (3, 0)) else [pytest.mark.full]
+        )
+        for i, point in enumerate(SAVE_POINTS[:4])
+        for member in ((0, 1) if i < 3 else (0,))  # rank 0 alone commits
     ],
 )
-@pytest.mark.parametrize("member", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_full_disk_costs_a_checkpoint_and_no_step(
     train, undisturbed: Trained, point: str, member: int
 ) -> None:
-    if member and point == "checkpoint.sealed":
-        pytest.skip("rank 0 alone commits")
     trained = train(f"{point}:full:member={member}").wait()
     check_same(trained, undisturbed)
     failed = trained.events("save-failed")
@@ -240,37 +243,59 @@ def test_a_run_goes_on_with_what_it_was_given(train, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_another_run_are_not_gone_on_from_by_chance(
-    train, pool: Pool, tmp_path: Path
+    pool: Pool, tmp_path: Path
 ) -> None:
-    there = str(tmp_path / "there")
-    first = faults.start(
-        pool,
-        f"{RECIPE}:mlp",
-        tmp_path / "first",
-        plan="data=2",
-        settings={"steps": 4},
-        options=("--checkpoints", there),
-    ).wait()
-    assert first.exit_code == 0 and Directory(Path(there)).names() == ["step-00000004"]
-    second = faults.start(
-        pool,
-        f"{RECIPE}:mlp",
-        tmp_path / "second",
-        plan="data=2",
-        settings={"steps": 8},
-        options=("--checkpoints", there),
-    ).wait()
-    assert second.exit_code == 2 and "already holds checkpoints" in second.last_words
-    with claimed(Path(there)):
-        third = faults.start(
-            pool,
-            f"{RECIPE}:mlp",
-            tmp_path / "first",
-            plan="data=2",
-            settings={"steps": 8},
-            options=("--resume",),
+    there = tmp_path / "there"
+
+    def run(name: str, steps: int, *options: str) -> Trained:
+        settings = {"steps": steps}
+        run_dir = tmp_path / name
+        return faults.start(
+            pool, f"{RECIPE}:mlp", run_dir, plan="data=2", settings=settings, options=options
         ).wait()
+
+    first = run("first", 4, "--checkpoints", str(there))
+    assert first.exit_code == 0 and Directory(there).names() == ["step-00000004"]
+    second = run("second", 8, "--checkpoints", str(there))
+    assert second.exit_code == 2 and "already holds checkpoints" in second.last_words
+    with claimed(there):
+        third = run("first", 8, "--resume")
     assert third.exit_code == 2 and "is in use by" in third.last_words
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(plain={}), "makes no sense"),
+        (lambda m: m["progress"].update(step=-5), "step -5, which cannot be"),
+        (lambda m: m["tensors"].append({**EMPTY, "name": "model.gone"}), "holds model.gone, which"),
+    ],
+    ids=["no optimizer", "impossible step", "another model"],
+)
+def test_sealed_nonsense_is_passed_over(train, tmp_path: Path, change, words: str) -> None:
+    assert train(steps=20, pause=0).wait().exit_code == 0
+    path = tmp_path / "run" / "checkpoints" / "step-00000020"
+    manifest = json.loads((path / MANIFEST).read_text())
+    change(manifest)
+    content = json.dumps(manifest).encode()
+    (path / MANIFEST).write_bytes(content)
+    (path / SEAL).write_bytes(seal(content))
+    trained = train(steps=22, pause=0, resume=True).wait()
+    assert trained.exit_code == 0, trained.errors
+    (refused,) = trained.events("checkpoint-refused")
+    assert refused["name"] == "step-00000020" and words in refused["why"]
+    assert len(trained.steps()) == 22
+
+
+def test_a_loss_scale_is_fp16s_alone(train, tmp_path: Path) -> None:
+    """Not taken from fp32, which has none, and left behind where there is none."""
+    store = Directory(tmp_path / "run" / "checkpoints")
+    for steps, precision, value in ((4, "fp32", None), (8, "fp16", 65536.0), (12, "bf16", None)):
+        plan = f"data=2 precision={precision}"
+        trained = train(plan=plan, steps=steps, pause=0, resume=steps > 4).wait()
+        assert trained.exit_code == 0, trained.errors
+        progress = Opened(store, f"step-{steps:08d}").manifest.progress
+        assert progress.loss_scale.get("value") == value
 
 
 def _flip(path: Path) -> None:

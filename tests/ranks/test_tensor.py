@@ -220,8 +220,6 @@ def worst_of(figures: dict[str, float]) -> float:
 @pytest.mark.parametrize("name", [*ZOO, *OWN])
 def test_a_cut_model_trains_as_the_whole_one(pool: Pool, name: str) -> None:
     """In fp64, where nothing but rounding may differ."""
-    if name not in OWN and not hasattr(zoo, name):
-        pytest.skip(f"the zoo has no {name}")
     for figures in pool.run(train, 2, name):
         assert worst_of(figures) < 1e-10, figures
         assert figures["share"] >= LEAST_CUT.get(name, 0.0), figures

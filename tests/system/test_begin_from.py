@@ -97,6 +97,13 @@ def test_what_does_not_match_is_refused_or_listed(
     assert "no tensor in common" in train(nothing, "--partial", steps=2).last_words
 
 
+def test_a_place_in_other_data_means_nothing(train: Train, first: Path) -> None:
+    words = ("--take", "everything", "--set", "batch_size=6")
+    refused = train(checkpoint(first), *words, steps=30)
+    assert refused.exit_code == 2
+    assert "batch_size was 12 and is 6 now, so the place in the data" in refused.last_words
+
+
 def test_wrong_words(train: Train, first: Path, tmp_path: Path) -> None:
     model = first / "model.safetensors"
     assert "holds weights alone" in train(model, "--take", "everything", steps=2).last_words

@@ -107,3 +107,13 @@ def test_nothing_waits_for_a_save_that_failed() -> None:
     snapshot = made(tensors())
     snapshot.close()
     snapshot.release()
+
+
+def test_the_hash_is_of_the_bytes_that_were_written() -> None:
+    """Also of a tensor that is changed behind torch's back meanwhile."""
+    state = {"a": torch.randn(ROWS, 256)}
+    snapshot, hashes, read = made(state), [], b""
+    for part in snapshot.parts(hashes):
+        read += bytes(part)
+        state["a"].data.mul_(2)
+    assert hashes == [xxhash.xxh3_128_hexdigest(read)]
