@@ -5,9 +5,10 @@ block sleeps where it would compute, 5 ms forward, 5 ms for the gradient of its 
 that of its weight. Eight blocks make four stages of 10 and 20 ms, or two of half that on each rank
 for the schedules that want two. Eight microbatches, one optimizer step after them.
 
-Both arms run the same blocks under the same schedule class in the same processes and take turns;
-what Shoal cuts and carries between stages by itself, the peer has as stages made by hand. The
-ceiling is the schedule's own order of work with nothing between: no message, no bookkeeping.
+Both arms run the same blocks in the order of the same schedule, in the same processes, and take
+turns: the peer by PyTorch's schedule class, Shoal by a loop of its own over that order. What Shoal
+cuts and carries between stages by itself, the peer has as stages made by hand. The ceiling is the
+schedule's own order of work with nothing between: no message, no bookkeeping.
 """
 
 import time
@@ -28,6 +29,7 @@ from bench import harness, loops, ranks
 from bench.harness import Row
 from bench.loops import ShoalLoop
 from shoal.data.sources import tensors
+from shoal.parallel.pipeline.orders import work_of
 from shoal.run import Run, make_batches
 from shoal.world import World
 
@@ -157,24 +159,14 @@ class BareSchedule:
 Work = tuple[str, int, int]  # F, B, I (the input's part of B) or W; the stage; the microbatch
 
 
-def order_of(name: str, schedule: Any) -> dict[int, list[Work]]:
-    """What each rank does, one thing after another."""
-    if name == "1f1b":  # what PyTorch lists for its last rank is one forward ahead of what it does
-        return {rank: _one_f_one_b(rank) for rank in range(NUM_RANKS)}
+def order_of(name: str) -> dict[int, list[Work]]:
+    """What each rank does under either arm, one thing after another."""
+    stages = [stages_of_rank(name, rank) for rank in range(NUM_RANKS)]
+    order = work_of(name, stages, NUM_MICROBATCHES)
     return {
-        rank: [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in items if a]
-        for rank, items in schedule.pipeline_order.items()
+        rank: [(action.kind.value, action.stage, action.microbatch) for action in actions]
+        for rank, actions in enumerate(order)
     }
-
-
-def _one_f_one_b(rank: int) -> list[Work]:
-    ahead = NUM_RANKS - 1 - rank
-    order: list[Work] = [("F", rank, batch) for batch in range(ahead)]
-    for batch in range(NUM_MICROBATCHES):
-        if batch + ahead < NUM_MICROBATCHES:
-            order.append(("F", rank, batch + ahead))
-        order.append(("B", rank, batch))
-    return order
 
 
 def ideal_s(order: Mapping[int, Sequence[Work]], num_stages: int) -> float:
@@ -236,8 +228,7 @@ def measure_schedule(world: World, name: str, length: str) -> Times:
     """Every rank must call it."""
     run = make_run()
     with ExitStack() as stack:
-        bare = BareSchedule(run, name, world.rank)
-        arms: dict[str, BareSchedule | ShoalLoop] = {"bare": bare}
+        arms: dict[str, BareSchedule | ShoalLoop] = {"bare": BareSchedule(run, name, world.rank)}
         if not loops.refusal(plan(name)):
             arms["shoal"] = ShoalLoop(run, plan(name), world, stack, CHUNK)
         arms["again"] = BareSchedule(run, name, world.rank)
@@ -246,7 +237,7 @@ def measure_schedule(world: World, name: str, length: str) -> Times:
         seconds = harness.interleave(chunks, 4 if length == "quick" else 15, num_warm_up=1)
         loops.check_alike({arm: loop.mean_loss() for arm, loop in arms.items()})
     num_stages = NUM_RANKS * SCHEDULES[name].stages
-    return Times(seconds, ideal_s(order_of(name, bare.schedule), num_stages))
+    return Times(seconds, ideal_s(order_of(name), num_stages))
 
 
 def measure(quick: bool) -> Iterator[Row]:

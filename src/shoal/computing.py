@@ -18,7 +18,7 @@ from shoal.blame import first_look
 from shoal.comm.collectives import Group
 from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.loader import Piece
-from shoal.data.split import share
+from shoal.data.split import shares
 from shoal.mesh import Mesh
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
@@ -46,7 +46,8 @@ class Compute:
         kind = mesh.device.split(":")[0]
         self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
         size = self.plan.num_microbatches
-        own = share(mesh.data.rank, mesh.data.num_ranks, self.plan.num_pieces // size)
+        num_rounds = self.plan.num_pieces // size
+        own = shares(num_rounds, mesh.data.num_ranks, mesh.counts)[mesh.data.rank]
         self.rounds = [range(number * size, (number + 1) * size) for number in own]
         self._pieces = _PiecesInPipeline(self, mesh, strategy)
         self.spread.settle(mesh, self._pieces, self.arithmetic)
@@ -115,7 +116,9 @@ class _PiecesInPipeline:
 
         def loss(output: Any, microbatch: int) -> Tensor:
             with compute.arithmetic():
-                goal = goals[microbatch] = objective(run, output, pieces[microbatch])
+                goal = objective(run, output, pieces[microbatch])
+            # Without the graph, which goes with the microbatch's backward.
+            goals[microbatch] = goal._replace(tensor=goal.tensor.detach())
             return goal.tensor * compute.start(goal, pieces[microbatch], num_samples)
 
         assert compute.spread.pipeline is not None
@@ -123,8 +126,7 @@ class _PiecesInPipeline:
             compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
         compute._is_first = False
         for microbatch in sorted(goals):
-            goal = goals[microbatch]
-            tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
+            tally.add(*goals[microbatch])
         self._hand_out()
 
     def enter(self, microbatch: int, block: int) -> None:
@@ -142,8 +144,9 @@ class _PiecesInPipeline:
         if self.compute.plan.sums != "exact":
             return
         parameters = self._parameters[stage]
-        sum_ = self._sums.setdefault(stage, PieceSum(range(len(self._indices))))
-        sum_.push([p.grad for p in parameters])
+        if stage not in self._sums:
+            self._sums[stage] = PieceSum(range(len(self._indices)))
+        self._sums[stage].push([p.grad for p in parameters])
         for p in parameters:
             p.grad = None
 

@@ -33,6 +33,7 @@ class StepInfo(NamedTuple):
     norm: float | None  # of the whole gradient before clipping; None when nothing asked for it
     times: Times
     bytes_sent: int  # by this rank, for this step
+    mark: int | None = None  # of the samples since the last one that has it (`data/ledger.py`)
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
 
 

@@ -41,6 +41,7 @@ class Mesh(NamedTuple):
     tensor: Group
     pipeline: Group
     device: str
+    counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:

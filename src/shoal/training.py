@@ -17,9 +17,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from shoal import handover
+from shoal.balancing import balance_of, rebalance
 from shoal.blame import not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
+from shoal.data.ledger import add_marks, mark
 from shoal.errors import GroupLost, PlanError, RecipeError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
@@ -81,7 +83,7 @@ class Trainer:
                 f"the launcher started {self.mesh.num_ranks}. Start as many, or change the plan."
             )
         self.model.to(self.mesh.device)
-        self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device)
+        self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
         self.optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
         if self.plan.offload == "optimizer":
@@ -104,6 +106,7 @@ class Trainer:
         if kind is None:
             self.spread.close()
         self.prepared.seeds.close()
+        self.batches.close()
         self.seat.close()
 
     def __iter__(self) -> Iterator[StepInfo]:
@@ -147,11 +150,16 @@ class Trainer:
             except GroupLost as again:
                 lost = again
 
-    def _settle(self, mesh: Mesh) -> None:
-        """Take the place in a new mesh and agree on the state."""
-        self.mesh, self._is_fresh = mesh, False
+    def take_place(self, mesh: Mesh) -> None:
+        """Work in this mesh from now on."""
+        self.mesh = mesh
         self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
         self.compute.settle(mesh, self.strategy)
+
+    def _settle(self, mesh: Mesh) -> None:
+        """Take the place in a new mesh and agree on the state."""
+        self.balance, self._is_fresh = balance_of(self.plan, mesh), False
+        self.take_place(mesh)
         if handover.catch_up(self):
             self._unseen, self._num_heard = self.last_info, 0
         self.keeper.restore(self)
@@ -169,6 +177,7 @@ class Trainer:
             asked = perf_counter()
             pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
+            tally.mark = add_marks([tally.mark, *(mark(piece.ids) for piece in pieces)])
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
@@ -188,24 +197,15 @@ class Trainer:
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
-        self.stopped = agreed.stop
-        times = split_times(
-            data_s,
-            tally.busy_s - data_s + perf_counter() - exchanged,
-            exchanged - computed,
-            agreed.busy_s,
-            self.mesh.rank,
-        )
-        self.answers, self._num_heard = [], 0
+        busy_s = tally.busy_s - data_s + perf_counter() - exchanged
+        times = split_times(data_s, busy_s, exchanged - computed, agreed.busy_s, self.mesh.rank)
+        self.stopped, self.answers, self._num_heard = agreed.stop, [], 0
+        rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
+        shown = None if agreed.norm is None else norm
         self._unseen = self.last_info = StepInfo(
-            self.step,
-            agreed.loss,
-            batch.num_samples,
-            float(self.optimizer.param_groups[0]["lr"]),
-            None if agreed.norm is None else norm,
-            times,
-            self.mesh.bytes_sent - sent_before,
+            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, agreed.mark
         )
+        rebalance(self, agreed.busy_s)
 
     def _update(self, agreed: Agreed, unit: float) -> float | None:
         """Step, and return the gradient's norm before clipping; None if all is not finite.

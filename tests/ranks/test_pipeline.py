@@ -1,5 +1,6 @@
 """A pipeline trains what one process would have trained: every schedule, unlike models."""
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -352,4 +353,125 @@ def test_an_error_of_the_model_stays_what_it_is(pool: Pool) -> None:
 def test_a_peer_that_left_is_a_lost_group(pool: Pool) -> None:
     first, second = pool.run(fail, 2, "peer")
     assert second == "left"
-    assert first.startswith("GroupLost: the group broke while running the pipeline")
+    assert first.startswith("GroupLost: the group broke while ") and "of the pipeline" in first
+
+
+class NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("no way back") from KeyError("a reason")
+
+
+class OneWay(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = NoWayBack.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+def made_of(layers: list[nn.Module], schedule: str, inputs: list[Tensor]) -> Pipeline:
+    model, group = nn.Sequential(*layers), Group(dist.group.WORLD)
+    num_stages = PER_RANK[schedule] * group.num_ranks
+    plan = split(record(model, [partial(model, x) for x in inputs[:2]], num_stages), num_stages)
+    return Pipeline(model, plan, schedule=schedule, group=group, device="cpu", call=call_model)
+
+
+def fail_in_backward(mesh: Mesh, schedule: str) -> list[str]:
+    inputs = [torch.randn(2, 4) for _ in range(4)]
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), OneWay(4, 4), nn.Linear(4, 4)]
+    pipeline = made_of(layers, schedule, inputs)
+    try:
+        pipeline.run(inputs, lambda output, _: output.sum())
+    except Exception as error:  # noqa: BLE001 (its kind is what is asked)
+        return [type(error).__name__, str(error), type(error.__cause__).__name__]
+    finally:
+        pipeline.close()
+    return []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_an_error_in_backward_stays_what_it_is(pool: Pool, schedule: str) -> None:
+    first, second = pool.run(fail_in_backward, 2, schedule)
+    assert ["ValueError", "no way back", "KeyError"] in (first, second)
+    assert "GroupLost" in (first[0], second[0])
+
+
+class Counted(nn.Linear):
+    """Counts the results that are still there."""
+
+    def __init__(self, alive: dict[str, int]):
+        super().__init__(4, 4)
+        self.alive, self.results = alive, weakref.WeakSet[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).relu()
+        self.results.add(y.untyped_storage())
+        self.alive["most"] = max(self.alive["most"], len(self.results))
+        return y
+
+
+def count_alive(mesh: Mesh, schedule: str) -> int:
+    inputs, alive = [torch.randn(2, 4) for _ in range(16)], {"most": 0}
+    layers = [m for _ in range(4) for m in (Counted(alive), nn.Linear(4, 4))]
+    pipeline = made_of(layers, schedule, inputs)
+    alive["most"] = 0
+    pipeline.run(inputs, lambda output, _: output.sum())
+    pipeline.close()
+    return alive["most"]
+
+
+def test_a_backward_lets_go_of_what_the_forward_kept(pool: Pool) -> None:
+    """A rank holds as many microbatches as stages follow, and gpipe all of them."""
+    assert pool.run(count_alive, 2, "1f1b") == [2, 1]
+    assert pool.run(count_alive, 2, "gpipe") == [16, 16]
+    for schedule in ("interleaved", "zero-bubble", "zbv"):
+        assert max(pool.run(count_alive, 2, schedule)) <= 4
+
+
+class Offset(nn.Module):
+    """The gradients of its parameters may be the very tensors that stages send each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.first, self.last = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x + self.first, self.weight).tanh() + self.last
+
+
+def two_rounds(mesh: Mesh, schedule: str) -> tuple[float, float]:
+    """How far gradients over two rounds are from those of one process, and what was sent from what
+    it was then."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4) for _ in range(8)]
+    pipeline = made_of([Offset() for _ in range(4)], schedule, inputs[:4])
+    send, sent = pipeline.messages.send, []
+
+    def noted(tensors: list[Tensor], rank: int) -> None:
+        sent.extend((tensor, tensor.clone()) for tensor in tensors)
+        send(tensors, rank)
+
+    pipeline.messages.send = noted  # type: ignore[method-assign,assignment]
+    for part in (inputs[:4], inputs[4:]):
+        pipeline.run(part, lambda output, _: output.square().sum())
+    own = [n for s in pipeline.own_stages for n in pipeline.plan.stages[s].parameters]
+    pipeline.close()
+    named = dict(pipeline.model.named_parameters())
+    found = {name: named[name].grad for name in own}
+    pipeline.model.zero_grad()
+    for x in inputs:
+        pipeline.model(x).square().sum().backward()
+    gradients = [(found[name], named[name].grad) for name in own]
+    wrong = max(apart(a, b) for a, b in gradients if a is not None and b is not None)
+    return wrong, max(apart(now, then) for now, then in sent)
+
+
+@pytest.mark.parametrize("schedule", sorted(PER_RANK))
+def test_gradients_and_messages_are_apart(pool: Pool, schedule: str) -> None:
+    for wrong, written_into in pool.run(two_rounds, 2, schedule):
+        assert wrong < 1e-5
+        assert written_into == 0.0

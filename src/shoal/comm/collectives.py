@@ -7,7 +7,7 @@ leave this rank are counted. A group of one communicates nothing.
 Every method must be called by all ranks of the group, in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+SMALL_BYTES = 64 * 1024  # to send in a sum that waits for messages rather than for bytes
 
 
 @contextmanager
@@ -30,19 +31,36 @@ def loss_of_group(doing: str) -> Iterator[None]:
         raise GroupLost(f"the group broke while {doing}: {str(error).splitlines()[0]}") from error
 
 
+def goes_at_once(num_bytes: int, num_ranks: int) -> bool:
+    """Whether each rank sends all it has to each other one, to be added up there. Pure.
+
+    One message's time instead of a ring's 2 (n - 1), for n / 2 times the bytes.
+    """
+    return num_bytes * (num_ranks - 1) <= SMALL_BYTES
+
+
+def bytes_of_all_reduce(num_bytes: int, num_ranks: int) -> int:
+    """That a rank sends. Pure."""
+    if goes_at_once(num_bytes, num_ranks):
+        return num_bytes * (num_ranks - 1)
+    return int(num_bytes * 2 * (num_ranks - 1) / num_ranks)
+
+
 class Pending:
     """Operations under way on some tensors. `wait` once before the tensors are read."""
 
-    def __init__(self, works: Sequence[dist.Work]):
-        self._works = works
+    def __init__(self, works: Sequence[dist.Work], then: Sequence[Callable[[], object]] = ()):
+        self._works, self._then = works, then
 
     def __add__(self, other: "Pending") -> "Pending":
-        return Pending([*self._works, *other._works])
+        return Pending([*self._works, *other._works], [*self._then, *other._then])
 
     def wait(self) -> None:
         with loss_of_group("waiting for a collective"):
             for work in self._works:
                 work.wait()
+        for finish in self._then:
+            finish()
 
     def drain(self) -> None:
         """Wait until nothing touches the tensors any more, whatever the outcome."""
@@ -93,10 +111,18 @@ class Group:
         """Sum in place, in whatever order is fastest."""
         if self.num_ranks == 1:
             return Pending([])
-        share = 2 * (self.num_ranks - 1) / self.num_ranks
-        self.bytes_sent += int(tensor.nbytes * share)
+        if goes_at_once(tensor.nbytes, self.num_ranks):
+            return self._all_reduce_at_once(tensor)
+        self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
         with loss_of_group("starting an all-reduce"):
             return Pending([dist.all_reduce(tensor, group=self.handle, async_op=True)])
+
+    def _all_reduce_at_once(self, tensor: Tensor) -> Pending:
+        sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
+        rows = torch.empty_like(sent)
+        lengths = [tensor.numel()] * self.num_ranks
+        pending = self.all_to_all(rows.view(-1), sent.view(-1), lengths, lengths)
+        return pending + Pending([], [lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]

@@ -13,21 +13,68 @@ if TYPE_CHECKING:
     from shoal.data import order as order
     from shoal.data import sources as sources
     from shoal.data import split as split
+    from shoal.data import transforms as transforms
+    from shoal.data.cache.cached import cached as cached
+    from shoal.data.readers.csv import csv as csv
+    from shoal.data.readers.huggingface import huggingface as huggingface
+    from shoal.data.readers.images import images as images
+    from shoal.data.readers.jsonl import jsonl as jsonl
+    from shoal.data.readers.lines import lines as lines
+    from shoal.data.readers.parquet import parquet as parquet
+    from shoal.data.readers.redis import redis_list as redis_list
+    from shoal.data.readers.redis import redis_stream as redis_stream
+    from shoal.data.readers.sql import sql as sql
+    from shoal.data.readers.tar import tar as tar
+    from shoal.data.shard_files.reading import shards as shards
     from shoal.data.sources import Source as Source
     from shoal.data.sources import tensors as tensors
     from shoal.data.sources import windows as windows
+    from shoal.data.transforms.cleaning import clean as clean
+    from shoal.data.transforms.drawing import chain as chain
+    from shoal.data.transforms.drawing import on as on
+    from shoal.data.transforms.mapping import mapped as mapped
+    from shoal.data.transforms.normalizing import normalized as normalized
+    from shoal.data.transforms.quarantine import quarantine as quarantine
+    from shoal.data.transforms.statistics import statistics as statistics
+    from shoal.data.views import by_length as by_length
+    from shoal.data.views import in_order as in_order
+    from shoal.data.views import join as join
+    from shoal.data.views import mix as mix
+    from shoal.data.views import some as some
+    from shoal.data.views import weighted as weighted
 
-_FROM_SOURCES = ("Source", "tensors", "windows")
-_MODULES = ("catalog", "loader", "order", "sources", "split")
+_MODULES = ("catalog", "loader", "order", "sources", "split", "transforms")
+_NAMES = {  # by the module that has them
+    "cache.cached": ("cached",),
+    "readers.csv": ("csv",),
+    "readers.huggingface": ("huggingface",),
+    "readers.images": ("images",),
+    "readers.jsonl": ("jsonl",),
+    "readers.lines": ("lines",),
+    "readers.parquet": ("parquet",),
+    "readers.redis": ("redis_list", "redis_stream"),
+    "readers.sql": ("sql",),
+    "readers.tar": ("tar",),
+    "shard_files.reading": ("shards",),
+    "sources": ("Source", "tensors", "windows"),
+    "transforms.cleaning": ("clean",),
+    "transforms.drawing": ("chain", "on"),
+    "transforms.mapping": ("mapped",),
+    "transforms.normalizing": ("normalized",),
+    "transforms.quarantine": ("quarantine",),
+    "transforms.statistics": ("statistics",),
+    "views": ("by_length", "in_order", "join", "mix", "some", "weighted"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_SOURCES:
-        return getattr(importlib.import_module("shoal.data.sources"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"shoal.data.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"shoal.data.{name}")
     raise AttributeError(f"module 'shoal.data' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted((*_FROM_SOURCES, *_MODULES))
+    return sorted((*_MODULE_OF, *_MODULES))

@@ -21,8 +21,21 @@ import torch
 from torch import Tensor
 
 from shoal.data import order, split
+from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.order import Ids
-from shoal.data.sources import Collate, Source, Takes, as_source, fetch
+from shoal.data.orders import Bucketed, order_of
+from shoal.data.sources import (
+    Collate,
+    LeavesOut,
+    Pass,
+    Source,
+    Takes,
+    Varied,
+    as_source,
+    collate_samples,
+    fetch,
+    good_samples,
+)
 from shoal.errors import RecipeError, UsageError
 
 _WINDOW_BYTES = 512 << 10
@@ -56,6 +69,11 @@ class Batch:
         """Load piece `index` of `num_pieces`."""
         return self._batches._piece(self, index)
 
+    @property
+    def ids(self) -> Ids:
+        """The sample ids of the whole batch, without loading it."""
+        return self._batches._ids_from(self.epoch, self._position, 1)[: self.num_samples]
+
     def ids_of(self, piece: int) -> Ids:
         """The sample ids of a piece, without loading it."""
         return self._batches._ids_of(self, piece)
@@ -74,10 +92,12 @@ class Batches:
         end: str = "drop",
         collate: Collate | None = None,
         device: str = "cpu",
+        loaders: int = 0,
     ):
         check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
         self.source: Source = source
-        self.num_samples = len(source)
+        self.order = order_of(source)
+        self.num_samples = len(self.order)
         self.batch_size = batch_size
         self.num_pieces = num_pieces
         self.seed = seed
@@ -91,8 +111,11 @@ class Batches:
         self._ids: _IdWindow | None = None
         self._rows: dict[int, _RowWindow] = {}
         # Steps gathered at once; unknown until a first piece has shown how large samples are.
-        gathers = collate is None and isinstance(source, Takes)
-        self._window_steps: int | None = None if gathers else 1
+        each_alone = isinstance(source, LeavesOut | Varied)
+        gathers = collate is None and isinstance(source, Takes) and not each_alone
+        self._window_steps: int | None = None if gathers and not loaders else 1
+        self._loaders = Loaders(self._to_pass_on, loaders) if loaders else None
+        self._turns = Turns()
 
     def at(self, step: int) -> Batch:
         """The global batch of the 0-based `step`."""
@@ -101,14 +124,44 @@ class Batches:
         num_samples = self._num_last if is_last else self.batch_size
         return Batch(self, step, epoch, position, num_samples)
 
+    def close(self) -> None:
+        """End the processes that load ahead, if there are any."""
+        if self._loaders is not None:
+            self._loaders.close()
+
     def _piece(self, batch: Batch, index: int) -> Piece:
+        if self._loaders is not None:
+            return self._from_loaders(self._loaders, batch, index)
         window = self._rows.get(index)
         if window is not None and window.covers(batch):
             if window.is_untouched(batch):
                 return window.pieces[batch._position - window.first]
         elif self._may_gather(batch):
             return self._gather(batch, index)
-        return load(self.source, self._ids_of(batch, index), self._collate, self.device)
+        return self._load(batch.epoch, self._ids_of(batch, index))
+
+    def _load(self, epoch: int, ids: Ids) -> Piece:
+        return load(self.source, ids, self._collate, self.device, Pass(self.seed, epoch))
+
+    def _from_loaders(self, loaders: Loaders, batch: Batch, index: int) -> Piece:
+        """Take what was loaded ahead, and let what will be asked for next be loaded."""
+        now = Key(batch.step, index)
+        loaders.forget_before(batch.step)
+        for key in self._turns.after(now):
+            if not loaders.has_room:
+                break
+            if not loaders.has(key):
+                ahead = self.at(key.step)
+                loaders.ask(key, ahead.epoch, self._ids_of(ahead, key.piece))
+        if not loaders.has(now):  # no room: too much is still in use
+            return self._load(batch.epoch, self._ids_of(batch, index))
+        inputs, target, ids = loaders.take(now)
+        return Piece(_placed(inputs, self.device), _placed(target, self.device), len(ids), ids)
+
+    def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
+        """In a loader."""
+        piece = load(self.source, ids, self._collate, "cpu", Pass(self.seed, epoch))
+        return piece.inputs, piece.target, piece.ids
 
     def _may_gather(self, batch: Batch) -> bool:
         if self._window_steps == 1 or batch.num_samples != self.batch_size:
@@ -118,7 +171,7 @@ class Batches:
     def _gather(self, batch: Batch, index: int) -> Piece:
         """Fill the window of piece `index` from this batch on, and return the batch's own."""
         if self._window_steps is None:
-            piece = load(self.source, self._ids_of(batch, index), None, self.device)
+            piece = self._load(batch.epoch, self._ids_of(batch, index))
             self._window_steps = self._affordable_steps(piece)
             return piece
         first = batch._position
@@ -127,10 +180,10 @@ class Batches:
         start, stop = self._bounds[index]
         ids = self._ids_from(batch.epoch, first, num_steps).reshape(num_steps, self.batch_size)
         try:
-            rows = load(self.source, ids[:, start:stop].reshape(-1), None, self.device)
+            rows = self._load(batch.epoch, ids[:, start:stop].reshape(-1))
         except RecipeError:
             # A sample of a later step may have failed; it is reported when that step comes.
-            return load(self.source, self._ids_of(batch, index), None, self.device)
+            return self._load(batch.epoch, self._ids_of(batch, index))
         window = _RowWindow(batch.epoch, first, rows, ids[:, start:stop])
         self._rows[index] = window
         return window.pieces[0]
@@ -160,7 +213,7 @@ class Batches:
             positions = order.batch_positions(
                 first, count, self.num_samples, self.batch_size, self.end
             )
-            ids = order.permute(positions, self.num_samples, self.seed, epoch)
+            ids = self.order.ids(positions, self.seed, epoch)
             self._ids = window = _IdWindow(epoch, first, count, ids)
         start = (first - window.first) * self.batch_size
         return window.ids[start : start + num_batches * self.batch_size]
@@ -206,17 +259,27 @@ def pieces_in_order(
     return PiecesInOrder(as_source(source), piece_size, collate, device)
 
 
-def load(source: Source, ids: Ids, collate: Collate | None, device: str) -> Piece:
-    """Load the samples `ids` as one piece, on `device`."""
+def load(
+    source: Source, ids: Ids, collate: Collate | None, device: str, of: Pass | None = None
+) -> Piece:
+    """Load the samples `ids` as one piece, on `device`; those that are left out are not in it."""
+    samples = None
+    if hasattr(source, "record"):
+        assert isinstance(source, LeavesOut)
+        samples, ids = good_samples(source, ids, of)
     if not len(ids):
         return Piece(None, None, 0, ids)
-    inputs, target = fetch(source, ids, collate)
+    if samples is not None:
+        inputs, target = collate_samples(samples, collate, ids)
+    else:
+        inputs, target = fetch(source, ids, collate, of)
     return Piece(_placed(inputs, device), _placed(target, device), len(ids), ids)
 
 
 def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
     """Refuse, before any process starts, a source and a batch that cannot be trained on."""
-    num_samples = len(as_source(source))
+    visited = order_of(as_source(source))
+    num_samples = len(visited)
     order.check_end(end)
     if batch_size < 1:
         raise UsageError(f"batch_size={batch_size}. A global batch has at least 1 sample.")
@@ -229,6 +292,11 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
             f"data has {num_samples} samples, batch_size is {batch_size}, and end='drop' leaves "
             f"out a batch that is not full, so no step can be made. Use batch_size={num_samples} "
             "or less, or end='pad' or end='wrap'."
+        )
+    if isinstance(visited, Bucketed) and visited.batch_size != batch_size:
+        raise UsageError(
+            f"data is put by length into batches of {visited.batch_size}, and batch_size is "
+            f"{batch_size}. Give by_length() the batch_size of the Run."
         )
     if batch_size % num_pieces:
         raise UsageError(
@@ -305,6 +373,8 @@ def _cut(rows: Any, size: int, columns: list[Sequence[Tensor]]) -> Sequence[Any]
 def _placed(value: Any, device: str) -> Any:
     """`value` with its tensors on `device`, aligned; whatever else a collate put in stays."""
     if isinstance(value, Tensor):
+        if device.startswith("cuda"):  # pinned, the copy runs beside what the host does
+            return value.pin_memory().to(device, non_blocking=True)
         value = value.to(device)
         return value.clone() if value.data_ptr() % _ALIGNMENT else value
     if isinstance(value, Mapping):

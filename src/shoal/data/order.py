@@ -49,6 +49,19 @@ def permute(positions: Ids, num_samples: int, seed: int, epoch: int) -> Ids:
     return ids
 
 
+def uniform(positions: Ids, seed: int, epoch: int) -> NDArray[np.float64]:
+    """A number from 0 to below 1 for each position: as if drawn, and the same each time."""
+    high, low, *_ = _round_keys(seed, epoch)
+    words = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64(high << 32 | low)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    found: NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return found
+
+
 def check_end(end: str) -> None:
     """Refuse an `end` that is none of `ENDS`."""
     if end not in ENDS:

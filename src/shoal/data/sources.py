@@ -11,7 +11,7 @@ Not for streams: without indexing there is no order that survives a restart. Cos
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,6 +44,20 @@ class Takes(Source, Protocol):
     """A source that gives many collated samples in one call."""
 
     def take(self, ids: Ids) -> tuple[Any, Any]: ...
+
+
+class Pass(NamedTuple):
+    """The pass over the data that a sample is for, and the run's seed: what it is drawn from."""
+
+    seed: int
+    epoch: int
+
+
+@runtime_checkable
+class Varied(Source, Protocol):
+    """A source whose samples differ from one pass to the next, as a pure function of the pass."""
+
+    def vary(self, index: int, of: Pass, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +174,40 @@ def as_source(data: Any) -> Source:
     return data
 
 
-def fetch(source: Source, ids: Ids, collate: Collate | None) -> tuple[Any, Any]:
-    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate."""
-    if collate is None and isinstance(source, Takes):
+@runtime_checkable
+class LeavesOut(Source, Protocol):
+    """A source whose bad samples are left out of the batch, and written down by `record`."""
+
+    def record(self, index: int, error: Exception, /) -> None: ...
+
+
+def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
+    """Those of the samples that can be loaded, and their ids; the source is told of the others."""
+    samples, good = [], []
+    for index in ids:
         try:
-            return _pair(source.take(ids), "take()")
+            sample = _sample(source, int(index), of)
+            _pair(sample, f"sample {index}")
+        except RecipeError as error:
+            source.record(int(index), error)
+        else:
+            samples.append(sample)
+            good.append(index)
+    return samples, np.asarray(good, dtype=np.int64)
+
+
+def fetch(
+    source: Source, ids: Ids, collate: Collate | None, of: Pass | None = None
+) -> tuple[Any, Any]:
+    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate.
+
+    Samples that differ from pass to pass are those of the pass `of`, if one is given.
+    """
+    # By name: asking whether it fits a protocol takes longer than a gather.
+    take = getattr(source, "take", None) if collate is None else None
+    if take is not None and (of is None or not hasattr(source, "vary")):
+        try:
+            return _pair(take(ids), "take()")
         except ShoalError:
             raise
         except Exception as error:
@@ -172,7 +215,7 @@ def fetch(source: Source, ids: Ids, collate: Collate | None) -> tuple[Any, Any]:
                 for at in range(len(ids)):  # find the one to name
                     fetch(source, ids[at : at + 1], None)
             raise RecipeError(_failed(ids, error)) from error
-    return collate_samples([_sample(source, int(index)) for index in ids], collate, ids)
+    return collate_samples([_sample(source, int(index), of) for index in ids], collate, ids)
 
 
 def collate_samples(
@@ -213,9 +256,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def _sample(source: Source, index: int) -> Any:
+def _sample(source: Source, index: int, of: Pass | None) -> Any:
     try:
-        return source[index]
+        vary = None if of is None else getattr(source, "vary", None)
+        return source[index] if vary is None else vary(index, of)
     except ShoalError:
         raise
     except Exception as error:

@@ -8,12 +8,37 @@ Not for cutting tensors over a mesh axis; this cuts lists of samples. Cost: none
 Next: `loader.py`, which loads the pieces.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 
 
 def share(rank: int, num_ranks: int, num_pieces: int) -> range:
     """The pieces of a rank: contiguous, in rank order, all of them covered exactly once."""
     return range(rank * num_pieces // num_ranks, (rank + 1) * num_pieces // num_ranks)
+
+
+def shares(num_pieces: int, num_ranks: int, counts: Sequence[int] | None = None) -> list[range]:
+    """The pieces of every rank: so many as `counts` gives it, or else as even as possible."""
+    if counts is None:
+        return [share(rank, num_ranks, num_pieces) for rank in range(num_ranks)]
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+def deal(num_pieces: int, seconds: Sequence[float]) -> list[int]:
+    """How many pieces each rank takes so that all are done soonest, none of them without one.
+
+    `seconds` is what a rank takes for a piece. Each further piece goes to whoever would be done
+    with it first, which no other way beats when pieces are alike.
+    """
+    counts = [1] * len(seconds)
+    due = [(2 * s, rank) for rank, s in enumerate(seconds)]
+    heapify(due)
+    for _ in range(num_pieces - len(seconds)):
+        done, rank = heappop(due)
+        counts[rank] += 1
+        heappush(due, (done + seconds[rank], rank))
+    return counts
 
 
 def bounds(num_samples: int, num_pieces: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.comm.buckets import WINDOW_BYTES
-from shoal.comm.collectives import Group
+from shoal.comm.collectives import Group, bytes_of_all_reduce
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, PieceSum, blocks_of
 from shoal.explain.rank import Facts, Rank
@@ -277,7 +277,7 @@ def _pipeline(rank: Rank) -> list[Message]:
         holders = holders_of(p.name, rank.facts)
         if len(holders) > 1:
             count += len(rank.rounds)
-            num_bytes += len(rank.rounds) * _reduced(p.num_bytes, len(holders))
+            num_bytes += len(rank.rounds) * bytes_of_all_reduce(p.num_bytes, len(holders))
     return [*sent, Message("tied gradients", "pipeline", "all-reduce", count, num_bytes)]
 
 
@@ -348,7 +348,7 @@ def _averages(rank: Rank) -> list[Message]:
     what = f"weights, each {rank.plan.local_steps}th step"
     sent = [
         _in_tree(what, rows, blocks_by_rank(n, n), rank),
-        _all_reduce("losses and flags", "data", [4 * n * DOUBLE], rank),
+        _all_reduce("losses and flags", "data", [5 * n * DOUBLE], rank),
     ]
     return [message for message in sent if message.count]
 
@@ -372,13 +372,8 @@ def _all_reduce(what: str, axis: str, sizes: Sequence[int], rank: Rank) -> Messa
     n = rank.num_replicas if axis == "data" else rank.plan.num_ranks
     if n == 1:
         return Message(what, axis, "all-reduce", 0, 0)
-    num_bytes = sum(_reduced(size, n) for size in sizes)
+    num_bytes = sum(bytes_of_all_reduce(size, n) for size in sizes)
     return Message(what, axis, "all-reduce", len(sizes), num_bytes)
-
-
-def _reduced(num_bytes: int, num_ranks: int) -> int:
-    """What leaves a rank in an all-reduce."""
-    return int(num_bytes * 2 * (num_ranks - 1) / num_ranks)
 
 
 def _is_cut(plan: Plan) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shoal.comm.collectives import Group, Pending
+from shoal.comm.collectives import Group, Pending, bytes_of_all_reduce
 from shoal.explain.rank import Facts, Moves
 from shoal.numerics.precision import Precision
 from shoal.parallel.pipeline.calls import Gate
@@ -56,7 +56,7 @@ class _Counting(Group):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self.count += 1
-        self.bytes_sent += int(tensor.nbytes * 2 * (self.num_ranks - 1) / self.num_ranks)
+        self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
         return Pending([])
 
     def gather_shards(self, shards: Sequence[Tensor]) -> Pending:

@@ -83,6 +83,8 @@ def as_record(info: StepInfo) -> Mapping[str, Any]:
             "waiting": times.waiting,
         },
     }
+    if info.mark is not None:
+        record["mark"] = info.mark
     if info.norm is not None:
         record["norm"] = info.norm
     if info.evaluation is not None:

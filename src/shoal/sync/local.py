@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
 from shoal.comm.reduce import TreeReduce
+from shoal.data.ledger import add_marks
 from shoal.data.split import share
 from shoal.mesh import Mesh
 from shoal.parallel.layout import WHOLE, Holding, Slice
@@ -33,6 +34,7 @@ class LocalSGD:
         self.num_steps = num_steps
         self.exact = exact
         self.step = 0
+        self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
 
     def attach(
         self,
@@ -56,15 +58,17 @@ class LocalSGD:
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         own = self.inner.exchange(tally, want_norm)
+        self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
-            return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks)
-        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop)]
+            return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, mark=None)
+        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop), self._mark]
         rows = self.group.gather_numbers(mine)
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             busy_s=[row[2] for row in rows],
             stop=any(row[3] for row in rows),
+            mark=add_marks(row[4] for row in rows) if self._knows_marks else None,
         )
 
     def update(self, scale: float, check: bool = True) -> bool:
@@ -72,6 +76,8 @@ class LocalSGD:
         if not self.inner.update(scale, check):
             return False
         self.step += 1
+        self._marked = 0 if averages else self._mark
+        self._knows_marks |= averages
         if averages:
             self._average()
         return True
@@ -91,6 +97,7 @@ class LocalSGD:
 
     def load_state_dict(self, source: Source, step: int) -> None:
         self.step = step
+        self._marked, self._knows_marks = 0, self._averages(step)
         same = source.plain.get(REPLICAS) == self.group.num_ranks
         self.inner.load_state_dict(Merged(source, self.group.rank if same else None), step)
 

@@ -7,14 +7,14 @@ whole or not at all. How gradients agree, and what the optimizer steps on, is ea
 every one of them makes a `Held` in `attach`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, blocks_of
-from shoal.data.split import share
+from shoal.data.split import shares
 from shoal.mesh import Mesh
 from shoal.numerics.norms import scale_all
 from shoal.numerics.optimizers import stepper
@@ -27,10 +27,12 @@ from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
 
 
-def blocks_by_rank(num_rounds: int, num_ranks: int, num_terms: int = 1) -> list[list[Block]]:
+def blocks_by_rank(
+    num_rounds: int, num_ranks: int, num_terms: int = 1, counts: Sequence[int] | None = None
+) -> list[list[Block]]:
     """The subtrees that each replica's rounds are, of `num_terms` each in the sum. Pure."""
-    shares = [share(rank, num_ranks, num_rounds) for rank in range(num_ranks)]
-    return [blocks_of(range(s.start * num_terms, s.stop * num_terms)) for s in shares]
+    dealt = shares(num_rounds, num_ranks, counts)
+    return [blocks_of(range(s.start * num_terms, s.stop * num_terms)) for s in dealt]
 
 
 def most_rounds(num_rounds: int, num_ranks: int) -> int:
@@ -43,15 +45,16 @@ class Rounds:
         self.mesh, self.num_pieces, self.size = mesh, num_pieces, round_size
         self.num_rounds = num_pieces // round_size
         self.device = torch.device(mesh.device)
-        self.own = share(mesh.data.rank, mesh.data.num_ranks, self.num_rounds)
+        self.own = shares(self.num_rounds, mesh.data.num_ranks, mesh.counts)[mesh.data.rank]
         self.pieces = range(self.own.start * round_size, self.own.stop * round_size)
         tree = self.tree(round_size) if mesh.data.num_ranks > 1 else None
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
 
     def tree(self, num_terms: int = 1) -> TreeReduce:
         """The sum over the rounds of all, or over `num_terms` of each."""
-        data = self.mesh.data
-        return TreeReduce(data, blocks_by_rank(self.num_rounds, data.num_ranks, num_terms))
+        data, counts = self.mesh.data, self.mesh.counts
+        blocks = blocks_by_rank(self.num_rounds, data.num_ranks, num_terms, counts)
+        return TreeReduce(data, blocks)
 
     def agree(
         self,
@@ -76,7 +79,8 @@ class Rounds:
         """The same in a world of one."""
         sums, weights = tally.numbers()
         self.buffers.agree(self.buffers.num_changes, self.device)
-        return Agreed(sums, weights, sum(weights), None, [tally.busy_s], tally.stop, tally.is_mean)
+        weight, busy_s = sum(weights), [tally.busy_s]
+        return Agreed(sums, weights, weight, None, busy_s, tally.stop, tally.is_mean, tally.mark)
 
 
 class Held:

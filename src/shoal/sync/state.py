@@ -117,8 +117,8 @@ class HeldState:
         if isinstance(value, Tensor):
             alike = p is not None and value.dim() and value.shape == p.shape
             parts = self.runs[p].parts(value, self.holding) if alike and p is not None else None
-            tensors.setdefault(path, []).extend(parts or [whole(value)])
-            return {_ALIKE if parts else _TENSOR: None}
+            tensors.setdefault(path, []).extend([whole(value)] if parts is None else parts)
+            return {_TENSOR if parts is None else _ALIKE: None}
         if isinstance(value, dict):
             return {_DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
         if isinstance(value, list | tuple):

@@ -29,6 +29,7 @@ class Tally:
     is_mean: bool = False  # the losses are means over their weights; False: sums, or no samples
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
     stop: bool = False  # this rank was asked to stop
+    mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
 
     def add(self, loss: Tensor, weight: float | Tensor, is_mean: bool) -> None:
         self.losses.append(loss)
@@ -54,6 +55,7 @@ class Agreed(NamedTuple):
     busy_s: list[float]  # by rank
     stop: bool
     is_mean: bool  # so that a rank without samples in a short batch knows it too
+    mark: int | None  # of all samples since the last one; None if only own ones are known
 
     @property
     def loss(self) -> float:

@@ -1,14 +1,15 @@
 """The small numbers of a step, agreed on by all ranks in one message.
 
-Losses and weights by piece, seconds by rank, requests to stop; and, among the ranks that hold the
-same part of the model, which parameters were touched and which buffers changed. Each entry has one
-contributor or is a count, so that the sum is exact in any order. In a mesh whose replicas take
-several ranks these are two messages, since the second half concerns one line of ranks only.
+Losses and weights by piece, seconds and marks by rank, requests to stop; and, among the ranks that
+hold the same part of the model, which parameters were touched and which buffers changed. Each entry
+has one contributor or is a count, so that the sum is exact in any order. In a mesh whose replicas
+take several ranks these are two messages, since the second half concerns one line of ranks only.
 """
 
 import torch
 
 from shoal.comm.collectives import Pending
+from shoal.data.ledger import add_marks
 from shoal.mesh import Mesh
 from shoal.sync.strategy import Agreed, Tally
 
@@ -17,7 +18,8 @@ def tail_lengths(
     num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
 ) -> tuple[list[int], list[int]]:
     """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
-    return [num_pieces, num_pieces, num_ranks, 2], [num_parameters, num_buffers]
+    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 2]
+    return of_all, [num_parameters, num_buffers]
 
 
 class Tail:
@@ -30,11 +32,13 @@ class Tail:
     def fill(
         self, pieces: range, tally: Tally, touched: list[bool], num_changes: list[float]
     ) -> None:
-        sums, weights, busy, flags, used, moved = self._flat.split(self._of_all + self._of_part)
+        parts = self._flat.split(self._of_all + self._of_part)
+        sums, weights, busy, marks, flags, used, moved = parts
         if tally.losses and self._mesh.tensor.rank == 0:  # one of those who know them
             own_sums, own_weights = tally.numbers()
             sums[pieces.start : pieces.stop] = torch.tensor(own_sums, dtype=torch.float64)
             weights[pieces.start : pieces.stop] = torch.tensor(own_weights, dtype=torch.float64)
+            marks[self._mesh.rank] = tally.mark
         busy[self._mesh.rank] = tally.busy_s
         flags.copy_(torch.tensor([tally.stop, tally.is_mean]))
         used.copy_(torch.tensor(touched))
@@ -50,8 +54,9 @@ class Tail:
 
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
         """What all know now; the touched parameters, and the pieces that changed each buffer."""
-        sums, weights, busy, (stop, is_mean), used, moved = (
+        sums, weights, busy, marks, (stop, is_mean), used, moved = (
             part.tolist() for part in self._flat.split(self._of_all + self._of_part)
         )
-        agreed = Agreed(sums, weights, sum(weights), None, busy, stop > 0, is_mean > 0)
+        mark = add_marks(marks)
+        agreed = Agreed(sums, weights, sum(weights), None, busy, stop > 0, is_mean > 0, mark)
         return agreed, [count > 0 for count in used], moved

@@ -10,9 +10,8 @@ Computed tensors carry a tag with their number; parameters never do, since an op
 its argument. Cost: a few microseconds per operation of an open module and per unit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -144,15 +143,6 @@ class Gate:
                 module.__dict__["_compiled_call_impl"] = call.compiled
         self._covered.clear()
 
-    @contextmanager
-    def watched(self, watch: "Watch") -> Iterator[None]:
-        self.watch = watch
-        try:
-            with watch:
-                yield
-        finally:
-            self.watch = None
-
     def unwatched(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -181,13 +171,25 @@ class Gate:
 
 
 class Watch(TorchFunctionMode):
-    """Is told of the calls of one forward. A child class says what an event means."""
+    """Is told of the calls of one forward, which runs in it: `with watch: model(x)`.
+
+    A child class says what an event means.
+    """
 
     def __init__(self, gate: Gate, drawing: frozenset[str]):
         super().__init__()
         self.gate = gate
         self.drawing = drawing  # names that draw random numbers even from raw inputs: events too
         self.forward = object()
+
+    def __enter__(self) -> Self:
+        self.gate.watch = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.gate.watch = None
 
     def called(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,13 +1,13 @@
-"""Rounds of microbatches through the stages of a pipeline, by PyTorch's schedules.
+"""Rounds of microbatches through the stages of a pipeline.
 
 Every rank holds the parameters of its stages and is given the inputs of every microbatch; what
-stages compute travels from one to the next, gradients travel back. The order of work is
-PyTorch's: gpipe, 1f1b, interleaved, zero-bubble, zbv. Gradients are those of the undivided model.
+stages compute travels from one to the next, gradients travel back. The order of work is that of
+gpipe, 1f1b, interleaved, zero-bubble or zbv. Gradients are those of the undivided model.
 
 Not for groups that a single process could serve: with few microbatches most ranks wait. Cost, per
 rank and microbatch: the bytes of the values that cross its cuts, forward and again backward.
-Papers: GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron interleaved (2104.04473),
-zero bubble (2401.10241). Read next: `skim.py`.
+Read next: `orders.py` for the order, `scheduled.py` for what is done in it, `skim.py` for how a
+stage runs.
 """
 
 from collections import OrderedDict
@@ -17,22 +17,23 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from shoal.comm.collectives import Group, loss_of_group
+from shoal.comm.collectives import Group
 from shoal.errors import GroupLost, PlanError
 from shoal.logs import warn_once
 from shoal.parallel.pipeline.calls import Gate
-from shoal.parallel.pipeline.scheduled import Around, Hooks, NoHooks, Raised, Round, ScheduledStage
+from shoal.parallel.pipeline.messages import Messages
+from shoal.parallel.pipeline.orders import Action, sooner, with_receives, work_of
+from shoal.parallel.pipeline.scheduled import (
+    Around,
+    Hooks,
+    NoHooks,
+    Round,
+    ScheduledStage,
+    forms_of,
+    introduce,
+)
 from shoal.parallel.pipeline.skim import Stage
 from shoal.parallel.pipeline.stages import (
     StagePlan,
@@ -43,22 +44,16 @@ from shoal.parallel.pipeline.stages import (
 from shoal.parallel.pipeline.tape import signature
 from shoal.plan_rules import fits_schedule
 
-MAX_FORMS = 8  # of inputs whose tapes and buffers are kept
-_CLASSES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
+MAX_FORMS = 8  # of inputs whose tapes and stages are kept
+Step = tuple[Callable[[int], None], int]  # what a stage does, and for which microbatch
 
 
 class _Form:
-    """The stages for inputs of one form, and the schedules made of them."""
+    """The stages for inputs of one form, and the steps of a round by its number of microbatches."""
 
     def __init__(self, plan: StagePlan, stages: dict[int, Stage]):
         self.plan, self.stages = plan, stages
-        self.schedules: dict[tuple[str, int], Any] = {}
+        self.steps: dict[int, list[Step]] = {}
 
 
 class Pipeline:
@@ -78,7 +73,8 @@ class Pipeline:
     ):
         self.model, self.plan, self.schedule, self.group = model, plan, schedule, group
         self.device = torch.device(device)
-        self.round = Round(model, group, call, hooks or NoHooks(), around or Around())
+        self.messages = Messages(group, self.device)
+        self.round = Round(model, self.messages, call, hooks or NoHooks(), around or Around())
         self.num_stages = len(plan.stages)
         if self.num_stages % group.num_ranks:
             raise PlanError(
@@ -91,38 +87,43 @@ class Pipeline:
         self._gate = Gate(model)
         self._forms: OrderedDict[Any, _Form] = OrderedDict()
         self._forms[plan.tape.signature] = self._make_form(plan)
-        self._sending: list[tuple[Any, Tensor]] = []
 
     def rank_of(self, stage: int) -> int:
         return rank_of_stage(stage, self.group.num_ranks, self.schedule)
 
     def close(self) -> None:
-        """Take the gate away from the model. What evaluation sent has left, or never will."""
+        """Take the gate away from the model. What was sent has left, or never will."""
         with suppress(GroupLost):
-            self._drain()
-        self._sending.clear()
+            self.messages.drain()
+        self.messages.forget()
         self._gate.close()
 
     def run(self, inputs: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> None:
         """Forward and backward of one round. `loss(output, microbatch)` is what backward starts
         from, and is asked on the rank of the last stage only."""
-        self._drain()
         self.round.inputs, self.round.loss = dict(enumerate(inputs)), loss
         try:
-            for first, part in self._alike(inputs):
+            for first, part, key in self._alike(inputs):
                 self.round.first = first
-                self._step(self._schedule_of(self._form_of(part), len(part)), len(part))
+                for work, microbatch in self._steps_of(self._form_of(part, key), len(part)):
+                    work(microbatch)
+            self.messages.drain()
+        except BaseException:
+            self.messages.forget()
+            for form in self._forms.values():
+                form.steps.clear()  # their stages hold what the round left behind
+            raise
         finally:
             self.round.inputs, self.round.loss = {}, None
 
     def forward(self, inputs: Any) -> Any:
         """The model's output on the rank of the last stage, None elsewhere."""
         with torch.no_grad():
-            form = self._form_of([inputs])
+            form = self._form_of([inputs], self._signature(inputs))
             output, local = None, None
             for index in self.own_stages:
                 stage = form.stages[index]
-                received = local if local is not None else self._receive(form.plan, index)
+                received = self._receive(form.plan, index) if local is None else local
                 with self.round.around.context():
                     output = stage(partial(self.round.call, self.model, inputs), received)
                     output = self.round.around.whole(output)
@@ -130,40 +131,25 @@ class Pipeline:
                 if index + 1 in self.own_stages:
                     local = output
                 elif index + 1 < self.num_stages:
-                    self._send(output, index + 1)
+                    self.messages.send(output, self.rank_of(index + 1))
         return output if self.holds_last else None
 
-    def _step(self, schedule: Any, count: int) -> None:
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        for stage in stages:
-            stage.has_backward = True
-            stage.clear_runtime_states()
-        try:
-            with loss_of_group("running the pipeline"):
-                schedule._step_microbatches(
-                    target_mbs=list(range(count)) if self.holds_last else None,
-                    return_outputs=False,
-                )
-        except Raised as raised:
-            raise raised.error from raised.error.__cause__
-
-    def _alike(self, inputs: Sequence[Any]) -> list[tuple[int, Sequence[Any]]]:
-        """Parts that one schedule can take: all microbatches, or each by itself."""
-        forms = {self._signature(x) for x in inputs}
-        if len(forms) < 2:
-            return [(0, inputs)] if inputs else []
+    def _alike(self, inputs: Sequence[Any]) -> list[tuple[int, Sequence[Any], Any]]:
+        """Parts that one schedule can take, with their form: all microbatches, or each alone."""
+        forms = [self._signature(x) for x in inputs]
+        if all(form == forms[0] for form in forms):
+            return [(0, inputs, forms[0])] if inputs else []
         warn_once(
             "The microbatches of a round differ in shape, so they go through the pipeline one at "
             "a time and ranks wait for each other. Pad them to one shape to use the schedule."
         )
-        return [(i, [x]) for i, x in enumerate(inputs)]
+        return [(i, [x], form) for i, (x, form) in enumerate(zip(inputs, forms))]
 
     def _signature(self, inputs: Any) -> Any:
-        args, kwargs = self.round.call(_Arguments(), inputs)
+        args, kwargs = self.round.call(_ARGUMENTS, inputs)
         return signature(self.model, args, kwargs)
 
-    def _form_of(self, inputs: Sequence[Any]) -> _Form:
-        key = self._signature(inputs[0])
+    def _form_of(self, inputs: Sequence[Any], key: Any) -> _Form:
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = self._make_form(self._recorded(inputs))
@@ -188,61 +174,47 @@ class Pipeline:
         }
         return _Form(plan, stages)
 
-    def _schedule_of(self, form: _Form, num_microbatches: int) -> Any:
-        name = self._fitting(num_microbatches)
-        key = name, num_microbatches
-        if key not in form.schedules:
-            stages = [
-                ScheduledStage(self.round, form.plan, stage, self.device)
-                for stage in form.stages.values()
+    def _steps_of(self, form: _Form, num_microbatches: int) -> list[Step]:
+        if num_microbatches not in form.steps:
+            stages = {index: self._scheduled(form, index) for index in self.own_stages}
+            introduce(stages)
+            form.steps[num_microbatches] = [
+                (work, action.microbatch)
+                for action in self._order(num_microbatches)
+                if (work := stages[action.stage].doing(action.kind)) is not None
             ]
-            made = _CLASSES[name](
-                stages[0] if issubclass(_CLASSES[name], PipelineScheduleSingle) else stages,
-                num_microbatches,
-                loss_fn=lambda loss, _: loss,
-                scale_grads=False,
-            )
-            form.schedules[key] = made
-        return form.schedules[key]
+        return form.steps[num_microbatches]
+
+    def _scheduled(self, form: _Form, index: int) -> ScheduledStage:
+        before, after = self.rank_of(index - 1), self.rank_of(index + 1)
+        return ScheduledStage(self.round, form.plan, form.stages[index], before, after)
+
+    def _order(self, num_microbatches: int) -> list[Action]:
+        """What this rank does."""
+        stages_of_rank: list[list[int]] = [[] for _ in range(self.group.num_ranks)]
+        for stage in range(self.num_stages):
+            stages_of_rank[self.rank_of(stage)].append(stage)
+        work = work_of(self._fitting(num_microbatches), stages_of_rank, num_microbatches)
+        actions = with_receives(work)[self.group.rank]
+        # Of Gloo's receives several may wait; one of NCCL's holds up what is posted after it.
+        return sooner(actions) if self.device.type == "cpu" else actions
 
     def _fitting(self, num_microbatches: int) -> str:
-        """The schedule, or one with the same places that takes fewer microbatches."""
+        """The schedule, or one that takes any number of microbatches."""
         if fits_schedule(self.schedule, self.group.num_ranks, num_microbatches):
             return self.schedule
         if num_microbatches > 1:
             warn_once(
                 f"schedule={self.schedule} does not take the {num_microbatches} microbatches of a "
-                "short round, so another one runs it."
+                "short round, so gpipe runs it."
             )
-        return "gpipe" if self.schedule == "1f1b" else "interleaved"
+        return "gpipe"
 
     def _receive(self, plan: StagePlan, index: int) -> list[Tensor]:
-        values = [plan.tape.values[number] for number in plan.stages[index].received]
-        tensors = [torch.empty(v.sent_shape, dtype=v.dtype, device=self.device) for v in values]
-        with loss_of_group(f"receiving for stage {index}"):
-            source = self.rank_of(index - 1)
-            works = [
-                dist.irecv(t, group=self.group.handle, group_src=source) for t in tensors if index
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-        return tensors
-
-    def _send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        self._drain()
-        with loss_of_group(f"sending to stage {stage}"):
-            target = self.rank_of(stage)
-            for tensor in tensors:
-                work = dist.isend(tensor, group=self.group.handle, group_dst=target)
-                self._sending.append((work, tensor))
-                self.group.bytes_sent += tensor.nbytes
-
-    def _drain(self) -> None:
-        """Wait until what evaluation sent has left."""
-        with loss_of_group("sending to the next stage"):
-            while self._sending:
-                self._sending.pop(0)[0].wait()
+        if index == 0:
+            return []
+        forms = forms_of(plan.tape, plan.stages[index].received)
+        return self.messages.wait(self.messages.receive(forms, self.rank_of(index - 1)))
 
 
 class _Arguments(nn.Module):
@@ -250,3 +222,6 @@ class _Arguments(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
+
+
+_ARGUMENTS = _Arguments()

@@ -86,7 +86,7 @@ def play(
     try:
         if seeds is not None:
             seeds.enter(0, 0)
-        with recorder.rnn_counted(), gate.watched(recorder):
+        with recorder.rnn_counted(), recorder:
             output = forward()
         tape.signature = seen[0]
         recorder.refuse_kept_aside(output)

@@ -1,23 +1,24 @@
-"""A stage as PyTorch's schedules know it: their order of work, our forward and our hooks.
+"""A stage at work: what it does when its turn comes in the order of `orders.py`.
 
-PyTorch's stage calls a module and learns shapes by running it on empty tensors; ours skims the
-model on the microbatch's own inputs and knows all shapes from the tape. The loss is part of the
-last stage's forward, so that a model may return anything.
+Each kind of action is a method of `ScheduledStage`. A stage skims the model on the microbatch's own
+inputs, and sends on what it computed before anything else. What it received are leaves, so that a
+backward ends there. The loss is part of the last stage's forward, so that a model may return
+anything. What a microbatch keeps is let go with its backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shoal.comm.collectives import Group
 from shoal.parallel.pipeline.cuts import StagePlan
+from shoal.parallel.pipeline.messages import Arriving, Form, Messages
+from shoal.parallel.pipeline.orders import Kind
 from shoal.parallel.pipeline.skim import Stage
 from shoal.parallel.pipeline.tape import Tape
 
@@ -72,7 +73,7 @@ class Round:
     """What the stages of a rank share, and what they work on at present."""
 
     model: nn.Module
-    group: Group
+    messages: Messages
     call: Callable[[nn.Module, Any], Any]
     hooks: Hooks
     around: Around
@@ -81,120 +82,159 @@ class Round:
     first: int = 0  # the microbatch that the schedule knows as its first
 
 
-class Raised(BaseException):
-    """An error of the model or the loss on its way through a schedule, which would wrap it."""
+class ScheduledStage:
+    """A stage with the microbatches that are in it. `before` and `after` are its neighbours' ranks.
 
-    def __init__(self, error: BaseException):
-        self.error = error
+    A neighbour on the same rank is handed things directly: see `introduce`.
+    """
 
-
-@contextmanager
-def _own_code() -> Iterator[None]:
-    """Errors raised in here are the model's, not the transport's."""
-    try:
-        yield
-    except Exception as error:
-        raise Raised(error) from error
-
-
-class ScheduledStage(PipelineStage):
-    """A stage as PyTorch's schedules know it, with our forward and our hooks."""
-
-    def __init__(self, round_: Round, plan: StagePlan, skim: Stage, device: torch.device):
+    def __init__(self, round_: Round, plan: StagePlan, skim: Stage, before: int, after: int):
         tape, spec = plan.tape, skim.spec
         self.round, self.spec, self.skim = round_, spec, skim
+        self.before, self.after = before, after
+        self.earlier: ScheduledStage | None = None
+        self.later: ScheduledStage | None = None
+        self.is_first, self.is_last = spec.index == 0, skim.is_last
+        self.wanted = [number in tape.need_gradient for number in spec.received]
+        self.given = [number in tape.need_gradient for number in spec.sent]
+        self.forms = forms_of(tape, spec.received)
+        self.forms_back = forms_of(tape, [n for n in spec.sent if n in tape.need_gradient])
         named = dict(round_.model.named_parameters())
-        owned = nn.ParameterList(named[name] for name in spec.parameters)
-        # All forms are known: PyTorch would otherwise run stages on empty tensors to learn them.
-        last = (torch.empty((), device="meta", requires_grad=True),)
-        super().__init__(
-            owned,
-            spec.index,
-            len(plan.stages),
-            device,
-            input_args=_metas(tape, spec.received),
-            output_args=last if self.skim.is_last else _metas(tape, spec.sent),
-            group=round_.group.handle,
-            dw_builder=None if spec.splits_backward else _nothing_later,
-        )
-        self.backs = self.skim.is_last or any(n in tape.need_gradient for n in spec.sent)
+        self.parameters = [named[name] for name in spec.parameters]
+        # Nothing is left for later where nothing in the stage, nor before it, is trained.
+        self.splits = spec.splits_backward and (self.is_last or any(self.given))
+        # By microbatch: inputs on their way, inputs with outputs, gradients on their way, and what
+        # the weights' part of a backward starts from.
+        self._arriving: dict[int, Arriving] = {}
+        self._kept: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        self._returning: dict[int, Arriving] = {}
+        self._for_later: dict[int, list[dict[str, Any]]] = {}
 
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
-    ) -> Any:
-        received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
-        with _own_code():
-            output = self._forward(self.round.first + fwd_chunk_id, received)
-        sent = (output,) if self.skim.is_last else output
-        self.fwd_cache[fwd_chunk_id] = (sent, list(received))
-        return output
+    def doing(self, kind: Kind) -> Callable[[int], None] | None:
+        """What this stage does for an action, given the microbatch; None if that is nothing."""
+        if kind in (Kind.INPUT, Kind.WEIGHT):
+            if not self.splits:
+                return self.backward if kind == Kind.INPUT else None
+            if self.is_first:  # nobody waits for its input's gradient
+                return self.backward if kind == Kind.WEIGHT else None
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT: self.backward_input,
+            Kind.WEIGHT: self.backward_weight,
+            Kind.RECEIVE: self.receive,
+            Kind.RECEIVE_BACK: self.receive_back,
+        }[kind]
 
-    def _forward(self, microbatch: int, received: Sequence[Tensor]) -> Any:
-        work = self.round
-        work.hooks.enter(microbatch, self.spec.block)
+    def receive(self, microbatch: int) -> None:
+        self._arriving[microbatch] = self.round.messages.receive(self.forms, self.before)
+
+    def receive_back(self, microbatch: int) -> None:
+        self._returning[microbatch] = self.round.messages.receive(self.forms_back, self.after)
+
+    def forward(self, microbatch: int) -> None:
+        work, number = self.round, self.round.first + microbatch
+        received = self._received(microbatch)
+        work.hooks.enter(number, self.spec.block)
         with work.around.context():
-            inputs = work.inputs[microbatch]
-            output = self.skim(partial(work.call, work.model, inputs), received)
+            output = self.skim(partial(work.call, work.model, work.inputs[number]), received)
             output = work.around.whole(output)
-        work.hooks.leave(self.stage_index, microbatch)
-        if not self.skim.is_last:
-            return output
-        assert work.loss is not None
-        loss = work.loss(output, microbatch)
+        if not self.is_last:
+            self._send_on(microbatch, output)
+        work.hooks.leave(self.spec.index, number)
+        if self.is_last:
+            output = (self._loss(output, number),)
+        self._kept[microbatch] = received, output
+
+    def backward(self, microbatch: int) -> None:
+        received, outputs = self._kept.pop(microbatch)
+        gradients = self._gradients(microbatch)
+        number = self.round.first + microbatch
+        self.round.hooks.back(number)
+        ends = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+        if ends:
+            torch.autograd.backward([o for o, _ in ends], [g for _, g in ends])
+        self._send_back(microbatch, received, [tensor.grad for tensor in received])
+        self.round.hooks.computed(self.spec.index, number)
+
+    def backward_input(self, microbatch: int) -> None:
+        received, outputs = self._kept.pop(microbatch)
+        gradients = self._gradients(microbatch)
+        self.round.hooks.back(self.round.first + microbatch)
+        try:
+            found, groups = stage_backward_input(
+                list(outputs),
+                None if self.is_last else gradients,  # type: ignore[arg-type]  # some may be None
+                received,
+                iter(self.parameters),
+            )
+        except RuntimeError as error:  # torch's, around the model's own
+            own = error.__cause__ or error
+            raise own from own.__cause__
+        # The weights' gradients may be these very tensors, and are added to while they are sent.
+        self._send_back(microbatch, received, [g if g is None else g.clone() for g in found])
+        self._for_later[microbatch] = groups
+
+    def backward_weight(self, microbatch: int) -> None:
+        number = self.round.first + microbatch
+        self.round.hooks.back(number)
+        groups = self._for_later.pop(microbatch)
+        # A parameter that is used twice leads through what other groups still need; what is
+        # retained goes with the last reference to the graph, which is here.
+        stage_backward_weight(iter(self.parameters), groups, retain_graph=True)
+        self.round.hooks.computed(self.spec.index, number)
+
+    def _received(self, microbatch: int) -> list[Tensor]:
+        if self.is_first:
+            return []
+        tensors = self.round.messages.wait(self._arriving.pop(microbatch))
+        for tensor, wanted in zip(tensors, self.wanted):
+            if wanted:
+                tensor.requires_grad_()
+        return tensors
+
+    def _loss(self, output: Any, number: int) -> Tensor:
+        assert self.round.loss is not None
+        loss = self.round.loss(output, number)
+        # A split backward detaches it in place.
         return loss.clone() if loss._is_view() or loss.is_leaf else loss
 
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+    def _send_on(self, microbatch: int, output: Sequence[Tensor]) -> None:
+        bare = [tensor.detach() for tensor in output]
+        if self.later is None:
+            self.round.messages.send(bare, self.after)
+        else:
+            self.later._arriving[microbatch] = Arriving(bare)
+
+    def _gradients(self, microbatch: int) -> list[Tensor | None]:
+        """Of the outputs; None where there is none, and for the loss."""
+        if self.is_last:
+            return [None]
+        there = iter(self.round.messages.wait(self._returning.pop(microbatch)))
+        return [next(there) if given else None for given in self.given]
+
+    def _send_back(
+        self, microbatch: int, received: Sequence[Tensor], found: Sequence[Tensor | None]
     ) -> None:
-        with _own_code():
-            self.round.hooks.back(self.round.first + bwd_chunk_id)
-            if self.backs:
-                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            else:  # nothing here, nor before it, is trained
-                _, received = self.fwd_cache.pop(bwd_chunk_id)
-                self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
-            grads = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in grads)
-            if full_backward or self.dw_builder is not None or not self.backs:
-                self.round.hooks.computed(self.stage_index, self.round.first + bwd_chunk_id)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.backs:
+        """Give the stage before the gradients that it expects, zeros where there was no use."""
+        if self.is_first:
             return
-        with _own_code():
-            self.round.hooks.back(self.round.first + bwd_chunk_id)
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            if self.dw_builder is None:
-                self.round.hooks.computed(self.stage_index, self.round.first + bwd_chunk_id)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _counted(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.round.group.bytes_sent += sum(op.tensor.nbytes for op in operations)
-        return operations
+        gradients = [
+            torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            for tensor, gradient, wanted in zip(received, found, self.wanted, strict=True)
+            if wanted
+        ]
+        if self.earlier is None:
+            self.round.messages.send(gradients, self.before)
+        else:
+            self.earlier._returning[microbatch] = Arriving(gradients)
 
 
-def _metas(tape: Tape, numbers: Sequence[int]) -> tuple[Tensor, ...]:
-    values = [(number, tape.values[number]) for number in numbers]
-    return tuple(
-        torch.empty(
-            value.sent_shape,
-            dtype=value.dtype,
-            device="meta",
-            requires_grad=number in tape.need_gradient,
-        )
-        for number, value in values
-    )
+def forms_of(tape: Tape, numbers: Sequence[int]) -> list[Form]:
+    return [Form(tape.values[n].sent_shape, tape.values[n].dtype) for n in numbers]
 
 
-def _nothing_later() -> Callable[..., None]:
-    """For stages whose backward pass cannot be split: all gradients come at once."""
-    return lambda *_: None
+def introduce(stages: Mapping[int, ScheduledStage]) -> None:
+    """Let stages of one rank know which of them follow on each other."""
+    for index, stage in stages.items():
+        stage.earlier, stage.later = stages.get(index - 1), stages.get(index + 1)

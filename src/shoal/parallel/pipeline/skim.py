@@ -46,23 +46,29 @@ class Stage:
         self.orders_in = [_back(tape.values[n].order) for n in spec.received]
         self.orders_out = [_unless_same(tape.values[n].order) for n in spec.sent]
         self.mutates = any(event.mutates for event in tape.events[spec.start : spec.stop])
+        self.changes_received = self.mutates or any(self.orders_in)
 
     def __call__(self, forward: Callable[[], Any], received: Sequence[Tensor] = ()) -> Any:
         """The tensors to send, or the model's output if this is the last stage."""
-        received = [
-            t if order is None else t.permute(order) for t, order in zip(received, self.orders_in)
-        ]
-        if self.mutates:  # torch forbids writing into what a gradient is asked for
-            received = [t.clone() if t.requires_grad else t for t in received]
+        if self.changes_received:
+            received = self._as_made(received)
         skim = _Skim(self, dict(zip(self.spec.received, received, strict=True)))
         try:
-            with self.gate.watched(skim):
+            with skim:
                 skim.start()
                 output = forward()
         except Leave:
             return self._to_send([skim.live[number] for number in self.spec.sent])
         skim.check_end(output)
         return output
+
+    def _as_made(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """In the layout that they were made in, and not to be written into if torch forbids it."""
+        ordered = [
+            t if order is None else t.permute(order) for t, order in zip(received, self.orders_in)
+        ]
+        # torch forbids writing into what a gradient is asked for
+        return [t.clone() if self.mutates and t.requires_grad else t for t in ordered]
 
     def _to_send(self, values: list[Tensor]) -> tuple[Tensor, ...]:
         """Contiguous, and each a tensor of its own: schedules detach them in place."""
@@ -88,7 +94,8 @@ class _Skim(Watch):
         super().__init__(stage.gate, stage.tape.drawing)
         self.stage, self.received = stage, received
         self.events, spec = stage.tape.events, stage.spec
-        self.first, self.stop, self.index = spec.start, spec.stop, 0
+        self.first, self.index = spec.start, 0
+        self.stop = None if stage.is_last else spec.stop  # where it leaves
         self.sent = frozenset(spec.sent)
         self.live: dict[int, Tensor] = {}
         self.seeds, self.draws_again = stage.tape.seeds, stage.tape.draws_again
@@ -98,7 +105,7 @@ class _Skim(Watch):
         """Draw as from the start; a stage without events sends on what it received."""
         if self.seeds is not None and self.draws_again:
             self.seeds.set(0)
-        if self.stop == 0 and not self.stage.is_last:
+        if self.stop == 0:
             raise Leave
 
     def called(
@@ -200,7 +207,8 @@ class _Skim(Watch):
                 for leaf in event.result
             ]  # fmt: skip
             result = tree_unflatten(flat, event.spec)
-        self._maybe_leave()
+        if self.index == self.stop:
+            raise Leave
         return result
 
     def _issue(self, number: int) -> Tensor:
@@ -246,17 +254,14 @@ class _Skim(Watch):
             for leaf, tensor in zip(event.result, tree_leaves(result)):
                 if isinstance(leaf, Made):
                     self._keep(tensor, leaf.number)
-        self._maybe_leave()
+        if self.index == self.stop:
+            raise Leave
         return result
 
     def _keep(self, tensor: Tensor, number: int) -> None:
         setattr(tensor, TAG, Tag(self.forward, number))
         if number in self.sent:
             self.live[number] = tensor
-
-    def _maybe_leave(self) -> None:
-        if self.index == self.stop and not self.stage.is_last:
-            raise Leave
 
     def _astray(self, name: str) -> PlanError:
         expected = self.events[self.index].name if self.index < len(self.events) else "the end"

@@ -111,12 +111,24 @@ def is_trained(parameter: nn.Parameter) -> bool:
 
 def signature(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """What decides which tape fits: form of the inputs, training or not, gradients or not."""
-    items, spec = tree_flatten((args, kwargs))
-    forms = tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) if is_plain(x) else type(x)
-        for x in items
-    )
-    return forms, str(spec), model.training, torch.is_grad_enabled()
+    return form_of(args), form_of(kwargs), model.training, torch.is_grad_enabled()
+
+
+def form_of(item: Any) -> Any:
+    """The same for items that differ only in the numbers of their tensors. Asked for every input of
+    a round, so the usual containers are gone through without torch's tree."""
+    if isinstance(item, Tensor):
+        return tuple(item.shape), item.dtype
+    kind = type(item)
+    if kind is tuple or kind is list:
+        return kind, *map(form_of, item)
+    if kind is dict:
+        return kind, tuple(item), *map(form_of, item.values())
+    if is_plain(item):
+        return repr(item)
+    items, spec = tree_flatten(item)
+    is_leaf = len(items) == 1 and items[0] is item
+    return kind if is_leaf else (str(spec), *map(form_of, items))
 
 
 def units_of(model: nn.Module, open_modules: frozenset[str]) -> frozenset[str]:

@@ -1,0 +1,57 @@
+"""Slow replicas take less work: whole pieces move to the fast ones, and the result stays the same.
+
+Every rank knows how long each replica was busy with a step, since that rides in the message that
+commits it. From the median of the last few steps each decides alike, without another message. The
+sum of the gradients is taken in one tree over the pieces, so who computes a piece does not show in
+its bits. Pieces are the grain: with as many pieces as replicas there is nothing to move; with
+`pieces=16` on 4 replicas, one that is five times slower takes 1 piece and the others 5 each.
+
+Not for plans whose bits depend on who does what (`sums=ring`, `zero=2`) or that must do equal work
+(`zero=3`, `local_steps`). Cost: nothing until work moves, then a few milliseconds.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from shoal.data.split import deal, shares
+from shoal.plan import Plan
+
+_STEPS = 5  # whose median counts
+_GAINS = {2: 0.5, _STEPS: 0.1}  # of a step's time to be won, after so many steps, or noise would do
+
+
+def can_balance(plan: Plan) -> bool:
+    """Whether work can move between replicas without a trace in the result. Pure."""
+    exact = plan.sums == "exact" and plan.zero < 2 and plan.local_steps == 1
+    return exact and plan.num_pieces // plan.num_microbatches > plan.num_replicas > 1
+
+
+class Balance:
+    """Pure: fed with the same seconds, every rank comes to the same counts."""
+
+    def __init__(self, num_rounds: int, num_replicas: int):
+        self.num_rounds = num_rounds
+        self.counts = [len(own) for own in shares(num_rounds, num_replicas)]
+        self._seen: deque[list[float]] = deque(maxlen=_STEPS)
+
+    def observe(self, busy_s: Sequence[float]) -> list[int] | None:
+        """Take in how long each replica was busy; the new counts of rounds if work should move."""
+        self._seen.append([busy / count for busy, count in zip(busy_s, self.counts, strict=True)])
+        gain = _GAINS.get(len(self._seen))
+        if gain is None:
+            return None
+        better = deal(self.num_rounds, self.seconds)
+        if self._span(better) > self._span(self.counts) * (1 - gain):
+            return None
+        self.counts = better
+        self._seen.clear()
+        return better
+
+    @property
+    def seconds(self) -> list[float]:
+        """That each replica takes for a round."""
+        return [median(of_replica) for of_replica in zip(*self._seen, strict=True)]
+
+    def _span(self, counts: Sequence[int]) -> float:
+        return max(count * s for count, s in zip(counts, self.seconds, strict=True))

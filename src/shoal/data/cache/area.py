@@ -1,0 +1,293 @@
+"""The memory layer: one area of shared memory for all ranks and runs of a host.
+
+    head       4 KiB: what the area is, and the segment that is being filled
+    segments   64 bytes each: how often it was taken over, bytes used, when it was last read
+    index      buckets of 8 slots of 32 bytes: key, place, length
+    arena      the segments: entries one after the other, each with key, length and seal before it
+
+Reading takes no lock: it finds the key in its bucket, copies the entry out and compares the seal of
+the copy, so that an entry which another process is overwriting, or died over, is a miss. Writing
+locks for the reservation of room alone, a few microseconds; the bytes are written outside of it and
+the slot comes last. When all segments are full, the one that was not read for longest is taken over
+as a whole, unless it is still in use (`layers.protected_since`): then nothing is kept.
+
+Copying out costs a memcpy; views into the area would save it, and be overwritten in use. Cost: 3 %
+of the memory for the index, 64 bytes an entry. Next: `joining.py`, how processes find the area.
+"""
+
+import mmap
+import os
+import struct
+import time
+import weakref
+from typing import NamedTuple
+
+from shoal.data.cache.layers import Clock, Content, protected_since, seal_of
+from shoal.data.cache.ranges import Ranges
+from shoal.errors import UsageError
+from shoal.faults import faultpoint
+from shoal.logs import log
+from shoal.tables import in_units
+
+LAYOUT = 1
+NUM_SEGMENTS = 64
+LEAST_BYTES = 10**6
+_MAGIC = b"SHOALMEM"
+_HEAD = struct.Struct("<8sIIQQ")  # magic, layout, segments, bytes of a segment, buckets
+_CURRENT = 64  # where the head names the segment that is being filled
+_HEAD_BYTES = 4096
+_SEGMENT = struct.Struct("<QQd")  # takeovers, bytes used, last read
+_SEGMENT_BYTES = 64
+_SLOT = struct.Struct("<16sQQ")  # key, place in the arena, length
+_BUCKET_SLOTS = 8
+_BUCKET_BYTES = _BUCKET_SLOTS * _SLOT.size
+_ENTRY = struct.Struct("<16sQ16s")  # key, length, seal
+_ENTRY_BYTES = 64
+_BYTES_PER_SLOT = 1024
+_ROOM = 0  # the lock under which room is reserved
+_PATIENCE_S = 0.02  # for that lock: a cache that is not written to is no harm
+_KEEP_S = 600.0
+_EMPTY = bytes(16)
+
+
+class Geometry(NamedTuple):
+    """Where things lie in an area."""
+
+    segment_bytes: int
+    num_buckets: int
+
+    @property
+    def buckets(self) -> int:
+        return _HEAD_BYTES + NUM_SEGMENTS * _SEGMENT_BYTES
+
+    @property
+    def arena(self) -> int:
+        return _aligned(self.buckets + self.num_buckets * _BUCKET_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena + NUM_SEGMENTS * self.segment_bytes
+
+
+def geometry(num_bytes: int) -> Geometry:
+    """The largest area that takes no more than `num_bytes`."""
+    if num_bytes < LEAST_BYTES:
+        raise UsageError(
+            f"memory is {in_units(num_bytes)}. A shared area takes at least "
+            f"{in_units(LEAST_BYTES)}; use memory=None for none at all."
+        )
+    per_bucket = _BUCKET_SLOTS * _BYTES_PER_SLOT
+    room = num_bytes - _HEAD_BYTES - NUM_SEGMENTS * _SEGMENT_BYTES
+    num_buckets = room // (per_bucket + _BUCKET_BYTES)
+    arena = room - num_buckets * _BUCKET_BYTES - _ENTRY_BYTES  # what aligning it may take
+    return Geometry(arena // NUM_SEGMENTS // _ENTRY_BYTES * _ENTRY_BYTES, num_buckets)
+
+
+def lay_out(descriptor: int, num_bytes: int) -> None:
+    """Make an empty area of a file that nobody else has yet."""
+    shape = geometry(num_bytes)
+    os.ftruncate(descriptor, shape.num_bytes)
+    head = _HEAD.pack(_MAGIC, LAYOUT, NUM_SEGMENTS, shape.segment_bytes, shape.num_buckets)
+    os.pwrite(descriptor, head, 0)
+
+
+def geometry_of(descriptor: int) -> Geometry | None:
+    """How an area is laid out; None if the file is not one that this code can use."""
+    head = os.pread(descriptor, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        return None
+    magic, layout, num_segments, segment_bytes, num_buckets = _HEAD.unpack(head)
+    shape = Geometry(segment_bytes, num_buckets)
+    known = (magic, layout, num_segments) == (_MAGIC, LAYOUT, NUM_SEGMENTS)
+    return shape if known and os.fstat(descriptor).st_size == shape.num_bytes else None
+
+
+class Area:
+    """An area that this process has mapped; a layer."""
+
+    def __init__(self, descriptor: int, clock: Clock = time.monotonic):
+        """Takes over the descriptor, and keeps it open: others find the area through it."""
+        shape = geometry_of(descriptor)
+        assert shape is not None, "lay it out first"
+        self.shape = shape
+        self.descriptor = descriptor
+        self._arena, self._end = shape.arena, shape.num_bytes
+        self.ranges = Ranges(descriptor)
+        self._map = mmap.mmap(descriptor, self._end)
+        self._clock = clock
+        self._opened = clock()
+        self._warned_of_size = self._warned_of_want = False
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
+
+    def get(self, key: bytes) -> bytearray | None:
+        slot = self._slot_of(key)
+        if slot is None:
+            return None
+        _, place, length = _SLOT.unpack_from(self._map, slot)
+        content = self._entry(key, place, length)
+        if content is None:
+            # Forget it, so that it is put anew. Another key may have the slot by now, and is lost.
+            self._map[slot : slot + len(_EMPTY)] = _EMPTY
+            return None
+        self._touch(place // self.shape.segment_bytes)
+        return content
+
+    def put(self, key: bytes, content: Content) -> bool:
+        length = len(content)
+        if _ENTRY_BYTES + length > self.shape.segment_bytes:
+            self._warn_of_size(length)
+            return False
+        if self._has(key, length):
+            return True
+        place = self._reserve(_aligned(_ENTRY_BYTES + length))
+        if place is None:
+            return False
+        faultpoint("cache.reserved")
+        if not self._write(place, _ENTRY.pack(key, length, seal_of(key, content)), content):
+            return False
+        faultpoint("cache.entry")
+        _SLOT.pack_into(self._map, self._free_slot(key), key, place, length)
+        return True
+
+    def close(self) -> None:
+        self.ranges.close()
+        if self._finalizer.alive:
+            self._map.close()
+        self._finalizer()
+
+    def _has(self, key: bytes, length: int) -> bool:
+        """Whether the key is there, by its slot and the head of its entry."""
+        slot = self._slot_of(key)
+        if slot is None:
+            return False
+        place = _SLOT.unpack_from(self._map, slot)[1]
+        if place + _ENTRY_BYTES > NUM_SEGMENTS * self.shape.segment_bytes:
+            return False
+        entry = _ENTRY.unpack_from(self._map, self._arena + place)
+        return bool(entry[:2] == (key, length))
+
+    def _slot_of(self, key: bytes) -> int | None:
+        """Where the key's slot is."""
+        start = self._bucket(key)
+        bucket = self._map[start : start + _BUCKET_BYTES]
+        at = bucket.find(key)
+        while at % _SLOT.size and at >= 0:  # found across other bytes by chance
+            at = bucket.find(key, at + 1)
+        return start + at if at >= 0 else None
+
+    def _free_slot(self, key: bytes) -> int:
+        """A slot for the key: its own, an empty one, else that of what was read least recently."""
+        start = self._bucket(key)
+        slots = list(_SLOT.iter_unpack(self._map[start : start + _BUCKET_BYTES]))
+        for wanted in (key, _EMPTY):
+            for number, (found, _, _) in enumerate(slots):
+                if found == wanted:
+                    return start + number * _SLOT.size
+        places = [place // self.shape.segment_bytes for _, place, _ in slots]
+        reads = [self._segment(n).last_read if n < NUM_SEGMENTS else 0.0 for n in places]
+        return start + reads.index(min(reads)) * _SLOT.size
+
+    def _entry(self, key: bytes, place: int, length: int) -> bytearray | None:
+        """A copy of the entry's content, if it is the key's and whole."""
+        start = self._arena + place
+        end = start + _ENTRY_BYTES + length
+        if end > self._end:
+            return None
+        found, stated, seal = _ENTRY.unpack_from(self._map, start)
+        if found != key or stated != length:
+            return None
+        with memoryview(self._map) as view:
+            content = bytearray(view[start + _ENTRY_BYTES : end])
+        return content if seal_of(key, content) == seal else None
+
+    def _reserve(self, num_bytes: int) -> int | None:
+        """Room for an entry, as a place in the arena; None if there is none, or no lock."""
+        if not self.ranges.lock_within(_ROOM, _PATIENCE_S):
+            return None
+        try:
+            number = self._segment_with(num_bytes)
+            if number is None:
+                return None
+            used = self._segment(number).used
+            struct.pack_into("<Q", self._map, _segment_at(number) + 8, used + num_bytes)
+            self._touch(number)
+            return number * self.shape.segment_bytes + used
+        finally:
+            self.ranges.unlock(_ROOM)
+
+    def _write(self, place: int, head: bytes, content: Content) -> bool:
+        """An entry into its place; whether all of it was written.
+
+        Through the file, not the map: new pages cost half as much, and want of memory is an error
+        here and a fatal signal there.
+        """
+        try:
+            parts = [head.ljust(_ENTRY_BYTES, b"\0"), content]
+            return os.pwritev(self.descriptor, parts, self._arena + place) == sum(map(len, parts))
+        except OSError as error:
+            if not self._warned_of_want:
+                self._warned_of_want = True
+                log.warning(f"A sample could not be kept in shared memory: {error.strerror}.")
+            return False
+
+    def _segment_with(self, num_bytes: int) -> int | None:
+        """The current segment if the bytes fit, else one that is empty or taken over."""
+        current = struct.unpack_from("<Q", self._map, _CURRENT)[0] % NUM_SEGMENTS
+        if self._segment(current).used + num_bytes <= self.shape.segment_bytes:
+            return int(current)
+        segments = [self._segment(number) for number in range(NUM_SEGMENTS)]
+        since = protected_since(self._opened, self._clock(), _KEEP_S)
+        number = choose_segment(segments, since)
+        if number is None:
+            return None
+        if segments[number].used:
+            # In this order: one who dies in between leaves a segment that is full, not one in
+            # which two write to the same place.
+            struct.pack_into("<Q", self._map, _segment_at(number), segments[number].takeovers + 1)
+            faultpoint("cache.takeover")
+            struct.pack_into("<Q", self._map, _segment_at(number) + 8, 0)
+        struct.pack_into("<Q", self._map, _CURRENT, number)
+        return number
+
+    def _segment(self, number: int) -> "Segment":
+        return Segment(*_SEGMENT.unpack_from(self._map, _segment_at(number)))
+
+    def _touch(self, number: int) -> None:
+        struct.pack_into("<d", self._map, _segment_at(number) + 16, self._clock())
+
+    def _bucket(self, key: bytes) -> int:
+        number = int.from_bytes(key[8:16], "little") % self.shape.num_buckets
+        return self.shape.buckets + number * _BUCKET_BYTES
+
+    def _warn_of_size(self, length: int) -> None:
+        if not self._warned_of_size:
+            self._warned_of_size = True
+            most = in_units(self.shape.segment_bytes - _ENTRY_BYTES)
+            log.warning(
+                f"A packed sample of {in_units(length)} is too large for the shared memory of "
+                f"{in_units(self.shape.num_bytes)}, which takes up to {most} a sample. Such "
+                "samples are not kept there; give cached() more memory."
+            )
+
+
+class Segment(NamedTuple):
+    takeovers: int
+    used: int
+    last_read: float
+
+
+def choose_segment(segments: list[Segment], since: float) -> int | None:
+    """An empty segment, else the one not read for longest, if it was not since `since`."""
+    for number, segment in enumerate(segments):
+        if not segment.used:
+            return number
+    oldest = min(range(len(segments)), key=lambda number: segments[number].last_read)
+    return oldest if segments[oldest].last_read < since else None
+
+
+def _segment_at(number: int) -> int:
+    return _HEAD_BYTES + number * _SEGMENT_BYTES
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ENTRY_BYTES) * _ENTRY_BYTES

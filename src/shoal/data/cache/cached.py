@@ -1,0 +1,217 @@
+"""`cached(source)`: a source whose samples are made once and kept, for all ranks and runs.
+
+    images = shoal.data.images("photos")
+    decoded = shoal.data.cached(images, memory="4GB", disk="/scratch/samples")
+    data = shoal.data.mapped(decoded, augment)
+
+Put it after what is expensive and always the same (reading, decoding, resizing) and before what
+varies from pass to pass: a source that varies is refused, since its first pass would be frozen.
+
+A sample that no layer has is made by one process: it claims the sample (`ranges.py`), and others
+that want it make another one of their batch meanwhile and come back for it. So runs that walk the
+same order share the work instead of doing it side by side. A claim goes with its process; whoever
+waited for two seconds makes the sample itself. A sample comes out of the cache as it comes out when
+it was just made, so that the first pass is like the others: tuples, lists, dicts, tensors, arrays,
+numbers, text and bytes (`data/packing.py`).
+
+Cost: packing and hashing when made; two copies and a hash when found. Not for samples that
+are quicker to make than to copy, such as rows of tensors in memory.
+"""
+
+import operator
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shoal.data.cache.disk import Disk
+from shoal.data.cache.identity import name_content
+from shoal.data.cache.joining import join_area
+from shoal.data.cache.layers import Layer, Row
+from shoal.data.cache.memcached import memcached_layer
+from shoal.data.cache.ranges import MOST, Ranges
+from shoal.data.cache.redis import redis_layer
+from shoal.data.cache.rows import Rows, Unlike
+from shoal.data.packing import BadSample, pack, unpack
+from shoal.data.sources import Ids, Source, Varied, as_source, collate_samples
+from shoal.errors import RecipeError, UsageError
+
+_PATIENCE_S = 2.0  # for a sample that another process is making
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0005, 0.01
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?", re.ASCII)
+
+
+def cached(
+    source: Any,
+    *,
+    key: str | None = None,
+    memory: str | int | None = "1GB",
+    disk: str | Path | None = None,
+    disk_bytes: str | int = "10GB",
+    redis: str | None = None,
+    memcached: str | None = None,
+) -> "Cached":
+    """The source, its samples kept in the layers that are given, the nearest first.
+
+    `key` names the data; a source that has `identity()` needs none. `memory` is shared by all runs
+    of the host and goes with the last of them, `disk` is a directory that stays, `redis` a URL and
+    `memcached` an address host:port.
+    """
+    source = as_source(source)
+    if isinstance(source, Varied):
+        raise UsageError(
+            f"cached() was given a {type(source).__name__} whose samples differ from pass to pass "
+            "(an augmentation). A cache would give those of the first pass for ever. Put it "
+            "before: mapped(cached(source), augment)."
+        )
+    identity = name_content(source, key)
+    layers: list[Layer] = []
+    ranges: list[Ranges] = []
+    if memory is not None:
+        area = join_area(num_bytes_of(memory, "memory"))
+        layers.append(area)
+        ranges.append(area.ranges)
+    if disk is not None:
+        directory = Disk(Path(disk), num_bytes_of(disk_bytes, "disk_bytes"))
+        layers.append(directory)
+        ranges.append(directory.ranges)
+    if redis is not None:
+        layers.append(redis_layer(redis))
+    if memcached is not None:
+        layers.append(memcached_layer(memcached))
+    if not layers:
+        raise UsageError(
+            "cached() was given nothing to keep samples in. Give at least one of memory, disk, "
+            "redis and memcached."
+        )
+    return Cached(source, identity, layers, ranges[0] if ranges else None)
+
+
+class Cached:
+    """A source with its cache; made by `cached`."""
+
+    def __init__(
+        self, source: Source, identity: str, layers: Sequence[Layer], ranges: Ranges | None
+    ):
+        self.source = source
+        self.num_made = 0  # by this process, rather than found
+        self._identity = identity
+        self._prefix = xxhash.xxh3_128_digest(identity.encode(errors="surrogatepass"))
+        self._row = Row(layers)
+        self._ranges = ranges
+        self._is_keeping = True
+        self._is_open = True
+        for name in ("order", "record"):
+            if hasattr(source, name):
+                setattr(self, name, getattr(source, name))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        return next(self._samples([index]))[1]
+
+    def take(self, ids: Ids) -> tuple[Any, Any]:
+        rows = Rows(len(ids))
+        try:
+            for row, sample in self._samples([int(index) for index in ids]):
+                rows.place(row, sample)
+        except Unlike:  # collated at once, which takes more kinds of samples or says what is wrong
+            return collate_samples([self[int(index)] for index in ids], None, np.asarray(ids))
+        return rows.pair()
+
+    def identity(self) -> str:
+        """What its samples are samples of."""
+        return self._identity
+
+    def close(self) -> None:
+        """Let go of the layers. The memory goes when no process has it any more."""
+        if self._is_open:
+            self._is_open = False
+            self._row.close()
+
+    def _samples(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Each sample with its place in `ids`, in the order in which they can be had."""
+        places: Sequence[int] = range(len(ids))
+        for patience_s in (None, 0.0, _PATIENCE_S):
+            # What is kept; then what nobody else is making; then what others were making meanwhile.
+            later = []
+            for place in places:
+                index = ids[place]
+                if patience_s is None:
+                    packed = self._row.get(self._key(index))
+                else:
+                    packed = self._made(index, patience_s)
+                if packed is None:
+                    later.append(place)
+                else:
+                    yield place, self._sample(index, packed)
+            places = later
+
+    def _sample(self, index: int, packed: bytearray) -> Any:
+        try:
+            return unpack(packed)
+        except BadSample:
+            return unpack(self._pack(index))  # sealed by another who packs in another way
+
+    def _made(self, index: int, patience_s: float) -> bytearray | None:
+        """The packed sample, made here or by another; None if another is at it and time is up."""
+        key = self._key(index)
+        if self._ranges is None or not self._is_keeping:
+            return self._make(index, key)
+        number = 1 + int.from_bytes(key[:8], "little") % (MOST - 1)
+        deadline, pause_s = time.monotonic() + patience_s, _LEAST_PAUSE_S
+        while not self._ranges.try_lock(number):
+            if not patience_s:
+                return None
+            if time.monotonic() > deadline:
+                return self._make(index, key)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        try:
+            # The one who had it may have kept it between our look and our claim.
+            packed = self._row.layers[0].get(key)
+            return packed if packed is not None else self._make(index, key)
+        finally:
+            self._ranges.unlock(number)
+
+    def _make(self, index: int, key: bytes) -> bytearray:
+        packed = self._pack(index)
+        # With no room left there is nothing to wait for: then each makes its samples at once.
+        self._is_keeping = self._row.put(key, packed)
+        return packed
+
+    def _pack(self, index: int) -> bytearray:
+        sample = self.source[index]
+        self.num_made += 1
+        try:
+            return pack(sample)
+        except RecipeError as error:
+            raise RecipeError(f"sample {index} cannot be cached: {error}") from None
+
+    def _key(self, index: int) -> bytes:
+        return xxhash.xxh3_128_digest(self._prefix + index.to_bytes(8, "little"))
+
+
+def num_bytes_of(amount: str | int, name: str) -> int:
+    """An amount such as 512MB, 1.5 GB, 2GiB or a number of bytes."""
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
+        return amount
+    found = _AMOUNT.fullmatch(amount.strip()) if isinstance(amount, str) else None
+    if found is None or not float(found[1]):
+        raise UsageError(
+            f"{name}={amount!r} is no amount of memory. Write 512MB, 4GB or a number of bytes."
+        )
+    unit = (found[2] or "").replace("K", "k")
+    if found[3]:
+        return int(float(found[1]) * 1024 ** list(_UNITS).index(unit))
+    return int(float(found[1]) * _UNITS[unit])

@@ -1,0 +1,227 @@
+"""The disk layer: a directory of samples with a bound, for longer than a run.
+
+    used          8 bytes: how much the directory holds, never too little; locks are taken on it
+    ab/cdef...    a sample: its seal and its bytes; the name is the key
+    ab/.part-...  one that is being written
+
+A sample is written apart and renamed, so that it appears whole; what the power takes before it is
+on the disk is found out by its seal. Who wants to write adds to `used` first, so that a death can
+only leave it too high; when it says that the directory is full, the files are counted again and
+those used least recently go, down to nine tenths. When a sample was used is kept in its
+modification time, which nobody else touches, because many systems do not keep access times.
+
+A disk that is full, or cannot be written any more, costs one warning: from then on the layer only
+reads. Two runs, or two hosts on a shared disk, may use one directory. Cost: a file a sample, in
+whole blocks of 4 KiB; a count of 100,000 files takes about a second.
+"""
+
+import os
+import secrets
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since, seal_of
+from shoal.data.cache.ranges import Ranges
+from shoal.errors import UsageError
+from shoal.faults import faultpoint
+from shoal.logs import log
+from shoal.tables import in_units
+
+LEAST_BYTES = 10**6
+_BLOCK = 4096
+_COUNT = struct.Struct("<Q")
+_PART = ".part-"
+_PART_S = 3600.0  # what is older was left by one who died
+_KEEP_S = 24 * 3600.0
+_TOUCH_S = 60.0
+_FULL_S = 60.0  # before it is counted again
+_ROOM = 0  # the lock under which room is reserved
+_PATIENCE_S = 0.05
+_LEAVE = 0.9  # of the bound, after an eviction
+
+
+class Kept(NamedTuple):
+    """A sample in the directory."""
+
+    path: str
+    num_bytes: int
+    last_used: float
+
+
+def choose_evicted(kept: list[Kept], num_bytes: float, since: float) -> list[Kept]:
+    """The least recently used, none of them used since `since`, that hold at least `num_bytes`."""
+    chosen: list[Kept] = []
+    for one in sorted(kept, key=lambda one: one.last_used):
+        if num_bytes <= 0 or one.last_used >= since:
+            break
+        chosen.append(one)
+        num_bytes -= one.num_bytes
+    return chosen
+
+
+class Disk:
+    """A directory that holds at most `most_bytes`; a layer."""
+
+    def __init__(self, directory: Path, most_bytes: int, clock: Clock = time.time):
+        if most_bytes < LEAST_BYTES:
+            raise UsageError(
+                f"disk_bytes is {in_units(most_bytes)}. A directory of samples takes at least "
+                f"{in_units(LEAST_BYTES)}; use disk=None for none at all."
+            )
+        self._directory = directory.absolute()
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._opened = clock()
+        self._is_writable = True
+        self._full_until = 0.0
+        self._told_of_damage = False
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / "used").open("ab") as file:
+                self.ranges = Ranges(file.fileno())
+        except OSError as error:
+            raise UsageError(
+                f"cached(disk='{directory}') cannot be written: {error.strerror}. Name a directory "
+                "that can, or use disk=None."
+            ) from error
+
+    def get(self, key: bytes) -> bytearray | None:
+        path = self._path(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(descriptor)
+            seal, content = bytearray(SEAL_BYTES), bytearray(max(0, found.st_size - SEAL_BYTES))
+            num_read = os.readv(descriptor, [seal, content])
+        except OSError as error:
+            self._tell_of_damage(path, str(error))
+            return None
+        finally:
+            os.close(descriptor)
+        if num_read != found.st_size or seal_of(key, content) != seal:
+            self._tell_of_damage(path, "its bytes are not those that were written")
+            with suppress(OSError):
+                os.unlink(path)
+            return None
+        now = self._clock()
+        if found.st_mtime < max(self._opened, now - _TOUCH_S):
+            with suppress(OSError):  # evicted meanwhile, or a disk that is only read
+                os.utime(path, (now, now))
+        return content
+
+    def put(self, key: bytes, content: Content) -> bool:
+        path = self._path(key)
+        if os.path.exists(path):
+            return True
+        if not self._is_writable:
+            return False
+        part = os.path.join(os.path.dirname(path), f"{_PART}{secrets.token_hex(8)}")
+        try:
+            if not self._reserve(part, SEAL_BYTES + len(content)):
+                return False
+            with open(part, "r+b", buffering=0) as file:
+                _write(file.fileno(), seal_of(key, content))
+                faultpoint("cache.disk")
+                _write(file.fileno(), content)
+                now = self._clock()
+                os.utime(file.fileno(), (now, now))
+            faultpoint("cache.rename")
+            os.rename(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(part)
+            self._is_writable = False
+            log.warning(
+                f"Samples can no longer be kept in {self._directory}: {error.strerror}. Those that "
+                "are there are still read; make room, or give cached() another disk."
+            )
+            return False
+        return True
+
+    def close(self) -> None:
+        self.ranges.close()
+
+    def _reserve(self, part: str, size: int) -> bool:
+        """Count the file in, after an eviction if need be, and make it; whether there is room."""
+        now, num_bytes = self._clock(), _blocks(size)
+        if now < self._full_until or not self.ranges.lock_within(_ROOM, _PATIENCE_S):
+            return False
+        try:
+            with open(self._directory / "used", "r+b", buffering=0) as file:
+                count = file.read(_COUNT.size)
+                used = _COUNT.unpack(count)[0] if len(count) == _COUNT.size else None
+                if used is None or used + num_bytes > self._most_bytes:
+                    used = self._make_room(num_bytes, now)
+                fits = used + num_bytes <= self._most_bytes
+                file.seek(0)
+                file.write(_COUNT.pack(used + num_bytes if fits else used))
+            if fits:
+                # At its full size, and under the lock: who counts next must not count too little.
+                os.makedirs(os.path.dirname(part), exist_ok=True)
+                with open(part, "xb") as made:
+                    made.truncate(size)
+        finally:
+            self.ranges.unlock(_ROOM)
+        if not fits:
+            self._full_until = now + _FULL_S
+        return fits
+
+    def _make_room(self, num_bytes: int, now: float) -> int:
+        """Count the files, evict what may go if they are too many; the bytes that are left."""
+        kept = self._counted(now)
+        used = sum(one.num_bytes for one in kept)
+        if used + num_bytes > self._most_bytes:
+            excess = used + num_bytes - _LEAVE * self._most_bytes
+            for one in choose_evicted(kept, excess, protected_since(self._opened, now, _KEEP_S)):
+                with suppress(FileNotFoundError):
+                    os.unlink(one.path)
+                used -= one.num_bytes
+        return used
+
+    def _counted(self, now: float) -> list[Kept]:
+        """All samples and unfinished parts; parts that nobody will finish are removed."""
+        kept: list[Kept] = []
+        for folder in os.scandir(self._directory):
+            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(folder):
+                is_part = entry.name.startswith(_PART)
+                if not is_part and not _is_sample(entry.name):
+                    continue  # not ours
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if is_part and found.st_mtime < now - _PART_S:
+                        os.unlink(entry.path)
+                        continue
+                    when = float("inf") if is_part else found.st_mtime
+                    kept.append(Kept(entry.path, _blocks(found.st_size), when))
+        return kept
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._directory}/{name[:2]}/{name[2:]}"
+
+    def _tell_of_damage(self, path: str, what: str) -> None:
+        if not self._told_of_damage:
+            self._told_of_damage = True
+            log.warning(f"{path} is not used: {what}. The sample is made anew, like all such.")
+
+
+def _is_sample(name: str) -> bool:
+    return len(name) == 30 and set(name) <= set("0123456789abcdef")
+
+
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _write(descriptor: int, content: Content) -> None:
+    """All of it: the system may take a part at a time, and say only then that the disk is full."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,329 @@
+"""Processes that load pieces ahead of their step, beside a rank.
+
+For samples that are slow to read or decode: `loaders=2` in a Run gives each rank two processes that
+load what the rank will ask for next. They are forked from the rank, so a source needs no code of
+its own; a piece comes back in shared memory, packed (`packing.py`) where it can be read without a
+copy. The order is a pure function of the step, so there is nothing to keep: after a restart the
+same pieces are asked for again. A loader that dies is forked anew and does its work again; the
+third death over one piece ends the run with the samples named.
+
+Not for sources that gather rows in memory: passing them on would cost more than loading them.
+Cost: a copy of each piece, and memory for the pieces that are loaded ahead.
+"""
+
+import mmap
+import os
+import select
+import signal
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.data.order import Ids
+from shoal.data.packing import pack, unpack
+from shoal.errors import RecipeError, ShoalError
+from shoal.logs import log
+from shoal.processes import die_with_parent
+
+Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
+_MOST_DEATHS = 3
+_AHEAD = 2  # pieces that a loader has to load, or has loaded and nobody took yet
+_SLOTS = 6  # pieces that may be in memory at once, those that the rank still uses among them
+_PATIENCE_S = 30.0
+_CLOSING_S = 2.0
+
+
+class Key(NamedTuple):
+    step: int
+    piece: int
+
+
+class Turns:
+    """In which order pieces are asked for: in each step those of the step before, once more."""
+
+    def __init__(self) -> None:
+        self._step, self._own, self._before = -1, [], []  # type: tuple[int, list[int], list[int]]
+
+    def after(self, key: Key) -> Iterator[Key]:
+        """This piece, and those that will be asked for next, as far as that is known."""
+        if key.step != self._step:
+            self._step, self._own, self._before = key.step, [], self._own
+        if key.piece not in self._own:
+            self._own.append(key.piece)
+        turn = self._before if key.piece in self._before else [key.piece]
+        yield from (Key(key.step, piece) for piece in turn[turn.index(key.piece) :])
+        for step in count(key.step + 1):
+            yield from (Key(step, piece) for piece in turn)
+
+
+class _Request(msgspec.Struct, array_like=True):
+    number: int
+    epoch: int
+    ids: bytes
+    slot: int
+
+
+class _Reply(msgspec.Struct, array_like=True):
+    number: int
+    num_bytes: int
+    error: str = ""
+
+
+class _Asked(NamedTuple):
+    number: int
+    epoch: int
+    ids: Ids
+
+
+class Loaders:
+    """`ask` for pieces ahead of time, `take` them when they are needed. `close` at the end."""
+
+    def __init__(self, load: Load, num_loaders: int):
+        self._loaders = [_Loader(load) for _ in range(num_loaders)]
+        self._asked: dict[Key, tuple[_Loader, int]] = {}
+        self._number = 0
+
+    def has(self, key: Key) -> bool:
+        return key in self._asked
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be asked for: two are enough to keep a loader busy."""
+        return any(loader.has_room for loader in self._loaders)
+
+    def ask(self, key: Key, epoch: int, ids: Ids) -> None:
+        """Let the loader with least to do load these samples. Only if there is room."""
+        self._number += 1
+        able = (loader for loader in self._loaders if loader.has_room)
+        loader = min(able, key=lambda loader: len(loader.waiting))
+        self._asked[key] = loader, self._number
+        loader.ask(_Asked(self._number, epoch, ids))
+
+    def take(self, key: Key) -> tuple[Any, Any, Ids]:
+        """What was asked for, once it is there."""
+        loader, number = self._asked.pop(key)
+        return loader.take(number)
+
+    def forget_before(self, step: int) -> None:
+        """Pieces of earlier steps that nobody took are not needed: another rank has them now."""
+        for key in [key for key in self._asked if key.step < step]:
+            loader, number = self._asked.pop(key)
+            loader.forget(number)
+
+    def close(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+
+
+class _Loader:
+    """One process, its pipes, and the shared memory that it writes pieces into."""
+
+    def __init__(self, load: Load):
+        self._load = load
+        self.waiting: dict[int, _Asked] = {}  # by number, in the order in which they were asked
+        self._done: dict[int, _Reply] = {}
+        self._forgotten: set[int] = set()
+        self._deaths: dict[int, int] = {}
+        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._free = list(range(_SLOTS))
+        self._slot_of: dict[int, int] = {}
+        self._start()
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free) and len(self.waiting) + len(self._done) < _AHEAD
+
+    def ask(self, asked: _Asked) -> None:
+        self._slot_of[asked.number] = self._free.pop()
+        self.waiting[asked.number] = asked
+        self._send(asked)
+
+    def take(self, number: int) -> tuple[Any, Any, Ids]:
+        self._await(number)
+        reply, slot = self._done.pop(number), self._slot_of.pop(number)
+        if reply.error:
+            self._free.append(slot)
+            raise RecipeError(reply.error)
+        content = self._slots[slot].content(reply.num_bytes)
+        weakref.finalize(content, self._free.append, slot)  # once no tensor looks into it
+        inputs, target, ids = unpack(content.data)
+        return inputs, target, ids
+
+    def forget(self, number: int) -> None:
+        if number in self.waiting:
+            self._forgotten.add(number)
+        else:
+            del self._done[number]
+            self._free.append(self._slot_of.pop(number))
+
+    def close(self) -> None:
+        os.close(self._requests)
+        if not _gone_within(self._pid, _CLOSING_S):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        os.close(self._replies)
+        for slot in self._slots:
+            slot.close()
+
+    def _start(self) -> None:
+        theirs, self._requests = os.pipe()
+        self._replies, answers = os.pipe()
+        self._buffer = b""
+        rank = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            _serve(self._load, rank, (theirs, answers), self._slots)
+        os.close(theirs)
+        os.close(answers)
+
+    def _send(self, asked: _Asked) -> None:
+        slot = self._slot_of[asked.number]
+        request = _Request(asked.number, asked.epoch, asked.ids.tobytes(), slot)
+        with suppress(BrokenPipeError):  # noticed where the answer is awaited
+            _write(self._requests, msgspec.msgpack.encode(request))
+
+    def _await(self, number: int) -> None:
+        waited_s = 0.0
+        while number not in self._done:
+            if select.select([self._replies], [], [], _PATIENCE_S)[0]:
+                self._hear()
+                continue
+            waited_s += _PATIENCE_S
+            some = _some(self.waiting[number].ids)
+            log.warning("samples %s are being loaded since %.0f s", some, waited_s)
+
+    def _hear(self) -> None:
+        chunk = os.read(self._replies, 1 << 16)
+        if not chunk:
+            self._repair()
+            return
+        self._buffer += chunk
+        while (end := _end_of_message(self._buffer)) is not None:
+            reply = msgspec.msgpack.decode(self._buffer[4:end], type=_Reply)
+            self._buffer = self._buffer[end:]
+            del self.waiting[reply.number]
+            self._deaths.pop(reply.number, None)
+            self._done[reply.number] = reply
+            if reply.number in self._forgotten:
+                self._forgotten.remove(reply.number)
+                self.forget(reply.number)
+
+    def _repair(self) -> None:
+        """The process died: start another, which does its work again."""
+        _, status = os.waitpid(self._pid, 0)
+        os.close(self._requests)
+        os.close(self._replies)
+        self._start()
+        number, asked = next(iter(self.waiting.items()))  # what it was at
+        self._deaths[number] = self._deaths.get(number, 0) + 1
+        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an early exit"
+        if self._deaths[number] == _MOST_DEATHS:
+            raise RecipeError(
+                f"The process that loads samples {_some(asked.ids)} died {_MOST_DEATHS} times over "
+                f"them, the last time by {how}. Load them by themselves (loaders=0) to see why."
+            )
+        log.warning("a loader died by %s; another one does its work", how)
+        for again in self.waiting.values():
+            self._send(again)
+
+
+class _Slot:
+    """Shared memory for one piece, as large as the largest that it has held."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("shoal-piece")
+        self._map: mmap.mmap | None = None
+
+    def write(self, packed: bytearray) -> None:
+        """In the loader."""
+        if os.fstat(self.file).st_size < len(packed):
+            os.ftruncate(self.file, len(packed))
+        with mmap.mmap(self.file, len(packed)) as area:
+            area[:] = packed
+
+    def content(self, num_bytes: int) -> NDArray[np.uint8]:
+        """In the rank: an array of its own, which lives as long as something looks into it."""
+        if self._map is None or len(self._map) < num_bytes:
+            self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
+        return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes)
+
+    def close(self) -> None:
+        os.close(self.file)  # what is mapped stays until nobody looks into it
+
+
+def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]) -> None:
+    """In the process that loads: never returns."""
+    code, (requests, answers) = 1, pipes
+    try:
+        die_with_parent(rank)
+        _leave_the_rank_alone(pipes)
+        with os.fdopen(requests, "rb") as stream:
+            while head := stream.read(4):
+                body = stream.read(int.from_bytes(head, "little"))
+                request = msgspec.msgpack.decode(body, type=_Request)
+                _write(answers, msgspec.msgpack.encode(_answer(load, request, slots)))
+        code = 0
+    except BrokenPipeError:
+        code = 0  # the rank is gone
+    finally:
+        os._exit(code)
+
+
+def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
+    ids = np.frombuffer(request.ids, dtype=np.int64)
+    try:
+        packed = pack(load(request.epoch, ids))
+        slots[request.slot].write(packed)
+    except ShoalError as error:
+        return _Reply(request.number, 0, str(error))
+    except Exception as error:  # noqa: BLE001 (the source's own, told by the rank)
+        why = f"samples {_some(ids)} could not be loaded: {type(error).__name__}: {error}"
+        return _Reply(request.number, 0, why)
+    return _Reply(request.number, len(packed))
+
+
+def _leave_the_rank_alone(kept: Sequence[int]) -> None:
+    """Hold none of the rank's connections: its peers must notice when it dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            with suppress(OSError):
+                mode = os.fstat(number).st_mode
+                if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+                    os.close(number)
+
+
+def _write(file: int, message: bytes) -> None:
+    content = memoryview(len(message).to_bytes(4, "little") + message)
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def _end_of_message(buffer: bytes) -> int | None:
+    """Where the first message in a buffer ends; None while it is not all there."""
+    end = 4 + int.from_bytes(buffer[:4], "little")
+    return end if len(buffer) >= max(4, end) else None
+
+
+def _gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def _some(ids: Ids) -> str:
+    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")

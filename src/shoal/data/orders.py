@@ -1,0 +1,307 @@
+"""The orders in which samples are visited: shuffled, as they stand, by blocks, weight or length.
+
+An order maps positions of a pass over the data to sample ids, as a pure function of seed and pass,
+and can be entered anywhere. So a restart, another world size or a spare asks for any step and has
+its ids at once. A source that wants another order than a plain shuffle carries one as `order`.
+
+Cost: a shuffle keeps nothing; blocks keep a number a block, weights and lengths one a sample; a
+window of a few batches is sorted at a time. Next: `order.py` for the permutation underneath,
+`views.py` for the sources that carry these.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.order import Ids, permute, uniform
+from shoal.errors import UsageError
+
+_PATTERN = 1024  # positions over which a mixture keeps its weights exactly
+
+
+@runtime_checkable
+class Order(Protocol):
+    """`len(order)` positions make a pass; `ids` are the samples at some of them."""
+
+    def __len__(self) -> int: ...
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids: ...
+
+
+@runtime_checkable
+class KnowsParts(Order, Protocol):
+    """An order that tells how it would be with fewer samples."""
+
+    def first(self, num_samples: int) -> Order | None:
+        """That of the first `num_samples`, before more were added; None if it cannot be told."""
+        ...
+
+    def among(self, kept: Ids) -> Order:
+        """That of the samples that are kept, numbered anew."""
+        ...
+
+
+class Shuffled:
+    """Each sample once a pass, in a new order each time."""
+
+    def __init__(self, num_samples: int):
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        return permute(positions, self._num_samples, seed, epoch)
+
+    def first(self, num_samples: int) -> "Shuffled":
+        return Shuffled(num_samples)
+
+    def among(self, kept: Ids) -> "Shuffled":
+        return Shuffled(len(kept))
+
+
+class Sequential:
+    """Each sample once a pass, as they stand."""
+
+    def __init__(self, num_samples: int):
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        return positions
+
+    def first(self, num_samples: int) -> "Sequential":
+        return Sequential(num_samples)
+
+    def among(self, kept: Ids) -> "Sequential":
+        return Sequential(len(kept))
+
+
+class Blocks:
+    """Each sample once a pass, shuffled so that only `window` blocks are in use at a time.
+
+    Blocks are shards, or whatever is best read together. Their order is shuffled, and samples are
+    shuffled among each `window` of them.
+    """
+
+    def __init__(self, sizes: Sequence[int], window: int = 8):
+        if window < 1:
+            raise UsageError(f"window={window}. Samples are shuffled among at least 1 block.")
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+        self._starts = _starts(self._sizes)
+        self._window = window
+        self._dealt = lru_cache(maxsize=2)(self._deal)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        blocks, bounds = self._dealt(seed, epoch)
+
+        def pool(number: int, offsets: Ids) -> Ids:
+            among = blocks[number * self._window : (number + 1) * self._window]
+            edges = _starts(self._sizes[among])
+            places = permute(offsets, int(edges[-1]), _key(seed, number), epoch)
+            which = np.searchsorted(edges, places, side="right") - 1
+            found: Ids = self._starts[among[which]] + places - edges[which]
+            return found
+
+        return _by_pool(positions, bounds, pool)
+
+    def first(self, num_samples: int) -> "Blocks | None":
+        count = int(np.searchsorted(self._starts, num_samples))
+        whole = count < len(self._starts) and self._starts[count] == num_samples
+        return Blocks(self._sizes[:count].tolist(), self._window) if whole else None
+
+    def among(self, kept: Ids) -> "Blocks":
+        return Blocks(np.diff(np.searchsorted(kept, self._starts)).tolist(), self._window)
+
+    def _deal(self, seed: int, epoch: int) -> tuple[Ids, Ids]:
+        """The blocks in this pass's order, and where each window of them starts."""
+        numbers = np.arange(len(self._sizes), dtype=np.int64)
+        blocks = permute(numbers, len(numbers), _key(seed, -1), epoch)
+        starts = _starts(self._sizes[blocks])
+        return blocks, np.append(starts[: -1 : self._window], starts[-1])
+
+
+class Weighted:
+    """Samples drawn with replacement, each as often as its weight says; `num_draws` make a pass."""
+
+    def __init__(self, weights: Sequence[float], num_draws: int | None = None):
+        given = np.asarray(weights, dtype=np.float64)
+        if not given.size or not np.isfinite(given).all() or (given < 0).any() or not given.any():
+            raise UsageError("weights must be finite, none below 0 and at least one above it.")
+        self._edges = np.cumsum(given / given.sum())
+        self._last = int(np.flatnonzero(given)[-1])
+        self._num_draws = len(given) if num_draws is None else num_draws
+
+    def __len__(self) -> int:
+        return self._num_draws
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        drawn = np.searchsorted(self._edges, uniform(positions, seed, epoch), side="right")
+        return np.minimum(drawn, self._last).astype(np.int64)  # sums of weights may end below 1
+
+
+class Bucketed:
+    """Each sample once a pass, in batches of like lengths.
+
+    A plain shuffle is cut into windows of `window` batches; each window is sorted by length, cut
+    into batches, and these are shuffled. A last batch that is not full stays the last.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, window: int = 64):
+        if batch_size < 1 or window < 1:
+            raise UsageError(f"batch_size={batch_size}, window={window}. Both are at least 1.")
+        self.batch_size = batch_size
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._size = batch_size * window
+        self._sorted = lru_cache(maxsize=4)(self._sort)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        bounds = np.append(np.arange(0, len(self), self._size), len(self))
+        return _by_pool(
+            positions, bounds, lambda number, offsets: self._sorted(number, seed, epoch)[offsets]
+        )
+
+    def first(self, num_samples: int) -> "Bucketed":
+        return self.among(np.arange(num_samples))
+
+    def among(self, kept: Ids) -> "Bucketed":
+        window = self._size // self.batch_size
+        return Bucketed(self._lengths[kept].tolist(), self.batch_size, window)
+
+    def _sort(self, number: int, seed: int, epoch: int) -> Ids:
+        start = number * self._size
+        positions = np.arange(start, min(start + self._size, len(self)), dtype=np.int64)
+        ids = permute(positions, len(self), seed, epoch)
+        ids = ids[np.argsort(self._lengths[ids], kind="stable")]
+        num_full = len(ids) // self.batch_size
+        full = ids[: num_full * self.batch_size].reshape(num_full, self.batch_size)
+        turn = permute(np.arange(num_full, dtype=np.int64), num_full, _key(seed, number), epoch)
+        return np.concatenate([full[turn].reshape(-1), ids[num_full * self.batch_size :]])
+
+
+class Mixed:
+    """Several orders taken in turn, each as often as its weight says; ids count through all.
+
+    Of every 1,024 positions each has its share, in a shuffled turn. Each goes through its own
+    samples pass by pass, without replacement, at its own pace: a small one begins anew while a
+    large one is still in its first pass. `num_positions` make a pass of the mixture.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        num_samples: Sequence[int],
+        weights: Sequence[float],
+        num_positions: int,
+    ):
+        self.orders, self._num_positions = list(orders), num_positions
+        self._offsets = _starts(np.asarray(num_samples, dtype=np.int64))
+        self.shares = _apportion(weights, _PATTERN)
+        self._edges = _starts(np.asarray(self.shares, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self._num_positions
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        everywhere = positions + epoch * self._num_positions  # passes of the parts go on
+        pattern, place = np.divmod(everywhere, _PATTERN)
+        found = np.empty_like(positions)
+        for number in np.unique(pattern):
+            here = np.flatnonzero(pattern == number)
+            slots = permute(place[here], _PATTERN, _key(seed, -2), int(number))
+            which = np.searchsorted(self._edges, slots, side="right") - 1
+            for part in np.unique(which):
+                of_part = which == part
+                turn = number * self.shares[part] + slots[of_part] - self._edges[part]
+                found[here[of_part]] = self._of_part(int(part), turn, seed)
+        return found
+
+    def _of_part(self, part: int, turns: Ids, seed: int) -> Ids:
+        order = self.orders[part]
+        passes, positions = np.divmod(turns, len(order))
+        found = np.empty_like(turns)
+        for number in np.unique(passes):
+            here = passes == number
+            found[here] = order.ids(positions[here], _key(seed, part), int(number))
+        found += self._offsets[part]
+        return found
+
+
+class Some:
+    """Some samples of an order's source: the ids of `order` are places in `chosen`."""
+
+    def __init__(self, chosen: Ids, order: Order | None = None):
+        self._chosen = chosen
+        self._order = Shuffled(len(chosen)) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        found: Ids = self._chosen[self._order.ids(positions, seed, epoch)]
+        return found
+
+
+def order_of(source: Any) -> Order:
+    """The order that a source carries, or else a plain shuffle."""
+    order = getattr(source, "order", None)
+    return order if isinstance(order, Order) else Shuffled(len(source))
+
+
+def order_before(source: Any, num_samples: int) -> Order | None:
+    """The order that a source had when it ended after `num_samples`; None if that is unknown."""
+    if len(source) == num_samples:
+        return order_of(source)
+    order = order_of(source)
+    if not isinstance(order, KnowsParts) or len(source) < num_samples:
+        return None
+    return order.first(num_samples)
+
+
+def _apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Whole shares of `total` by largest remainder, none of them empty."""
+    given = np.asarray(weights, dtype=np.float64)
+    if not np.isfinite(given).all() or (given <= 0).any():
+        raise UsageError(f"weights={list(weights)}. Each source of a mixture needs one above 0.")
+    if len(given) > total:
+        raise UsageError(f"a mixture has {len(given)} sources. It can have {total} at most.")
+    exact = given / given.sum() * total
+    shares = np.maximum(np.floor(exact), 1).astype(np.int64)
+    while shares.sum() < total:
+        shares[int(np.argmax(exact - shares))] += 1
+    while shares.sum() > total:
+        shares[int(np.argmax(np.where(shares > 1, shares - exact, -np.inf)))] -= 1
+    return [int(share) for share in shares]
+
+
+def _by_pool(positions: Ids, bounds: Ids, ids_of: Callable[[int, Ids], Ids]) -> Ids:
+    """The ids at positions, asked from the pools that they fall into."""
+    found = np.empty_like(positions)
+    for number, here in _groups(np.searchsorted(bounds, positions, side="right") - 1):
+        found[here] = ids_of(number, positions[here] - bounds[number])
+    return found
+
+
+def _groups(numbers: Ids) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    for number in np.unique(numbers):
+        yield int(number), numbers == number
+
+
+def _starts(sizes: Ids) -> Ids:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _key(seed: int, part: int) -> int:
+    """A seed of its own for a part of an order."""
+    return (seed * 0x9E37_79B9_7F4A_7C15 + (part + 3) * 0xD1B5_4A32_D192_ED03) & (2**64 - 1)

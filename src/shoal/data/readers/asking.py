@@ -1,0 +1,40 @@
+"""Questions to a server that may be away for a moment: repeated, with a bound.
+
+A question that fails for a reason that may pass is asked again after a growing pause, a bounded
+number of times, and each time has a limit of its own; so a run whose server is gone ends with
+`SourceLost` that names it, after a time that is known beforehand, and never hangs.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shoal.checkpoint.remote import Patience
+from shoal.data.readers.records import SourceLost
+
+Answer = TypeVar("Answer")
+
+
+def ask(
+    act: Callable[[], Answer],
+    may_pass: Callable[[Exception], bool],
+    patience: Patience,
+    what: str,
+) -> Answer:
+    """What `act` returns, at last; `what` names the server and the question."""
+    for failures in range(1, patience.num_tries + 1):
+        try:
+            return act()
+        except SourceLost:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            if not may_pass(error):
+                raise SourceLost(f"{what}: {said}.") from error
+            if failures == patience.num_tries:
+                raise SourceLost(
+                    f"{what}: {said}. It was tried {failures} times. Check that the server runs "
+                    "and can be reached, and start the run again."
+                ) from error
+        time.sleep(patience.pause_s(failures))
+    raise AssertionError("at least one try")

@@ -1,0 +1,303 @@
+"""Files read by range, on a disk or behind a URL, by any process and thread.
+
+A file is looked at once, when it is opened, and each read compares: one that changed, shrank or
+vanished is `SourceLost` with its name, never bytes of another file. Handles are made by the process
+that uses them, at most 64 at a time, and reads name their offset (`pread`), so forks and threads do
+not disturb each other.
+
+A local read costs two system calls. One behind a URL costs two requests, the bytes and then a look
+at the object; requests are repeated a few times while they fail (`checkpoint/remote.py`).
+"""
+
+import errno
+import io
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import xxhash
+
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.remote import PATIENCE, Patience, Remote, without_password
+from shoal.data.readers.records import SourceLost, name_content
+from shoal.errors import UsageError
+
+PathLike: TypeAlias = str | os.PathLike[str]
+MOST_HANDLES = 64
+BLOCK_BYTES = 8 << 20
+_MARKS = ("ETag", "etag", "md5", "checksum", "LastModified", "last_modified", "mtime", "created")
+
+Made = TypeVar("Made")
+
+
+class Stamp(NamedTuple):
+    """What tells one version of a file from another."""
+
+    num_bytes: int
+    mark: int  # a hash of the time or the tag
+
+
+class _Slot(Generic[Made]):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: Made | None = None
+
+
+class PerProcess(Generic[Made]):
+    """Something that each process makes for itself, when it first asks.
+
+    What a parent made stays referenced in the child and is never closed by it. The locks are of
+    the process too: one that a thread held while another forked would never be free.
+    """
+
+    def __init__(self, make: Callable[[], Made]):
+        self._make = make
+        self._slots: dict[int, _Slot[Made]] = {}
+
+    def get(self) -> Made:
+        slot = self._slots.get(os.getpid()) or self._slots.setdefault(os.getpid(), _Slot())
+        with slot.lock:
+            if slot.made is None:
+                slot.made = self._make()
+            return slot.made
+
+
+class Files:
+    """Some files by number. `options` go to the back end of those behind a URL."""
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        options: Mapping[str, Any] | None = None,
+        patience: Patience = PATIENCE,
+    ):
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not given:
+            raise UsageError("no file was named. A source reads one or more.")
+        self._paths = [_local(os.fspath(path)) for path in given]
+        self.names = [without_password(path) for path in self._paths]
+        self._disk, self._web = PerProcess(_Disk), Web(options or {}, patience)
+        self.stamps = [self._look(number) for number in range(len(self._paths))]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def identity(self, kind: str, *settings: object) -> str:
+        """A name for what is read: files by their names, sizes and times, and how they are read."""
+        return name_content(kind, *settings, *zip(self.names, self.stamps, strict=True))
+
+    def num_bytes(self, number: int) -> int:
+        return self.stamps[number].num_bytes
+
+    def read(self, number: int, start: int, stop: int) -> bytes:
+        """Bytes of a file, as it was when it was opened."""
+        path, stamp = self._paths[number], self.stamps[number]
+        if is_url(path):
+            return self._web.read(path, start, stop, stamp)
+        return self._disk.get().read(path, start, stop, stamp)
+
+    def blocks(self, number: int) -> Iterator[bytes]:
+        """A whole file, block by block."""
+        for start in range(0, self.num_bytes(number), BLOCK_BYTES):
+            yield self.read(number, start, min(start + BLOCK_BYTES, self.num_bytes(number)))
+
+    def file(self, number: int) -> io.RawIOBase:
+        """A file as an object with `read` and `seek`, for libraries."""
+        return _Opened(self, number)
+
+    def _look(self, number: int) -> Stamp:
+        path, name = self._paths[number], self.names[number]
+        try:
+            return self._web.look(path) if is_url(path) else _stamp(os.stat(path))
+        except FileNotFoundError:
+            raise UsageError(f"{name} does not exist.") from None
+        except IsADirectoryError:
+            raise UsageError(f"{name} is a directory. Name the files in it.") from None
+        except UsageError:
+            raise
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+class Web:
+    """Objects behind URLs, through one connection for each bucket or host."""
+
+    def __init__(self, options: Mapping[str, Any], patience: Patience):
+        self._options, self._patience = options, patience
+        self._remotes: PerProcess[dict[str, _Objects]] = PerProcess(dict)
+
+    def look(self, url: str) -> Stamp:
+        remote, path = self._remote(url)
+        return remote.stamp(path)
+
+    def read(self, url: str, start: int, stop: int, stamp: Stamp) -> bytes:
+        remote, path = self._remote(url)
+        try:
+            content = remote.part(path, start, stop) if stop > start else b""
+            if remote.stamp(path) != stamp or len(content) != stop - start:
+                raise changed(without_password(url))
+        except (FileNotFoundError, BadCheckpoint):
+            raise gone(without_password(url)) from None
+        return content
+
+    def find(self, url: str) -> dict[str, Stamp]:
+        """All objects below a URL, by their path from there."""
+        remote, path = self._remote(url.rstrip("/"))
+        try:
+            return remote.stamps(path)
+        except FileNotFoundError:
+            return {}
+
+    def _remote(self, url: str) -> tuple["_Objects", str]:
+        scheme, _, rest = url.partition("://")
+        host, _, path = rest.partition("/")
+        base = f"{scheme}://{host}"
+        remotes = self._remotes.get()
+        if base not in remotes:
+            remotes.setdefault(base, _Objects(base, self._options, self._patience))
+        return remotes[base], path
+
+
+class _Objects(Remote):
+    """Adds to the requests of a checkpoint's store what tells versions apart."""
+
+    def stamp(self, path: str) -> Stamp:
+        return _stamp_of(self._ask("look at", path, lambda system, at: system.info(at)), path)
+
+    def stamps(self, folder: str) -> dict[str, Stamp]:
+        found = self._ask("list", folder, lambda system, at: system.find(at, detail=True))
+        start = len(self._path(folder).rstrip("/")) + 1
+        return {path[start:]: _stamp_of(entry, path) for path, entry in found.items()}
+
+
+class _Disk:
+    """The handles of one process. A handle closes itself when nobody reads from it any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[str, _Handle] = OrderedDict()
+
+    def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
+        return self._handle(path).read(start, stop, stamp)
+
+    def _handle(self, path: str) -> "_Handle":
+        with self._lock:
+            handle = self._handles.get(path)
+            if handle is None:
+                handle = self._handles[path] = _Handle(path)
+                if len(self._handles) > MOST_HANDLES:
+                    self._handles.popitem(last=False)
+            else:
+                self._handles.move_to_end(path)
+            return handle
+
+
+class _Handle:
+    def __init__(self, path: str):
+        self.number = -1
+        self._path = path
+        try:
+            self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise gone(path, error.strerror) from error
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+    def read(self, start: int, stop: int, stamp: Stamp) -> bytes:
+        if _stamp(os.fstat(self.number)) != stamp:
+            raise changed(self._path)
+        return b"".join(self._parts(start, stop))
+
+    def _parts(self, start: int, stop: int) -> Iterator[bytes]:
+        while start < stop:
+            try:
+                part = os.pread(self.number, stop - start, start)
+            except OSError as error:
+                raise SourceLost(f"{self._path} cannot be read: {error.strerror}.") from error
+            if not part:
+                raise changed(self._path)
+            yield part
+            start += len(part)
+
+
+class _Opened(io.RawIOBase):
+    def __init__(self, files: Files, number: int):
+        self._files, self._number, self._at = files, number, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = self._files.num_bytes(self._number)
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._files.num_bytes(self._number)
+        stop = end if size is None or size < 0 else min(end, self._at + size)
+        content = self._files.read(self._number, self._at, stop) if stop > self._at else b""
+        self._at += len(content)
+        return content
+
+    def readall(self) -> bytes:
+        return self.read()
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def read_local(path: str, start: int, stop: int, stamp: Stamp) -> bytes:
+    """Bytes of a file that is opened for this read alone."""
+    return _Handle(path).read(start, stop, stamp)
+
+
+def local_stamp(path: PathLike) -> Stamp:
+    return _stamp(os.stat(path))
+
+
+def changed(name: str) -> SourceLost:
+    return SourceLost(
+        f"{name} changed after it was opened. Its records are no longer where they were; leave "
+        "files alone that a run reads, and start the run again."
+    )
+
+
+def gone(name: str, reason: str | None = None) -> SourceLost:
+    reason = reason or "it is missing"
+    return SourceLost(f"{name} cannot be opened any more: {reason}. It was there at the start.")
+
+
+def _local(path: str) -> str:
+    return path.removeprefix("file://") if path.startswith("file://") else path
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError
+    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return Stamp(found.st_size, found.st_mtime_ns)
+
+
+def _stamp_of(entry: Mapping[str, Any], path: str) -> Stamp:
+    if entry["type"] == "directory":
+        raise IsADirectoryError(path)
+    if entry.get("size") is None:
+        raise UsageError(f"the server does not say how long {path} is. Copy it to a disk first.")
+    mark = next((entry[key] for key in _MARKS if entry.get(key)), "")
+    if isinstance(mark, datetime):  # a listing may give it as a number
+        mark = mark.timestamp()
+    return Stamp(int(entry["size"]), xxhash.xxh3_64_intdigest(str(mark).encode()) >> 1)

@@ -1,0 +1,82 @@
+"""What all readers share: records by index, many at once, and the two ways in which reading fails.
+
+A reader gives records: text, bytes, dicts or arrays, as they lie in a file or on a server;
+`shoal.data.mapped(source, function)` makes pairs for training of them. A reader that asks a server
+or decodes blocks also has `many(ids)`, which costs one question instead of one for each record.
+
+One record that cannot be read is a `BadRecord`: the run stops, or leaves that sample out, as its
+policy says. A source that is no longer what it was (a file changed, a server gone) is `SourceLost`:
+no sample is to blame, and leaving one out would not help.
+"""
+
+from collections.abc import Sequence
+from operator import index as as_int
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shoal.data.sources import Ids, Source
+from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+
+
+class BadRecord(RecipeError):
+    """One record cannot be read; the message names its source and place."""
+
+
+class SourceLost(ShoalError):
+    """A source cannot be read any more, or is not the one that was opened."""
+
+
+@runtime_checkable
+class Many(Source, Protocol):
+    """A source that gives many records in one call, in the order of `ids`, not collated."""
+
+    def many(self, ids: Ids, /) -> list[Any]: ...
+
+
+def position(index: int, length: int) -> int:
+    """The index from 0 on; -1 is the last. Iteration over a source ends by the IndexError."""
+    at = as_int(index)
+    if not -length <= at < length:
+        raise IndexError(f"sample {at} of {length}")
+    return at % length
+
+
+def positions(ids: Ids, length: int) -> Ids:
+    """The same for many."""
+    return np.array([position(index, length) for index in ids], dtype=np.int64)
+
+
+def require_columns(wanted: Sequence[str], known: Sequence[str], origin: str) -> None:
+    """Refuse a column that is not there, with the nearest that is."""
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"{origin} has no column {name!r}. {nearest(name, known)}")
+
+
+def name_content(*parts: object) -> str:
+    """A short name for data that these parts tell from any other."""
+    content = xxhash.xxh3_128()
+    for part in parts:
+        content.update(repr(part).encode("utf-8", "surrogateescape") + b"\0")
+    return content.hexdigest()
+
+
+class Names:
+    """Many short texts in one piece of memory, which forks share; by index."""
+
+    def __init__(self, names: Sequence[str]):
+        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+        self._content = b"".join(encoded)
+        self._ends: NDArray[np.int64] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        content = self._content[self._ends[index] : self._ends[index + 1]]
+        return content.decode("utf-8", "surrogateescape")

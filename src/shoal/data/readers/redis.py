@@ -1,0 +1,199 @@
+"""Samples in Redis: the entries of a list as bytes, or those of a stream as dicts of bytes.
+
+An entry of a list is known by its index, so a list must not change during a run: its length is
+asked for with every read, in one transaction, and another one is `SourceLost`. An entry of a stream
+is known by its id, which stays; what is added later is not seen, and an entry that was removed is a
+`BadRecord`.
+
+Cost: one round trip for `many(ids)`. Redis finds an entry in the middle of a list by walking there,
+so streams suit large sets better; a stream is read through once when the source is made, to learn
+its ids (16 bytes each are kept). Needs the extra `redis`. Not for clusters.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.checkpoint.remote import PATIENCE, Patience, without_password
+from shoal.data.readers.asking import ask
+from shoal.data.readers.files import PerProcess
+from shoal.data.readers.records import BadRecord, SourceLost, position, positions
+from shoal.data.sources import Ids
+from shoal.errors import UsageError
+from shoal.optional import require
+
+Answer = TypeVar("Answer")
+_MANY = 1000  # entries of a stream that are read at a time
+
+
+class _Server:
+    """A Redis at a URL, through connections that each process makes for itself."""
+
+    def __init__(self, url: str, timeout_s: float, patience: Patience):
+        self._url, self._timeout_s, self._patience = url, timeout_s, patience
+        self._library = require("redis", "redis")
+        self._clients = PerProcess(self._connect)
+
+    def ask(self, question: Callable[[Any], Answer], name: str) -> Answer:
+        return ask(
+            lambda: question(self._clients.get()),
+            self._may_pass,
+            self._patience,
+            f"Redis at {without_password(self._url)} cannot be asked for {name!r}",
+        )
+
+    def require(self, name: str, kind: str) -> None:
+        """Refuse a key that is not there, or of another type than wanted."""
+        try:
+            found = self.ask(lambda client: client.type(name), name).decode()
+        except SourceLost as error:
+            raise UsageError(str(error)) from error
+        if found == "none":
+            raise UsageError(f"Redis at {without_password(self._url)} has no key {name!r}.")
+        if found != kind:
+            raise UsageError(
+                f"{name!r} in Redis is a {found}, not a {kind}. Lists are read by redis_list, "
+                "streams by redis_stream."
+            )
+
+    def _connect(self) -> Any:
+        retry = require("redis.retry", "redis").Retry
+        none = require("redis.backoff", "redis").NoBackoff
+        return self._library.Redis.from_url(
+            self._url,
+            socket_timeout=self._timeout_s,
+            socket_connect_timeout=self._timeout_s,
+            protocol=2,  # which old servers speak too
+            retry=retry(none(), 0),  # `ask` repeats, and says how often
+        )
+
+    def _may_pass(self, error: Exception) -> bool:
+        kinds = self._library.exceptions
+        if isinstance(error, kinds.AuthenticationError | kinds.AuthorizationError):
+            return False
+        return isinstance(error, kinds.ConnectionError | kinds.TimeoutError | OSError)
+
+
+class RedisList:
+    """Made by `redis_list`: entry i of a list, as bytes."""
+
+    def __init__(self, server: _Server, name: str):
+        server.require(name, "list")
+        self._server, self._name = server, name
+        self._length = int(server.ask(lambda client: client.llen(name), name))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+
+    def many(self, ids: Ids) -> list[bytes]:
+        """Many entries in one transaction; neighbours are asked for together."""
+        wanted = positions(ids, len(self))
+        runs = _runs(np.unique(wanted))
+        length, *found = self._server.ask(lambda client: self._fetch(client, runs), self._name)
+        if length != self._length:
+            raise SourceLost(
+                f"the Redis list {self._name!r} had {self._length} entries and now has {length}. "
+                "An index may mean another entry; leave a list alone that a run reads."
+            )
+        entries: dict[int, bytes] = {}
+        for (start, _), values in zip(runs, found, strict=True):
+            entries |= {start + at: value for at, value in enumerate(values)}
+        return [entries[int(index)] for index in wanted]
+
+    def _fetch(self, client: Any, runs: list[tuple[int, int]]) -> list[Any]:
+        with client.pipeline(transaction=True) as pipeline:
+            pipeline.llen(self._name)
+            for start, last in runs:
+                pipeline.lrange(self._name, start, last)
+            answers: list[Any] = pipeline.execute()
+        return answers
+
+
+class RedisStream:
+    """Made by `redis_stream`: the fields of entry i of a stream, as a dict of bytes."""
+
+    def __init__(self, server: _Server, name: str):
+        server.require(name, "stream")
+        self._server, self._name = server, name
+        self._entries = self._read_ids()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> dict[str, bytes]:
+        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+
+    def many(self, ids: Ids) -> list[dict[str, bytes]]:
+        """Many entries in one round trip."""
+        wanted = positions(ids, len(self))
+        names = [f"{first}-{second}" for first, second in self._entries[wanted]]
+        answers = self._server.ask(lambda client: self._fetch(client, names), self._name)
+        for index, name, answer in zip(wanted, names, answers, strict=True):
+            if not answer:
+                raise BadRecord(
+                    f"entry {name} of the Redis stream {self._name!r} (sample {index}) is gone. It "
+                    "was there when the run began; do not trim a stream that a run reads."
+                )
+        return [
+            {field.decode("utf-8", "replace"): value for field, value in answer[0][1].items()}
+            for answer in answers
+        ]
+
+    def _fetch(self, client: Any, names: list[str]) -> list[Any]:
+        with client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.xrange(self._name, name, name)
+            answers: list[Any] = pipeline.execute()
+        return answers
+
+    def _read_ids(self) -> NDArray[np.uint64]:
+        parts = [np.empty((0, 2), np.uint64)]
+        start = "-"
+        while True:
+            entries = self._page(start)
+            if not entries:
+                return np.concatenate(parts)
+            pairs = [name.decode().split("-") for name, _ in entries]
+            parts.append(np.array([[int(a), int(b)] for a, b in pairs], dtype=np.uint64))
+            start = f"({entries[-1][0].decode()}"  # behind the last one
+
+    def _page(self, start: str) -> list[Any]:
+        found: list[Any] = self._server.ask(
+            lambda client: client.xrange(self._name, start, count=_MANY), self._name
+        )
+        return found
+
+
+def redis_list(
+    url: str, name: str, *, timeout_s: float = 10.0, patience: Patience = PATIENCE
+) -> RedisList:
+    """A source of the entries of a Redis list, as bytes. `url` is redis://[:password@]host:port/0.
+
+    An answer is waited for `timeout_s` seconds, as often as `patience` says.
+    """
+    return RedisList(_Server(url, timeout_s, patience), name)
+
+
+def redis_stream(
+    url: str, name: str, *, timeout_s: float = 10.0, patience: Patience = PATIENCE
+) -> RedisStream:
+    """A source of the entries of a Redis stream, as dicts of bytes, in the order of their ids.
+
+    An answer is waited for `timeout_s` seconds, as often as `patience` says.
+    """
+    return RedisStream(_Server(url, timeout_s, patience), name)
+
+
+def _runs(indexes: Ids) -> list[tuple[int, int]]:
+    """Sorted indexes as runs of neighbours, first and last."""
+    found = []
+    for _, group in groupby(enumerate(indexes.tolist()), key=lambda pair: pair[1] - pair[0]):
+        members = [index for _, index in group]
+        found.append((members[0], members[-1]))
+    return found

@@ -1,0 +1,152 @@
+"""Cutting a stream of samples into blocks and shards, by their lengths alone.
+
+A shard is written while it is cut: `Cut.parts` gives block after block and then the table, and
+takes samples only as it needs them, so that one block is in memory at a time. Where a block or a
+shard ends depends on nothing but the settings and the lengths of samples before compression.
+Next: `writing.py`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from shoal.data.shard_files.blocks import deflate
+from shoal.data.shard_files.feeding import Fed
+from shoal.data.shard_files.format import (
+    BLOCK_BYTES,
+    Packed,
+    Rows,
+    Shard,
+    Table,
+    Words,
+    encode_table,
+    table_hash,
+)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a build can only go on with if it is the same."""
+
+    version: int
+    num_samples: int
+    identity: str
+    probes: str  # a hash of some samples
+    shard_bytes: int
+    compression: str | None
+    layout: Rows | Packed
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A shard of a draft, with what it was made of: samples `first` to `last` of the source."""
+
+    shard: Shard
+    first: int
+    last: int
+    first_hash: str
+    last_hash: str
+
+
+class _Made(NamedTuple):
+    """A block: its bytes as they are stored, and its samples' lengths before compression."""
+
+    stored: bytes
+    lengths: list[int]
+
+
+class Ahead:
+    """Samples of which the next one can be looked at."""
+
+    def __init__(self, samples: Iterator[Fed]):
+        self._samples = samples
+        self._next = next(samples, None)
+
+    def has_more(self) -> bool:
+        return self._next is not None
+
+    def peek(self) -> Fed:
+        assert self._next is not None
+        return self._next
+
+    def take(self) -> Fed:
+        taken = self.peek()
+        self._next = next(self._samples, None)
+        return taken
+
+    def close(self) -> None:
+        close = getattr(self._samples, "close", None)
+        if close is not None:
+            close()  # ends the workers
+
+
+class Cut:
+    """One shard, taken from the samples while its parts are asked for."""
+
+    def __init__(self, settings: Settings, samples: Ahead):
+        self._settings, self._samples = settings, samples
+        self._ends: list[Fed] = []  # the first sample and the last
+        self._hashes: list[int] = []
+        self._stored: list[int] = [0]
+        self._raw: list[int] = [0]
+        self._lengths: list[int] = []
+        self._table = b""
+
+    def parts(self) -> Iterator[bytes]:
+        while not self._is_full():
+            made = self._block()
+            self._hashes.append(xxhash.xxh3_64_intdigest(made.stored))
+            self._stored.append(self._stored[-1] + len(made.stored))
+            self._raw.append(self._raw[-1] + sum(made.lengths))
+            self._lengths += made.lengths
+            yield made.stored
+        is_packed = isinstance(self._settings.layout, Packed)
+        offsets = np.cumsum([0, *self._lengths], dtype=np.uint64) if is_packed else None
+        table = Table(_words(self._hashes), _words(self._stored), _words(self._raw), offsets)
+        is_compressed = self._settings.compression is not None
+        self._table = encode_table(self._stored[-1], table, is_compressed)
+        yield self._table
+
+    def finished(self) -> Finished:
+        shard = Shard(
+            len(self._lengths), len(self._hashes), self._stored[-1], table_hash(self._table)
+        )
+        (first, last) = (self._ends[0], self._ends[-1])
+        hashes = (xxhash.xxh3_128_hexdigest(end.content) for end in (first, last))
+        return Finished(shard, first.number, last.number, *hashes)
+
+    def _is_full(self) -> bool:
+        if not self._samples.has_more():
+            return True
+        rows = self._settings.layout
+        if isinstance(rows, Rows):
+            return len(self._lengths) == rows.shard_rows
+        following = self._raw[-1] + len(self._samples.peek().content)
+        return bool(self._lengths) and following > self._settings.shard_bytes
+
+    def _block(self) -> _Made:
+        """Whole samples, of about BLOCK_BYTES together, and at least one."""
+        contents: list[bytes | bytearray] = []
+        num_bytes = 0
+        while not self._ends_block(contents, num_bytes):
+            fed = self._samples.take()
+            self._ends[1:] = [fed]
+            contents.append(fed.content)
+            num_bytes += len(fed.content)
+        raw = b"".join(contents)
+        stored = raw if self._settings.compression is None else deflate(raw)
+        return _Made(stored, [len(content) for content in contents])
+
+    def _ends_block(self, contents: list[bytes | bytearray], num_bytes: int) -> bool:
+        if not self._samples.has_more():
+            return True
+        rows = self._settings.layout
+        if isinstance(rows, Rows):
+            return len(contents) == rows.block_rows
+        most = min(BLOCK_BYTES, self._settings.shard_bytes)
+        return bool(contents) and num_bytes + len(self._samples.peek().content) > most
+
+
+def _words(numbers: list[int]) -> Words:
+    return np.asarray(numbers, dtype=np.uint64)

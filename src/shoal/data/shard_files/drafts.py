@@ -1,0 +1,213 @@
+"""A set of shards being built: seen by nobody until it is whole, and taken up again if cut short.
+
+In a directory a draft is a hidden directory beside the target, which takes its name in one rename
+after every byte was made durable. Behind a URL, which has no rename, shards are written where they
+stay and the seal last: without a seal there is no set. Either is found again by the next build.
+One process builds a set at a time; a directory is locked, for a URL see to it yourself.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from shoal.checkpoint.remote import Remote
+from shoal.checkpoint.storage import Directory
+from shoal.data.shard_files.blocks import OpenShard, halves, mapped
+from shoal.data.shard_files.fetching import PATIENCE_S, part, within
+from shoal.data.shard_files.format import (
+    INDEX,
+    SEAL,
+    BadShards,
+    Index,
+    decode_table,
+    shard_name,
+    table_bytes,
+)
+from shoal.data.shard_files.places import Bucket, Folder
+from shoal.errors import UsageError
+
+UPLOAD_BYTES = 32 << 20
+SLOWEST_BYTES_PER_S = 100_000  # an upload that is slower is given up
+_TOKEN = "build"
+
+
+class Draft(Protocol):
+    """Files by name. `write` makes a file appear whole, or not at all."""
+
+    def begin(self) -> None:
+        """Go on with a draft, or begin one; refuses if another process is at it."""
+        ...
+
+    def refuse_others(self, force: bool) -> None:
+        """Refuse to replace what is there: a set without `force`, anything else always."""
+        ...
+
+    def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None: ...
+
+    def read(self, file: str) -> bytes | None: ...
+
+    def is_sound(self, index: Index, number: int) -> bool:
+        """Whether a shard that an earlier process wrote is there and what it should be."""
+        ...
+
+    def clear(self) -> None:
+        """Remove all that was written so far."""
+        ...
+
+    def commit(self, drop: Iterable[str]) -> None:
+        """Let the set appear, without the files in `drop`."""
+        ...
+
+    def close(self, discard: bool) -> None: ...
+
+
+class FolderDraft:
+    def __init__(self, place: Folder):
+        target = Path(os.path.abspath(place.path))
+        self._target, self._lock = target, -1
+        self._draft = Directory(target.parent).join(target.name, _TOKEN)
+        self.path = self._draft.path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def refuse_others(self, force: bool) -> None:
+        if not os.path.lexists(self._target):
+            return
+        try:
+            names = set(os.listdir(self._target))
+        except NotADirectoryError:
+            names = {""}
+        except OSError as error:
+            raise UsageError(f"{self._target} cannot be listed: {error.strerror}.") from None
+        if names and not {INDEX, SEAL} & names:
+            raise UsageError(
+                f"{self._target} exists and is no set of shards. Build into another place; "
+                "--force replaces nothing but a set."
+            )
+        if names and not force:
+            raise UsageError(_taken(self._target))
+
+    def begin(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = -1
+            raise UsageError(
+                f"{self._target} is being built by another process. Wait for it, or choose "
+                "another directory."
+            ) from None
+        for name in os.listdir(self.path):
+            if name.endswith(".part"):  # of a build that was killed
+                os.unlink(self.path / name)
+
+    def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        try:
+            self._draft.write(file, (memoryview(part) for part in parts))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(self.path / f"{file}.part")
+            raise
+
+    def read(self, file: str) -> bytes | None:
+        return self._draft.read(file)
+
+    def is_sound(self, index: Index, number: int) -> bool:
+        try:
+            path = Folder(self.path).local(index, number, ()).path
+            return not any(OpenShard(index, number, *halves(index, number, mapped(path))).faults())
+        except (BadShards, OSError):
+            return False
+
+    def clear(self) -> None:
+        for name in os.listdir(self.path):
+            os.unlink(self.path / name)
+
+    def commit(self, drop: Iterable[str]) -> None:
+        self._draft.commit(drop)
+
+    def close(self, discard: bool) -> None:
+        if discard:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+
+
+class BucketDraft:
+    def __init__(self, place: Bucket):
+        self._remote: Remote = place.remote
+
+    def __str__(self) -> str:
+        return str(self._remote)
+
+    def refuse_others(self, force: bool) -> None:
+        if not force and self._size(SEAL) is not None:
+            raise UsageError(_taken(self))
+
+    def begin(self) -> None:
+        if self._size(SEAL) is not None:
+            self.clear()  # the seal first: nobody ever finds half of a set
+
+    def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        views = [memoryview(bytes(part)) for part in parts if len(part)]
+        size = sum(map(len, views))
+        what, seconds = f"write {self}/{file}", PATIENCE_S + size / SLOWEST_BYTES_PER_S
+        if size <= UPLOAD_BYTES:
+            within(what, lambda: self._remote.put(file, b"".join(views)), seconds)
+        else:
+            within(what, lambda: self._remote.upload(file, views, UPLOAD_BYTES), seconds)
+
+    def read(self, file: str) -> bytes | None:
+        return within(f"read {self}/{file}", lambda: self._remote.get(file))
+
+    def _size(self, file: str) -> int | None:
+        return within(f"look at {self}/{file}", lambda: self._remote.size(file))
+
+    def is_sound(self, index: Index, number: int) -> bool:
+        """By its length and its table: to look at every byte would be to fetch them all."""
+        shard, name = index.shards[number], shard_name(number)
+        if self._size(name) != index.num_bytes(shard):
+            return False
+        end = shard.data_bytes + table_bytes(index, shard)
+        try:
+            decode_table(index, number, part(self._remote, name, shard.data_bytes, end))
+        except BadShards:
+            return False
+        return True
+
+    def clear(self) -> None:
+        found = within(f"list {self}", lambda: self._remote.find(""))
+        if SEAL in found:
+            self._delete([SEAL])
+        self._delete([name for name in found if _is_ours(name)])
+
+    def _delete(self, names: list[str]) -> None:
+        within(f"remove objects of {self}", lambda: self._remote.delete(names))
+
+    def commit(self, drop: Iterable[str]) -> None:
+        """Called after the seal was written, which is what made the set appear."""
+        self._delete(list(drop))
+
+    def close(self, discard: bool) -> None:
+        if discard:
+            with suppress(OSError, UsageError):
+                self.clear()
+
+
+def draft_at(place: Folder | Bucket) -> FolderDraft | BucketDraft:
+    return FolderDraft(place) if isinstance(place, Folder) else BucketDraft(place)
+
+
+def _taken(place: object) -> str:
+    return f"{place} holds a set already. Build into another place, or replace it with --force."
+
+
+def _is_ours(name: str) -> bool:
+    return name in (INDEX, "build.json") or name.startswith("shard-")

@@ -1,0 +1,177 @@
+"""The samples of a source as bytes, in order, loaded by one process or by several.
+
+With several, forks of this process take a few samples each in turn and send them back through
+pipes; they are taken out in the same turn, so what comes does not depend on how many there are, and
+a worker that is ahead waits when its pipe is full. One that dies is named with its signal. Nothing
+is pickled: a message is a kind, a length and bytes.
+
+Cost: a copy through the pipe. A source that holds connections or threads must bear being forked.
+"""
+
+import os
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.data.sources import LeavesOut, Source
+from shoal.errors import RecipeError, ShoalError
+
+TURN = 16  # samples that a worker loads before the next one's are taken
+_HEAD = struct.Struct("<BQ")
+_SAMPLE, _UNLIKE, _FAILED, _LEFT_OUT = range(4)
+
+Encode = Callable[[Any], bytes | bytearray]
+
+
+class Fed(NamedTuple):
+    """A sample's bytes, and its number in the source."""
+
+    number: int
+    content: bytes | bytearray
+
+
+class Unlike(Exception):
+    """A sample does not fit the layout; `number` is its own."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def feed(source: Source, encode: Encode, first: int, num_workers: int) -> Iterator[Fed]:
+    """The samples from `first` on. Those a source has left out are recorded there, and skipped."""
+    messages: Iterator[tuple[int, bytes | bytearray]]
+    if num_workers == 1:
+        messages = (_message(source, encode, number) for number in range(first, len(source)))
+    else:
+        messages = _from_workers(source, encode, first, num_workers)
+    for number, (kind, content) in zip(range(first, len(source)), messages, strict=False):
+        if kind == _SAMPLE:
+            yield Fed(number, content)
+        elif kind == _UNLIKE:
+            raise Unlike(number)
+        elif kind == _LEFT_OUT:
+            assert isinstance(source, LeavesOut)
+            source.record(number, RecipeError(bytes(content).decode()))
+        else:
+            raise RecipeError(bytes(content).decode())
+
+
+def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | bytearray]:
+    try:
+        return _SAMPLE, encode(_sample(source, number))
+    except Unlike:
+        return _UNLIKE, b""
+    except ShoalError as error:
+        why = str(error) if f"sample {number}" in str(error) else f"sample {number}: {error}"
+        return (_LEFT_OUT if isinstance(source, LeavesOut) else _FAILED), why.encode()
+
+
+def _sample(source: Source, number: int) -> Any:
+    try:
+        return source[number]
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"sample {number} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
+            f"must work for each i below len(data); try data[{number}] by itself."
+        ) from error
+
+
+def _from_workers(
+    source: Source, encode: Encode, first: int, num_workers: int
+) -> Iterator[tuple[int, bytes | bytearray]]:
+    workers: list[_Worker] = []
+    try:
+        for place in range(num_workers):
+            workers.append(_Worker(source, encode, range(first, len(source)), place, num_workers))
+            workers[-1].start([worker.descriptor for worker in workers[:-1]])
+        for start in range(first, len(source), TURN):
+            worker = workers[(start - first) // TURN % num_workers]
+            for number in range(start, min(start + TURN, len(source))):
+                yield worker.receive(number)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """A fork that loads every `num_workers`-th turn, and this end of its pipe."""
+
+    def __init__(
+        self, source: Source, encode: Encode, numbers: range, place: int, num_workers: int
+    ):
+        self._source, self._encode = source, encode
+        self._turns = [
+            numbers[start : start + TURN]
+            for start in range(place * TURN, len(numbers), num_workers * TURN)
+        ]
+        self.descriptor, self.pid = -1, -1
+
+    def start(self, of_others: list[int]) -> None:
+        self.descriptor, far_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            # Without the others' ends, or a worker would not notice that nobody listens.
+            for descriptor in (self.descriptor, *of_others):
+                os.close(descriptor)
+            self._work(far_end)
+        os.close(far_end)
+
+    def _work(self, pipe: int) -> None:
+        """In the fork: load and send until all is done or nobody listens."""
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            torch.set_num_threads(1)
+            with suppress(BrokenPipeError):
+                for turn in self._turns:
+                    for number in turn:
+                        kind, content = _message(self._source, self._encode, number)
+                        _send(pipe, _HEAD.pack(kind, len(content)))
+                        _send(pipe, content)
+        finally:
+            os._exit(0)
+
+    def receive(self, number: int) -> tuple[int, bytes]:
+        kind, length = _HEAD.unpack(self._read(_HEAD.size, number))
+        return kind, self._read(length, number)
+
+    def _read(self, length: int, number: int) -> bytes:
+        parts = []
+        while length:
+            part = os.read(self.descriptor, min(length, 1 << 20))
+            if not part:
+                raise RecipeError(
+                    f"the process that loads sample {number} died ({self._fate()}). Build with "
+                    "workers=1 to see it happen, or with fewer workers if memory ran out."
+                )
+            parts.append(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _fate(self) -> str:
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = -1
+        if os.WIFSIGNALED(status):
+            return f"killed by signal {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"exit code {os.WEXITSTATUS(status)}"
+
+    def end(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        if self.pid > 0:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def _send(pipe: int, content: bytes | bytearray) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(pipe, view) :]

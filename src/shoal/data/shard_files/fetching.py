@@ -1,0 +1,182 @@
+"""Local copies of remote shards: fetched whole, checked, and kept in a directory of limited size.
+
+A copy is named by the hash of its shard's table, which stands for all of its bytes; so two sets or
+two runs share what is the same, and a copy of an older set is never taken for a newer one. It is
+written beside and renamed when every block of it was checked. What a process that died leaves is
+removed later, and nothing has to be cleaned by hand. The copies used longest ago go first.
+
+Waiting is bounded everywhere: a request is tried a few times, a part that does not come in time is
+given up. Not for sharing decoded samples; that is what `data/cache` is for. Cost: a shard is read
+once over the network, then mapped like a local one; while it is fetched, its readers wait.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.remote import Remote
+from shoal.data.shard_files.blocks import OpenShard, halves, mapped
+from shoal.data.shard_files.format import BadShards, Index, shard_name
+from shoal.errors import UsageError
+
+CACHE_BYTES = 16 << 30
+PART_BYTES = 8 << 20
+PATIENCE_S = 120.0  # for one part, with all its tries
+NUM_TRIES = 3  # to fetch a shard whose bytes are wrong when they arrive
+ABANDONED_S = 3600.0
+_UNFINISHED = ".fetching-"
+
+Answer = TypeVar("Answer")
+
+
+class TooSlow(UsageError):
+    """What lies behind a URL did not come in time."""
+
+
+class Copies:
+    """The directory of copies; other processes may use it at the same time."""
+
+    def __init__(self, directory: Path, most_bytes: int = CACHE_BYTES):
+        self.directory, self._most_bytes = directory, most_bytes
+
+    def copy(
+        self, remote: Remote, index: Index, number: int, kept: Collection[str]
+    ) -> tuple[Path, list[str]]:
+        """The path of a shard's copy, and the names of copies that had to go for it."""
+        wanted = index.shards[number].hash
+        path = self.directory / f"{wanted}.bin"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            gone: list[str] = []
+            with _alone(self.directory / f".lock-{wanted}"):
+                num_bytes = index.num_bytes(index.shards[number])
+                if not _is_there(path, num_bytes):
+                    gone = self._make_room(num_bytes, {wanted, *kept})
+                    self._fetch(remote, index, number, path)
+                os.utime(path)
+            return path, gone
+        except OSError as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{shard_name(number)} of {remote} cannot be kept in {self.directory}: "
+                f"{error.strerror}. Name another directory with cache_dir."
+            ) from error
+
+    def _fetch(self, remote: Remote, index: Index, number: int, path: Path) -> None:
+        for tries in range(1, NUM_TRIES + 1):
+            unfinished = path.with_name(f"{_UNFINISHED}{os.getpid()}-{threading.get_ident()}")
+            try:
+                fetch_to(remote, index, number, unfinished)
+                os.rename(unfinished, path)
+                return
+            except BadShards as bad:
+                if tries == NUM_TRIES:
+                    raise BadShards(f"{bad} It was fetched {tries} times.") from None
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def drop(self, index: Index, number: int) -> None:
+        """Remove a copy whose bytes are no longer what they were."""
+        (self.directory / f"{index.shards[number].hash}.bin").unlink(missing_ok=True)
+
+    def _make_room(self, num_bytes: int, kept: Collection[str]) -> list[str]:
+        """Remove what was used longest ago until `num_bytes` fit; the names of what went."""
+        copies, now = [], time.time()
+        for entry in os.scandir(self.directory):
+            with suppress(FileNotFoundError):  # others remove, too
+                found = entry.stat(follow_symlinks=False)
+                if entry.name.endswith(".bin"):
+                    copies.append((found.st_mtime, found.st_size, entry.name.removesuffix(".bin")))
+                elif entry.name.startswith(".") and now - found.st_mtime > ABANDONED_S:
+                    os.unlink(entry.path)
+        excess = num_bytes + sum(size for _, size, _ in copies) - self._most_bytes
+        gone = []
+        for _, size, name in sorted(copies):
+            if excess <= 0:
+                break
+            if name not in kept:
+                (self.directory / f"{name}.bin").unlink(missing_ok=True)
+                gone.append(name)
+                excess -= size
+        return gone
+
+
+def fetch_to(remote: Remote, index: Index, number: int, path: Path) -> None:
+    """Fetch a shard into a new file, and check every block of it."""
+    wanted = index.num_bytes(index.shards[number])
+    with open(path, "wb") as file:
+        for start in range(0, wanted, PART_BYTES):
+            file.write(part(remote, shard_name(number), start, min(wanted, start + PART_BYTES)))
+    for fault in OpenShard(index, number, *halves(index, number, mapped(path))).faults():
+        raise BadShards(fault)
+
+
+def part(remote: Remote, name: str, start: int, stop: int) -> bytes:
+    """Bytes of a remote file, all of them."""
+    try:
+        content = within(f"read {remote}/{name}", lambda: remote.part(name, start, stop))
+    except BadCheckpoint:
+        raise BadShards(f"{name} is missing from {remote}.") from None
+    if len(content) != stop - start:
+        raise BadShards(
+            f"{name}: of the bytes {start} to {stop - 1} only {len(content)} came; it is shorter "
+            "than what was written."
+        )
+    return content
+
+
+def within(what: str, act: Callable[[], Answer], seconds: float | None = None) -> Answer:
+    """What `act` returns, if it does so in time. Left behind, it may not keep the process alive."""
+    patience_s = PATIENCE_S if seconds is None else seconds
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(act())
+        except BaseException as error:  # noqa: BLE001 (raised again by who waits)
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="shoal-fetch", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TooSlow(
+            f"cannot {what}: no answer within {patience_s:g} s. The store or the network is too "
+            "slow; try again, or copy the shards to a disk."
+        )
+    return answers[0]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process of a host fetches a shard, the others wait for it, but not for ever."""
+    deadline = time.monotonic() + PATIENCE_S
+    with open(path, "a", encoding="utf-8") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    break  # a disk without locks: both fetch, and both copies are good
+                if time.monotonic() > deadline:
+                    break
+            time.sleep(0.05)
+        yield
+
+
+def _is_there(path: Path, num_bytes: int) -> bool:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size == num_bytes
+    return False

@@ -1,0 +1,154 @@
+"""Where a set of shards lies: a directory, or a URL whose shards are fetched when they are needed.
+
+Both give the small files and, for each shard, the path of a local file of the right length; what is
+in it is checked by who reads it. Next: `fetching.py` for the local copies of remote shards.
+"""
+
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from shoal.checkpoint.remote import Patience, Remote
+from shoal.data.shard_files import format as formats
+from shoal.data.shard_files.fetching import Copies, within
+from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
+from shoal.rundir import cache_directory
+
+PATIENCE = Patience(num_tries=4, first_pause_s=0.2, most_pause_s=5.0)
+_SEAL_BYTES = 1024
+
+
+class Local(NamedTuple):
+    """A shard's local file, and shards whose files had to go for it."""
+
+    path: Path
+    gone: tuple[int, ...] = ()
+
+
+class Place(Protocol):
+    """A set of shards, wherever it lies. `keeps` says that no local file ever goes."""
+
+    keeps: bool
+
+    def small(self, file: str, most_bytes: int) -> bytes | None:
+        """All of a small file; None if there is none."""
+        ...
+
+    def names(self) -> set[str]: ...
+
+    def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
+        """A file with the bytes of a shard. Those of the shards `needed` stay."""
+        ...
+
+    def drop(self, index: Index, number: int) -> bool:
+        """Remove a local copy that is damaged; False if the file is the only one there is."""
+        ...
+
+
+class Folder:
+    """A set in a directory."""
+
+    keeps = True
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def small(self, file: str, most_bytes: int) -> bytes | None:
+        try:
+            with open(self.path / file, "rb") as opened:
+                return opened.read(most_bytes + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise BadShards(f"{self.path / file} cannot be read: {error.strerror}.") from None
+
+    def names(self) -> set[str]:
+        try:
+            return set(os.listdir(self.path))
+        except OSError as error:
+            raise BadShards(f"{self.path} cannot be listed: {error.strerror}.") from None
+
+    def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
+        path = self.path / formats.shard_name(number)
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            raise BadShards(f"{path.name} is missing.") from None
+        except OSError as error:
+            raise BadShards(f"{path.name} cannot be opened: {error.strerror}.") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise BadShards(f"{path.name} is not a file.")
+        wanted = index.num_bytes(index.shards[number])
+        if found.st_size != wanted:
+            raise BadShards(f"{path.name} has {found.st_size} bytes; {wanted} were written.")
+        return Local(path)
+
+    def drop(self, index: Index, number: int) -> bool:
+        return False
+
+
+class Bucket:
+    """A set at a URL; its shards are copied into a local directory."""
+
+    keeps = False
+
+    def __init__(self, url: str, copies: Copies, patience: Patience = PATIENCE):
+        self.remote = Remote(url, {}, patience)
+        self.copies = copies
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    def small(self, file: str, most_bytes: int) -> bytes | None:
+        size = within(f"look at {self}/{file}", lambda: self.remote.size(file))
+        if size is None:
+            return None
+        if size > most_bytes:
+            return bytes(most_bytes + 1)
+        return within(f"read {self}/{file}", lambda: self.remote.get(file))
+
+    def names(self) -> set[str]:
+        return set(within(f"list {self}", lambda: self.remote.find("")))
+
+    def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
+        kept = {index.shards[other].hash for other in needed}
+        path, gone = self.copies.copy(self.remote, index, number, kept)
+        doomed = [other for other, shard in enumerate(index.shards) if gone and shard.hash in gone]
+        return Local(path, tuple(doomed))
+
+    def drop(self, index: Index, number: int) -> bool:
+        self.copies.drop(index, number)
+        return True
+
+
+def open_place(where: str | Path, cache_dir: str | Path | None, cache_bytes: int) -> Place:
+    """The directory or the URL; nothing is looked at yet."""
+    text = str(where)
+    scheme, separator, _ = text.partition("://")
+    if isinstance(where, Path) or not separator:
+        return Folder(Path(where))
+    if scheme in ("file", "local"):
+        return Folder(Path(unquote(urlsplit(text).path)))
+    directory = cache_directory() / "shards" if cache_dir is None else Path(cache_dir)
+    return Bucket(text, Copies(directory, cache_bytes))
+
+
+def read_index(place: Place) -> Index:
+    """The index of a set that is sealed."""
+    sealed, content = place.small(SEAL, _SEAL_BYTES), place.small(INDEX, MOST_INDEX_BYTES)
+    if sealed is None or content is None:
+        missing = f"{SEAL if sealed is None else INDEX} is missing"
+        kind = NoShards if sealed is None and content is None else BadShards
+        raise kind(
+            f"{place} holds no set of shards: {missing}. A set is written by `shoal data build`, "
+            "and appears when it is whole."
+        )
+    if len(content) > MOST_INDEX_BYTES:
+        raise BadShards(f"{INDEX} has more than {MOST_INDEX_BYTES} bytes, which is the most.")
+    return formats.decode(content, sealed)

@@ -1,0 +1,285 @@
+"""Building a set of shards from any source: streaming, resumable, the same whoever does the work.
+
+Samples are taken in order and cut into blocks and shards by their lengths alone, so the result does
+not depend on the number of workers or on how often the build was cut short. The layout is `rows` if
+all samples have leaves of one shape and type; the first that does not makes the builder begin anew
+with `packed`. A finished shard is durable and noted in the draft. A build that was killed goes on
+behind the last of them, if the source is the same as far as one can tell: its length, the settings,
+what it calls itself (`identity`), some samples throughout, and the first and last sample of every
+finished shard; otherwise it begins anew. A full disk ends it and leaves nothing.
+
+Cost: each sample is loaded once; memory for one block (in an object store, one shard). Next:
+`feeding.py` for workers, `drafts.py` for the commit, docs/how-to/shards.md.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from shoal.data.packing import pack
+from shoal.data.shard_files import layout
+from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
+from shoal.data.shard_files.drafts import BucketDraft, FolderDraft, draft_at
+from shoal.data.shard_files.feeding import Unlike, feed
+from shoal.data.shard_files.fetching import CACHE_BYTES
+from shoal.data.shard_files.format import (
+    COMPRESSIONS,
+    FORMAT,
+    INDEX,
+    SEAL,
+    VERSION,
+    Index,
+    Packed,
+    Shard,
+    encode,
+    seal,
+    shard_name,
+)
+from shoal.data.shard_files.places import Bucket, Folder, open_place
+from shoal.data.sources import LeavesOut, Source, as_source
+from shoal.data.transforms.fingerprint import NoIdentity, identity_of
+from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+from shoal.logs import log
+from shoal.optional import require
+
+SHARD_BYTES = 64 << 20
+_SETTINGS = "build.json"
+_NUM_PROBES = 16
+
+Progress = Callable[[int, int], None]
+
+
+def build(
+    source: Any,
+    out: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    compress: str | None = None,
+    workers: int = 1,
+    force: bool = False,
+    identity: str = "",
+    progress: Progress | None = None,
+) -> Index:
+    """Write the samples of a source as a set of shards, and return its index.
+
+    `shard_bytes` is the size of a shard before compression; `compress` is None or "zstd". A set
+    that is there already is replaced only with `force`. `identity` is text that changes when the
+    source does (a file's name and time, say). `progress` is told samples and bytes so far.
+    """
+    source = as_source(source)
+    _check(len(source), shard_bytes, compress, workers)
+    place = open_place(out, None, CACHE_BYTES)
+    assert isinstance(place, Folder | Bucket)
+    draft = draft_at(place)
+    draft.refuse_others(force)
+    described, probes = _probe(source)
+    wanted = layout.rows_of(described, shard_bytes) if described else Packed()
+    identity = " ".join(filter(None, (identity, _own_name(source))))
+    settings = Settings(VERSION, len(source), identity, probes, shard_bytes, compress, wanted)
+    job = _Build(source, draft, settings, workers, progress or (lambda samples, num_bytes: None))
+    try:
+        return job.run()
+    except OSError as error:
+        if isinstance(error, ShoalError):
+            raise
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        job.discards = job.discards or is_full
+        after = "Nothing was left behind; make room" if is_full else "Mend that"
+        raise UsageError(
+            f"{place} cannot be written: {error.strerror}. {after}, and build it again."
+        ) from error
+    finally:
+        draft.close(job.discards)
+
+
+class _Build:
+    """One build; `discards` says that nothing of the draft is worth keeping."""
+
+    def __init__(
+        self,
+        source: Source,
+        draft: FolderDraft | BucketDraft,
+        settings: Settings,
+        workers: int,
+        progress: Progress,
+    ):
+        self._source, self._draft, self._settings = source, draft, settings
+        self._workers, self._progress = workers, progress
+        self._num_bytes = 0
+        self.discards = False
+
+    def run(self) -> Index:
+        self._draft.begin()
+        finished = self._take_up()
+        try:
+            finished += self._write(finished)
+        except Unlike as unlike:
+            log.info(
+                "sample %d is not like the first, so samples are packed one by one", unlike.number
+            )
+            self._settings = msgspec.structs.replace(self._settings, layout=Packed())
+            finished = self._take_up()
+            finished += self._write(finished)
+        if not finished:
+            self.discards = True
+            raise RecipeError("no sample of the source could be loaded, so there is no set.")
+        return self._commit([done.shard for done in finished])
+
+    def _take_up(self) -> list[Finished]:
+        """Finished shards of an earlier build of the same; of any other nothing stays."""
+        self._num_bytes = 0
+        noted = self._draft.read(_SETTINGS)
+        if noted == msgspec.json.encode(self._settings):
+            finished = list(self._still_good())
+            if finished:
+                log.info("going on after %d finished shards", len(finished))
+            self._num_bytes = sum(done.shard.data_bytes for done in finished)
+            return finished
+        if noted is not None:
+            log.info("an unfinished build was of something else; beginning anew")
+        self._draft.clear()
+        self._draft.write(_SETTINGS, [msgspec.json.encode(self._settings)])
+        return []
+
+    def _still_good(self) -> Iterator[Finished]:
+        done: list[Finished] = []
+        while (content := self._draft.read(_note(len(done)))) is not None:
+            try:
+                found = msgspec.json.decode(content, type=Finished)
+            except msgspec.DecodeError:
+                return
+            done.append(found)
+            index = _index(self._settings, [each.shard for each in done])
+            if not self._draft.is_sound(index, len(done) - 1) or not self._is_of_source(found):
+                return
+            yield found
+
+    def _is_of_source(self, done: Finished) -> bool:
+        for number, wanted in ((done.first, done.first_hash), (done.last, done.last_hash)):
+            try:
+                content = self._encode(self._source[number])
+            except Exception:  # noqa: BLE001 (whatever it is, the source is another)
+                return False
+            if xxhash.xxh3_128_hexdigest(content) != wanted:
+                return False
+        return True
+
+    def _write(self, finished: list[Finished]) -> list[Finished]:
+        done: list[Finished] = []
+        first = finished[-1].last + 1 if finished else 0
+        samples = Ahead(feed(self._source, self._encode, first, self._workers))
+        num_samples = sum(each.shard.num_samples for each in finished)
+        try:
+            while samples.has_more():
+                number = len(finished) + len(done)
+                shard = Cut(self._settings, samples)
+                self._draft.write(shard_name(number), shard.parts())
+                done.append(shard.finished())
+                self._draft.write(_note(number), [msgspec.json.encode(done[-1])])
+                num_samples += done[-1].shard.num_samples
+                self._num_bytes += done[-1].shard.data_bytes
+                self._progress(num_samples, self._num_bytes)
+        finally:
+            samples.close()
+        return done
+
+    def _encode(self, sample: Any) -> bytes | bytearray:
+        wanted = self._settings.layout
+        if isinstance(wanted, Packed):
+            return pack(sample)
+        try:
+            described = layout.describe(sample)
+        except layout.NotRows:
+            raise Unlike(-1) from None
+        if described.tree != wanted.tree or described.leaves != wanted.leaves:
+            raise Unlike(-1)
+        return layout.row(wanted, described)
+
+    def _commit(self, shards: list[Shard]) -> Index:
+        index = _index(self._settings, shards)
+        content = encode(index)
+        self._draft.write(INDEX, [content])
+        self._draft.write(SEAL, [seal(content)])
+        self._draft.commit([_SETTINGS, *map(_note, range(len(shards)))])
+        return index
+
+
+def _index(settings: Settings, shards: list[Shard]) -> Index:
+    return Index(
+        format=FORMAT,
+        version=VERSION,
+        num_samples=sum(shard.num_samples for shard in shards),
+        layout=settings.layout,
+        compression=settings.compression,
+        shards=tuple(shards),
+        origin={"source": settings.identity, "shoal": version("shoal")},
+    )
+
+
+def _note(number: int) -> str:
+    return shard_name(number).replace(".bin", ".json")
+
+
+def _own_name(source: Source) -> str:
+    """What a source that can tell calls its content."""
+    try:
+        return identity_of(source)
+    except NoIdentity:
+        return ""
+
+
+def _probe(source: Source) -> tuple[layout.Described | None, str]:
+    """What the first sample is made of, if some others are like it; and a hash of them all."""
+    found: list[layout.Described] = []
+    is_rows, digest = True, xxhash.xxh3_128()
+    for number in np.unique(np.linspace(0, len(source) - 1, _NUM_PROBES).astype(np.int64)):
+        try:
+            sample = source[int(number)]
+        except Exception as error:
+            if isinstance(source, LeavesOut) and isinstance(error, ShoalError):
+                continue
+            if isinstance(error, ShoalError):
+                raise
+            raise RecipeError(
+                f"sample {number} of {len(source)} failed: {type(error).__name__}: {error}."
+            ) from error
+        try:
+            described = layout.describe(sample)
+            digest.update(repr((described.tree, described.leaves)).encode())
+            for content in described.contents:
+                digest.update(content.data)
+        except layout.NotRows:
+            is_rows = False
+            digest.update(_packed(sample, int(number)))
+            continue
+        found.append(described)
+        is_rows = is_rows and described[:2] == found[0][:2]
+    return (found[0] if is_rows and found else None), digest.hexdigest()
+
+
+def _packed(sample: Any, number: int) -> bytearray:
+    try:
+        return pack(sample)
+    except RecipeError as error:
+        raise RecipeError(f"sample {number}: {error}") from error
+
+
+def _check(num_samples: int, shard_bytes: int, compress: str | None, workers: int) -> None:
+    if num_samples == 0:
+        raise UsageError("the source is empty: len() is 0. A set has at least 1 sample.")
+    if shard_bytes < 1:
+        raise UsageError(f"shard_bytes={shard_bytes}. A shard holds at least 1 byte.")
+    if workers < 1:
+        raise UsageError(f"workers={workers}. At least 1 process loads samples.")
+    if compress is not None:
+        if compress not in COMPRESSIONS:
+            raise UsageError(
+                f"compress={compress!r} is not known. {nearest(compress, COMPRESSIONS)}"
+            )
+        require("zstandard", "zstd")

@@ -1,0 +1,176 @@
+"""Quarantine: training goes on without the samples that fail, and a file says which they are.
+
+Without it, a sample that cannot be loaded stops the run. With it, the loader leaves the sample out
+of its piece and calls `record`, which appends a line of JSON: source, index, error, reason. Each
+process writes a sample once; several may write the same one.
+
+Not for data that fails often: find out why, or `clean` it first. Cost: samples are loaded one by
+one, even where the source could give many at once, so that the bad one is known.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.data.packing import BadSample
+from shoal.data.sources import Ids, Pass, Takes, Varied
+from shoal.data.transforms.fingerprint import identity_of
+from shoal.data.transforms.layers import Layer, below
+from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.logs import log
+
+NOT_THE_SAMPLE = (ConnectionError, TimeoutError, MemoryError)
+"""What says nothing of a sample: it may be a good one, so it is never left out for that."""
+
+_MOST_REASON = 2000  # characters
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A line of a quarantine file."""
+
+    source: str
+    index: int
+    error: str
+    reason: str
+
+    def line(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+
+class Quarantined(Layer):
+    """A source whose bad samples are left out and written down; made by `quarantine`."""
+
+    def __init__(self, source: Any, path: str | Path):
+        super().__init__(source)
+        self.path = usable(path)
+        self.record = self._record
+        self._seen: set[int] = set()
+        self._lock = threading.Lock()
+        if isinstance(source, Takes):
+            self.take = self._take
+        if isinstance(source, Varied):
+            self.vary = self._vary
+
+    def __getitem__(self, index: int) -> Any:
+        with _blaming(index):
+            return self.source[index]
+
+    def _vary(self, index: int, of: Pass) -> Any:
+        assert isinstance(self.source, Varied)
+        with _blaming(index):
+            return self.source.vary(index, of)
+
+    def _take(self, ids: Ids) -> tuple[Any, Any]:
+        assert isinstance(self.source, Takes)
+        return self.source.take(ids)
+
+    def _record(self, index: int, error: Exception) -> None:
+        """Write down that a sample failed; the first time in this process, and whole or not."""
+        with self._lock:
+            if index in self._seen:
+                return
+            self._seen.add(index)
+        cause = error.__cause__ or error
+        note = Note(name_of(self.source), index, type(cause).__name__, shorten(str(error)))
+        log.warning("sample %d is left out: %s", index, note.reason)
+        try:
+            _append(self.path, note.line())
+        except OSError as failed:
+            # The line is in the log, so that nothing is left out without a trace.
+            log.warning(
+                "the quarantine file %s cannot be written (%s); its line would have been %s",
+                *(self.path, failed.strerror, note.line().decode().strip()),
+            )
+
+    def identity(self) -> str:
+        return identity_of(self.source)
+
+
+def quarantine(source: Any, path: str | Path) -> Quarantined:
+    """`source`, of which samples that fail are left out and written to the file `path`."""
+    return Quarantined(source, path)
+
+
+def usable(path: str | Path) -> Path:
+    """The path of a quarantine file, refused if it holds something else or cannot be written."""
+    path = Path(path).absolute()
+    folder = next(parent for parent in path.parents if parent.exists())
+    is_possible = folder.is_dir() and not path.is_dir()
+    if not is_possible or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(
+            f"the quarantine file {path} cannot be written. Name a file in a directory where this "
+            "user may write."
+        )
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.readline(8 * _MOST_REASON)
+        if first and not _is_note(first):
+            raise UsageError(
+                f"{path} holds something other than a quarantine's lines. Name a file of its own."
+            )
+    return path
+
+
+def add_missing(path: Path, notes: Iterable[Note]) -> None:
+    """Append the notes that are not in the file yet; several processes may do so at once."""
+    lines = {note.line(): None for note in notes}
+    if not lines:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel takes it back from one that is killed
+            file.seek(0)
+            present = set(file)
+            file.write(b"".join(line for line in lines if line not in present))
+    except OSError as error:
+        raise UsageError(
+            f"the quarantine file {path} cannot be written: {error.strerror}. Name one elsewhere."
+        ) from error
+
+
+def name_of(source: Any) -> str:
+    """A source by its types, from the outermost to the innermost; its content is not looked at."""
+    return " of ".join([type(source).__qualname__, *map(name_of, below(source)[:1])])
+
+
+def shorten(reason: str) -> str:
+    return reason if len(reason) <= _MOST_REASON else reason[: _MOST_REASON - 4] + " ..."
+
+
+@contextmanager
+def _blaming(index: int) -> Iterator[None]:
+    """Tell what is a sample's fault, and may be left out, from what is not, and ends the run."""
+    try:
+        yield
+    except BadSample as error:
+        raise RecipeError(f"sample {index}: {error}") from error
+    except NOT_THE_SAMPLE as error:
+        raise ShoalError(
+            f"sample {index} was not reached: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _append(path: Path, line: bytes) -> None:
+    """One write to the end: lines of several processes do not mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.write(file, line) != len(line):
+            raise OSError(28, "No space left on device")
+    finally:
+        os.close(file)
+
+
+def _is_note(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=Note)
+    except msgspec.DecodeError:
+        return False
+    return True

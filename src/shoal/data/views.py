@@ -1,0 +1,178 @@
+"""Sources made of sources: the same samples in another order, some of them, or several together.
+
+    shoal.data.in_order(source)                       as they stand, pass after pass
+    shoal.data.weighted(source, weights)              drawn with replacement, by weight
+    shoal.data.by_length(source, lengths, batch_size) batches of like lengths
+    shoal.data.some(source, ids)                      these samples alone
+    shoal.data.mix([a, b], weights=[7, 3])            from several sources, by weight
+    shoal.data.join([a, b])                           one after the other, as one source
+
+Each is a view: it keeps an order (`orders.py`) and no sample. Cost: as its order's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.orders import Bucketed, Mixed, Order, Sequential, Some, Weighted, order_of
+from shoal.data.sources import (
+    Ids,
+    LeavesOut,
+    Pass,
+    Source,
+    Takes,
+    Varied,
+    as_source,
+    map_tensors,
+)
+from shoal.errors import RecipeError, UsageError
+
+
+class View:
+    """A source's samples under an order of their own."""
+
+    def __init__(self, source: Source, order: Order):
+        self.source, self.order = source, order
+        if isinstance(source, Takes):
+            self.take = source.take
+        if isinstance(source, Varied):
+            self.vary = source.vary
+        if isinstance(source, LeavesOut):
+            self.record = source.record
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[index]
+
+
+class Joined:
+    """Sources one after the other; made by `join`."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self.sources = list(sources)
+        self._starts = np.cumsum([0, *map(len, self.sources)])
+        if all(isinstance(source, Takes) for source in self.sources):
+            self.take = self._take
+        if any(isinstance(source, Varied) for source in self.sources):
+            self.vary = self._vary
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        which, at = self._place(index)
+        return self.sources[which][at]
+
+    def _vary(self, index: int, of: Pass) -> Any:
+        which, at = self._place(index)
+        source = self.sources[which]
+        return source.vary(at, of) if isinstance(source, Varied) else source[at]
+
+    def _take(self, ids: Ids) -> tuple[Any, Any]:
+        which = np.searchsorted(self._starts, ids, side="right") - 1
+        parts, places = [], []
+        for number in np.unique(which):
+            here = np.flatnonzero(which == number)
+            source = self.sources[number]
+            assert isinstance(source, Takes)
+            parts.append(source.take(ids[here] - self._starts[number]))
+            places.append(here)
+        if len(parts) == 1:
+            return parts[0]
+        turn = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
+        inputs, targets = zip(*parts, strict=True)
+        return _rows(inputs, turn), _rows(targets, turn)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return which, index - int(self._starts[which])
+
+
+def in_order(source: Any) -> View:
+    """The samples as they stand, from the first to the last, in every pass."""
+    source = as_source(source)
+    return View(source, Sequential(len(source)))
+
+
+def weighted(source: Any, weights: Sequence[float], num_draws: int | None = None) -> View:
+    """Samples drawn with replacement; `num_draws` of them, by default as many as there are, make
+    a pass."""
+    source = as_source(source)
+    _require_one_each("weights", len(weights), len(source))
+    return View(source, Weighted(weights, num_draws))
+
+
+def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int = 64) -> View:
+    """Batches of samples of like lengths, so that little is padded; `batch_size` is the Run's."""
+    source = as_source(source)
+    _require_one_each("lengths", len(lengths), len(source))
+    return View(source, Bucketed(lengths, batch_size, window))
+
+
+def some(source: Any, ids: Sequence[int]) -> View:
+    """These samples alone, shuffled; they keep their numbers."""
+    source, chosen = as_source(source), np.asarray(ids, dtype=np.int64)
+    if not chosen.size or chosen.min() < 0 or chosen.max() >= len(source):
+        raise UsageError(f"some() was given ids that are not all from 0 to {len(source) - 1}.")
+    return View(source, Some(chosen))
+
+
+def join(sources: Sequence[Any]) -> Joined:
+    """Several sources as one, shuffled together."""
+    if not sources:
+        raise UsageError("join() was given no source.")
+    return Joined([as_source(source) for source in sources])
+
+
+def mix(
+    sources: Sequence[Any], weights: Sequence[float] | None = None, num_samples: int | None = None
+) -> View:
+    """Samples from several sources, each as often as its weight says (by default, its length).
+
+    Each source goes through its own samples without replacement, pass after pass, at its own pace.
+    `num_samples`, by default as many as all have together, make a pass of the mixture.
+    """
+    joined = join(sources)
+    lengths = [len(source) for source in joined.sources]
+    weights = lengths if weights is None else weights
+    _require_one_each("weights", len(weights), len(lengths), "source")
+    orders = [order_of(source) for source in joined.sources]
+    return View(joined, Mixed(orders, lengths, weights, num_samples or len(joined)))
+
+
+def _require_one_each(what: str, num_given: int, num_wanted: int, of: str = "sample") -> None:
+    if num_given != num_wanted:
+        raise UsageError(
+            f"{num_given} {what} were given for {num_wanted} {of}s. Each {of} needs one."
+        )
+
+
+def _rows(parts: Sequence[Any], turn: Tensor) -> Any:
+    """Rows of several sources in one value, in the order in which they were asked for."""
+    kinds = {_form(part) for part in parts}
+    if len(kinds) > 1:
+        raise RecipeError(f"sources that are mixed give unlike samples: {' and '.join(kinds)}.")
+    if isinstance(parts[0], dict):
+        return {name: _rows([part[name] for part in parts], turn) for name in parts[0]}
+    if isinstance(parts[0], tuple):
+        return tuple(_rows(of_place, turn) for of_place in zip(*parts, strict=True))
+    return torch.cat(list(parts)).index_select(0, turn)
+
+
+def _form(value: Any) -> str:
+    found: list[str] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(f"{tensor.dtype} {list(tensor.shape[1:])}")
+        return tensor
+
+    map_tensors(note, value)
+    return f"{type(value).__name__}({', '.join(found)})"
