@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint bench clean
+.PHONY: help setup demo test test-full servers lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -16,11 +16,20 @@ setup: .venv/.ready ## make .venv with Shoal and all it needs
 demo: .venv/.ready ## train a small language model on two processes, and kill one
 	@$(BIN)/python examples/demo.py
 
-test: .venv/.ready ## the quick suite
+test: .venv/.ready servers ## the quick suite
 	@$(BIN)/pytest tests -m "not full"
 
-test-full: .venv/.ready ## the quick suite and the long matrix
+test-full: .venv/.ready servers ## the quick suite and the long matrix
 	@$(BIN)/pytest tests
+
+# Tests start these on loopback by themselves, and leave out what needs one that is not there.
+servers: ## install the servers that tests talk to, where that can be done
+	@command -v redis-server >/dev/null && command -v memcached >/dev/null && \
+	  ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq \
+	    redis-server memcached postgresql >/dev/null; }; } || \
+	echo "redis-server, memcached or PostgreSQL is missing: what needs them is not tested."
 
 lint: .venv/.ready ## ruff on everything, mypy strict on src
 	@$(BIN)/ruff check .
@@ -53,5 +62,5 @@ clean: ## remove .venv and what tools leave behind
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv"; \
 	  exit 1; }
 	@$(PIP) hatchling torch==2.13.0
-	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,s3,onnx,test,lint]'
+	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,s3,onnx,images,memcached,parquet,redis,sql,zstd,test,lint]'
 	@touch $@

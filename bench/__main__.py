@@ -24,6 +24,7 @@ from bench.harness import Row
 BENCHES = (
     *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
     *("recovery", "startup", "checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
+    *("load", "resume", "straggler", "shared"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

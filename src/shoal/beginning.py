@@ -5,15 +5,15 @@ everything, also the optimizer, the step and the place in the data. What does no
 is refused; partly it can be left out, and is listed.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from shoal.checkpoint.finding import Where
 from shoal.checkpoint.foreign.adopt import first_names
-from shoal.checkpoint.foreign.opening import open_weights
+from shoal.checkpoint.foreign.opening import locate
 from shoal.checkpoint.foreign.weights import MODEL, Model, Weights
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin
@@ -31,7 +31,7 @@ class Match(NamedTuple):
     missing: list[str]  # in the source
     strange: list[str]  # to the model
     other_shape: list[str]
-    other_kind: list[str]  # whole numbers here, fractions there
+    other_kind: list[str]  # whole numbers here, fractions there, or complex ones
 
     def problems(self) -> list[str]:
         told = (
@@ -46,42 +46,45 @@ class Match(NamedTuple):
 class Beginning(NamedTuple):
     """What a run begins with, found before its ranks start."""
 
-    path: Path
+    place: str
+    open: Callable[[], Weights]
     everything: bool
     match: Match
     origin: Origin | None = None  # of the run whose place in the data is taken as well
+    told: str = ""  # which of several checkpoints it is, and which were passed over
 
     def __str__(self) -> str:
         what = "everything" if self.everything else f"{len(self.match.taken)} tensors"
-        return "; ".join([f"beginning with {what} of {self.path}", *self.match.problems()])
+        begins = "; ".join([f"beginning with {what} of {self.place}", *self.match.problems()])
+        return "\n".join(filter(None, (self.told, begins)))
 
     def source(self, own: Given) -> "Opened | Taken":
         """What a rank takes over; `own` is its state as the seed made it."""
-        source = open_weights(self.path)
+        source = self.open()
         if self.everything:
             assert isinstance(source, Opened)
             return source
         return Taken(own, source, self.match.taken)
 
 
-def find_beginning(path: Path, model: nn.Module, *, everything: bool, partial: bool) -> Beginning:
+def find_beginning(where: Where, model: nn.Module, *, everything: bool, partial: bool) -> Beginning:
     """Look at a source before ranks start, and refuse what does not match."""
-    source = open_weights(path)
+    source, place, again, told = locate(where)
     if everything and not (isinstance(source, Opened) and source.plain):
         raise UsageError(
-            f"{path} holds weights alone. Leave --take everything out, or give a checkpoint of a "
+            f"{place} holds weights alone. Leave --take everything out, or give a checkpoint of a "
             "run."
         )
     found = match(source, model)
     if found.problems() and (everything or not partial):
         way_out = "" if everything else " --partial takes what matches and leaves out the rest."
         raise UsageError(
-            f"{path} does not match the model. {'; '.join(found.problems())}.{way_out}"
+            f"{place} does not match the model. {'; '.join(found.problems())}.{way_out}"
         )
     if not found.taken:
-        raise UsageError(f"{path} and the model have no tensor in common.")
+        raise UsageError(f"{place} and the model have no tensor in common.")
     origin = source.manifest.origin if everything and isinstance(source, Opened) else None
-    return Beginning(path, everything, found, origin)
+    return Beginning(place, again, everything, found, origin, told)
 
 
 def match(source: Weights, model: nn.Module) -> Match:
@@ -96,7 +99,7 @@ def match(source: Weights, model: nn.Module) -> Match:
     for name in there.names:
         if name in first and there.shape(name) != shapes[name]:
             other_shape.append(name)
-        elif name in first and there.dtype(name).is_floating_point != own[name].is_floating_point():
+        elif name in first and _kind(there.dtype(name)) != _kind(own[name].dtype):
             other_kind.append(name)
         elif name in first:
             taken.setdefault(first[name], name)
@@ -130,6 +133,10 @@ class Taken:
             read = torch.empty(place.tensor.shape, dtype=self._source.dtype(theirs))
             self._source.fill_part(theirs, place._replace(tensor=read))
             place.tensor.copy_(read)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _some(names: list[str]) -> str:

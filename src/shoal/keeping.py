@@ -26,9 +26,11 @@ from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
+from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
 from shoal.data.order import batches_per_epoch
-from shoal.errors import UsageError
+from shoal.data.orders import order_of
+from shoal.errors import ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
@@ -49,6 +51,10 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+class NotSaved(ShoalError):
+    """The end of a run, which nothing else keeps, could not be saved."""
+
+
 class Keeping(NamedTuple):
     """How a run keeps its state, decided before its ranks start."""
 
@@ -57,6 +63,7 @@ class Keeping(NamedTuple):
     keep: Keep = Keep()
     beginning: Beginning | None = None
     others_may_write: bool = False  # a caller's loop has its hands on the model between two steps
+    is_asked: bool = True  # or only done because it can be
 
 
 class Keeper:
@@ -65,9 +72,12 @@ class Keeper:
     def __init__(self, keeping: Keeping, tell: Tell):
         self.store, self.origin = keeping.store, keeping.origin
         self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
-        self._others_may_write = keeping.others_may_write
+        self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
         self.saved_step: int | None = None  # the newest that this rank knows to be there
         self._bad: set[str] = set()  # checkpoints that were refused
+        self._holds_nothing = False  # since no checkpoint can hold this model
+        self._resumed: Origin | None = None  # of the checkpoint that it went on from
+        self._failure = ""  # of the last save, as far as this rank knows
         self._ended: deque[Saved] = deque()  # filled by the saver's thread
         self._saver = Saver(self.store, self._has_ended)
 
@@ -77,6 +87,10 @@ class Keeper:
         Every rank must call it.
         """
         world = trainer.mesh.world
+        if why := unholdable(trainer.model):
+            if self._is_asked:
+                raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
+            self._holds_nothing = True
         if any(row[0] for row in world.gather_numbers([trainer.step])):
             return
         names = self.store.names() if world.rank == 0 else []
@@ -85,6 +99,8 @@ class Keeper:
         for name in reversed(msgspec.msgpack.decode(shared, type=list[str])):
             problem = _first_problem(world, self._load(trainer, name))
             if not problem:
+                if world.rank == 0:
+                    self._tell_of_resuming(trainer, name)
                 return
             problems.append(f"{name}: {problem}")
             self._bad.add(name)
@@ -99,7 +115,7 @@ class Keeper:
             source = self._beginning.source(Given(trainer.strategy.state_dict()))
             problem = _first_problem(world, self._take_over(trainer, source))
             if problem:
-                raise BadCheckpoint(f"{self._beginning.path}: {problem}")
+                raise BadCheckpoint(f"{self._beginning.place}: {problem}")
 
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
         """Save, if it is time to. Every rank must call it, in the group that made the step."""
@@ -118,13 +134,20 @@ class Keeper:
     def at_end(self, trainer: "Trainer") -> None:
         """See to it that the state as it is now is saved. Every rank must call it."""
         world, step = trainer.mesh.world, trainer.step
+        if self._holds_nothing:
+            return
         self.finish(trainer)
-        if step and self.saved_step_of(world) != step:
-            problem = self.save(trainer)
-            self.finish(trainer)
-            if problem:
-                self._tell("save-skipped", step=step, why=problem)
-            self.saved_step_of(world)
+        if not step or self.saved_step_of(world) == step:
+            return
+        problem = self.save(trainer)
+        self.finish(trainer)
+        if problem:
+            self._failure = problem
+            self._tell("save-skipped", step=step, why=problem)
+        # A command looks at what was saved when it is over; a script would end as if all were well.
+        if self.saved_step_of(world) != step and self._others_may_write:
+            why = self._failure or "another rank could not write; its log says why"
+            raise NotSaved(f"Step {step}, the last, could not be saved: {why.rstrip('.')}.")
 
     def finish(self, trainer: "Trainer") -> None:
         """Until the save under way has ended. Every rank must call it."""
@@ -141,6 +164,7 @@ class Keeper:
             saved = self._ended.popleft()
             step = int(saved.name.rpartition("-")[2])
             if saved.problem:
+                self._failure = saved.problem
                 self._tell("save-failed", step=step, why=saved.problem)
                 warn_once(f"The checkpoint of step {step} could not be written: {saved.problem}.")
             elif saved.is_committed:
@@ -177,9 +201,22 @@ class Keeper:
             self.await_copy()
         return problem
 
+    def _tell_of_resuming(self, trainer: "Trainer", name: str) -> None:
+        """Only once every rank has verified and taken what it needs."""
+        before = self._resumed
+        assert before is not None
+        self._tell(
+            "resumed",
+            step=trainer.step,
+            name=name,
+            plan=before.plan,
+            pieces=before.num_pieces,
+            pieces_now=trainer.plan.num_pieces,
+        )
+
     def _progress(self, trainer: "Trainer") -> Progress:
         run, info = trainer.run, trainer.last_info
-        num_samples, step = len(run.data), trainer.step
+        num_samples, step = len(order_of(run.data)), trainer.step
         per_epoch = batches_per_epoch(num_samples, run.batch_size, run.end)
         epoch, batch = divmod(step, per_epoch)
         of_epoch = per_epoch * run.batch_size if run.end != "pad" else num_samples
@@ -232,6 +269,7 @@ class Keeper:
             )
         trainer.step = progress.step
         if isinstance(source, Opened):
+            self._resumed = source.manifest.origin
             self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
         return ""
 
@@ -261,6 +299,15 @@ def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Orig
     """What a checkpoint says of where it comes from."""
     versions = {"shoal": version("shoal"), "torch": str(torch.__version__)}
     return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
+
+
+def cannot_hold(why: str, asked: str) -> UsageError:
+    """What is said to a model with a tensor that no checkpoint can hold."""
+    return UsageError(
+        f"The model cannot be saved: {why}, {asked}. A checkpoint holds dense tensors of bool, "
+        "whole numbers, floats of 8 to 64 bits and complex64. Keep this one in such a form (a "
+        "complex128 as torch.view_as_real gives it, say), or ask for no checkpoints."
+    )
 
 
 def prune(store: Store, keep: Keep, newest: str, bad: Collection[str]) -> None:

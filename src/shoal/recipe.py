@@ -18,7 +18,10 @@ from typing import Any
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.run import Run
 
-SETTABLE = ("batch_size", "steps", "epochs", "seed", "clip", "end", "evaluate_every", "save_every")
+SETTABLE = (
+    *("batch_size", "steps", "epochs", "seed", "clip", "end"),
+    *("evaluate_every", "save_every", "loaders"),
+)
 
 
 def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:

@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "evaluate",
     "evaluate_every",
     "metrics",
+    "loaders",
     "plan",
     "cuts",
 )

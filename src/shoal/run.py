@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Batches, Piece
 from shoal.data.order import batches_per_epoch, check_end
+from shoal.data.orders import order_of
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
@@ -34,6 +35,7 @@ class Run:
     clip: float | None = None
     collate: Callable[[list[Any]], Any] | None = None
     end: str = "drop"
+    loaders: int = 0  # processes beside each rank that load ahead (`data/loaders.py`)
     evaluate: Any = None
     evaluate_every: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
@@ -63,6 +65,8 @@ class Run:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+        if type(self.loaders) is not int or self.loaders < 0:
+            raise UsageError(f"loaders={self.loaders!r} must be a whole number, 0 for none.")
         if (self.steps is None) == (self.epochs is None):
             given = "both are" if self.steps else "neither is"
             raise UsageError(f"A run needs steps or epochs, one of them; {given} given.")
@@ -73,7 +77,7 @@ class Run:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return self.epochs * batches_per_epoch(len(self.data), self.batch_size, self.end)
+        return self.epochs * batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether `step` is one to evaluate after: as often as the run says, and the last."""
@@ -81,6 +85,10 @@ class Run:
             return False
         often = self.evaluate_every is not None and step % self.evaluate_every == 0
         return often or step == self.num_steps()
+
+    def measures(self) -> list[str]:
+        """The names of what is measured: of each step its loss, of evaluations the metrics too."""
+        return ["loss", *(self.metrics if self.evaluate is not None else ())]
 
     def make_schedule(self) -> Schedule | None:
         return as_schedule(self.schedule) if self.schedule is not None else None
@@ -131,8 +139,11 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
 
-def make_batches(run: Run, num_pieces: int, device: str = "cpu") -> Batches:
-    """The run's batches, cut into pieces; says what is wrong with its data."""
+def make_batches(run: Run, num_pieces: int, device: str = "cpu", ahead: bool = False) -> Batches:
+    """The run's batches, cut into pieces; says what is wrong with its data.
+
+    With `ahead` they are loaded by processes of their own, if the run asks for some.
+    """
     return Batches(
         run.data,
         batch_size=run.batch_size,
@@ -141,6 +152,7 @@ def make_batches(run: Run, num_pieces: int, device: str = "cpu") -> Batches:
         end=run.end,
         collate=run.collate,
         device=device,
+        loaders=run.loaders if ahead else 0,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RUN_AGAIN
+from shoal.testing import faults
 from shoal.testing.faults import (
     Trained,
     check_ledger,
@@ -15,7 +16,8 @@ from shoal.testing.faults import (
     check_same,
     check_survivors,
 )
-from shoal.testing.leaks import is_alive, wait_until
+from shoal.testing.leaks import descendants, is_alive, wait_until
+from shoal.testing.ranks import Pool
 
 NUM_STEPS = 60
 ECHOES = ("GroupLost", "onnection closed", "onnection reset", "Broken pipe")
@@ -156,3 +158,34 @@ def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
     trained = training.wait()
     assert trained.exit_code == 1
     assert "the process that ranks are forked from is gone" in trained.last_words
+
+
+def test_a_slow_rank_is_named_and_given_less_work(pool: Pool, tmp_path: Path) -> None:
+    """Whole pieces move to the fast one, and the bits stay those of a run without a slow rank."""
+    recipe, plan = f"{Path(__file__).parent / 'tiny.py'}:one_slow", "data=2 pieces=6"
+    slow = faults.start(pool, recipe, tmp_path / "slow", plan=plan).wait()
+    settings = {"pause": 0.02, "slow": -1}
+    even = faults.start(pool, recipe, tmp_path / "even", plan=plan, settings=settings).wait()
+    check_same(slow, even)
+    check_ledger(slow, 20)
+    moved = slow.events("balanced")[0]
+    assert moved["step"] <= 10
+    assert (moved["before"], moved["rounds"]) == ([3, 3], [5, 1])
+    assert list(moved["slow"]) == ["1"]
+
+
+@pytest.mark.parametrize("whom", ["loader", "rank"])
+def test_a_loader_or_its_rank_is_killed(pool: Pool, tmp_path: Path, whom: str) -> None:
+    """A loader is replaced alone; one of a dead rank goes with it and hides nothing from others."""
+    recipe = f"{Path(__file__).parent / 'tiny.py'}:listed"
+    plain = faults.start(pool, recipe, tmp_path / "plain", plan="data=2").wait()
+    training = faults.start(
+        pool, recipe, tmp_path / "run", plan="data=2", settings={"loaders": 2}
+    )
+    training.wait_for_step(5)
+    rank = training.wait_for_seats()[1]
+    os.kill(rank if whom == "rank" else min(descendants(rank)), signal.SIGKILL)
+    trained = training.wait()
+    check_same(trained, plain)
+    check_ledger(trained, 40)
+    check_survivors(trained, [1] if whom == "rank" else [])

@@ -29,6 +29,7 @@ SAVE_POINTS = [
     "checkpoint.after_file",
     "checkpoint.sealed",
     "checkpoint.committed",
+    "checkpoint.beginning",
 ]
 
 
@@ -182,6 +183,12 @@ def test_a_bad_checkpoint_is_passed_over(train, undisturbed: Trained) -> None:
     assert "rank-00001.safetensors" in refused[names[-1]]
     assert "manifest.json is missing" in refused[names[-2]]
     assert names[-1] in trained.errors and "passed over" in trained.errors
+    (resumed,) = trained.events("resumed")
+    assert resumed["name"] == names[-3] and resumed["plan"] == "data=3 pieces=3"
+    told = trained.errors.splitlines()
+    (at,) = [i for i, line in enumerate(told) if line.startswith("going on from step")]
+    assert told[at].startswith(f"going on from step {int(names[-3][5:])}, saved under data=3")
+    assert all("passed over" in line for line in told[at - 2 : at])
 
 
 def test_a_run_without_a_good_checkpoint_is_not_begun_anew(train) -> None:
@@ -194,6 +201,7 @@ def test_a_run_without_a_good_checkpoint_is_not_begun_anew(train) -> None:
     trained = train(pause=0.02, resume=True).wait()
     assert trained.exit_code == 2
     assert "rank-00000.safetensors" in trained.last_words
+    assert "going on from" not in trained.errors
 
 
 def test_what_may_not_change(train) -> None:
@@ -212,6 +220,83 @@ def test_what_may_not_change(train) -> None:
     assert done.exit_code == 0 and "were done already" in done.last_words
     longer = train(resume=True, steps=30).wait()
     assert longer.exit_code == 0 and len(longer.steps()) == 30
+
+
+def test_an_end_that_was_not_saved_is_no_success(train, tmp_path: Path) -> None:
+    trained = train("checkpoint.begun:full:member=1", steps=8).wait()
+    assert trained.exit_code == trained.result["exit_code"] == 1
+    assert "Step 8, the last, could not be saved: " in trained.last_words
+    assert "No space left on device" in trained.result["not_saved"]
+    assert trained.result["checkpoint"] is None and trained.result["steps"] == 8
+    assert trained.result["model"] == str(tmp_path / "run" / "model.safetensors")
+    assert trained.model() and checkpoints(trained.run_dir) == []
+
+
+def test_a_model_that_does_not_fit_leaves_no_half_of_it(train) -> None:
+    trained = train("model.written:full:member=0", steps=8).wait()
+    assert trained.exit_code == 0 and checkpoints(trained.run_dir) == [8]
+    assert not [name for name in os.listdir(trained.run_dir) if name.startswith("model")]
+    assert trained.result["model"] is None and trained.result["not_saved"] is None
+    told = "model: model.safetensors was not written: [Errno 28] No space left on device."
+    assert told in trained.errors
+
+
+def test_the_best_by_what_is_not_measured_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for recipe, metric, told in (
+        ("evaluated", "los", "best=los: this run measures no such number. Did you mean 'loss'?"),
+        ("mlp", "accuracy", "best=accuracy: this run measures no such number. Known: loss."),
+    ):
+        options = ("--keep", f"best={metric}")
+        run_dir = tmp_path / recipe
+        refused = faults.start(pool, f"{RECIPE}:{recipe}", run_dir, plan="data=2", options=options)
+        ended = refused.wait()
+        assert ended.exit_code == 2 and told in ended.last_words
+        assert not run_dir.exists()  # nothing began
+
+
+SPECTRAL = """
+import torch
+from torch import nn
+from tests.faults.tiny import run_of
+
+def net():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+            self.register_buffer("phases", torch.ones(4, dtype=torch.complex128))
+
+        def forward(self, inputs):
+            return self.layer(inputs)
+
+    return run_of(0.0, model=Net, steps=3)
+"""
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "spectral.py").write_text(SPECTRAL)
+
+    def run(*options: str, **settings: object) -> Trained:
+        run_dir = tmp_path / f"run-{len(list(tmp_path.glob('*.out')))}"
+        recipe = f"{tmp_path / 'spectral.py'}:net"
+        return faults.start(
+            pool, recipe, run_dir, plan="data=2", settings=settings, options=options
+        ).wait()
+
+    for trained, asked in (
+        (run(save_every=2), "save_every=2"),
+        (run("--checkpoints", str(tmp_path / "there")), "--checkpoints"),
+    ):
+        assert trained.exit_code == 2
+        assert f"phases is complex128, and {asked} asks for it" in trained.last_words
+        assert not trained.steps()
+    trained = run()
+    assert trained.exit_code == 0, trained.errors
+    assert "no checkpoint will be made" in trained.errors and len(trained.steps()) == 3
+    assert trained.result["checkpoint"] is trained.result["model"] is None
+    assert "model.safetensors was not written: phases is complex128" in trained.errors
 
 
 def test_there_must_be_something_to_go_on_from(train, tmp_path: Path) -> None:

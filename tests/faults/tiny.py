@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,3 +95,47 @@ def leaves(pause: float = 0.002, at_id: int = 5, code: int = 0) -> shoal.Run:
         return slow_loss(output, target, pause)
 
     return run_of(pause, loss=loss)
+
+
+def growing(samples: int = 40) -> shoal.Run:
+    """Data that has more samples at its end from one run to the next."""
+    ids = torch.arange(samples)[:, None]
+    return dataclasses.replace(
+        run_of(0.0), data=shoal.data.tensors(ids * torch.ones(4), ids / 100), batch_size=8, steps=5
+    )
+
+
+def one_slow(pause: float = 0.02, slow: int = 1) -> shoal.Run:
+    """One replica takes five times as long for a piece as the others."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return slow_loss(output, target, 5 * pause if rank == slow else pause)
+
+    return run_of(pause, loss=loss, steps=20)
+
+
+def listed(pause: float = 0.01) -> shoal.Run:
+    """Samples one by one, for processes that load them ahead."""
+    run = run_of(pause)
+    return dataclasses.replace(run, data=[run.data[i] for i in range(NUM_SAMPLES)], steps=40)
+
+
+class Broken:
+    """Samples of which some cannot be loaded."""
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 17 == 3:
+            raise OSError(f"block {index} cannot be read")
+        return self.data[index]
+
+
+def quarantined(pause: float = 0.0, file: str = "bad.jsonl", loaders: int = 0) -> shoal.Run:
+    run = run_of(pause, loaders=loaders, steps=25)
+    return dataclasses.replace(run, data=shoal.data.quarantine(Broken(run.data), file))

@@ -15,6 +15,7 @@ LAYERS = {
     **dict.fromkeys(
         ["errors", "logs", "optional", "hooks", "world", "faults", "memory", "tables"], 0
     ),
+    "processes": 0,
     **dict.fromkeys(
         ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
     ),
@@ -33,6 +34,8 @@ LAYERS = {
             "beginning",
             "keeping",
             "resume",
+            "balancing",
+            "lineage",
         ],
         3,
     ),

@@ -28,7 +28,7 @@ def first(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(pool: Pool, tmp_path: Path) -> Train:
-    def train(source: Path, *words: str, steps: int, plan: str = "data=2") -> Trained:
+    def train(source: Path | str, *words: str, steps: int, plan: str = "data=2") -> Trained:
         number = len(list(tmp_path.glob("*.out")))
         options = ("--from", str(source), *words)
         settings = {"pause": 0, "steps": steps}
@@ -95,6 +95,34 @@ def test_what_does_not_match_is_refused_or_listed(
     nothing = tmp_path / "nothing.safetensors"
     save_file({"x": torch.zeros(1)}, nothing)
     assert "no tensor in common" in train(nothing, "--partial", steps=2).last_words
+
+
+def test_fractions_do_not_become_whole_numbers(train: Train, first: Path, tmp_path: Path) -> None:
+    """Nor the other way round: what was rounded, or counted, is another thing."""
+    tensors = load_file(first / "model.safetensors")
+    tensors["1.num_batches_tracked"] = tensors["1.num_batches_tracked"].float() + 0.5
+    tensors["0.weight"] = tensors["0.weight"].to(torch.int64)
+    save_file(tensors, tmp_path / "whole")  # a file is what it holds, whatever it is called
+    refused = train(tmp_path / "whole", steps=2)
+    assert refused.exit_code == 2
+    assert "of another kind of numbers: 0.weight, 1.num_batches_tracked" in refused.last_words
+
+
+def test_of_a_run_the_newest_good_checkpoint_is_taken(
+    train: Train, first: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(first, run)
+    newer = run / "checkpoints" / "step-00000025"
+    shutil.copytree(checkpoint(run), newer)
+    content = bytearray((newer / "rank-00000.safetensors").read_bytes())
+    content[-3] ^= 16
+    (newer / "rank-00000.safetensors").write_bytes(content)
+    trained = train(f"file://{run}", "--take", "everything", steps=22)
+    assert trained.exit_code == 0, trained.errors
+    assert "step-00000025 was passed over: rank-00000.safetensors: the bytes" in trained.errors
+    assert f"beginning with everything of {checkpoint(run)}" in trained.errors
+    assert [record["step"] for record in trained.steps()] == [21, 22]
 
 
 def test_a_place_in_other_data_means_nothing(train: Train, first: Path) -> None:

@@ -1,6 +1,5 @@
 """`shoal checkpoint` on the command line: what it prints, and its exit codes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from shoal.cli.main import run_here
+from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import make, tensors
 
 WITHOUT_TORCH = """
@@ -49,18 +49,6 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(content)
 
 
-class Said:
-    """A command's exit code and words."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *words: object):
-        capsys.readouterr()
-        self.code = run_here(["checkpoint", *map(str, words)])
-        self.out, self.err = capsys.readouterr()
-
-    def json(self) -> dict:
-        return json.loads(self.out)
-
-
 @pytest.mark.parametrize("words", [["list"], ["verify"], ["prune", "--keep", "last=1", "--yes"]])
 def test_no_torch_is_needed(run_dir: Path, words: list[str]) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, "checkpoint", *words, str(run_dir)]
@@ -72,7 +60,7 @@ def test_no_torch_is_needed(run_dir: Path, words: list[str]) -> None:
 def test_help_explains(capsys) -> None:
     said = Said(capsys, "--help")
     assert said.code == 0 and "shoal checkpoint prune" in said.out
-    for verb in ("list", "show", "verify", "diff", "prune", "export", "import"):
+    for verb in ("list", "show", "verify", "diff", "prune", "convert", "export", "import"):
         assert Said(capsys, verb, "--help").code == 0
     assert run_here(["--help"]) == 0
     assert "List, check and compare checkpoints." in capsys.readouterr().out
@@ -179,7 +167,7 @@ def test_prune_never_takes_the_last_good_one(run_dir: Path, capsys) -> None:
         (["list", "{run}/empty"], "holds no checkpoint"),
         (["verify", "{run}/empty"], "holds no checkpoint"),
         (["verify", "{run}/none"], "There is no"),
-        (["show", "{run}"], "holds 4 checkpoints, and one is asked for"),
+        (["diff", "{run}", "{run}"], "holds 4 checkpoints, and one is asked for"),
         (["show", "{run}/checkpoints/step-00000020", "--tensors", "model.cat"], "model.cut"),
         (["diff", "{run}/none", "{run}"], "There is no"),
         (["prune", "{run}", "--keep", "lost=3"], "Did you mean 'last'?"),

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.checkpoint.dealing import Held
+from shoal.checkpoint.types import why_not
 from shoal.comm.collectives import Group
+from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.sync.state import share_bytes
@@ -24,22 +28,15 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, int, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
+        if why_not(tensor):
+            kept[name] = tensor.detach()  # to be told by name when it is written
+            continue
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
         kept[name] = tensor.detach().cpu().contiguous()
     return kept
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """What a rank holds of a tensor."""
-
-    name: str
-    dtype: str
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def gather_model(
@@ -52,12 +49,11 @@ def gather_model(
     names = set(model.state_dict())
     world = world.part(range(world.num_ranks))  # with a deadline for slow disks and large tensors
     own = {
-        _Part(
+        Held(
             name,
             str(s.tensor.dtype).removeprefix("torch."),
             s.global_shape,
-            s.offset,
-            tuple(s.tensor.shape),
+            Box(s.offset, tuple(s.tensor.shape)),
         ): s.tensor
         for name, slices in held.items()
         if name in names
@@ -65,12 +61,12 @@ def gather_model(
     }
     listed = [
         msgspec.msgpack.decode(
-            share_bytes(world, rank, msgspec.msgpack.encode(list(own))), type=list[_Part]
+            share_bytes(world, rank, msgspec.msgpack.encode(list(own))), type=list[Held]
         )
         for rank in range(world.num_ranks)
     ]
     whole: dict[str, Tensor] = {}
-    known: set[_Part] = set()
+    known: set[Held] = set()
     for rank, parts in enumerate(listed):
         for part in parts:
             if part in known:
@@ -79,11 +75,11 @@ def gather_model(
             if world.rank == 0:
                 values = own.get(part)
                 if values is None:
-                    values = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+                    values = torch.empty(part.box.shape, dtype=getattr(torch, part.dtype))
                     world.receive(values, rank)
                 if part.name not in whole:
                     whole[part.name] = torch.empty(part.whole, dtype=values.dtype)
-                Box(part.offset, part.shape).of(whole[part.name]).copy_(values)
+                part.box.of(whole[part.name]).copy_(values)
             elif world.rank == rank:
                 world.send(own[part].contiguous(), 0)
     return whole
@@ -91,6 +87,13 @@ def gather_model(
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write the file whole or not at all."""
+    for name, tensor in tensors.items():
+        if why := why_not(tensor):
+            raise SafetensorError(f"{name} is {why}, which no such file can hold")
     partial = path.with_name(path.name + ".partial")
-    save_file(dict(tensors), partial)
-    os.replace(partial, path)
+    try:
+        save_file(dict(tensors), partial)
+        faultpoint("model.written")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import torch
 
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.sealed import Sealed
-from shoal.checkpoint.types import type_of_name
+from shoal.checkpoint.types import bytes_of, type_of_name
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 
@@ -48,3 +48,9 @@ class Opened(Sealed):
         made = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.fill(name, [Slice(made, self.shape(name), (0,) * made.dim())])
         return made
+
+    def box(self, name: str, box: Box) -> memoryview:
+        """The bytes of a box of a tensor."""
+        made = torch.empty(box.shape, dtype=self.dtype(name))
+        self.fill(name, [Slice(made, self.shape(name), box.offset)])
+        return bytes_of(made)

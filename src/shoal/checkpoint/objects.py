@@ -27,15 +27,19 @@ ABANDONED_S = 24 * 3600.0  # far more than a save may last, and than clocks diff
 _DRAFT = ".draft-"
 
 
-def open_store(where: str | Path) -> Store:
-    """A store in a directory, or at a URL that fsspec knows."""
+def local_path(where: str | Path) -> Path | None:
+    """The path that a place is, if it lies on a disk: a path, or the URL of one."""
     text = str(where)
     scheme, separator, _ = text.partition("://")
     if isinstance(where, Path) or not separator:
-        return Directory(Path(where))
-    if scheme in ("file", "local"):
-        return Directory(Path(unquote(urlsplit(text).path)))
-    return ObjectStore(text)
+        return Path(where)
+    return Path(unquote(urlsplit(text).path)) if scheme in ("file", "local") else None
+
+
+def open_store(where: str | Path) -> Store:
+    """A store in a directory, or at a URL that fsspec knows."""
+    path = local_path(where)
+    return ObjectStore(str(where)) if path is None else Directory(path)
 
 
 class ObjectStore:

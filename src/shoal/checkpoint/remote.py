@@ -34,6 +34,9 @@ Answer = TypeVar("Answer")
 class StoreError(UsageError, OSError):
     """An object store cannot be reached, or refuses. An OSError, like those of a disk."""
 
+    def __str__(self) -> str:
+        return str(self.strerror)  # a sentence, which needs no number before it
+
 
 class Patience(NamedTuple):
     """How often a request is tried, and the pauses between."""
@@ -51,6 +54,11 @@ class Patience(NamedTuple):
 PATIENCE = Patience()
 
 
+def without_password(url: str) -> str:
+    """A URL as it may be shown."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
 class Remote:
     """The objects below a URL, by their path from there."""
 
@@ -63,7 +71,7 @@ class Remote:
         _check_back_end(url)
 
     def __str__(self) -> str:
-        return re.sub(r"//[^/@]*@", "//", self._url)  # without a password
+        return without_password(self._url)
 
     def folders(self) -> list[str]:
         """What lies directly below, with objects in it."""

@@ -7,7 +7,7 @@ superfluous, and what is found superfluous stays so when more checkpoints come.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from shoal.errors import UsageError, nearest
@@ -57,6 +57,12 @@ class Keep(NamedTuple):
             metric,
             is_large_best,
         )
+
+    def refuse_unknown(self, metrics: Collection[str], sentence: str) -> None:
+        """Refuse to keep the best by a metric that is not known; `sentence` says to whom."""
+        if self.best is not None and self.best not in metrics:
+            way_out = nearest(self.best, metrics) if metrics else "Leave best out."
+            raise UsageError(f"best={self.best}: {sentence}. {way_out}")
 
     def __str__(self) -> str:
         words = [f"last={self.last}"]

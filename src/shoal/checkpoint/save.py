@@ -5,16 +5,19 @@ backward run, and the next update waits only until what is left has been copied 
 Buffers change in a forward, so they are copied at once.
 
 All ranks agree first: nobody may still be busy with an older save, and if what they hold has
-changed they deal anew who writes what. Each then writes its own file and says in a small one what
-is in it; rank 0 waits for all of those, writes the manifest and the seal, and commits. A rank that
-cannot write discards the draft, which the others notice: a full disk costs a warning, not a step.
+changed they deal anew who writes what. Everything else is the threads': rank 0's begins the draft,
+for which the others wait, since a distant store takes its time; each then writes its own file and
+says in a small one what is in it; rank 0's waits for all of those, writes the manifest and the
+seal, and commits. A rank that cannot write discards the draft, which the others notice: a full disk
+costs a warning, not a step.
 """
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,13 +25,15 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.chunks import Placed, place
 from shoal.checkpoint.dealing import Held, deal
-from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
-from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
+from shoal.checkpoint.manifest import ITEM_BYTES, File, Manifest, Origin, Progress
+from shoal.checkpoint.remote import StoreError
+from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
 from shoal.checkpoint.storage import Draft, Store
 from shoal.checkpoint.types import name_of_type
+from shoal.checkpoint.writing import commit, joined, write_chunks
 from shoal.comm.collectives import Group
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
@@ -36,7 +41,7 @@ from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.sync.state import share_bytes
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.5
 PATIENCE_S = 600.0  # for the slowest rank's disk
 
 
@@ -67,7 +72,8 @@ class Saver:
         self._told = told
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
-        self._written = threading.Event()
+        self._begun, self._written = threading.Event(), threading.Event()
+        self._begun.set()  # or never to be
         self._written.set()
         self._given_up = threading.Event()
         self._dealt = 0.0  # a digest of what all held when it was last dealt who writes what
@@ -95,17 +101,13 @@ class Saver:
         `await_copy` has.
         """
         views = dict(_listed(tensors))
-        draft, token, problem = self._begin(group, name)
+        token = int.from_bytes(os.urandom(6), "big")
         rows = group.gather_numbers([self.is_busy, token, _digest(list(views)), self._dealt])
-        token = int(rows[0][1])
-        if any(row[0] for row in rows) or not token:
-            if draft is not None:
-                draft.discard()
-            late = [str(rank) for rank, row in enumerate(rows) if row[0]]
-            waiting = f"rank {', '.join(late)} still writes the one before"
-            return waiting if late else problem or "rank 0 cannot write"
-        if draft is None:
-            draft = self.store.join(name, f"{token:x}")
+        late = [str(rank) for rank, row in enumerate(rows) if row[0]]
+        if late:
+            if not rows[0][0]:  # the save that this rank may wait for has ended without it
+                self._begun.set()
+            return f"rank {', '.join(late)} still writes the one before"
         all_held = _digest([row[2] for row in rows])
         if any(row[3] != all_held for row in rows):  # also if one of them is new here
             self._deal(group, list(views))
@@ -113,7 +115,8 @@ class Saver:
         sources = [where.of(views[held]) for held, where in self._sources]
         now = [held.name in at_once for held, _ in self._sources]
         self._snapshot = Snapshot(self._placed, sources, now, self._space)
-        work = _Work(group.rank, group.num_ranks, name, draft, plain, about)
+        work = _Work(group.rank, group.num_ranks, name, f"{int(rows[0][1]):x}", plain, about)
+        self._begun.clear()
         self._written.clear()
         self._given_up = threading.Event()
         self._thread = threading.Thread(
@@ -130,8 +133,12 @@ class Saver:
 
     def finish(self, group: Group) -> None:
         """Until the save under way has ended, one way or another. Every rank must call it."""
+        if group.rank == 0:
+            self._begun.wait()
+        group.gather_numbers([1.0])
+        self._begun.set()  # what is not there now will not come
         self._written.wait()
-        group.gather_numbers([])  # so rank 0 need not wait for a part that will not come
+        group.gather_numbers([1.0])  # so rank 0 need not wait for a part that will not come
         if self._thread is not None:
             self._thread.join()
 
@@ -139,17 +146,6 @@ class Saver:
         """A rank was lost, and its part will not come."""
         self._given_up.set()
         self.await_copy()
-
-    def _begin(self, group: Group, name: str) -> tuple[Draft | None, int, str]:
-        """Rank 0 opens the draft; a token of 0 says that it cannot."""
-        if group.rank or self.is_busy:
-            return None, 0, ""
-        token = int.from_bytes(os.urandom(6), "big") | 1
-        try:
-            self.store.sweep()
-            return self.store.begin(name, f"{token:x}"), token, ""
-        except OSError as error:
-            return None, 0, f"{self.store}: {error.strerror}"
 
     def _deal(self, group: Group, own: list[Held]) -> None:
         encoded = msgspec.msgpack.encode(own)
@@ -167,11 +163,13 @@ class Saver:
         """In the thread."""
         started = time.monotonic()
         problem, size, committed = "", 0, False
+        draft = self.store.join(work.name, work.token)
         try:
-            size = work.write(self._placed, snapshot).file.num_bytes
+            self._begin(work, draft)
+            size = work.write(draft, self._placed, snapshot).file.num_bytes
             self._written.set()
             if work.rank == 0:
-                size, committed = work.commit(self._given_up), True
+                size, committed = work.commit(draft, self._given_up), True
         except (GroupLost, TimeoutError) as error:
             problem = str(error)
         except OSError as error:
@@ -180,11 +178,32 @@ class Saver:
             problem = f"{type(error).__name__}: {error}"
         finally:
             snapshot.close()
+            self._begun.set()
             self._written.set()
         if problem:
-            work.draft.discard()
+            draft.discard()
         seconds = time.monotonic() - started
         self._told(Saved(work.name, size, seconds, problem, committed))
+
+    def _begin(self, work: "_Work", draft: Draft) -> None:
+        """Rank 0 opens the draft; the others wait until it has."""
+        if work.rank == 0:
+            try:
+                faultpoint("checkpoint.beginning")
+                self.store.sweep()
+                self.store.begin(work.name, work.token)
+            except StoreError:
+                raise  # which says where
+            except OSError as error:
+                raise OSError(error.errno, f"{self.store}: {error.strerror}") from error
+            finally:
+                self._begun.set()
+            return
+        pauses = _Pauses(self._given_up, "rank 0 was lost before it had begun")
+        while not _is_there(draft):
+            if self._begun.is_set():
+                raise FileNotFoundError(errno.ENOENT, "rank 0 has given it up")
+            pauses.pause("rank 0 began nothing")
 
 
 class _Work(NamedTuple):
@@ -193,80 +212,66 @@ class _Work(NamedTuple):
     rank: int
     num_ranks: int
     name: str
-    draft: Draft
+    token: str
     plain: dict[str, Any]
     about: tuple[Progress, Origin]
 
-    def write(self, placed: Sequence[Placed], snapshot: Snapshot) -> Part:
+    def write(self, draft: Draft, placed: Sequence[Placed], snapshot: Snapshot) -> Part:
         """Write this rank's file, and what is in it."""
-        head = header(placed)
-        file = f"rank-{self.rank:05d}.safetensors"
         hashes: list[str] = []
         faultpoint("checkpoint.begun")
-        self.draft.write(file, chain([head], snapshot.parts(hashes)))
+        parts = snapshot.parts(hashes)
+        file, tensors = write_chunks(draft, self.rank, placed, parts, hashes)
         snapshot.close()
-        described: dict[str, tuple[Held, list[Chunk]]] = {}
-        for chunk, digest in zip(placed, hashes):
-            box, (_, chunks) = (
-                chunk.held.box,
-                described.setdefault(chunk.held.name, (chunk.held, [])),
-            )
-            if box.numel:
-                start = len(head) + chunk.start
-                chunks.append(Chunk(box.offset, box.shape, self.rank, start, digest))
-        num_bytes = placed[-1].stop if placed else 0
-        part = Part(
-            File(file, len(head) + num_bytes, len(head), xxhash.xxh3_128_hexdigest(head)),
-            tuple(
-                manifests.Tensor(held.name, held.dtype, held.whole, tuple(chunks))
-                for held, chunks in described.values()
-            ),
-            self.plain,
-        )
-        self.draft.write(_part_name(self.rank), [msgspec.json.encode(part)])
+        part = Part(file, tensors, self.plain)
+        draft.write(_part_name(self.rank), [msgspec.json.encode(part)])
         return part
 
-    def commit(self, given_up: threading.Event) -> int:
+    def commit(self, draft: Draft, given_up: threading.Event) -> int:
         """On rank 0: wait for all parts, then make the checkpoint appear. Returns its bytes."""
-        parts = [self._await_part(rank, given_up) for rank in range(self.num_ranks)]
-        tensors: dict[str, manifests.Tensor] = {}
-        for part in parts:
-            for tensor in part.tensors:
-                known = tensors.get(tensor.name)
-                chunks = (known.chunks if known else ()) + tensor.chunks
-                tensors[tensor.name] = msgspec.structs.replace(tensor, chunks=chunks)
+        parts = [_await_part(draft, rank, given_up) for rank in range(self.num_ranks)]
         progress, origin = self.about
-        content = manifests.encode(
-            Manifest(
-                manifests.FORMAT,
-                manifests.VERSION,
-                progress,
-                origin,
-                {name: value for part in parts for name, value in part.plain.items()},
-                tuple(part.file for part in parts),
-                tuple(tensors[name] for name in sorted(tensors)),
-            )
+        manifest = Manifest(
+            manifests.FORMAT,
+            manifests.VERSION,
+            progress,
+            origin,
+            {name: value for part in parts for name, value in part.plain.items()},
+            tuple(part.file for part in parts),
+            joined(part.tensors for part in parts),
         )
-        manifests.decode(content, manifests.seal(content))  # never commit what no one would load
-        self.draft.write(manifests.MANIFEST, [content])
-        if (key := signing_key()) is not None:
-            self.draft.write(SIGNATURE, [sign(content, key)])
-        self.draft.write(manifests.SEAL, [manifests.seal(content)])
-        self.draft.commit(drop=[_part_name(rank) for rank in range(self.num_ranks)])
-        return len(content) + sum(part.file.num_bytes for part in parts)
+        return commit(draft, manifest, drop=[_part_name(rank) for rank in range(self.num_ranks)])
 
-    def _await_part(self, rank: int, given_up: threading.Event) -> Part:
-        deadline, pause_s = time.monotonic() + PATIENCE_S, SHORTEST_PAUSE_S
-        while (content := self.draft.read(_part_name(rank))) is None:
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)  # asking a distant store is not free
-            if given_up.wait(pause_s):
-                raise GroupLost(f"rank {rank} was lost before it had written its part")
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {rank} wrote nothing within {PATIENCE_S:g} s. All ranks must see the "
-                    "same directory"
-                )
-        return msgspec.json.decode(content, type=Part)
+
+class _Pauses:
+    """Between looks at what another rank is to do: short at first, and not for ever."""
+
+    def __init__(self, given_up: threading.Event, lost: str):
+        self._given_up, self._lost = given_up, lost
+        self._deadline, self._pause_s = time.monotonic() + PATIENCE_S, SHORTEST_PAUSE_S
+
+    def pause(self, late: str) -> None:
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)  # asking a distant store is costly
+        if self._given_up.wait(self._pause_s):
+            raise GroupLost(self._lost)
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(
+                f"{late} within {PATIENCE_S:g} s. All ranks must see the same directory"
+            )
+
+
+def _is_there(draft: Draft) -> bool:
+    with suppress(FileNotFoundError):
+        draft.read(_part_name(0))
+        return True
+    return False
+
+
+def _await_part(draft: Draft, rank: int, given_up: threading.Event) -> Part:
+    pauses = _Pauses(given_up, f"rank {rank} was lost before it had written its part")
+    while (content := draft.read(_part_name(rank))) is None:
+        pauses.pause(f"rank {rank} wrote nothing")
+    return msgspec.json.decode(content, type=Part)
 
 
 def _part_name(rank: int) -> str:

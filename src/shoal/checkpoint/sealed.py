@@ -7,7 +7,7 @@ tensors from it.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -42,13 +42,16 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Sealed:
-    """A checkpoint that can be verified. `plain` is what its optimizer keeps beside tensors."""
+    """A checkpoint that can be verified. `plain` is what its optimizer keeps beside tensors.
 
-    def __init__(self, store: Store, name: str):
+    `key_of` gives the key that it must be signed with, by default the environment's.
+    """
+
+    def __init__(self, store: Store, name: str, key_of: Callable[[], bytes | None] = signing_key):
         self.name = name
         content = _small(store, name, MANIFEST, MOST_MANIFEST_BYTES)
         sealed = _small(store, name, SEAL, MOST_SEAL_BYTES)
-        key = signing_key()
+        key = key_of()
         if key is not None:
             check(content, _small(store, name, SIGNATURE, MOST_SEAL_BYTES), key)
         self.manifest = manifests.decode(content, sealed)
@@ -87,6 +90,14 @@ class Sealed:
             self._verified.add(at)
         return content
 
+    def bytes_of_file(self, number: int) -> Iterator[memoryview]:
+        """All bytes of a file in turn, each looked at before it is given."""
+        file = self.manifest.files[number]
+        yield _sound(self._files[number], file).read(0, file.header_bytes)
+        own = [pair for pair in self.manifest.chunks() if pair[1].file == number]
+        for tensor, chunk in sorted(own, key=lambda pair: pair[1].start):
+            yield self.content(tensor, chunk)
+
     def verify(self, num_threads: int = 1) -> None:
         """Look at every byte, and raise for the first that is wrong."""
         for fault in self.faults(num_threads):
@@ -94,7 +105,7 @@ class Sealed:
 
     def faults(self, num_threads: int = 1) -> Iterator[str]:
         """Look at every byte, and say what is wrong, in the order of the files."""
-        yield from self._faults_of_headers()
+        yield from self.faults_of_headers()
         chunks = sorted(self.manifest.chunks(), key=lambda pair: (pair[1].file, pair[1].start))
         if num_threads == 1:
             yield from filter(None, map(self._fault, chunks))
@@ -109,7 +120,7 @@ class Sealed:
             return str(bad)
         return ""
 
-    def _faults_of_headers(self) -> Iterator[str]:
+    def faults_of_headers(self) -> Iterator[str]:
         """Every header describes what the manifest lists, so that all readers see the same."""
         listed: list[dict[str, _Entry]] = [{} for _ in self._files]
         for tensor, chunk in self.manifest.chunks():

@@ -21,15 +21,18 @@ LEAST_KEY_BYTES = 16
 def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret, or None if nothing is to be signed."""
     path = environment.get(VARIABLE)
-    if not path:
-        return None
+    return read_key(path, VARIABLE) if path else None
+
+
+def read_key(path: str, named_by: str) -> bytes:
+    """The secret in a file that is its owner's alone."""
     try:
         with open(path, "rb") as file:
             others = os.fstat(file.fileno()).st_mode & 0o077
             key = file.read().strip()
     except OSError as error:
         raise UsageError(
-            f"{VARIABLE} names {path}, which cannot be read: {error.strerror}."
+            f"{named_by} names {path}, which cannot be read: {error.strerror}."
         ) from error
     if others:
         raise UsageError(

@@ -3,7 +3,8 @@
 The state of a job does not change between two updates. As long as it does not, chunks are read
 where they lie, without a copy. When an update is about to come, what was not read yet is copied,
 and read from there. So a save that fits between two updates costs no memory and no copy, and
-another one copies only the rest.
+another one copies only the rest. Until somebody reads, the update makes the copy itself: it never
+waits for a store.
 """
 
 import threading
@@ -14,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint.chunks import Placed
-from shoal.checkpoint.types import type_of_name
+from shoal.checkpoint.types import bytes_of, type_of_name
 
 PART_BYTES = 1 << 20  # how much of it an update may have to wait for
 
@@ -45,10 +46,20 @@ class Snapshot:
         self._part = memoryview(bytearray(PART_BYTES))
         self._is_wanted = threading.Event()  # that the state may change
         self._may_change = threading.Event()
+        self._starting = threading.Lock()  # of the reader, against a release before it
+        self._is_read = False
+        self._spoilt: RuntimeError | None = None  # found by a release, and the reader's to raise
         self._copy([i for i, now in enumerate(at_once) if now])
 
     def release(self) -> None:
         """Until the state may change."""
+        with self._starting:
+            if not self._is_read:
+                try:
+                    self._copy(range(len(self._sources)))
+                except RuntimeError as spoilt:
+                    self._spoilt = spoilt
+                self._may_change.set()
         self._is_wanted.set()
         self._may_change.wait()
 
@@ -57,6 +68,10 @@ class Snapshot:
 
         A part may change once the next is asked for.
         """
+        with self._starting:
+            self._is_read = True
+        if self._spoilt is not None:
+            raise self._spoilt
         for i, source in enumerate(self._sources):
             if not (self._is_copied[i] or _lies_in_order(source)):
                 self._copy([i])
@@ -77,11 +92,12 @@ class Snapshot:
 
     def close(self) -> None:
         """Nothing more will be read."""
-        self._sources = []  # let go of what the run may want to free
-        self._may_change.set()
+        with self._starting:
+            self._sources = []  # let go of what the run may want to free
+            self._may_change.set()
 
     def _content(self, i: int) -> memoryview:
-        return _bytes(self._place(i) if self._is_copied[i] else self._sources[i])
+        return bytes_of(self._place(i) if self._is_copied[i] else self._sources[i])
 
     def _place(self, i: int) -> Tensor:
         return self._space.place_of(self._placed[i], self._num_bytes)
@@ -106,9 +122,3 @@ class Snapshot:
 
 def _lies_in_order(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -102,15 +102,15 @@ class Directory:
 
     def names(self) -> list[str]:
         with suppress(FileNotFoundError):
-            entries = [e for e in os.scandir(self.path) if e.is_dir(follow_symlinks=False)]
-            return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+            entries = [entry for entry in os.scandir(self.path) if self._is_listed(entry)]
+            return sorted(entry.name for entry in entries)
         return []
 
     def files(self, name: str) -> set[str]:
-        return set(os.listdir(self.path / name))
+        return set(os.listdir(self._folder(name)))
 
     def open(self, name: str, file: str) -> "MappedFile":
-        return MappedFile(self.path / name / file)
+        return MappedFile(self._folder(name) / file)
 
     def begin(self, name: str, token: str) -> "DirectoryDraft":
         draft = self.join(name, token)
@@ -124,15 +124,36 @@ class Directory:
         with suppress(FileNotFoundError):
             for entry in os.listdir(self.path):
                 if entry.startswith(_DRAFT):
-                    shutil.rmtree(self.path / entry, ignore_errors=True)
+                    _clear_away(self.path / entry)
 
     def remove(self, name: str) -> None:
         """Out of sight first, in one act: nobody ever finds half of a checkpoint."""
         gone = self.path / f"{_DRAFT}removing-{name}"
-        shutil.rmtree(gone, ignore_errors=True)  # of a removal that was killed
+        _clear_away(gone)  # of a removal that was killed
         os.rename(self.path / name, gone)
         faultpoint("checkpoint.removing")
         shutil.rmtree(gone)
+
+    def _is_listed(self, entry: os.DirEntry[str]) -> bool:
+        """Directories; and links that lead away from here, so that who wants one hears of it.
+
+        A link to a neighbour, `latest` say, is only a second name.
+        """
+        if entry.name.startswith("."):
+            return False
+        if not entry.is_symlink():
+            return entry.is_dir()
+        target = os.path.realpath(entry.path)
+        return not entry.is_file() and os.path.dirname(target) != os.path.realpath(self.path)
+
+    def _folder(self, name: str) -> Path:
+        path = self.path / name
+        if path.is_symlink():
+            raise BadCheckpoint(
+                f"{name} is a link, to {os.readlink(path)}, and a link in a directory of "
+                "checkpoints is not followed. Name the place that it leads to."
+            )
+        return path
 
 
 class DirectoryDraft:
@@ -168,9 +189,9 @@ class DirectoryDraft:
         _sync_directory(self.path)
         target = self._store / self._name
         faultpoint("checkpoint.sealed")
-        if target.exists():  # of an earlier life of the run
+        if os.path.lexists(target):  # of an earlier life of the run
             _exchange(self.path, target)
-            shutil.rmtree(self.path, ignore_errors=True)
+            _clear_away(self.path)
         else:
             os.rename(self.path, target)
         _sync_directory(self._store)
@@ -222,10 +243,18 @@ def _exchange(one: Path, other: Path) -> None:
     if libc.renameat2(*here, RENAME_EXCHANGE) == 0:
         return
     aside = other.with_name(f"{_DRAFT}replaced-{other.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    _clear_away(aside)
     os.rename(other, aside)
     os.rename(one, other)
     os.rename(aside, one)
+
+
+def _clear_away(path: Path) -> None:
+    """Remove a directory with all that is in it, or a link that was in its place."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Element types: torch's, and their names in safetensors files."""
+"""What a checkpoint can hold: dense tensors of the element types that safetensors files have."""
 
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import RecipeError, nearest
 
@@ -36,3 +37,26 @@ def name_of_type(dtype: torch.dtype) -> str:
         what = str(dtype).removeprefix("torch.")
         raise RecipeError(f"A checkpoint cannot hold elements of type {what}. {nearest('', known)}")
     return _NAMES[dtype]
+
+
+def why_not(tensor: Tensor) -> str:
+    """What a tensor is that makes that neither a checkpoint nor a file can hold it, if it is."""
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')}, not dense"
+    return "" if tensor.dtype in _NAMES else str(tensor.dtype).removeprefix("torch.")
+
+
+def unholdable(model: nn.Module) -> str:
+    """The first tensor of a model that a checkpoint cannot hold, and why; empty if it holds all."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if why := why_not(tensor):
+            return f"{name} is {why}"
+    return ""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's elements in row-major order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -2,16 +2,16 @@
 
 import time
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from shoal.checkpoint.finding import Found, find, open_one
+from shoal.checkpoint.finding import Found, find, open_newest
 from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress, Tensor
 from shoal.checkpoint.sealed import Sealed, num_cores
 from shoal.cli import options
+from shoal.cli.checkpoint_convert import convert
 from shoal.cli.checkpoint_diff import diff
 from shoal.cli.checkpoint_prune import prune
 from shoal.cli.convert import export, import_
@@ -19,7 +19,6 @@ from shoal.cli.output import in_json, print_json, say
 from shoal.errors import UsageError, nearest
 from shoal.tables import in_units, table
 
-_PATH = click.Path(path_type=Path)
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
 )
@@ -35,10 +34,12 @@ def checkpoint() -> None:
     shoal checkpoint verify runs/charlm-small-1
     shoal checkpoint diff a/checkpoints/step-00000300 b/checkpoints/step-00000300
     shoal checkpoint prune runs/charlm-small-1 --keep "last=3 every=1000 best=loss" --dry-run
+    shoal checkpoint convert runs/charlm-small-1 s3://bucket/archive/charlm
     shoal checkpoint export runs/charlm-small-1 model.safetensors --to safetensors
 
-    PATH is a run directory, its directory of checkpoints, or one checkpoint. Exit codes: 0 done,
-    1 a checkpoint is bad (verify, prune) or two differ (diff), 2 usage or input.
+    PATH is a run directory, its directory of checkpoints, or one checkpoint; each may be a URL,
+    such as s3://bucket/prefix. Exit codes: 0 done, 1 a checkpoint is bad (verify, prune) or two
+    differ (diff), 2 usage or input.
     """
     options.refuse_closed_output()
 
@@ -57,9 +58,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 @checkpoint.command("list")
-@click.argument("path", type=_PATH)
+@click.argument("path")
 @as_json
-def list_(path: Path, as_json: bool) -> None:
+def list_(path: str, as_json: bool) -> None:
     """List the checkpoints in PATH: how far each is, its plan, size and metrics.
 
     Looks at seals, names and lengths, not at every byte: that is what verify is for.
@@ -128,7 +129,7 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 @checkpoint.command()
-@click.argument("path", type=_PATH, metavar="CHECKPOINT")
+@click.argument("path", metavar="CHECKPOINT")
 @click.option(
     "--tensors",
     "pattern",
@@ -136,9 +137,14 @@ class Shown(msgspec.Struct, frozen=True):
     help='Show only tensors whose names match, as in "optimizer.*.exp_avg".',
 )
 @as_json
-def show(path: Path, pattern: str | None, as_json: bool) -> None:
-    """Show what CHECKPOINT holds: progress, origin, and every tensor."""
-    sealed = open_one(Sealed, path)
+def show(path: str, pattern: str | None, as_json: bool) -> None:
+    """Show what CHECKPOINT holds: progress, origin, and every tensor.
+
+    Of a directory with several, the newest that is sealed and whole in length.
+    """
+    sealed, *_, told = open_newest(Sealed, path)
+    if told:
+        say(told, is_error=True)
     rows = [
         _tensor_row(sealed.tensor(name))
         for name in sealed
@@ -182,8 +188,8 @@ def _entry(name: str, value: Any) -> str:
 
 
 @checkpoint.command()
-@click.argument("path", type=_PATH)
-def verify(path: Path) -> None:
+@click.argument("path")
+def verify(path: str) -> None:
     """Look at every byte of every checkpoint in PATH.
 
     Prints a line for each: ok and how fast, or the file and what is wrong with it. Ends with exit
@@ -214,5 +220,5 @@ def _verify(found: Found, name: str) -> str:
     return faults[0]
 
 
-for command in (diff, prune, export, import_):
+for command in (diff, prune, convert, export, import_):
     checkpoint.add_command(command)

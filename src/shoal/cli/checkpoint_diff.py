@@ -1,6 +1,5 @@
 """`shoal checkpoint diff`: how two checkpoints differ."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,15 +10,14 @@ from shoal.cli.output import in_json, print_json, say
 if TYPE_CHECKING:
     from shoal.checkpoint.compare import Differences, TensorDifference
 
-_PATH = click.Path(path_type=Path)
 _SHOWN = 60  # characters of a value
 
 
 @click.command()
-@click.argument("a", type=_PATH)
-@click.argument("b", type=_PATH)
+@click.argument("a")
+@click.argument("b")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
-def diff(a: Path, b: Path, as_json: bool) -> None:
+def diff(a: str, b: str, as_json: bool) -> None:
     """Say how the checkpoints A and B differ: tensors, progress, origin, optimizer's numbers.
 
     They may have been saved under different plans. Ends with exit code 1 if they differ.

@@ -1,7 +1,6 @@
 """`shoal checkpoint prune`: remove what no rule keeps, and never the last good one."""
 
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -11,7 +10,7 @@ from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.sealed import Sealed, num_cores
 from shoal.cli.output import say
-from shoal.errors import UsageError, nearest
+from shoal.errors import UsageError
 
 
 class _Sorted(NamedTuple):
@@ -23,7 +22,7 @@ class _Sorted(NamedTuple):
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.argument("path", metavar="RUN_DIR")
 @click.option(
     "--keep",
     "rule",
@@ -33,8 +32,8 @@ class _Sorted(NamedTuple):
 )
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-def prune(path: Path, rule: str, yes: bool, dry_run: bool) -> None:
-    """Remove the checkpoints of RUN_DIR that no rule keeps.
+def prune(path: str, rule: str, yes: bool, dry_run: bool) -> None:
+    """Remove the checkpoints of RUN_DIR, or at a URL, that no rule keeps.
 
     \b
     last=N            the newest N; default 2
@@ -71,11 +70,9 @@ def prune(path: Path, rule: str, yes: bool, dry_run: bool) -> None:
 
 def _sort_out(found: Found, keep: Keep) -> _Sorted:
     known, bad = _known(found)
-    if keep.best is not None:
+    if known:
         metrics = {metric for one in known for metric in one.metrics}
-        if known and keep.best not in metrics:
-            way_out = nearest(keep.best, metrics) if metrics else "Leave best out."
-            raise UsageError(f"No checkpoint has the metric {keep.best!r}. {way_out}")
+        keep.refuse_unknown(metrics, "no checkpoint has such a metric")
     while known:
         newest = max(known, key=lambda one: (one.step, one.name))
         try:
@@ -107,4 +104,4 @@ def _remove(found: Found, name: str) -> None:
     except FileNotFoundError:
         pass  # the run itself was quicker
     except OSError as error:
-        raise UsageError(f"{found.path(name)} cannot be removed: {error.strerror}.") from error
+        raise UsageError(f"{found.place(name)} cannot be removed: {error.strerror}.") from error

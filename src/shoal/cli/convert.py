@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shoal.checkpoint.objects import local_path
 from shoal.cli import options
+from shoal.cli.output import say
 from shoal.errors import UsageError
 from shoal.tables import in_units
 
@@ -21,7 +23,6 @@ FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
 _PROGRAMS = ("pt2", "onnx")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", re.IGNORECASE)
-_PATH = click.Path(path_type=Path)
 
 
 def _read_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -46,8 +47,8 @@ like = click.option(
 
 
 @click.command()
-@click.argument("checkpoint", type=_PATH)
-@click.argument("out", type=_PATH)
+@click.argument("checkpoint")
+@click.argument("out")
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What to write.")
 @like
 @options.settings
@@ -59,8 +60,8 @@ like = click.option(
     help="The largest file of --to huggingface. Default: 5GB.",
 )
 def export(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: str,
+    out: str,
     form: str,
     recipe: str | None,
     settings: dict[str, str],
@@ -76,9 +77,10 @@ def export(
     pt2          the model as a program, for torch.export.load; needs --like
     onnx         the model as a program, for other runtimes; needs --like and the extra onnx
 
-    OUT must not exist. CHECKPOINT is a checkpoint, a run directory with one, or weights that
-    `import` takes. With --like, buffers that the model can make again are left out. Exit codes: 0
-    done, 1 the recipe's own error, 2 usage or input.
+    OUT must not exist. CHECKPOINT is a checkpoint or a run directory, of which the newest good one
+    is taken, at a path or a URL; or weights that `import` takes. With --like, buffers that the
+    model can make again are left out. Exit codes: 0 done, 1 the recipe's own error, 2 usage or
+    input.
     """
     if form in _PROGRAMS and recipe is None:
         raise UsageError(f"--to {form} needs the model. Name its recipe: --like file.py:function.")
@@ -86,15 +88,20 @@ def export(
         raise UsageError(f"--shard-size has no effect with --to {form}. Leave it out.")
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
-    from shoal.checkpoint.foreign.opening import open_weights
+    path = local_path(out)
+    if path is None:
+        raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")
+    from shoal.checkpoint.foreign.opening import locate
 
-    source = open_weights(checkpoint)
+    source = locate(checkpoint)
+    if source.told:
+        say(source.told, is_error=True)
     run = _load(recipe, settings)
     if form in _PROGRAMS:
         assert run is not None
-        click.echo(_export_program(source, run, form, out))
+        click.echo(_export_program(source.weights, run, form, path))
         return
-    click.echo(_export_tensors(source, run, form, out, shard_bytes))
+    click.echo(_export_tensors(source.weights, run, form, path, shard_bytes))
 
 
 def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
@@ -175,8 +182,8 @@ def _told_of_program(written: "Written", num_samples: int, out: Path) -> str:
 
 
 @click.command("import")
-@click.argument("source", type=_PATH)
-@click.argument("out", type=_PATH)
+@click.argument("source")
+@click.argument("out")
 @like
 @options.settings
 @click.option(
@@ -186,29 +193,31 @@ def _told_of_program(written: "Written", num_samples: int, out: Path) -> str:
     help="Take only names that begin with PREFIX, and cut it off: module. or model., say.",
 )
 def import_(
-    source: Path, out: Path, recipe: str | None, settings: dict[str, str], prefix: str
+    source: str, out: str, recipe: str | None, settings: dict[str, str], prefix: str
 ) -> None:
     """Make a checkpoint OUT of weights that another program wrote.
 
     SOURCE is a safetensors file, a state_dict file of torch.save, a directory of the Hugging Face
-    layout, or one of torch.distributed.checkpoint. No code in it is run. With --like, names and
-    shapes must be those of the recipe's model, and elements take its types. OUT must not exist; it
-    holds weights only. Exit codes: 0 done, 1 the recipe's own error, 2 usage or input.
+    layout, or one of torch.distributed.checkpoint; at a URL, it is fetched first. No code in it is
+    run. With --like, names and shapes must be those of the recipe's model, and elements take its
+    types. OUT, a path or a URL, must not exist; it holds weights only, and is signed if
+    SHOAL_CHECKPOINT_KEY is set. Exit codes: 0 done, 1 the recipe's own error, 2 usage or input.
     """
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.checkpoint.foreign.adopt import adopt, as_they_are, fitted
-    from shoal.checkpoint.foreign.opening import import_from
+    from shoal.checkpoint.foreign.opening import fetched, import_from
     from shoal.checkpoint.foreign.weights import Model
     from shoal.checkpoint.manifest import BadCheckpoint
 
-    found = import_from(source, prefix)
-    weights, run = Model(found), _load(recipe, settings)
-    try:
-        wanted = fitted(weights, run.make_model()) if run is not None else as_they_are(weights)
-        adopt(weights, wanted, out, recipe or "")
-    except BadCheckpoint as bad:
-        raise BadCheckpoint(f"{source}: {bad}") from bad
+    with fetched(source) as path:
+        found = import_from(path, prefix)
+        weights, run = Model(found), _load(recipe, settings)
+        try:
+            wanted = fitted(weights, run.make_model()) if run is not None else as_they_are(weights)
+            adopt(weights, wanted, out, recipe or "")
+        except BadCheckpoint as bad:
+            raise BadCheckpoint(f"{source}: {bad}") from bad
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
     told = _some("converted to the model's types", changed) + _some("left out", found.left_out)
     click.echo(f"{out}: {len(wanted)} tensors{told}.")

@@ -9,13 +9,17 @@ import time
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 PLAIN_EVERY_S = 5.0
 
 
 class Display:
-    """Told of progress and events by the supervisor."""
+    """Told of progress and events by the supervisor.
+
+    `unsaved` is why steps were not saved, as ranks said; `model_problem` why the model was not.
+    """
 
     def __init__(self, num_steps: int | None = None):
         self.num_steps = num_steps
@@ -24,6 +28,8 @@ class Display:
         self._shown_at = 0.0
         self._last_evaluation: dict[str, float] | None = None
         self._width = 0
+        self.unsaved: dict[int, list[str]] = {}
+        self.model_problem = ""
 
     def __call__(self, record: dict[str, Any]) -> None:
         match record["event"]:
@@ -41,13 +47,36 @@ class Display:
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"
                 )
-
+            case "resumed":
+                self.say(_going_on(record))
             case "checkpoint-refused":
-                self.say(f"[bold yellow]{record['name']} was passed over[/]: {record['why']}")
+                name, why = escape(record["name"]), escape(record["why"])
+                self.say(f"[bold yellow]{name} was passed over[/]: {why}")
             case "model-failed":
-                self.say(f"[bold red]model.safetensors was not written[/]: {record['why']}")
+                self.model_problem = record["why"]
+                why = escape(record["why"])
+                self.say(f"[bold red]model.safetensors was not written[/]: {why}")
             case "save-failed" | "save-skipped":
-                self.say(f"[bold yellow]step {record['step']} was not saved[/]: {record['why']}")
+                self.unsaved.setdefault(record["step"], []).append(record["why"])
+                why = escape(record["why"])
+                self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
+            case "balanced":
+                self.say(_balanced(record))
+
+    def introduce(self, recipe: str, facts: dict[str, Any], where: str) -> None:
+        """Say what is about to be trained."""
+        self.say(
+            f"{recipe}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
+            f"plan {facts['plan'] or 'data=1'}, {facts['num_ranks']} "
+            f"rank{'s' if facts['num_ranks'] > 1 else ''}, "
+            f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {where}"
+        )
+        if facts["begins"]:
+            self.say(escape(facts["begins"]))
+        if why := facts["unholdable"]:
+            self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
+        if facts["cuts"]:
+            self.say(escape(facts["cuts"]))
 
     def say(self, text: str) -> None:
         self._clear()
@@ -85,3 +114,21 @@ class Display:
         if self._live and self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             self._width = 0
+
+
+def _going_on(record: dict[str, Any]) -> str:
+    told = f"going on from step {record['step']}, saved under {record['plan'] or 'data=1'}"
+    if record["pieces"] != record["pieces_now"]:
+        told += (
+            f"; the batch is cut into {record['pieces_now']} pieces from here on, "
+            f"not {record['pieces']}"
+        )
+    return told
+
+
+def _balanced(record: dict[str, Any]) -> str:
+    slow = ", ".join(f"replica {r} takes {times}x as long" for r, times in record["slow"].items())
+    return (
+        f"[bold]work moved after step {record['step']}[/]: {slow or 'speeds have changed'}; of "
+        f"each batch the replicas take {', '.join(map(str, record['rounds']))} parts"
+    )

@@ -14,6 +14,7 @@ _VERBS = {
     "verify": "Prove that a plan trains what one process would.",
     "explain": "Say what a plan does to a model, without starting a rank.",
     "checkpoint": "List, check and compare checkpoints.",
+    "data": "Build, show and check data.",
     "doctor": "Show what this machine offers and what is wrong with it.",
     "warm": "Keep a warm process, so that the next commands start at once.",
 }

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ from shoal.errors import RUN_AGAIN, UsageError
 @click.option(
     "--from",
     "begin_from",
-    type=click.Path(path_type=Path),
     metavar="SOURCE",
-    help="Begin with the weights of a checkpoint, a safetensors or state_dict file, or a directory "
-    "of Hugging Face or torch.distributed.checkpoint.",
+    help="Begin with the weights of a checkpoint (of a run, the newest good one; a path or a URL), "
+    "a safetensors or state_dict file, or a directory of Hugging Face or "
+    "torch.distributed.checkpoint.",
 )
 @click.option(
     "--take",
@@ -53,6 +54,18 @@ from shoal.errors import RUN_AGAIN, UsageError
     "--partial",
     is_flag=True,
     help="With --from: take what matches the model and list the rest, which is refused otherwise.",
+)
+@click.option(
+    "--new-data",
+    metavar="RUN",
+    help="Train on the samples that the run in this directory, and those before it, have not seen; "
+    "data may have grown at its end. Begins with the run's weights, unless --from says otherwise.",
+)
+@click.option(
+    "--replay",
+    type=float,
+    metavar="SHARE",
+    help="With --new-data: mix in old samples, 0.2 for one in five.",
 )
 @click.option(
     "--keep",
@@ -73,14 +86,17 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
     The run goes on when a rank is killed: a warm spare takes its seat. Checkpoints are made every
     save_every steps (a field of the Run), at the end, and when the run is stopped. Ctrl-C once
     stops cleanly after a step and saves it, twice ends at once. Exit codes: 0 done, 1 the recipe's
-    own error, 2 usage, plan or input, 75 stopped after a checkpoint, 130 and 143 ended by a signal
-    without one.
+    own error or an end that could not be saved, 2 usage, plan or input, 75 stopped after a
+    checkpoint, 130 and 143 ended by a signal without one.
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
     from shoal.rundir import RunDir, claimed
 
     _refuse_contradictions(given)
+    if given["new_data"] is not None:
+        given["new_data"] = str(Path(given["new_data"]).resolve())
+        given["begin_from"] = given["begin_from"] or given["new_data"]
 
     with ExitStack() as held:
         run_dir = held.enter_context(RunDir(given["run_dir"], recipe, resume=given["resume"]))
@@ -108,7 +124,7 @@ def _as_it_began(
             raise UsageError(
                 f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
             )
-    for option in ("keep", "checkpoints"):
+    for option in ("keep", "checkpoints", "new_data", "replay"):
         given[option] = given[option] or before.get(option)
     return {**known, **settings}
 
@@ -132,18 +148,9 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     def prepared(found: dict[str, Any]) -> None:
         facts.update(found)
         display.num_steps = found["num_steps"]
-        own = {name: given[name] for name in ("keep", "checkpoints")}
+        own = {name: given[name] for name in ("keep", "checkpoints", "new_data", "replay")}
         run_dir.describe(recipe=recipe, settings=settings, **own, **found)
-        display.say(
-            f"{recipe}  {found['num_parameters'] / 1e6:.2f} M parameters, "
-            f"plan {found['plan'] or 'data=1'}, {found['num_ranks']} "
-            f"rank{'s' if found['num_ranks'] > 1 else ''}, "
-            f"{found['num_steps']} steps of {found['batch_size']} samples -> {run_dir.path}"
-        )
-        for told in filter(None, (found["goes_on"], found["begins"])):
-            display.say(told)
-        if found["cuts"]:
-            click.echo(found["cuts"], err=True)
+        display.introduce(recipe, found, str(run_dir.path))
 
     def members(found: dict[str, Any]) -> Membership:
         return Membership(
@@ -167,6 +174,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
         click.echo(f"shoal: {error}", err=True)
         return error.exit_code
     display.close()
+    facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 
@@ -177,6 +185,10 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         Keep.parse(given["keep"])
     if (given["checkpoints"] or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    if given["replay"] is not None and given["new_data"] is None:
+        raise UsageError("--replay has no effect without --new-data RUN.")
+    if given["new_data"] is not None and given["resume"]:
+        raise UsageError("--resume goes on with its own data. Leave --new-data out.")
     if given["begin_from"] is None:
         for name, default in (("take", "weights"), ("partial", False)):
             if given[name] != default:
@@ -187,57 +199,81 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
 
 def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Path) -> Any:
     """In the process that ranks are forked from."""
-    from shoal.beginning import find_beginning
     from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
+    from shoal.lineage import keep_statistics, only_new
     from shoal.recipe import load_recipe, provenance
-    from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_other_data, refuse_used
+    from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
 
     use_threads()
     run = load_recipe(recipe, settings)
     fields = provenance(run, settings)
+    if given["new_data"] is not None:
+        run = replace(run, data=only_new(run.data, Path(given["new_data"]), given["replay"] or 0.0))
     plain = {name: field["value"] for name, field in fields.items()}
-    goes_on = ""
     store = open_store(given["checkpoints"] or run_dir / "checkpoints")
+    keep = Keep.parse(given["keep"])
+    keep.refuse_unknown(run.measures(), "this run measures no such number")
     if given["resume"]:
-        manifest = newest(store)
-        refuse_changes(plain, run, manifest.origin)
-        plan = plan_to_go_on(run, given["plan"], given["ranks"], manifest.origin)
-        goes_on = f"going on from step {manifest.progress.step}, saved under {manifest.origin.plan}"
-        if plan.num_pieces != manifest.origin.num_pieces:
-            goes_on += (
-                f"; the batch is cut into {plan.num_pieces} pieces from here on, "
-                f"not {manifest.origin.num_pieces}"
-            )
+        origin = newest(store).origin
+        refuse_changes(plain, run, origin)
+        plan = plan_to_go_on(run, given["plan"], given["ranks"], origin)
     else:
         refuse_used(store)
         plan = resolve(run, given["plan"], given["ranks"])
+    asked = "--checkpoints asks for it" if given["checkpoints"] else ""
+    if run.save_every is not None:
+        asked = f"save_every={run.save_every} asks for it"
+    looked: dict[str, str] = {}
 
-    def begin(model: Any) -> Any:
-        everything = given["take"] == "everything"
-        source, partial = given["begin_from"], given["partial"]
-        found = find_beginning(source, model, everything=everything, partial=partial)
-        if found.origin is not None:
-            refuse_other_data(plain, run, found.origin)
-        return found
+    def look_at(model: Any) -> Any:
+        looked["unholdable"] = _unholdable(model, asked)
+        return None if given["begin_from"] is None else _beginning(model, run, plain, given)
 
+    keep_statistics(run.data, run_dir)
+    origin = origin_of(recipe, plain, plan, run)
     facts, rank_main = prepare_training(
         run,
         plan,
         run_dir,
-        keeping=Keeping(store, origin_of(recipe, plain, plan, run), Keep.parse(given["keep"])),
-        begin=None if given["begin_from"] is None else begin,
+        keeping=Keeping(store, origin, keep, is_asked=bool(asked)),
+        begin=look_at,
         tensorboard=given["tensorboard"],
     )
-    return facts | {"run": fields, "goes_on": goes_on}, rank_main
+    return facts | looked | {"run": fields}, rank_main
+
+
+def _unholdable(model: Any, asked: str) -> str:
+    """What of a model no checkpoint can hold; refused if one was asked for."""
+    from shoal.checkpoint.types import unholdable
+    from shoal.keeping import cannot_hold
+
+    why = unholdable(model)
+    if why and asked:
+        raise cannot_hold(why, f"and {asked}")
+    return why
+
+
+def _beginning(model: Any, run: Any, plain: dict[str, Any], given: dict[str, Any]) -> Any:
+    from shoal.beginning import find_beginning
+    from shoal.resume import refuse_other_data
+
+    everything, partial = given["take"] == "everything", given["partial"]
+    found = find_beginning(given["begin_from"], model, everything=everything, partial=partial)
+    if found.origin is not None:
+        refuse_other_data(plain, run, found.origin)
+    return found
 
 
 def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
     """Say how a run ended; the first failure comes last on screen."""
     own = outcome.summaries.get(0, {})
+    lost = _not_saved(outcome, facts, own)
+    code = int(outcome.exit_code) or (1 if lost else 0)
+    model = run_dir / "model.safetensors"
     result = {
         "steps": outcome.step,
         "loss": own.get("loss"),
@@ -248,26 +284,40 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
             (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
         ),
         "checkpoint": own.get("checkpoint"),
+        "not_saved": lost or None,
+        "model": str(model) if model.exists() and not facts["model_problem"] else None,
         "recoveries": outcome.num_recoveries,
         "steps_again": outcome.num_steps_again,
         "plan": facts["plan"],
         "run_dir": str(run_dir),
-        "exit_code": outcome.exit_code,
+        "exit_code": code,
     }
     if outcome.exit_code == 0:
-        click.echo(_in_words(result, own, facts, run_dir), err=True)
+        click.echo(_in_words(result, own, facts), err=True)
+        if lost:
+            click.echo(f"shoal: {lost}", err=True)
     else:
         if outcome.trace:
             click.echo(outcome.trace, err=True)
         click.echo(_why_it_ended(outcome, run_dir), err=True)
     if as_json:
         _print_result(result)
-    return int(outcome.exit_code)
+    return code
 
 
-def _in_words(
-    result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any], run_dir: Path
-) -> str:
+def _not_saved(outcome: Any, facts: dict[str, Any], own: dict[str, Any]) -> str:
+    """Why a run that got to its end has no checkpoint of it; empty if it has, or never would."""
+    if outcome.exit_code or facts["unholdable"] or own.get("checkpoint") == outcome.step:
+        return ""
+    told = facts["unsaved"].get(outcome.step, ["nobody said why"])
+    reasons = dict.fromkeys(why.rstrip(".") for why in told)
+    return (
+        f"Step {outcome.step}, the last, could not be saved: {'; '.join(reasons)}. Mend that, and "
+        "go on from the checkpoint before it (--resume), if there is one."
+    )
+
+
+def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]) -> str:
     times = own["times"]
     total = sum(times.values()) or 1.0
     shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())
@@ -284,13 +334,18 @@ def _in_words(
         f"time of rank 0: {shares}",
         f"sent {result['bytes_sent'] / 1e6:.1f} MB, peak memory "
         f"{result['peak_memory_bytes'] / 1e6:.0f} MB a rank",
-        f"model: {run_dir / 'model.safetensors'}",
+        f"model: {result['model'] or _why_no_model(result, facts)}",
     ]
     if result["recoveries"]:
         again = result["steps_again"]
         told = f"{again} steps were done again from the seed" if again else "no step was done again"
         lines.insert(1, f"lost ranks replaced: {result['recoveries']}; {told}")
     return "\n".join(lines)
+
+
+def _why_no_model(result: dict[str, Any], facts: dict[str, Any]) -> str:
+    held = "" if result["checkpoint"] != result["steps"] else ". The checkpoint holds it: export it"
+    return f"model.safetensors was not written: {facts['model_problem'].rstrip('.')}{held}"
 
 
 def _why_it_ended(outcome: Any, run_dir: Path) -> str:

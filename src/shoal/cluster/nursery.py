@@ -10,7 +10,6 @@ Linux only (pidfd, parent-death signal). A model that touches CUDA while it is b
 forked.
 """
 
-import ctypes
 import gc
 import os
 import select
@@ -25,8 +24,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from shoal.errors import ShoalError, UsageError
+from shoal.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 20
 
 
@@ -133,13 +132,6 @@ class Nursery:
             os.waitpid(self.pid, 0)
         except (ProcessLookupError, ChildProcessError):
             return
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
 
 
 def redirect_output(log: str | Path) -> None:

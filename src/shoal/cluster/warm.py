@@ -208,7 +208,8 @@ class Warm:
         parent: int,
     ) -> None:
         """In the fork: turn into the caller's command."""
-        from shoal.cluster.nursery import die_with_parent, exit_with
+        from shoal.cluster.nursery import exit_with
+        from shoal.processes import die_with_parent
 
         die_with_parent(parent)
         os.setsid()

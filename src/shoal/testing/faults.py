@@ -12,7 +12,6 @@ Not for timing. Cost: about a second a run.
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.cli.main import run_here
-from shoal.data.order import batch_ids, batches_per_epoch
 from shoal.faults import VARIABLE
+from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
+from shoal.recipe import load_recipe
 from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import LIMIT_S, Command, Pool
 
@@ -158,22 +158,23 @@ def check_same(trained: Trained, undisturbed: Trained) -> None:
 
 
 def check_ledger(trained: Trained, num_steps: int) -> None:
-    """Each step recorded once and in order; each sample at most once per epoch, and all of a
-    whole epoch when batches fill it."""
-    run = msgspec.json.decode((trained.run_dir / "run.json").read_bytes())
-    steps = [record["step"] for record in trained.steps()]
-    assert steps == list(range(1, num_steps + 1)), f"recorded steps: {steps}"
-    num_samples, batch_size = run["num_samples"], run["batch_size"]
-    seed, end = run["run"]["seed"]["value"], run["run"]["end"]["value"]
-    per_epoch = batches_per_epoch(num_samples, batch_size, end)
-    for first in range(0, num_steps, per_epoch):
-        epoch = steps[first : first + per_epoch]
-        seen = Counter(
-            int(i) for s in epoch for i in batch_ids(s - 1, num_samples, batch_size, seed, end)
-        )
-        assert max(seen.values()) == 1, "a sample was seen twice in an epoch"
-        if len(epoch) == per_epoch and num_samples % batch_size == 0:
-            assert len(seen) == num_samples, "a sample was lost in an epoch"
+    """Each step on record once and in order, made of the samples that the order gives it."""
+    record = read_record(trained.run_dir)
+    found = audit_run(record, range(record.described["num_samples"]))
+    assert not found.problems, found.problems
+    assert (found.first_step, found.last_step, found.num_marked) == (1, num_steps, num_steps)
+    assert found.most_often - found.least_often <= 1, "samples were not trained on equally often"
+
+
+def check_left_out(
+    trained: Trained, recipe: str, settings: Mapping[str, object], num_steps: int
+) -> None:
+    """Each step was made of the samples that the order gives it, without those in quarantine."""
+    data = load_recipe(recipe, {name: str(value) for name, value in settings.items()}).data
+    found = audit_run(read_record(trained.run_dir), data)
+    assert not found.problems, found.problems
+    assert found.num_left_out > 0
+    assert (found.last_step, found.num_marked) == (num_steps, num_steps)
 
 
 def check_survivors(trained: Trained, replaced: Sequence[int]) -> None:

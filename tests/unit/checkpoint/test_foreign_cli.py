@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shoal.checkpoint.foreign.opening import open_weights
+from shoal.checkpoint.foreign.opening import locate
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.storage import Directory
 from shoal.cli.convert import FORMATS, export, import_
@@ -118,7 +118,7 @@ def test_there_and_back(form: str, checkpoint: Path, recipe: str, tmp_path: Path
     assert "back: 2 tensors." in told
     found = Opened(Directory(tmp_path), "back")
     found.verify()
-    wanted = open_weights(checkpoint)
+    wanted = locate(checkpoint).weights
     for name in ("model.embed.weight", "model.scale"):
         assert torch.equal(found.whole(name), wanted.whole(name))
     assert len(list(found)) == 2
@@ -137,7 +137,7 @@ def test_a_program(
     assert "a program for any number of samples" in told
     if form == "pt2":
         ids = torch.tensor([[1, 2, 3]] * 5)
-        weight = open_weights(checkpoint).whole("model.embed.weight")
+        weight = locate(checkpoint).weights.whole("model.embed.weight")
         found = torch.export.load(tmp_path / "m.pt2").module()(ids)
         assert torch.allclose(found, 2 * weight[ids] @ weight.T, atol=1e-5)
 
@@ -176,6 +176,19 @@ def test_a_hugging_face_model_inside_of_another(
     call(export, tmp_path / "m.pt", tmp_path / "n.pt", "--to", "state_dict", "--like", recipe)
     first, second = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in "mn")
     assert first.keys() == second.keys() == model.state_dict().keys()
+
+
+def test_a_file_is_what_it_holds_not_what_it_is_called(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0)}
+    save_file(state, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.safetensors")
+    save_file(state, tmp_path / "c")
+    for name in ("a.pt", "b.safetensors", "c"):
+        call(import_, tmp_path / name, tmp_path / f"from-{name}")
+        assert torch.equal(Opened(Directory(tmp_path), f"from-{name}").whole("model.w"), state["w"])
+    for name, told in (("x.safetensors", "no sound safetensors"), ("x", "not what torch.save")):
+        (tmp_path / name).write_bytes(b"neither the one nor the other")
+        assert told in refusal(import_, tmp_path / name, tmp_path / "out")
 
 
 def test_elements_take_the_types_of_the_model(recipe: str, tmp_path: Path) -> None:

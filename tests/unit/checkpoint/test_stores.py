@@ -1,20 +1,16 @@
 """Stores: one suite for all, and what is special about objects behind a network.
 
-S3 is moto's server on loopback, behind a gate that can break connections: real requests over real
-sockets, through s3fs.
+S3 is moto's server on loopback (`conftest.py`).
 """
 
-import gc
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import fsspec.asyn
 import pytest
 import torch
 
@@ -43,56 +39,6 @@ from shoal.testing.stores import (
 BLOCK_BYTES = 5 << 20  # the least that S3 takes
 HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 MEMORY = "memory://stores"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, int]]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    threaded = pytest.importorskip("moto.server", reason="needs the extra test")
-    # Its threads stay for good, and are not leaks of the test that happens to start them.
-    threads = ThreadPoolExecutor(1)
-    threads.submit(int).result()
-    fsspec.asyn.get_loop().set_default_executor(threads)
-    served = threaded.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    served.start()
-    yield served.get_host_and_port()
-    served.stop()
-
-
-@pytest.fixture(scope="module")
-def gate(server: tuple[str, int]) -> Iterator[Gate]:
-    made = Gate(server)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def session(server: object) -> Any:
-    """What clients share: reading the description of S3 is most of the time they need to start."""
-    return pytest.importorskip("aiobotocore.session").get_session()
-
-
-@pytest.fixture
-def options(gate: Gate, session: Any) -> Iterator[dict[str, Any]]:
-    """What s3fs needs, for a bucket that is empty."""
-    gate.num_resets, gate.num_bytes = 0, -1
-    found = {
-        "session": session,
-        "endpoint_url": f"http://127.0.0.1:{gate.port}",
-        "key": "nobody",
-        "secret": "nothing",
-        "client_kwargs": {"region_name": "eu-central-1"},
-        "config_kwargs": {"retries": {"max_attempts": 0}},
-    }
-    system = fsspec.filesystem("s3", use_listings_cache=False, **found)
-    if not system.exists("bucket"):
-        system.mkdir("bucket")
-    yield found
-    gate.num_resets = 0
-    for path in system.find("bucket"):
-        system.rm_file(path)
-    gate.requests.clear()
-    gc.collect()
 
 
 def s3(options: dict[str, Any], **more: Any) -> ObjectStore:

@@ -5,23 +5,21 @@ is known they are fitted to it: names and shapes must agree, elements take the m
 tensor that the model knows under two names is kept under the first.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, header, place
+from shoal.checkpoint.chunks import Placed, place
 from shoal.checkpoint.dealing import Held
-from shoal.checkpoint.foreign.weights import MODEL, Model, bytes_of
-from shoal.checkpoint.manifest import BadCheckpoint, Chunk, File, Manifest, Origin, Progress
-from shoal.checkpoint.storage import Directory, Draft
-from shoal.checkpoint.types import name_of_type
-from shoal.errors import UsageError
+from shoal.checkpoint.finding import Where
+from shoal.checkpoint.foreign.weights import MODEL, Model
+from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin, Progress
+from shoal.checkpoint.storage import Draft
+from shoal.checkpoint.types import bytes_of, name_of_type
+from shoal.checkpoint.writing import commit, free_place, hashed, joined, new_draft, write_chunks
 from shoal.parallel.boxes import whole_box
 
 
@@ -76,23 +74,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return first
 
 
-def adopt(source: Model, wanted: dict[str, Wanted], path: Path, recipe: str) -> None:
-    """Write a checkpoint at `path`; it appears whole or not at all."""
-    if os.path.lexists(path):
-        raise UsageError(f"{path} is there already. Choose another place, or remove it first.")
-    whole = Path(os.path.abspath(path))
-    store = Directory(whole.parent)
-    try:
-        draft = store.begin(whole.name, f"import-{os.getpid()}")
-        try:
-            _write(_Import(source, wanted, recipe), draft)
-        except BaseException:
-            draft.discard()
-            raise
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}. Nothing was left there."
-        ) from error
+def adopt(source: Model, wanted: dict[str, Wanted], where: Where, recipe: str) -> None:
+    """Write a checkpoint at a path or URL; it appears whole or not at all."""
+    with new_draft(free_place(where)) as draft:
+        _write(_Import(source, wanted, recipe), draft)
 
 
 class _Import(NamedTuple):
@@ -113,46 +98,25 @@ class _Import(NamedTuple):
 
 
 def _write(content: _Import, draft: Draft) -> None:
-    file = "rank-00000.safetensors"
-    placed = place(content.held())
-    head = header(placed)
-    hashes: list[str] = []
-    draft.write(file, _parts(content, placed, head, hashes))
-    size = len(head) + (placed[-1].stop if placed else 0)
-    chunks: dict[str, list[Chunk]] = {}
-    for one, digest in zip(placed, hashes, strict=True):
-        box, found = one.held.box, chunks.setdefault(one.held.name, [])
-        if box.numel:
-            found.append(Chunk(box.offset, box.shape, 0, len(head) + one.start, digest))
-    described = manifests.encode(
-        Manifest(
-            manifests.FORMAT,
-            manifests.VERSION,
-            Progress(step=0, samples=0, epoch=0, batch=0),
-            Origin(content.recipe, {}, "", 1, 0, {"torch": str(torch.__version__)}),
-            {},
-            (File(file, size, len(head), xxhash.xxh3_128_hexdigest(head)),),
-            tuple(
-                manifests.Tensor(held.name, held.dtype, held.whole, tuple(chunks[held.name]))
-                for held in sorted(content.held())
-            ),
-        )
+    placed, hashes = place(content.held()), list[str]()
+    parts = hashed(_chunks(content, placed), hashes)
+    file, tensors = write_chunks(draft, 0, placed, parts, hashes)
+    manifest = Manifest(
+        manifests.FORMAT,
+        manifests.VERSION,
+        Progress(step=0, samples=0, epoch=0, batch=0),
+        Origin(content.recipe, {}, "", 1, 0, {"torch": str(torch.__version__)}),
+        {},
+        (file,),
+        joined([tensors]),
     )
-    manifests.decode(described, manifests.seal(described))  # never commit what no one would load
-    draft.write(manifests.MANIFEST, [described])
-    draft.write(manifests.SEAL, [manifests.seal(described)])
-    draft.commit(drop=[])
+    commit(draft, manifest)
 
 
-def _parts(
-    content: _Import, placed: list[Placed], head: bytes, hashes: list[str]
-) -> Iterator[memoryview | bytes]:
-    """The bytes of the file, hashed as they go by; chunks of one tensor stand together."""
-    yield head
+def _chunks(content: _Import, placed: list[Placed]) -> Iterator[memoryview]:
+    """The bytes of each chunk; those of one tensor stand together."""
     name, tensor = "", torch.empty(0)
     for one in placed:
         if one.held.name != name:
             name, tensor = one.held.name, content.tensor(one.held.name)
-        part = bytes_of(one.held.box.of(tensor))
-        hashes.append(xxhash.xxh3_128_hexdigest(part))
-        yield part
+        yield bytes_of(one.held.box.of(tensor))

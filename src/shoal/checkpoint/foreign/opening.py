@@ -1,21 +1,43 @@
-"""Any weights by their path: a checkpoint of ours, or a file or directory of another program."""
+"""Any weights by their place: a checkpoint of ours, or a file or directory of another program.
 
+What a file is shows in its first bytes, not in its name. Checkpoints are read wherever they are;
+what other programs wrote is read from a disk, and fetched to one first where it is not.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from shoal.checkpoint.finding import find_one
+from shoal.checkpoint.finding import NoCheckpoint, Where, open_newest, split_url
 from shoal.checkpoint.foreign.dcp import METADATA, open_dcp
 from shoal.checkpoint.foreign.huggingface import INDEX, SINGLE, open_huggingface
-from shoal.checkpoint.foreign.safetensors import open_safetensors
+from shoal.checkpoint.foreign.safetensors import open_safetensors, require_file
 from shoal.checkpoint.foreign.state_dict import open_state_dict
 from shoal.checkpoint.foreign.weights import Foreign, Weights
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.objects import BLOCK_BYTES, local_path
+from shoal.checkpoint.remote import PATIENCE, Remote, without_password
+from shoal.checkpoint.sealed import num_cores
 from shoal.errors import UsageError
 
 _KINDS = (
     "a safetensors file, a state_dict file of torch.save, a directory with model.safetensors or "
     "its index, or a directory of torch.distributed.checkpoint"
 )
+_ZIP = b"PK\x03\x04"  # what torch.save writes begins so
+_LENGTH = 8  # bytes before a safetensors header, which is a JSON object
+
+
+class Located(NamedTuple):
+    """Weights, and how to open them once more; `told` says which they are of several."""
+
+    weights: Weights
+    place: str
+    again: Callable[[], Weights]
+    told: str = ""
 
 
 def open_foreign(path: Path) -> Foreign | None:
@@ -28,9 +50,7 @@ def open_foreign(path: Path) -> Foreign | None:
         if (path / INDEX).exists() or (path / SINGLE).exists():
             return open_huggingface(path)
         return None
-    if path.suffix == ".safetensors":
-        return open_safetensors(path)
-    return open_state_dict(path)
+    return open_safetensors(path) if _is_safetensors(path) else open_state_dict(path)
 
 
 def import_from(path: Path, prefix: str) -> Foreign:
@@ -41,17 +61,74 @@ def import_from(path: Path, prefix: str) -> Foreign:
     return found.under(prefix) if prefix else found
 
 
-def open_weights(path: Path) -> Weights:
-    """A checkpoint, or anything that could be imported."""
-    if path.exists() and not _is_checkpoint(path):
+def locate(where: Where) -> Located:
+    """A checkpoint, or anything that could be imported; of several checkpoints the newest good."""
+    path = local_path(where)
+    if path is not None and path.exists() and not _is_checkpoint(path):
         found = open_foreign(path)
         if found is not None:
-            return found
-    store, name = find_one(path)
+            return Located(found, str(path), lambda: import_from(path, ""))
     try:
-        return Opened(store, name)
-    except BadCheckpoint as bad:
-        raise BadCheckpoint(f"{store.path / name}: {bad}") from bad
+        chosen = open_newest(Opened, where, lambda opened: opened.verify(num_cores()))
+    except NoCheckpoint as none:
+        if path is not None:
+            raise
+        raise NoCheckpoint(f"{none} What another program wrote is to be imported first.") from None
+    store, name = chosen.store, chosen.name
+    return Located(chosen.opened, chosen.place, lambda: Opened(store, name), chosen.told)
+
+
+@contextmanager
+def fetched(where: Where) -> Iterator[Path]:
+    """A file or directory as a path; one at a URL is copied to a temporary place meanwhile."""
+    path = local_path(where)
+    if path is not None:
+        yield path
+        return
+    parent, name = split_url(str(where))
+    remote = Remote(parent, {}, PATIENCE)
+    found = [f"{name}/{file}" for file in remote.find(name)]
+    files = [name] if remote.size(name) is not None else found
+    if not files:
+        raise UsageError(f"There is no {without_password(str(where))}. Give {_KINDS}.")
+    with tempfile.TemporaryDirectory(prefix="shoal-import-") as folder:
+        for file in files:
+            _fetch(remote, file, Path(folder))
+        yield Path(folder) / name
+
+
+def _fetch(remote: Remote, file: str, folder: Path) -> None:
+    if not (folder / file).resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"{remote} holds {file}, which is no plain name.")
+    size = remote.size(file) or 0
+    try:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        with open(folder / file, "xb") as made:
+            for start in range(0, size, BLOCK_BYTES):
+                part = remote.part(file, start, min(size, start + BLOCK_BYTES))
+                made.write(part)
+            if made.tell() != size:
+                raise BadCheckpoint(f"{file} changed while it was fetched.")
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be fetched to {folder}: {error.strerror}. Let TMPDIR name a place with "
+            "enough room."
+        ) from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """By what it begins with; a file that is neither is called what its name says."""
+    require_file(path)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_LENGTH + 1)
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}.") from None
+    if start.startswith(_ZIP):
+        return False
+    return start[_LENGTH:] == b"{" or path.suffix == ".safetensors"
 
 
 def _is_checkpoint(path: Path) -> bool:

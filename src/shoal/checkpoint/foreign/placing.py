@@ -16,19 +16,9 @@ from shoal.errors import UsageError
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `path` if all goes well."""
-    _refuse_existing(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+    with _beside(path) as partial:
         yield partial
         os.rename(partial, path)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}. Nothing was left there."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
@@ -38,11 +28,7 @@ def new_files(path: Path) -> Iterator[Path]:
     Whatever else is written beside it (weights too large for it, say) is moved first, so that the
     file itself is there last.
     """
-    _refuse_existing(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+    with _beside(path) as partial:
         yield partial / path.name
         beside = [entry for entry in sorted(partial.iterdir()) if entry.name != path.name]
         for entry in beside:
@@ -51,6 +37,17 @@ def new_files(path: Path) -> Iterator[Path]:
             with open(entry, "rb") as file:
                 os.fsync(file.fileno())
             os.rename(entry, path.parent / entry.name)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A directory next to a place where nothing is; gone afterwards, whatever happens."""
+    _refuse_existing(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}. Nothing was left there."

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.checkpoint.foreign.placing import new_files
-from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, bytes_of, entry
+from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, entry
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES, BadCheckpoint
-from shoal.checkpoint.types import name_of_type, type_of_name
+from shoal.checkpoint.types import bytes_of, name_of_type, type_of_name
 from shoal.parallel.boxes import whole_box
 
 # The order in which the library writes types.

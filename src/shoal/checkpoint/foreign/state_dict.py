@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shoal.checkpoint.foreign.placing import new_files
 from shoal.checkpoint.foreign.safetensors import require_file
-from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, bytes_of, entry
+from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, entry
 from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.types import bytes_of
 from shoal.parallel.boxes import whole_box
 
 _TOP = "archive"
@@ -129,7 +130,8 @@ def open_state_dict(path: Path) -> Foreign:
     require_file(path)
     with open(path, "rb") as file:
         check_archive(file, str(path))
-    content = load_tensors(path, str(path), mmap=True)
+        # By its number, since torch takes a file for what its name says.
+        content = load_tensors(f"/proc/self/fd/{file.fileno()}", str(path), mmap=True)
     if not isinstance(content, Mapping):
         raise BadCheckpoint(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
     entries: dict[str, Entry] = {}
@@ -161,7 +163,7 @@ def check_archive(file: BinaryIO, what: str) -> None:
         raise BadCheckpoint(f"{what}: the bytes of {changed} are not those that were written.")
 
 
-def load_tensors(file: Path | BinaryIO, what: str, mmap: bool) -> Any:
+def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
     """What an archive holds, if that is tensors, numbers, text, and lists and dicts of them."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)

@@ -163,12 +163,6 @@ class Model:
         return MODEL + self._inside + name
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's elements in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
 def _check(name: str, found: Entry) -> None:
     try:
         name_of_type(found.dtype)

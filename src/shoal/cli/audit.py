@@ -1,0 +1,42 @@
+"""`shoal data audit`: were the steps of a run made of the samples that its order gives?"""
+
+import sys
+from pathlib import Path
+
+import click
+
+from shoal.cli import options
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def audit(run: Path, as_json: bool) -> None:
+    """Check the ledger of RUN, a run directory.
+
+    Every rank left a mark of the samples that it really loaded for each committed step. The order
+    of samples is computed anew from the run's recipe and seed and compared with these marks. Exit
+    codes: 0 every step was made of the right samples, 1 one was not.
+    """
+    options.refuse_closed_output()
+    import msgspec
+
+    from shoal.lineage import audit_run, read_record, recipe_data
+
+    record = read_record(run)
+    found = audit_run(record, recipe_data(record))
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        click.echo(
+            f"{run}: steps {found.first_step} to {found.last_step}, {found.num_samples} samples, "
+            f"{found.passes:.2f} passes\n"
+            f"each sample was trained on {found.least_often} to {found.most_often} times\n"
+            f"{found.num_marked} steps checked, {found.num_unmarked} without a mark, "
+            f"{found.num_left_out} samples left out as bad"
+        )
+        for problem in found.problems:
+            click.echo(f"WRONG: {problem}")
+        if not found.problems:
+            click.echo("every step was made of the samples that the order gives")
+    sys.exit(1 if found.problems else 0)

@@ -1,0 +1,83 @@
+"""`shoal checkpoint convert`: write a checkpoint anew at another place."""
+
+from collections.abc import Callable
+from functools import partial
+
+import click
+
+from shoal.checkpoint.finding import open_newest
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.rewrite import copy, deal_anew
+from shoal.checkpoint.sealed import Sealed, num_cores
+from shoal.checkpoint.signing import VARIABLE, read_key, signing_key
+from shoal.checkpoint.writing import free_place, new_draft
+from shoal.cli.output import say
+from shoal.tables import in_units
+
+_UNSIGNED = "none"
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--files",
+    "num_files",
+    type=click.IntRange(1, 99_999),
+    metavar="N",
+    help="Deal what it holds to N files of about one size, one for each host say. Default: the "
+    "files stay as they are.",
+)
+@click.option(
+    "--source-key",
+    metavar="FILE",
+    help=f"The key that SOURCE was signed with, if that is not the one of {VARIABLE}; {_UNSIGNED} "
+    "if it is to be taken without a signature.",
+)
+def convert(source: str, target: str, num_files: int | None, source_key: str | None) -> None:
+    """Write the checkpoint SOURCE anew at TARGET, in today's format.
+
+    \b
+    shoal checkpoint convert runs/charlm-small-1 s3://bucket/archive/charlm-300
+    shoal checkpoint convert s3://bucket/archive/charlm-300 start/step-00000300 --files 4
+    shoal checkpoint convert old/step-00000300 new/step-00000300 --source-key old.key
+
+    Both are paths or URLs. Of a run directory the newest good checkpoint is taken. Every byte is
+    verified on the way; TARGET must not exist, and appears whole or not at all. It is signed if
+    SHOAL_CHECKPOINT_KEY is set, whatever SOURCE was signed with. Without --files it holds the same
+    files and has the same seal. Exit codes: 0 done, 2 usage or input, or SOURCE is bad.
+    """
+    key_of, place = _key_of(source_key), free_place(target)
+    if num_files is None:
+        chosen = open_newest(partial(Sealed, key_of=key_of), source, _verify)
+        if chosen.told:
+            say(chosen.told, is_error=True)
+        with new_draft(place) as draft:
+            made = copy(chosen.opened, draft)
+    else:
+        from shoal.checkpoint.load import Opened
+
+        anew = open_newest(partial(Opened, key_of=key_of), source, _verify)
+        if anew.told:
+            say(anew.told, is_error=True)
+        with new_draft(place) as draft:
+            made = deal_anew(anew.opened, draft, num_files)
+    say(_told(made, str(place)))
+
+
+def _key_of(given: str | None) -> Callable[[], bytes | None]:
+    if given is None:
+        return signing_key
+    key = None if given == _UNSIGNED else read_key(given, "--source-key")
+    return lambda: key
+
+
+def _verify(sealed: Sealed) -> None:
+    sealed.verify(num_cores())
+
+
+def _told(made: Manifest, target: str) -> str:
+    size = sum(file.num_bytes for file in made.files)
+    files = f"{len(made.files)} file{'s' if len(made.files) > 1 else ''}"
+    signed = "signed" if signing_key() is not None else "not signed"
+    return f"{target}: step {made.progress.step}, {in_units(size)} in {files}, {signed}."

@@ -1,0 +1,115 @@
+"""Which checkpoints a path stands for: links are named, and of several the newest good one."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint.finding import find, open_newest
+from shoal.checkpoint.foreign.opening import locate
+from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.storage import Directory
+from shoal.cli.main import run_here
+from shoal.errors import UsageError
+from shoal.resume import newest
+from tests.unit.checkpoint.made import NAME, make, tensors
+from tests.unit.checkpoint.test_every_call import save
+
+LINK = "step-00000030"
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A run whose newest checkpoint was moved to another disk, with a link in its place."""
+    store = make(tmp_path / "run" / "checkpoints", tensors())
+    make(tmp_path / "elsewhere", tensors(1), name=LINK, step=30)
+    (store.path / LINK).symlink_to(tmp_path / "elsewhere" / LINK)
+    (store.path / "latest").symlink_to(NAME)  # only a second name
+    return tmp_path / "run"
+
+
+def test_a_link_is_named_when_it_is_passed_over(
+    linked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = f"{LINK} is a link, to {tmp_path / 'elsewhere' / LINK}, and a link"
+    store = Directory(linked / "checkpoints")
+    assert store.names() == [NAME, LINK]
+    assert newest(store).progress.step == 20
+    with pytest.raises(BadCheckpoint, match="is a link"):
+        Sealed(store, LINK)
+    assert run_here(["checkpoint", "list", str(linked)]) == 0
+    assert told in capsys.readouterr().out
+    assert run_here(["checkpoint", "verify", str(linked)]) == 1
+    assert f"bad  {LINK}  {told}" in capsys.readouterr().out
+    assert run_here(["checkpoint", "show", str(linked)]) == 0
+    assert f"{LINK} was passed over: {told}" in capsys.readouterr().err
+
+
+def test_a_link_alone_is_not_nothing(linked: Path) -> None:
+    """A run must not begin anew in silence because it does not follow the link."""
+    shutil.rmtree(linked / "checkpoints" / NAME)
+    with pytest.raises(BadCheckpoint, match="is a link"):
+        newest(Directory(linked / "checkpoints"))
+
+
+def test_a_link_that_leads_nowhere_is_named(linked: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "elsewhere")
+    found = find(linked)
+    assert found.names == [NAME, LINK]
+    with pytest.raises(BadCheckpoint, match="is a link"):
+        Sealed(found.store, LINK)
+
+
+def test_a_link_by_its_own_name_is_meant(linked: Path, tmp_path: Path) -> None:
+    for name, step in ((LINK, 30), ("latest", 20)):
+        store, (found,) = find(linked / "checkpoints" / name)
+        assert Sealed(store, found).manifest.progress.step == step
+
+
+def test_a_save_takes_the_place_of_a_link(linked: Path, tmp_path: Path) -> None:
+    store = Directory(linked / "checkpoints")
+    for _ in range(2):
+        save(store, 30)
+        Sealed(store, LINK).verify()
+        assert set(os.listdir(store.path)) == {NAME, LINK, "latest"}
+        shutil.rmtree(store.path / LINK)
+        (store.path / LINK).symlink_to(tmp_path / "nowhere")
+    assert os.listdir(tmp_path / "elsewhere") == [LINK]
+
+
+def test_of_several_the_newest_good_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 20, 30):
+        make(run / "checkpoints", tensors(step), name=f"step-{step:08d}", step=step)
+    (run / "model.safetensors").touch()  # as a finished run leaves it
+    assert open_newest(Sealed, run).name == "step-00000030"
+    file = run / "checkpoints" / "step-00000030" / "rank-00000.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1] + b"?")
+    assert open_newest(Sealed, run).name == "step-00000030"  # sealed, and not looked through
+    found = locate(run)
+    assert found.place.endswith("step-00000020")
+    assert "step-00000030 was passed over: rank-00000.safetensors: the bytes" in found.told
+    for step in (10, 20):
+        (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").unlink()
+    with pytest.raises(BadCheckpoint, match=r"No checkpoint in .* is good. step-00000030 was"):
+        locate(run)
+
+
+def test_a_name_of_another_form_is_the_oldest(tmp_path: Path) -> None:
+    make(tmp_path, tensors(), name="weights")
+    make(tmp_path, tensors(), name=NAME)
+    assert open_newest(Sealed, tmp_path).name == NAME
+
+
+def test_one_that_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
+    make(tmp_path, tensors())
+    (tmp_path / NAME / "manifest.json").unlink()
+    with pytest.raises(BadCheckpoint, match=f"{NAME} is bad: manifest.json is missing"):
+        locate(tmp_path / NAME)
+    with pytest.raises(UsageError, match="There is no"):
+        locate(tmp_path / "nothing")
+    assert find(f"file://{tmp_path}").names == [NAME]

@@ -1,0 +1,87 @@
+"""A batch that is filled row by row equals the samples collated at once."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.data.cache.rows import Rows, Unlike
+from shoal.data.sources import collate_samples
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+TYPES = st.sampled_from([torch.uint8, torch.float32, torch.int64, torch.bfloat16, torch.bool])
+
+
+def tensor(shape: list[int], kind: torch.dtype) -> Any:
+    return lambda number: torch.full(shape, number % 2, dtype=kind)
+
+
+def array(shape: list[int]) -> Any:
+    return lambda number: np.full(shape, number, dtype=np.float32)
+
+
+LEAVES = st.one_of(
+    st.builds(tensor, SHAPES, TYPES),
+    st.builds(array, SHAPES),
+    st.just(lambda number: number),
+    st.just(lambda number: number / 7),
+)
+PARTS = st.one_of(
+    LEAVES,
+    st.lists(LEAVES, min_size=1, max_size=3).map(
+        lambda made: lambda number: tuple(each(number) for each in made)
+    ),
+    st.dictionaries(st.sampled_from("abc"), LEAVES, min_size=1).map(
+        lambda made: lambda number: {name: each(number) for name, each in made.items()}
+    ),
+)
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(theirs, dict):
+        return list(mine) == list(theirs) and all(same(mine[k], theirs[k]) for k in theirs)
+    return type(mine) is type(theirs) and all(map(same, mine, theirs))
+
+
+@settings(max_examples=50)
+@given(PARTS, PARTS, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_rows_equal_collating(
+    inputs: Any, target: Any, num_rows: int, chosen: random.Random
+) -> None:
+    samples = [(inputs(number), target(number)) for number in range(num_rows)]
+    rows = Rows(num_rows)
+    for row in chosen.sample(range(num_rows), num_rows):
+        rows.place(row, samples[row])
+    assert same(rows.pair(), collate_samples(samples))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        (torch.zeros(2), 1),
+        (torch.zeros(3, dtype=torch.float64), 1),
+        (torch.zeros(3), 1.0),
+        (torch.zeros(3), torch.tensor(1)),
+        ((torch.zeros(3),), 1),
+        ({"a": torch.zeros(3)}, 1),
+        (torch.zeros(3), 1, 2),
+    ],
+)
+def test_a_sample_of_another_form_is_not_taken(second: Any) -> None:
+    rows = Rows(2)
+    rows.place(0, (torch.zeros(3), 1))
+    with pytest.raises(Unlike):
+        rows.place(1, second)
+
+
+def test_what_rows_do_not_know_is_not_taken() -> None:
+    samples: list[Any] = [("text", 1), (None, 1), (True, 1), (np.array(["a"]), 1), ([[1]], 1)]
+    for sample in (*samples, 5, {"a": 1}, (torch.zeros(1),)):
+        with pytest.raises(Unlike):
+            Rows(1).place(0, sample)

@@ -1,0 +1,162 @@
+"""Parquet: rows by index, a row group at a time, and pairs out of columns."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.loader import Batches
+from shoal.data.readers.parquet import parquet
+from shoal.data.readers.records import BadRecord, SourceLost
+from shoal.errors import UsageError
+from shoal.testing.sources import Case, SourceConformance, in_fork
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def table(start: int, stop: int) -> Any:
+    rows = range(start, stop)
+    return pa.table(
+        {
+            "x": pa.array([[row, row + 0.5] for row in rows], pa.list_(pa.float32())),
+            "y": pa.array(list(rows), pa.int64()),
+            "text": pa.array([f"row {row}" if row % 3 else None for row in rows], pa.string()),
+            "fixed": pa.array([[row, 1, 2] for row in rows], pa.list_(pa.int16(), 3)),
+            "ragged": pa.array([list(range(row % 3)) for row in rows], pa.list_(pa.int64())),
+            "gaps": pa.array([row if row != 4 else None for row in rows], pa.int32()),
+            "kind": pa.array(
+                [["a", "b"][row % 2] for row in rows], pa.string()
+            ).dictionary_encode(),
+        }
+    )
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    pq.write_table(table(0, 7), made[0], row_group_size=3)
+    pq.write_table(table(7, 9), made[1], write_page_checksum=True)
+    return made
+
+
+class TestRows(SourceConformance):
+    @pytest.fixture
+    def case(self, paths: list[Path]) -> Case:
+        expected = [
+            {
+                "text": f"row {row}" if row % 3 else None,
+                "x": np.array([row, row + 0.5], np.float32),
+                "ragged": np.arange(row % 3),
+                "y": row,
+                "kind": "ab"[row % 2],
+            }
+            for row in range(9)
+        ]
+        return Case(lambda: parquet(paths, columns=list(expected[0]), window=2), expected)
+
+
+class TestPairs(SourceConformance):
+    @pytest.fixture
+    def case(self, paths: list[Path]) -> Any:
+        system = fsspec.filesystem("memory")
+        for path in paths:
+            system.put(str(path), f"/shoal-parquet/{path.name}")
+        expected = [
+            (
+                (torch.tensor([row, row + 0.5]), torch.tensor([row, 1, 2], dtype=torch.int16)),
+                {"label": torch.tensor(row)},
+            )
+            for row in range(9)
+        ]
+        urls = [f"memory://shoal-parquet/{path.name}" for path in paths]
+        yield Case(lambda: parquet(urls).pairs(("x", "fixed"), {"label": "y"}), expected)
+        system.rm("/shoal-parquet", recursive=True)
+
+
+def test_a_pass_decodes_each_group_once(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[Any] = []
+    read = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, group, columns, **more: (
+            decoded.append(tuple(columns)) or read(self, group, columns=columns, **more)
+        ),
+    )
+    source = parquet(paths, columns=["x", "y"], window=2).pairs("x", "y")
+    batches = Batches(source, batch_size=3, seed=1)
+    seen = [batches.at(step).piece(0).target.tolist() for step in range(3)]
+    visited = [row for rows in seen for row in rows]
+    assert sorted(visited) == list(range(9)) != visited
+    assert len(decoded) == 4 and set(decoded) == {("x", "y")}
+
+
+def test_irregular_columns_are_named(paths: list[Path]) -> None:
+    rows = parquet(paths)
+    with pytest.raises(BadRecord, match=r"sample 4\): a value is null"):
+        rows.pairs("gaps", "y").take(np.array([0, 4, 5]))
+    with pytest.raises(BadRecord, match=r"'ragged' of sample 2 has the shape \[2\], and of sample"):
+        rows.pairs("ragged", "y").take(np.array([1, 4, 2]))
+    with pytest.raises(BadRecord, match=r"'ragged' of sample 8 has the shape \[2\]"):
+        rows.pairs("ragged", "y").take(np.array([1, 8]))
+    assert rows.pairs("gaps", "y")[3][0] == 3
+
+
+def test_wrong_columns_are_refused(paths: list[Path]) -> None:
+    with pytest.raises(UsageError, match=r"a.parquet has no column 'txt'. Did you mean 'text'"):
+        parquet(paths, columns=["txt"])
+    with pytest.raises(UsageError, match="has no column 'why'"):
+        parquet(paths).pairs("x", "why")
+    with pytest.raises(UsageError, match=r"column 'text' of .* holds string, which is no number"):
+        parquet(paths).pairs("text", "y")
+    with pytest.raises(UsageError, match="window=0"):
+        parquet(paths, window=0)
+
+
+def test_files_that_disagree_are_refused(paths: list[Path]) -> None:
+    pq.write_table(pa.table({"y": pa.array([1.0])}), paths[1])
+    with pytest.raises(UsageError, match=r"'y' holds double in .*b.parquet and int64 in .*a.par"):
+        parquet(paths, columns=["y"])
+    with pytest.raises(UsageError, match=r"b.parquet has no column 'x'"):
+        parquet(paths)
+
+
+def test_damage_is_seen(paths: list[Path], tmp_path: Path) -> None:
+    whole = paths[1].read_bytes()
+    for content in (b"", b"PAR1", whole[:-9], b"no parquet file at all"):
+        paths[0].write_bytes(content)
+        with pytest.raises(UsageError, match=r"a.parquet is no Parquet file"):
+            parquet(paths[0])
+    at = whole.index(b"row 7")
+    paths[1].write_bytes(whole[:at] + b"ROW" + whole[at + 3 :])
+    with pytest.raises(BadRecord, match=r"b.parquet: row group 0 \(sample 0\) cannot be decoded"):
+        parquet(paths[1])[0]
+
+
+def test_a_changed_file_is_lost(paths: list[Path]) -> None:
+    source = parquet(paths)
+    assert source[0]["y"] == 0
+    pq.write_table(table(20, 27), paths[0], row_group_size=3)
+    os.utime(paths[0], ns=(0, 0))
+    with pytest.raises(SourceLost, match=r"a.parquet changed"):
+        source[6]
+    assert source[0]["y"] == 0  # of a group that was decoded before
+
+    def elsewhere() -> None:
+        with pytest.raises(SourceLost, match=r"a.parquet changed"):
+            source[0]
+
+    in_fork(elsewhere)
+
+
+def test_empty_and_single(tmp_path: Path) -> None:
+    pq.write_table(table(0, 0), tmp_path / "none.parquet")
+    pq.write_table(table(0, 1), tmp_path / "one.parquet")
+    assert len(parquet(tmp_path / "none.parquet")) == 0
+    both = parquet([tmp_path / "none.parquet", tmp_path / "one.parquet"])
+    assert len(both) == 1 and both[0]["y"] == 0

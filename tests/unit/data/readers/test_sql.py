@@ -1,0 +1,225 @@
+"""Databases: rows by key on SQLite and on a real PostgreSQL, which may go away and come back."""
+
+import gc
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.checkpoint.remote import Patience
+from shoal.data.readers.records import BadRecord, SourceLost
+from shoal.data.readers.sql import sql
+from shoal.errors import UsageError
+from shoal.testing.leaks import wait_until
+from shoal.testing.servers import PASSWORD, Server, start_postgres
+from shoal.testing.sources import Case, SourceConformance
+
+HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
+ROWS = [(7, "seven", b"\x07", 0.5), (2, "two", None, 1.5), (5, "100% 'x'", b"", None)]
+EXPECTED = [
+    {"id": key, "name": name, "data": data, "value": value}
+    for key, name, data, value in sorted(ROWS, key=lambda row: row[0])
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    database = sqlite3.connect(tmp_path / "data.db")
+    database.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, name, data, value)")
+    database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", ROWS)
+    database.commit()
+    database.close()
+    return tmp_path / "data.db"
+
+
+def to(path: Path) -> Callable[[], sqlite3.Connection]:
+    return lambda: sqlite3.connect(path)
+
+
+class TestSqlite(SourceConformance):
+    @pytest.fixture
+    def case(self, path: Path) -> Case:
+        return Case(lambda: sql(to(path), "samples", key="id"), EXPECTED)
+
+
+@pytest.mark.full
+class TestQuery(SourceConformance):
+    @pytest.fixture
+    def case(self, path: Path) -> Case:
+        query = "SELECT name AS word, value FROM samples WHERE name NOT LIKE '%zz%'; "
+        expected = [{"value": None}, {"value": 0.5}, {"value": 1.5}]
+        return Case(lambda: sql(to(path), query=query, key="word", columns=["value"]), expected)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Server]:
+    with start_postgres() as server:
+        fill(server)
+        yield server
+
+
+def fill(server: Server) -> None:
+    psycopg = pytest.importorskip("psycopg", reason="needs the extra sql")
+    with psycopg.connect(server.url) as database:
+        database.execute(
+            "CREATE TABLE samples (id bigint PRIMARY KEY, name text, data bytea, value float8)"
+        )
+        with database.cursor() as cursor:
+            cursor.executemany("INSERT INTO samples VALUES (%s, %s, %s, %s)", ROWS)
+
+
+def to_postgres(server: Server) -> Callable[[], Any]:
+    import psycopg
+
+    return lambda: psycopg.connect(server.url, connect_timeout=5)
+
+
+class TestPostgres(SourceConformance):
+    @pytest.fixture
+    def case(self, postgres: Server) -> Case:
+        return Case(lambda: sql(to_postgres(postgres), "public.samples", key="id"), EXPECTED)
+
+
+@pytest.mark.full
+class TestPostgresQuery(SourceConformance):
+    @pytest.fixture
+    def case(self, postgres: Server) -> Case:
+        query = "SELECT id, name FROM samples WHERE name LIKE '%' -- all"
+        expected = [{"id": row["id"], "name": row["name"]} for row in EXPECTED]
+        return Case(lambda: sql(to_postgres(postgres), query=query, key="id"), expected)
+
+
+@pytest.mark.full
+def test_a_server_may_hang_go_away_and_come_back() -> None:
+    """A wait ends in a bounded time with an error that names it, or in the answer."""
+    with start_postgres() as server:
+        fill(server)
+        hasty = sql(to_postgres(server), "samples", key="id", timeout_s=0.2, patience=HASTY)
+        source = sql(to_postgres(server), "samples", key="id", patience=Patience(60, 0.1, 0.5))
+        assert source[0] == hasty[0] == EXPECTED[0]
+        server.pause()
+        with pytest.raises(
+            SourceLost, match=r"rows of the table samples .* no answer within 0.2 s. It was tried 3"
+        ):
+            hasty[1]
+        server.resume()
+        server.stop()
+        with pytest.raises(SourceLost, match=r"cannot be read: .*It was tried 3 times"):
+            hasty[1]
+        with pytest.raises(UsageError, match=r"cannot be read: no connection: .*refused"):
+            sql(to_postgres(server), "samples", key="id", patience=HASTY)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(lambda: source[1])
+            time.sleep(0.2)
+            assert not answer.done()
+            server.start()
+            assert answer.result() == EXPECTED[1]
+
+
+def test_credentials_and_names_of_postgres(postgres: Server) -> None:
+    import psycopg
+
+    bad = postgres.url.replace(PASSWORD, "wrong")
+    with pytest.raises(UsageError, match=r"(?s)password authentication failed") as caught:
+        sql(lambda: psycopg.connect(bad), "samples", key="id", patience=HASTY)
+    assert "wrong" not in str(caught.value)
+    with pytest.raises(UsageError, match='"sample" does not exist'):
+        sql(to_postgres(postgres), "sample", key="id")
+    with pytest.raises(UsageError, match=r"no column 'nam'. Did you mean 'name'"):
+        sql(to_postgres(postgres), "samples", key="id", columns=["nam"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"table": "sampels", "key": "id"}, "the table sampels cannot be read: no such table"),
+        ({"table": "samples", "key": "ids"}, "no column 'ids'. Did you mean 'id'"),
+        ({"table": "samples; DROP TABLE x", "key": "id"}, "no plain name"),
+        ({"table": "samples", "key": "id", "columns": ["a b"]}, "the column 'a b' is no plain"),
+        ({"key": "id"}, "a table or a query"),
+        ({"table": "samples", "query": "SELECT 1", "key": "id"}, "a table or a query"),
+        ({"query": "SELEC * FROM samples", "key": "id"}, "the query cannot be read: near"),
+        ({"query": "SELECT 1 AS id FROM samples", "key": "id"}, "has 1 more than once"),
+        ({"table": "samples", "key": "data"}, "has a null in the column data"),
+    ],
+)
+def test_wrong_questions_are_refused(path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sql(to(path), patience=HASTY, **arguments)
+
+
+def test_a_removed_row_is_named_and_an_added_one_is_not_seen(path: Path) -> None:
+    source = sql(to(path), "samples", key="id")
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM samples WHERE id = 5")
+        database.execute("INSERT INTO samples VALUES (3, 'three', NULL, NULL)")
+    database.close()
+    with pytest.raises(BadRecord, match=r"the table samples with id = 5 \(sample 1\) is gone"):
+        source[1]
+    assert len(source) == 3 and source[2] == EXPECTED[2]
+
+
+def test_many_keys_of_any_kind(tmp_path: Path) -> None:
+    keys = [f"key {number:05}" for number in range(1234)]
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE t (k TEXT, v)")
+        database.executemany("INSERT INTO t VALUES (?, ?)", [(key, len(key)) for key in keys])
+    database.close()
+    source = sql(to(tmp_path / "a.db"), "t", key="k", columns=["k"])
+    ids = np.arange(1234)[::-1]
+    assert [row["k"] for row in source.many(ids)] == keys[::-1]
+
+
+def test_an_empty_table_has_no_samples(path: Path) -> None:
+    assert len(sql(to(path), query="SELECT * FROM samples WHERE id > 9", key="id")) == 0
+
+
+def test_a_slow_answer_is_not_waited_for(path: Path) -> None:
+    """By any driver, also one that knows no limits; and its late answer goes to nobody."""
+    gate = threading.Event()
+
+    class Slow(sqlite3.Connection):
+        def cursor(self, *rest: Any) -> Any:
+            if gate.is_set():
+                time.sleep(0.3)
+            return super().cursor(*rest)
+
+    def connect() -> Any:
+        return sqlite3.connect(path, factory=Slow)
+
+    source = sql(connect, "samples", key="id", timeout_s=0.05, patience=HASTY)
+    gate.set()
+    with pytest.raises(SourceLost, match=r"no answer within 0.05 s"):
+        source[0]
+    gate.clear()
+    assert source[0] == EXPECTED[0]
+
+
+def test_a_driver_of_an_unknown_kind_is_refused(path: Path) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.real = sqlite3.connect(path)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    with pytest.raises(UsageError, match="marks parameters in the style None"):
+        sql(Odd, "samples", key="id")
+
+
+def test_threads_and_connections_end_with_the_source(path: Path) -> None:
+    source = sql(to(path), "samples", key="id")
+    assert source[0] == EXPECTED[0]
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("shoal-database") == 1
+    del source
+    gc.collect()
+    assert wait_until(
+        lambda: all(thread.name != "shoal-database" for thread in threading.enumerate()), 5
+    )

@@ -1,0 +1,302 @@
+"""Builds that are cut short, refused, or run into trouble: what they leave, and how they go on."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.data.shard_files import drafts
+from shoal.data.shard_files.places import Folder, read_index
+from shoal.data.shard_files.reading import shards
+from shoal.data.shard_files.verifying import faults
+from shoal.data.shard_files.writing import build
+from shoal.errors import RecipeError, UsageError
+from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same
+
+CALLS = ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "stat")
+MOST_CALLS = 300
+
+
+def in_a_fork(act: Callable[[], None]) -> int:
+    """The exit code of a child that does it; minus a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def counted(call: Callable[..., Any], left: list[int], then: Callable[[], None]) -> Any:
+    def count(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            then()
+        return call(*arguments, **named)
+
+    return count
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_good(folder: Path) -> bool:
+    place = Folder(folder)
+    return not any(faults(place, read_index(place)))
+
+
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("what", ["new", "replace"])
+def test_killed_before_every_call(
+    tmp_path: Path, what: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is there afterwards is whole, the next build ends with the same bytes."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the machine does not die
+    make("rows", tmp_path / "wanted", shard_bytes=2000)
+    wanted = files(tmp_path / "wanted")
+    for number in range(0, MOST_CALLS, step):
+        folder = tmp_path / str(number)
+        if what == "replace":
+            make("packed", folder / "out", shard_bytes=9000)
+
+        def act(folder: Path = folder, number: int = number) -> None:
+            left = [number]
+            for name in CALLS:
+                setattr(os, name, counted(getattr(os, name), left, kill))
+            make("rows", folder / "out", force=True, shard_bytes=2000)
+
+        code = in_a_fork(act)
+        if (folder / "out").exists():
+            assert is_good(folder / "out"), f"killed before call {number}"
+        else:
+            assert what == "new"
+        make("rows", folder / "out", force=True, shard_bytes=2000)
+        assert files(folder / "out") == wanted
+        assert os.listdir(folder) == ["out"], "something was left behind"
+        if code == 0:
+            assert number > 20, "nothing was counted"
+            return
+    pytest.fail(f"a build makes more than {MOST_CALLS} calls")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_build_goes_on(tmp_path: Path, kind: str) -> None:
+    make(kind, tmp_path / "wanted")
+
+    class Deadly(Small):
+        """Probes come before the build; only its own question for a sample is deadly."""
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 50 and self.asked > 40:
+                kill()
+            return super().__getitem__(index)
+
+    def dies() -> None:
+        build(Deadly(kind), tmp_path / "out", shard_bytes=1000)
+
+    assert in_a_fork(dies) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists() and len(os.listdir(tmp_path)) == 2
+    source = make(kind, tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "wanted")
+    fresh = make(kind, tmp_path / "again")
+    assert source.asked < fresh.asked, "the finished shards were built again"
+
+
+def test_a_changed_source_begins_anew(tmp_path: Path) -> None:
+    """A draft is taken up for the same samples only."""
+
+    class Fails(list):
+        def __getitem__(self, index: int) -> Any:
+            if index == 45 and self.deadly:
+                raise OSError(errno.EIO, "the disk is gone")
+            return super().__getitem__(index)
+
+    def source(shift: int, deadly: bool) -> Fails:
+        made = Fails((torch.arange(9) + (shift if i == 40 else 0), i) for i in range(NUM))
+        made.deadly = deadly
+        return made
+
+    with pytest.raises(RecipeError, match=r"sample 45 of 60 failed: OSError: .*the disk is gone"):
+        build(source(0, True), tmp_path / "out", shard_bytes=700)
+    assert len(os.listdir(tmp_path)) == 1, "finished shards are kept"
+    build(source(1, False), tmp_path / "out", shard_bytes=700)  # the samples in between differ
+    assert os.listdir(tmp_path) == ["out"]
+    for settings in ({"shard_bytes": 900}, {"compress": "zstd"}, {"identity": "other"}):
+        with pytest.raises(RecipeError):
+            build(source(0, True), tmp_path / "b", shard_bytes=700)
+        build(source(0, False), tmp_path / "b", **({"shard_bytes": 700} | settings))
+        build(source(0, False), tmp_path / "c", **({"shard_bytes": 700} | settings))
+        assert files(tmp_path / "b") == files(tmp_path / "c")
+        for name in ("b", "c"):
+            for path in (tmp_path / name).iterdir():
+                path.unlink()
+            (tmp_path / name).rmdir()
+
+
+def test_a_damaged_draft_is_not_gone_on_with(tmp_path: Path) -> None:
+    make("rows", tmp_path / "wanted")
+
+    class Stops(Small):
+        def __getitem__(self, index: int) -> Any:
+            if index == 55 and self.asked > 40:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Stops("rows"), tmp_path / "out", shard_bytes=1000)
+    draft = drafts.FolderDraft(Folder(tmp_path / "out")).path
+    shard = draft / "shard-00001.bin"
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    make("rows", tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "wanted")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for number in range(100):
+        left = [number]
+        with monkeypatch.context() as patched:
+            for name in ("write", "fsync"):
+                patched.setattr(os, name, counted(getattr(os, name), left, full))
+            try:
+                make("rows", tmp_path / "out")
+                assert number > 10
+                return
+            except UsageError as error:
+                assert "No space left on device" in str(error) and "make room" in str(error)
+        if (tmp_path / "out").exists():  # it failed after the set had appeared
+            assert is_good(tmp_path / "out") and number > 10
+            return
+        assert os.listdir(tmp_path) == []
+    pytest.fail("it never ended")
+
+
+def test_a_full_disk_spares_the_set_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("packed", tmp_path / "out")
+    before = files(tmp_path / "out")
+    left = [5]
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", counted(os.write, left, full))
+        with pytest.raises(UsageError, match="No space"):
+            make("rows", tmp_path / "out", force=True)
+    assert files(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    make("rows", tmp_path / "out")
+    before = files(tmp_path / "out")
+    with pytest.raises(UsageError, match=r"holds a set already.*--force"):
+        make("packed", tmp_path / "out")
+    assert files(tmp_path / "out") == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").touch()
+    (tmp_path / "file").touch()
+    for name in ("home", "file"):
+        with pytest.raises(UsageError, match="no set of shards"):
+            make("packed", tmp_path / name, force=True)
+    assert (tmp_path / "home" / "letter").exists()
+    (tmp_path / "empty").mkdir()
+    make("packed", tmp_path / "empty")
+    assert is_good(tmp_path / "empty")
+
+
+def test_two_builds_do_not_mix(tmp_path: Path) -> None:
+    one = drafts.FolderDraft(Folder(tmp_path / "out"))
+    one.begin()
+    with pytest.raises(UsageError, match="being built by another process"):
+        make("rows", tmp_path / "out")
+    one.close(discard=True)
+    make("rows", tmp_path / "out")
+
+
+class Bad(Small):
+    """Some of its samples cannot be had."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index in (17, 18, 44):
+            raise RecipeError(f"sample {index}: no picture")
+        return super().__getitem__(index)
+
+
+class LeavingOut(Bad):
+    def __init__(self, kind: str):
+        super().__init__(kind)
+        self.left_out: list[int] = []
+
+    def record(self, index: int, error: Exception) -> None:
+        assert "no picture" in str(error)
+        self.left_out.append(index)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_bad_sample_stops_or_is_left_out(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(RecipeError, match="sample 17: no picture"):
+        build(Bad("rows"), tmp_path / "bad", shard_bytes=1000, workers=workers)
+    source = LeavingOut("rows")
+    build(source, tmp_path / "out", shard_bytes=1000, workers=workers)
+    assert source.left_out == [17, 18, 44]
+    good = [number for number in range(NUM) if number not in source.left_out]
+    opened = shards(tmp_path / "out")
+    assert len(opened) == len(good)
+    assert all(same(opened[at], KINDS["rows"](i)) for at, i in enumerate(good))
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    class Deadly(Small):
+        def __getitem__(self, index: int) -> Any:
+            if index == 20 and os.getpid() != parent:
+                kill()
+            return super().__getitem__(index)
+
+    parent = os.getpid()
+    with pytest.raises(RecipeError, match=r"loads sample 20 died \(killed by signal SIGKILL\)"):
+        build(Deadly("rows"), tmp_path / "out", workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"source": []}, "the source is empty"),
+        ({"shard_bytes": 0}, "shard_bytes=0"),
+        ({"workers": 0}, "workers=0"),
+        ({"compress": "zst"}, "Did you mean 'zstd'?"),
+        ({"source": {"a": 1}}, "data is a dict"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, arguments: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told.replace("?", r"\?")):
+        build(**({"source": Small("rows"), "out": tmp_path / "out"} | arguments))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_sample_that_is_no_bytes_is_named(tmp_path: Path) -> None:
+    for number in (11, 29):  # one that is loaded in its turn, one that is looked at first
+        samples: list[Any] = [(torch.ones(2), "a")] * 30
+        samples[number] = (torch.ones(2), object())
+        with pytest.raises(RecipeError, match=f"sample {number}: a sample holds a object"):
+            build(samples, tmp_path / "out")
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    make("rows", tmp_path / "out", progress=lambda samples, size: told.append((samples, size)))
+    assert told == sorted(told) and told[-1][0] == NUM and len(told) >= 3

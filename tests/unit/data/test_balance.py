@@ -1,0 +1,72 @@
+"""Work moves to who is fast; nobody goes without, and clean runs are left alone."""
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.balancing import by_replica
+from shoal.data.balance import Balance, can_balance
+from shoal.data.split import deal, shares
+from shoal.plan import Plan
+
+SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
+
+
+@given(SECONDS, st.integers(0, 12))
+def test_every_piece_is_dealt_and_nobody_goes_without(seconds: list[float], more: int) -> None:
+    counts = deal(len(seconds) + more, seconds)
+    assert sum(counts) == len(seconds) + more
+    assert min(counts) >= 1
+    taken = shares(sum(counts), len(counts), counts)
+    assert [i for share in taken for i in share] == list(range(sum(counts)))
+    assert [len(share) for share in taken] == counts
+
+
+@given(st.lists(st.floats(0.1, 5), min_size=2, max_size=3), st.integers(0, 5))
+def test_no_other_deal_is_done_sooner(seconds: list[float], more: int) -> None:
+    num = len(seconds) + more
+
+    def span(counts) -> float:
+        return max(c * s for c, s in zip(counts, seconds, strict=True))
+
+    others = product(range(1, num + 1), repeat=len(seconds))
+    best = min(span(counts) for counts in others if sum(counts) == num)
+    assert span(deal(num, seconds)) <= best * (1 + 1e-9)
+
+
+def test_one_five_times_slower_takes_a_sixteenth() -> None:
+    balance = Balance(16, 4)
+    assert [balance.observe([4, 4, 20, 4]) for _ in range(2)] == [None, [5, 5, 1, 5]]
+    assert [balance.observe([5, 5, 5, 5]) for _ in range(20)] == [None] * 20
+
+
+def test_noise_moves_nothing() -> None:
+    balance = Balance(8, 2)
+    noisy = [1.0, 1.1, 0.9, 3.0, 1.05, 1.0, 0.95]
+    found = [balance.observe([noisy[i % 7], noisy[(i * 3) % 7]]) for i in range(50)]
+    assert found == [None] * 50
+
+
+def test_work_comes_back() -> None:
+    balance = Balance(8, 2)
+    assert [balance.observe([4, 8]) for _ in range(5)][-1] == [6, 2]
+    assert [balance.observe([6, 2]) for _ in range(5)][-1] == [4, 4]
+
+
+def test_plans_that_can() -> None:
+    def can(text: str) -> bool:
+        return can_balance(Plan.parse(text))
+
+    assert can("data=4 pieces=16")
+    assert can("data=2 zero=1 accumulate=4 pieces=8")
+    assert can("data=2 tensor=2 accumulate=2 pieces=4")
+    assert not can("data=4 pieces=4")
+    assert not can("data=4 pieces=16 sums=ring")
+    assert not can("data=2 zero=2 accumulate=4 pieces=8")
+    assert not can("data=2 zero=3 accumulate=4 pieces=8")
+    assert not can("data=2 accumulate=4 pieces=8 local_steps=4")
+
+
+def test_the_slowest_rank_of_a_replica_counts() -> None:
+    assert by_replica([1, 2, 3, 4, 9, 1, 1, 1], 2, 2) == [9, 4]

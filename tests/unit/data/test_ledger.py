@@ -1,0 +1,77 @@
+"""The ledger tells a sample lost, repeated or swapped."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.data.ledger import add_marks, audit, mark
+from shoal.data.loader import Batches
+
+IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=50)
+
+
+def records(batches: Batches, num_steps: int, first: int = 1) -> list[dict[str, int]]:
+    steps = range(first, first + num_steps)
+    return [{"step": s, "mark": mark(batches.at(s - 1).ids)} for s in steps]
+
+
+def some_batches(end: str = "drop") -> Batches:
+    return Batches([(i, i) for i in range(103)], batch_size=10, num_pieces=2, seed=4, end=end)
+
+
+@given(IDS, st.randoms())
+def test_marks_of_parts_add_up_in_any_order(ids: list[int], random) -> None:
+    whole = mark(np.array(ids))
+    random.shuffle(ids)
+    cut = random.randint(0, len(ids))
+    parts = mark(np.array(ids[:cut], dtype=np.int64)), mark(np.array(ids[cut:], dtype=np.int64))
+    assert add_marks(parts) == whole
+
+
+@given(IDS, st.data())
+def test_a_lost_repeated_or_swapped_sample_changes_the_mark(ids: list[int], data) -> None:
+    at = data.draw(st.integers(0, len(ids) - 1))
+    other = data.draw(st.integers(0, 2**40).filter(lambda i: i != ids[at]))
+    for wrong in (ids[:at] + ids[at + 1 :], [*ids, ids[at]], [*ids[:at], other, *ids[at + 1 :]]):
+        assert mark(np.array(wrong, dtype=np.int64)) != mark(np.array(ids))
+
+
+def test_a_good_record() -> None:
+    for end, num_steps in (("drop", 20), ("pad", 22), ("wrap", 22)):
+        found = audit(records(some_batches(end), num_steps), some_batches(end))
+        assert (found.problems, found.num_marked, found.last_step) == ([], num_steps, num_steps)
+    assert audit(records(some_batches("pad"), 22), some_batches("pad")).most_often == 2
+
+
+def test_what_is_wrong_is_named() -> None:
+    batches = some_batches()
+    other = Batches(batches.source, batch_size=10, seed=5)
+    wrong = records(batches, 3) + records(other, 1, first=4) + records(batches, 1, first=5)
+    found = audit(wrong, batches)
+    assert found.problems == ["step 4: other samples were trained on than the order gives"]
+    assert found.num_marked == 4
+    gap = records(batches, 2) + records(batches, 1, first=4)
+    assert audit(gap, batches).problems == ["between step 2 and step 4 nothing is on record"]
+    twice = records(batches, 2) + records(batches, 1, first=2)
+    assert audit(twice, batches).problems == ["step 2 is on record after step 2"]
+
+
+def test_a_mark_may_stand_for_several_steps() -> None:
+    batches = some_batches()
+    kept = records(batches, 5)
+    summed = [{"step": r["step"]} for r in kept]
+    summed[3]["mark"] = add_marks(r["mark"] for r in kept[:4])
+    found = audit(summed, batches)
+    assert (found.problems, found.num_marked, found.num_unmarked) == ([], 4, 1)
+    summed[3]["mark"] += 1
+    assert audit(summed, batches).problems[0].startswith("steps 1 to 4:")
+
+
+def test_samples_in_quarantine_are_missing_by_right() -> None:
+    batches = some_batches()
+    out = batches.at(2).ids[:2]
+    kept = records(batches, 5)
+    kept[2]["mark"] = mark(batches.at(2).ids[2:])
+    assert audit(kept, batches).problems
+    found = audit(kept, batches, set(out.tolist()))
+    assert (found.problems, found.num_left_out) == ([], 2)

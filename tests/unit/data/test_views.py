@@ -1,0 +1,118 @@
+"""Sources made of sources."""
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.loader import Batches
+from shoal.data.sources import Pass, tensors
+from shoal.data.views import by_length, in_order, join, mix, some, weighted
+from shoal.errors import RecipeError, UsageError
+
+
+def numbered(start: int, stop: int):
+    rows = torch.arange(start, stop)
+    return tensors({"x": rows, "y": (rows * 2, rows * 3)}, rows)
+
+
+def as_list(start: int, stop: int):
+    return [(torch.tensor(i), torch.tensor(-i)) for i in range(start, stop)]
+
+
+def trained_on(source, num_steps: int, batch_size: int = 4, **kwargs) -> list[int]:
+    batches = Batches(source, batch_size=batch_size, **kwargs)
+    return [i for step in range(num_steps) for i in batches.at(step).piece(0).target.tolist()]
+
+
+def test_in_order() -> None:
+    assert trained_on(in_order(numbered(0, 12)), 6) == [*range(12), *range(12)]
+
+
+def test_some_keep_their_numbers() -> None:
+    source = some(numbered(0, 100), [90, 7, 50, 3])
+    assert sorted(trained_on(source, 2, batch_size=2)) == [3, 7, 50, 90]
+
+
+def test_weighted_draws() -> None:
+    drawn = trained_on(weighted(numbered(0, 3), [0, 1, 0], num_draws=8), 2)
+    assert drawn == [1] * 8
+
+
+def test_mix_takes_rows_of_both_in_place() -> None:
+    source = mix([numbered(0, 10), numbered(100, 140)], weights=[1, 3], num_samples=64)
+    batch = Batches(source, batch_size=64).at(0).piece(0)
+    assert torch.equal(batch.inputs["x"], batch.target)
+    assert torch.equal(batch.inputs["y"][1], batch.target * 3)
+    own = source.source
+    assert [int(own[int(i)][1]) for i in batch.ids] == batch.target.tolist()
+    assert 8 <= (batch.target < 100).sum() <= 24
+
+
+def test_join_without_take() -> None:
+    source = join([as_list(0, 3), as_list(3, 7)])
+    assert len(source) == 7
+    assert [int(source[i][0]) for i in range(7)] == list(range(7))
+    assert int(source[-1][0]) == 6
+    assert not hasattr(source, "take")
+    with pytest.raises(IndexError):
+        source[7]
+
+
+def test_unlike_sources_are_refused() -> None:
+    with pytest.raises(RecipeError, match="unlike samples"):
+        mix([numbered(0, 4), tensors(torch.zeros(4), torch.zeros(4))]).take(np.arange(8))
+
+
+def test_by_length_wants_the_batch_size_of_the_run() -> None:
+    source = by_length(numbered(0, 8), range(8), batch_size=2)
+    with pytest.raises(UsageError, match="batches of 2, and batch_size is 4"):
+        Batches(source, batch_size=4)
+    drawn = trained_on(source, 4, batch_size=2)
+    assert all(abs(a - b) == 1 for a, b in zip(drawn[::2], drawn[1::2], strict=True))
+
+
+class Drawn:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int):
+        return torch.tensor(index), torch.tensor(0)
+
+    def vary(self, index: int, of: Pass):
+        return torch.tensor(index), torch.tensor(of.seed * 100 + of.epoch)
+
+
+def test_a_pass_reaches_the_source_through_views() -> None:
+    source = mix([in_order(Drawn()), as_list(0, 8)])
+    batches = Batches(source, batch_size=16, seed=7)
+    assert set(batches.at(2).piece(0).target.tolist()) >= {702}
+
+
+class LeavesOut(Drawn):
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def vary(self, index: int, of: Pass):
+        if index % 3 == 0:
+            raise ValueError("broken")
+        return super().vary(index, of)
+
+    def record(self, index: int, error: Exception) -> None:
+        assert "broken" in str(error)
+        self.told.append(index)
+
+
+def test_bad_samples_are_left_out_and_told() -> None:
+    source = LeavesOut()
+    batch = Batches(in_order(source), batch_size=8, num_pieces=2).at(0)
+    pieces = [batch.piece(0), batch.piece(1)]
+    assert [p.inputs.tolist() for p in pieces] == [[1, 2], [4, 5, 7]]
+    assert [p.num_samples for p in pieces] == [2, 3]
+    assert [p.ids.tolist() for p in pieces] == [[1, 2], [4, 5, 7]]
+    assert source.told == [0, 3, 6]
+
+
+@pytest.mark.parametrize("num", [0, 3])
+def test_weights_for_each(num: int) -> None:
+    with pytest.raises(UsageError, match="Each sample needs one"):
+        weighted(numbered(0, 8), [1.0] * num)

@@ -1,0 +1,138 @@
+"""Quarantine: bad samples are left out of their piece and written down, once, in whole lines."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.loader import Batches
+from shoal.data.packing import BadSample
+from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
+from shoal.data.transforms.cleaning import clean
+from shoal.data.transforms.drawing import Random
+from shoal.data.transforms.mapping import mapped
+from shoal.data.transforms.normalizing import normalized
+from shoal.data.transforms.quarantine import quarantine
+from shoal.data.transforms.statistics import statistics
+from shoal.errors import RecipeError, ShoalError, UsageError
+
+
+class Some:
+    """Sixteen samples, some of which fail in their own way."""
+
+    def __init__(self, failing: dict[int, Exception]):
+        self.failing = failing
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.failing:
+            raise self.failing[index]
+        return torch.tensor(float(range(16)[index])), 0
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+FAILING = {3: ValueError("bad bytes"), 7: BadSample("no header"), 9: RecipeError("sample 9: no")}
+
+
+@pytest.mark.parametrize("num_pieces", [1, 4])
+def test_training_goes_on_without_them(tmp_path: Path, num_pieces: int) -> None:
+    path = tmp_path / "deep" / "bad.jsonl"
+    source = quarantine(Some(FAILING), path)
+    assert not path.exists()
+    batches = Batches(source, batch_size=8, num_pieces=num_pieces)
+    seen: list[int] = []
+    for step in range(4):  # two passes
+        for number in range(num_pieces):
+            piece = batches.at(step).piece(number)
+            assert piece.num_samples == len(piece.ids)
+            seen += [] if piece.inputs is None else piece.inputs.int().tolist()
+    assert sorted(seen) == sorted([index for index in range(16) if index not in FAILING] * 2)
+    found = lines(path)
+    assert sorted(line["index"] for line in found) == [3, 7, 9]
+    assert {line["error"] for line in found} == {"ValueError", "BadSample", "RecipeError"}
+    assert all(line["source"] == "Some" for line in found)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError("x"), MemoryError()])
+def test_what_is_not_the_samples_fault_ends_the_run(tmp_path: Path, error: Exception) -> None:
+    source = quarantine(Some({2: error}), tmp_path / "bad.jsonl")
+    with pytest.raises(ShoalError, match="sample 2 was not reached") as caught:
+        Batches(source, batch_size=16).at(0).piece(0)
+    assert not isinstance(caught.value, RecipeError)
+
+
+def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    source = quarantine(Some({}), path)
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            for index in range(50):
+                source.record(index, ValueError("x" * 500))
+                source.record(index, ValueError("again"))
+            os._exit(0)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+    assert sorted(line["index"] for line in lines(path)) == sorted(list(range(50)) * 4)
+    source.record(1, ValueError("y" * 5000))
+    assert len(lines(path)[-1]["reason"]) == 2000
+
+
+def test_take_and_vary_are_passed_through(tmp_path: Path) -> None:
+    def drawn(sample: Any, random: Random) -> Any:
+        return random.random(), 0
+
+    plain = quarantine(tensors(torch.arange(4.0), torch.arange(4)), tmp_path / "a")
+    assert isinstance(plain, Takes) and not isinstance(plain, Varied)
+    assert plain.take(np.array([2, 0]))[0].tolist() == [2.0, 0.0]
+    inner = mapped([(1, 2)], drawn)
+    varied = quarantine(inner, tmp_path / "b")
+    assert isinstance(varied, Varied) and not isinstance(varied, Takes)
+    assert varied.vary(0, Pass(1, 2)) == inner.vary(0, Pass(1, 2))
+
+
+def test_what_lies_over_it_still_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    source: Any = quarantine(Some(FAILING), path)
+    of = statistics([(0.0, 0), (2.0, 0)], ["inputs"])
+    source = clean(normalized(mapped(source, tuple), statistics=of), keep=even, quarantine=path)
+    before = len(lines(path))
+    assert isinstance(source, LeavesOut)
+    source.record(2, ValueError("now"))
+    assert lines(path)[before]["index"] == source.kept[2] == 4
+
+
+def even(sample: Any) -> bool:
+    return int(sample[0]) % 2 == 1  # scaled: one less
+
+
+def test_a_full_disk_is_said_and_the_line_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("shoal"), "propagate", True)
+    source = quarantine(Some({}), tmp_path / "bad.jsonl")
+    source.path = Path("/dev/full")
+    source.record(5, ValueError("odd"))
+    assert "cannot be written (No space left" in caplog.text and '"index":5' in caplog.text
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match=r"data\.csv holds something other"):
+        quarantine(Some({}), tmp_path / "data.csv")
+    with pytest.raises(UsageError, match="cannot be written"):
+        quarantine(Some({}), tmp_path)
+    with pytest.raises(UsageError, match="cannot be written"):
+        quarantine(Some({}), tmp_path / "data.csv" / "x")
+    assert (tmp_path / "data.csv").read_text() == "a,b\n1,2\n"
