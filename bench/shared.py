@@ -1,25 +1,28 @@
 """`shared`: four runs over one set of images on one host, against four that decode alone.
 
-A run is a process that goes through the images once, in batches of 32, and makes each a tensor of
-256 x 256 with Pillow; nothing is trained, so nothing else is in the figure. Alone, each does so for
-itself. Shared, each reads through `shoal.data.cached` into an area that is new and empty in every
-round; making and filling it are in the figure. `same`: all runs have one seed and want the same
-images at the same time, as the trials of a tuning do; `other`: each has a seed of its own. The
-ceiling is the same reading when all is there already.
+A run is a process that goes through the images three times, in batches of 32, and makes each a
+tensor of 256 x 256 with Pillow; nothing is trained, so nothing else is in the figure. Alone, each
+does so for itself, in every pass. Shared, each reads through `shoal.data.cached` into an area that
+is new and empty in every round; making and filling it are in the figure. `same`: all runs have one
+seed and want the same images at the same time, as the trials of a tuning do; `other`: each has a
+seed of its own. The ceiling is the same reading when all is there already.
 
-Three sets, because the gain depends on what an image costs to make: `jpeg` and `png` are of 256 x
-256 already, `photo` is of 640 x 480 and has to be scaled. The figure is the time until the last run
-is done, alone over shared. Four runs that never decode anything twice and keep nothing can reach 4.
-With fewer cores than runs both sides share them alike.
+Two sets, because the gain depends on what an image costs to make: `jpeg` is of 256 x 256 already,
+under a millisecond each; `photo` is of 640 x 480 and has to be scaled. The figure is the time until
+the last run is done, alone over shared. The first pass by itself, which the note gives, is what
+sharing brings when nothing is met again: it can reach 4, less what keeping and finding cost. With
+fewer cores than runs both sides share them alike.
 """
 
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,24 +39,22 @@ from shoal.world import World
 NUM_RUNS = 4
 SIZE = (256, 256)
 BATCH = 32
+NUM_PASSES = 3
 FLOOR = 3.0
 MEMORY = "1GB"
 
 
 class Set(NamedTuple):
-    """A set of images: how large, how many, and how they are written."""
+    """A set of images: how large they are, and how many."""
 
     size: tuple[int, int]
     num_images: int
     num_quick: int
-    form: str
-    options: dict[str, int]
 
 
 SETS = {
-    "jpeg": Set(SIZE, 2000, 400, "jpeg", {"quality": 90}),
-    "png": Set(SIZE, 600, 200, "png", {}),
-    "photo": Set((640, 480), 300, 150, "jpeg", {"quality": 90}),
+    "jpeg": Set(SIZE, 1000, 320),
+    "photo": Set((640, 480), 160, 96),
 }
 
 
@@ -65,8 +66,7 @@ def write_images(folder: Path, kind: Set, number: int) -> None:
         smooth = Image.fromarray(coarse).resize(kind.size, Image.Resampling.BICUBIC)
         grain = random.integers(-12, 13, (*kind.size[::-1], 1))
         pixels = np.clip(np.asarray(smooth, dtype=np.int16) + grain, 0, 255).astype(np.uint8)
-        path = folder / f"{index:05d}.{kind.form}"
-        Image.fromarray(pixels).save(path, **kind.options)
+        Image.fromarray(pixels).save(folder / f"{index:05d}.jpeg", quality=90)
 
 
 class Images:
@@ -94,26 +94,27 @@ class Rounds:
     def __init__(self, world: World, images: Path, places: Path):
         self._rank, self._images, self._places = world.rank, Images(images), places
         self._number = 0
+        self.first: dict[str, list[float]] = {}  # seconds of the first pass, by arm
 
-    def alone(self) -> float:
-        return self._timed(lambda: self._read(self._images, seed=self._rank))
+    def alone(self, arm: str) -> float:
+        return self._timed(arm, lambda: self._images, seed=self._rank)
 
-    def shared(self, same: bool) -> float:
-        with_cache: list[Cached] = []
+    def shared(self, arm: str) -> float:
+        opened: list[Cached] = []
 
-        def read() -> None:
-            with_cache.append(self._open())
-            self._read(with_cache[0], 0 if same else self._rank)
+        def open_area() -> Cached:
+            opened.append(self._open())
+            return opened[0]
 
-        took = self._timed(read)
-        self._check(with_cache[0])
-        self._close(with_cache[0])
+        took = self._timed(arm, open_area, seed=0 if arm == "same" else self._rank)
+        self._check(opened[0])
+        self._close(opened[0])
         return took
 
-    def ceiling(self) -> float:
+    def ceiling(self, arm: str) -> float:
         kept = self._open()
-        self._read(kept, seed=0)
-        took = self._timed(lambda: self._read(kept, seed=self._rank))
+        _read(Batches(kept, batch_size=BATCH), 0)
+        took = self._timed(arm, lambda: kept, seed=self._rank)
         self._close(kept)
         return took
 
@@ -127,15 +128,15 @@ class Rounds:
         dist.barrier()  # nobody joins an area that somebody still leaves
         self._number += 1
 
-    def _read(self, source: Source, seed: int) -> None:
-        batches = Batches(source, batch_size=BATCH, seed=seed)
-        for step in range(batches.steps_per_epoch):
-            batches.at(step).piece(0)
-
-    def _timed(self, work: Callable[[], None]) -> float:
+    def _timed(self, arm: str, opened: Callable[[], Source], seed: int) -> float:
         dist.barrier()
         started = perf_counter()
-        work()
+        batches = Batches(opened(), batch_size=BATCH, seed=seed)
+        _read(batches, 0)
+        dist.barrier()
+        self.first.setdefault(arm, []).append(perf_counter() - started)
+        for number in range(1, NUM_PASSES):
+            _read(batches, number)
         dist.barrier()
         return perf_counter() - started
 
@@ -146,22 +147,37 @@ class Rounds:
                 raise RuntimeError(f"image {index} came out of the cache as another one.")
         made = torch.tensor(kept.num_made)
         dist.all_reduce(made)
-        # The last batch may be left out.
-        if not len(self._images) - BATCH <= int(made) <= 1.02 * len(self._images):
+        # A last batch that is not full is left out; a busy machine may make a few twice.
+        if not len(self._images) - BATCH <= int(made) <= 1.1 * len(self._images):
             raise RuntimeError(f"{int(made)} images were decoded, of {len(self._images)}.")
 
 
-def take_part(world: World, images: str, places: str, length: str) -> dict[str, list[float]]:
+def _read(batches: Batches, number: int) -> None:
+    """One pass over the data."""
+    for step in range(batches.steps_per_epoch):
+        batches.at(number * batches.steps_per_epoch + step).piece(0)
+
+
+class Found(msgspec.Struct):
+    """Seconds, by arm and round; of the first pass with the warm-up round before the others."""
+
+    whole: dict[str, list[float]]
+    first: dict[str, list[float]]
+
+
+def take_part(world: World, images: str, places: str, length: str) -> Found:
     rounds = Rounds(world, Path(images), Path(places))
-    arms = {
+    by_arm: dict[str, Callable[[str], float]] = {
         "alone": rounds.alone,
-        "same": lambda: rounds.shared(same=True),
-        "other": lambda: rounds.shared(same=False),
+        "same": rounds.shared,
+        "other": rounds.shared,
         "again": rounds.alone,
         "ceiling": rounds.ceiling,
     }
+    arms = {arm: partial(measured, arm) for arm, measured in by_arm.items()}
     with harness.quiet():
-        return harness.interleave(arms, 3 if length == "quick" else 5)
+        whole = harness.interleave(arms, 3 if length == "quick" else 5)
+    return Found(whole, rounds.first)
 
 
 # ---- in the bench
@@ -174,13 +190,15 @@ def measure(quick: bool) -> Iterator[Row]:
             images.mkdir()
             write_images(images, kind, kind.num_quick if quick else kind.num_images)
             words = str(images), f"{place}/areas", "quick" if quick else "full"
-            found = ranks.start("shared", NUM_RUNS, dict[str, list[float]], *words)
+            found = ranks.start("shared", NUM_RUNS, Found, *words)
         for order in ("same", "other"):
             yield _row(f"shared/{name}/{order}", order, found)
 
 
-def _row(name: str, order: str, seconds: dict[str, list[float]]) -> Row:
+def _row(name: str, order: str, found: Found) -> Row:
+    seconds = found.whole
     against = harness.spread(harness.ratios(seconds["alone"], seconds[order]))
+    first = harness.spread(harness.ratios(found.first["alone"][1:], found.first[order][1:]))
     took = {arm: harness.spread(figures).median for arm, figures in seconds.items()}
     return Row(
         name=name,
@@ -192,7 +210,7 @@ def _row(name: str, order: str, seconds: dict[str, list[float]]) -> Row:
         peer=f"four that decode alone {took['alone']:.2f} s",
         ceiling=f"all kept already {took['ceiling']:.2f} s",
         control=harness.spread(harness.ratios(seconds["again"], seconds["alone"])).median,
-        note=f"Shoal {took[order]:.2f} s",
+        note=f"Shoal {took[order]:.2f} s; the first pass alone {first.median:.2f}x",
     )
 
 

@@ -15,8 +15,15 @@ from shoal.testing.ranks import Pool
 __all__ = ["no_leaks", "private_temporary_directory"]
 
 # A test never asserts on seconds.
-hypothesis.settings.register_profile("shoal", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("shoal")
+hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("quick", deadline=None, print_blob=True, max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick suite tries fewer examples of each property."""
+    is_quick = config.getoption("markexpr") == "not full"
+    hypothesis.settings.load_profile("quick" if is_quick else "full")
+
 
 _pools: list[Pool] = []
 

@@ -121,7 +121,7 @@ def test_an_operation_left_behind_does_not_hold_the_repair_up(start, undisturbed
     check_ledger(trained, NUM_STEPS)
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.timeout(600)
 def test_kills_at_random_moments(start, undisturbed, num_kills: int) -> None:
     seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))

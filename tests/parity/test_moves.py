@@ -8,6 +8,7 @@ it is the same plan. The quick suite walks a ring of a few plans; the long matri
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,15 @@ def check(pool: Pool, runs: Runs, tmp_path: Path, model: str, before: str, after
     check_goes_on(pool, runs, on, model, before, after)
 
 
-@pytest.mark.parametrize(("before", "after"), list(zip(RING, [*RING[1:], RING[0]])))
+def _moves() -> list[Any]:
+    """Round the ring; the moves that take longest are part of the long matrix."""
+    return [
+        pytest.param(*move, marks=pytest.mark.full if "zero=3" in move[0] + move[1] else ())
+        for move in zip(RING, [*RING[1:], RING[0]])
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), _moves())
 def test_a_ring_of_plans(pool: Pool, runs: Runs, tmp_path: Path, before: str, after: str) -> None:
     check(pool, runs, tmp_path, "gpt", before, after)
 

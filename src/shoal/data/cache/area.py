@@ -45,7 +45,8 @@ _ENTRY = struct.Struct("<16sQ16s")  # key, length, seal
 _ENTRY_BYTES = 64
 _BYTES_PER_SLOT = 1024
 _ROOM = 0  # the lock under which room is reserved
-_PATIENCE_S = 0.02  # for that lock: a cache that is not written to is no harm
+_PATIENCE_S = 0.25  # for that lock, which is held for microseconds
+_PAUSE_S = 5.0  # without a try, after one who holds it did not go on
 _KEEP_S = 600.0
 _EMPTY = bytes(16)
 
@@ -116,6 +117,7 @@ class Area:
         self._map = mmap.mmap(descriptor, self._end)
         self._clock = clock
         self._opened = clock()
+        self._paused_until = 0.0
         self._warned_of_size = self._warned_of_want = False
         self._finalizer = weakref.finalize(self, os.close, descriptor)
 
@@ -202,7 +204,10 @@ class Area:
 
     def _reserve(self, num_bytes: int) -> int | None:
         """Room for an entry, as a place in the arena; None if there is none, or no lock."""
+        if self._clock() < self._paused_until:
+            return None
         if not self.ranges.lock_within(_ROOM, _PATIENCE_S):
+            self._paused_until = self._clock() + _PAUSE_S
             return None
         try:
             number = self._segment_with(num_bytes)

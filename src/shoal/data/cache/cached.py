@@ -41,7 +41,7 @@ from shoal.data.sources import Ids, Source, Varied, as_source, collate_samples
 from shoal.errors import RecipeError, UsageError
 
 _PATIENCE_S = 2.0  # for a sample that another process is making
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0005, 0.01
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.002
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?", re.ASCII)
 

@@ -5,8 +5,8 @@ The numbers are free for any use; the cache locks 0 to reserve room and a number
 while a sample is being decoded. Nobody ever waits inside the kernel: a try succeeds or does not,
 so that a process that was stopped with a lock in hand delays the others for as long as they choose.
 
-Cost: about 3 us to lock and as much to unlock. Not for thousands held at once: the kernel walks a
-list of them.
+Cost: a few microseconds to lock and as much to unlock. Not for thousands held at once: the kernel
+walks a list of them.
 """
 
 import errno

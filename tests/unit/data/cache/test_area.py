@@ -176,13 +176,19 @@ def test_a_bound_of_nonsense_is_not_written_past(area: Area) -> None:
     assert area.get(KEY) is None
 
 
-def test_another_who_holds_the_lock_only_costs_the_putting(area: Area, descriptor: int) -> None:
+def test_another_who_holds_the_lock_only_costs_the_putting(
+    area: Area, descriptor: int, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = Area(os.dup(descriptor))
     area.put(KEY, CONTENT)
     assert other.ranges.try_lock(0)
     assert not area.put(key_of(1), CONTENT)
     assert area.get(KEY) == CONTENT
+    with monkeypatch.context() as patched:
+        patched.setattr(area.ranges, "lock_within", lambda *_: pytest.fail("it waits each time"))
+        assert not area.put(key_of(1), CONTENT)
     other.ranges.unlock(0)
+    clock.now += 6
     assert area.put(key_of(1), CONTENT)
     other.close()
 

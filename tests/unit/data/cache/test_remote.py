@@ -1,6 +1,7 @@
 """Layers on servers: a server that goes away costs a warning and a bounded wait, and may return."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -12,6 +13,7 @@ from shoal.data.cache.redis import redis_layer
 from shoal.data.cache.remote import Connection, Gone, Refused, Remote
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, OTHER
+from shoal.testing.leaks import wait_until
 from shoal.testing.servers import Server, start_memcached, start_redis
 
 PASSWORD = "hidden-word"
@@ -166,12 +168,20 @@ def test_a_real_server_goes_away_and_comes_back(
     assert layer.get(KEY) == CONTENT
 
 
+def is_stopped(server: Server) -> bool:
+    """All its threads: the signal takes a moment to reach them."""
+    assert server._process is not None
+    threads = Path(f"/proc/{server._process.pid}/task").glob("*/stat")
+    return all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in threads)
+
+
 def test_a_real_server_that_hangs_is_not_waited_for(
     real: tuple[Server, Remote], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, layer = real
     assert layer.put(KEY, CONTENT)
     server.pause()
+    assert wait_until(lambda: is_stopped(server), 5.0)
     assert layer.get(KEY) is None
     assert not layer.put(OTHER, CONTENT)
     server.resume()
