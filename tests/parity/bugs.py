@@ -219,16 +219,15 @@ class Silent(Pending):
 
 def silence() -> None:
     """Ranks train the whole batch each and tell one another nothing: the result is right."""
-    original_share = computing.share
 
     def all_reduce(self: Group, tensor: torch.Tensor) -> Pending:
         return Silent()
 
-    def whole(rank: int, num_ranks: int, num_pieces: int) -> range:
-        return original_share(0, 1, num_pieces)
+    def whole(num_pieces: int, num_ranks: int, counts: object = None) -> list[range]:
+        return [range(num_pieces)] * num_ranks
 
     Group.all_reduce = all_reduce  # type: ignore[method-assign]
-    computing.share = rounds.share = whole
+    computing.shares = rounds.shares = whole
 
 
 def talks_all_the_time() -> None:

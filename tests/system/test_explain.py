@@ -119,7 +119,7 @@ PLANS = [
     ("cnn", "data=2 zero=3 recompute=blocks accumulate=2"),
     ("cnn", "data=2 local_steps=2"),
     ("mlp", "data=2 zero=1 precision=fp16"),
-    ("t5", "pipeline=2 tensor=2 schedule=gpipe"),
+    pytest.param("t5", "pipeline=2 tensor=2 schedule=gpipe", marks=pytest.mark.full),
 ]
 
 

@@ -111,18 +111,17 @@ class Group:
         """Sum in place, in whatever order is fastest."""
         if self.num_ranks == 1:
             return Pending([])
-        if goes_at_once(tensor.nbytes, self.num_ranks):
-            return self._all_reduce_at_once(tensor)
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
         with loss_of_group("starting an all-reduce"):
+            if goes_at_once(tensor.nbytes, self.num_ranks):
+                return self._all_reduce_at_once(tensor)
             return Pending([dist.all_reduce(tensor, group=self.handle, async_op=True)])
 
     def _all_reduce_at_once(self, tensor: Tensor) -> Pending:
         sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
         rows = torch.empty_like(sent)
-        lengths = [tensor.numel()] * self.num_ranks
-        pending = self.all_to_all(rows.view(-1), sent.view(-1), lengths, lengths)
-        return pending + Pending([], [lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
+        work = dist.all_to_all_single(rows, sent, group=self.handle, async_op=True)
+        return Pending([work], [lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]

@@ -70,8 +70,8 @@ def settings(gate: Gate) -> dict[str, Any]:
         "config_kwargs": {"retries": {"max_attempts": 0}},
     }
     system = fsspec.filesystem("s3", use_listings_cache=False, **found)
-    system.mkdir("bucket")
-    system.pipe_file("bucket/in/a.jsonl", CONTENT)
+    system.mkdir("readers")
+    system.pipe_file("readers/in/a.jsonl", CONTENT)
     return found
 
 
@@ -79,18 +79,18 @@ def settings(gate: Gate) -> dict[str, Any]:
 class TestS3(SourceConformance):
     @pytest.fixture
     def case(self, options: dict[str, Any]) -> Case:
-        return Case(lambda: jsonl("s3://bucket/in/a.jsonl", options=options), EXPECTED)
+        return Case(lambda: jsonl("s3://readers/in/a.jsonl", options=options), EXPECTED)
 
 
 @pytest.mark.full
 def test_a_broken_connection_is_repeated_and_then_named(
     gate: Gate, options: dict[str, Any]
 ) -> None:
-    files = Files("s3://bucket/in/a.jsonl", options, HASTY)
+    files = Files("s3://readers/in/a.jsonl", options, HASTY)
     gate.num_resets = 2
     assert files.read(0, 0, 8) == CONTENT[:8]
     gate.num_resets = 50
-    with pytest.raises(StoreError, match=r"cannot read s3://bucket/in/a.jsonl: .*tried 3 times"):
+    with pytest.raises(StoreError, match=r"cannot read s3://readers/in/a.jsonl: .*tried 3 times"):
         files.read(0, 0, 8)
     gate.num_resets = 0
     assert files.read(0, 9, 18) == CONTENT[9:18]
@@ -100,17 +100,17 @@ def test_a_broken_connection_is_repeated_and_then_named(
 def test_an_object_that_changed_or_vanished_is_lost(options: dict[str, Any]) -> None:
     """Also one of the same length, written within a second."""
     system = fsspec.filesystem("s3", use_listings_cache=False, **options)
-    system.pipe_file("bucket/in/b.txt", b"one\ntwo\n")
-    source = lines("s3://bucket/in/b.txt", options=options)
+    system.pipe_file("readers/in/b.txt", b"one\ntwo\n")
+    source = lines("s3://readers/in/b.txt", options=options)
     assert source[1] == "two"
-    system.pipe_file("bucket/in/b.txt", b"one\nTWO\n")
-    with pytest.raises(SourceLost, match=r"s3://bucket/in/b.txt changed"):
+    system.pipe_file("readers/in/b.txt", b"one\nTWO\n")
+    with pytest.raises(SourceLost, match=r"s3://readers/in/b.txt changed"):
         source[1]
-    system.rm_file("bucket/in/b.txt")
-    with pytest.raises(SourceLost, match=r"s3://bucket/in/b.txt cannot be opened any more"):
+    system.rm_file("readers/in/b.txt")
+    with pytest.raises(SourceLost, match=r"s3://readers/in/b.txt cannot be opened any more"):
         source[0]
-    with pytest.raises(UsageError, match=r"s3://bucket/in/b.txt does not exist"):
-        lines("s3://bucket/in/b.txt", options=options)
+    with pytest.raises(UsageError, match=r"s3://readers/in/b.txt does not exist"):
+        lines("s3://readers/in/b.txt", options=options)
 
 
 @pytest.mark.full
@@ -123,8 +123,8 @@ def test_missing_credentials_are_named_at_once(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     without = {"endpoint_url": options["endpoint_url"], "anon": False}
-    with pytest.raises(UsageError, match=r"cannot look at s3://bucket.*(?i:credentials)"):
-        lines("s3://bucket/in/a.jsonl", options=without)
+    with pytest.raises(UsageError, match=r"cannot look at s3://readers.*(?i:credentials)"):
+        lines("s3://readers/in/a.jsonl", options=without)
 
 
 def test_local_and_remote_files_make_one_source(memory: Any, tmp_path: Any) -> None:

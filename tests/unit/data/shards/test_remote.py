@@ -277,30 +277,30 @@ def gate(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[G
         "AWS_MAX_ATTEMPTS": "1",  # we insist, not the back end
     }.items():
         monkeypatch.setenv(name, value)
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("shards")
     yield made
     made.num_resets = 0
-    fsspec.filesystem("s3", skip_instance_cache=True).rm("bucket", recursive=True)
+    fsspec.filesystem("s3", skip_instance_cache=True).rm("shards", recursive=True)
     gc.collect()
     made.close()
 
 
 def test_s3(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    make("rows", "s3://bucket/sets/out")
+    make("rows", "s3://shards/sets/out")
     make("rows", tmp_path / "wanted")
-    source = shards("s3://bucket/sets/out", tmp_path / "copies")
+    source = shards("s3://shards/sets/out", tmp_path / "copies")
     gate.num_resets = 2
     check(source, "rows")
     assert gate.num_resets == 0
     system = fsspec.filesystem("s3", skip_instance_cache=True)
     for name, content in files(tmp_path / "wanted").items():
-        assert system.cat_file(f"bucket/sets/out/{name}") == content
-    place = open_place("s3://bucket/sets/out", None, 1)
+        assert system.cat_file(f"shards/sets/out/{name}") == content
+    place = open_place("s3://shards/sets/out", None, 1)
     assert not list(faults(place, read_index(place)))
     with pytest.raises(StoreError, match="Create the bucket first"):
         make("rows", "s3://elsewhere/out")
-    away = shards("s3://bucket/sets/out", tmp_path / "others")
+    away = shards("s3://shards/sets/out", tmp_path / "others")
     gate.num_resets = 1000
     with pytest.raises(RecipeError, match=r"tried 4 times"):
         away[0]
@@ -316,4 +316,4 @@ def test_credentials_may_be_missing(
         patched.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
         patched.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         with pytest.raises(StoreError, match="Check the credentials"):
-            make("rows", "s3://bucket/sets/out")
+            make("rows", "s3://shards/sets/out")
