@@ -7,6 +7,7 @@ when it dies, so nothing has to be cleaned up by hand.
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import msgspec
 from shoal.errors import UsageError
 
 OWNER = "owner"
+LEAVING_S = 5.0  # that the processes of a killed run may take to end
 LOGS_BEFORE_A_RUN = ("recipe.log", "reference.log")
 
 
@@ -150,19 +152,42 @@ def _next_free(recipe: str) -> Path:
             number += 1
 
 
-def _lock(path: Path) -> IO[str]:
-    owner = path / OWNER
-    file = open(owner, "a+", encoding="utf-8")  # noqa: SIM115 (held for the run's life)
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _is_gone(who: str) -> bool:
+    """Whether an owner, as its file names it, was a process of this host that has ended."""
+    words = who.split()
+    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _lock(path: Path) -> IO[str]:
+    owner = path / OWNER
+    file = open(owner, "a+", encoding="utf-8")  # noqa: SIM115 (held for the run's life)
+    deadline = time.monotonic() + LEAVING_S
+    while not _try_lock(file):
         file.seek(0)
         who = file.read().strip() or "another process"
-        file.close()
-        raise UsageError(
-            f"{path} is in use by {who}. Two runs cannot share a run directory; choose another "
-            "with --run-dir DIR."
-        ) from None
+        if time.monotonic() > deadline or not _is_gone(who):
+            file.close()
+            raise UsageError(
+                f"{path} is in use by {who}. Two runs cannot share a run directory; choose another "
+                "with --run-dir DIR."
+            )
+        time.sleep(0.05)  # what it started is about to end too, and to let go
     file.seek(0)
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

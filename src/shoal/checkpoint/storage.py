@@ -198,7 +198,11 @@ class DirectoryDraft:
         faultpoint("checkpoint.committed")
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Out of reach first, in one act: who still writes must not put something back."""
+        gone = self.path.with_name(f"{self.path.name}-{os.urandom(4).hex()}")
+        with suppress(OSError):  # another writer has discarded it
+            os.rename(self.path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 class MappedFile:

@@ -165,7 +165,8 @@ def _train(
     sinks: list[Callable[[], Sink]] = []
     if tensorboard:
         sinks.append(lambda: TensorBoard(run_dir / "tensorboard"))
-    scribe = Scribe(run_dir / "metrics.jsonl", lambda: trainer.is_scribe, sinks)
+    record, often = run_dir / "metrics.jsonl", trainer.run.save_every
+    scribe = Scribe(record, lambda: trainer.is_scribe, sinks, often)
 
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:

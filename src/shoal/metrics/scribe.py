@@ -17,17 +17,23 @@ from shoal.hooks import StepInfo
 from shoal.metrics.sinks import Background, JsonLines, Sink
 
 REMEMBERED = 4096
+FLUSH_S = 1.0  # that a step waits for the record at most, when it is saved
 
 
 class Scribe:
     """A trainer's hook. `writes` says whether this rank is the one that writes, at this time."""
 
     def __init__(
-        self, path: Path, writes: Callable[[], bool], more_sinks: Sequence[Callable[[], Sink]] = ()
+        self,
+        path: Path,
+        writes: Callable[[], bool],
+        more_sinks: Sequence[Callable[[], Sink]] = (),
+        save_every: int | None = None,
     ):
         self._path = path
         self._writes = writes
         self._more_sinks = more_sinks
+        self._save_every = save_every
         self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
         self._sinks: list[Background] = []
         self._written = 0  # the last step that an earlier scribe put on record
@@ -38,6 +44,8 @@ class Scribe:
             self._write(info)
         elif self._writes():
             self._take_over()
+        if self._save_every and info.step % self._save_every == 0 and self._sinks:
+            self._sinks[0].flush(FLUSH_S)  # the record must not end before a checkpoint
 
     def close(self) -> None:
         if self._recent and not self._sinks and self._writes():
@@ -47,11 +55,14 @@ class Scribe:
 
     def rewind(self, step: int) -> None:
         """Strike out the steps after this one: the run goes on from it, and will do them again."""
-        if last_step(self._path) > step:
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if 0 < _step_of(line) <= step]
+        if not self._path.exists():
+            return
+        content = self._path.read_bytes()
+        lines = content.splitlines(keepends=True)
+        kept = b"".join(line for line in lines if 0 < _step_of(line) <= step)
+        if kept != content:  # a torn last line goes too, or the next one would be written into it
             unfinished = self._path.with_suffix(".rewound")
-            unfinished.write_bytes(b"".join(kept))
+            unfinished.write_bytes(kept)
             os.replace(unfinished, self._path)
 
     def _take_over(self) -> None:
