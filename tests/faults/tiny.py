@@ -112,7 +112,7 @@ def one_slow(pause: float = 0.02, slow: int = 1) -> shoal.Run:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return slow_loss(output, target, 5 * pause if rank == slow else pause)
 
-    return run_of(pause, loss=loss, steps=20)
+    return run_of(pause, loss=loss, steps=12)
 
 
 def listed(pause: float = 0.01) -> shoal.Run:

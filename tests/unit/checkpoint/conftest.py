@@ -42,6 +42,7 @@ def server() -> Iterator[tuple[str, int]]:
     fsspec.asyn.get_loop().set_default_executor(threads)
     served = threaded.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     served.start()
+    gc.freeze()  # what the session has made so far need not be looked through after every test
     yield served.get_host_and_port()
     served.stop()
 
