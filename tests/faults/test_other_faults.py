@@ -179,9 +179,7 @@ def test_a_loader_or_its_rank_is_killed(pool: Pool, tmp_path: Path, whom: str) -
     """A loader is replaced alone; one of a dead rank goes with it and hides nothing from others."""
     recipe = f"{Path(__file__).parent / 'tiny.py'}:listed"
     plain = faults.start(pool, recipe, tmp_path / "plain", plan="data=2").wait()
-    training = faults.start(
-        pool, recipe, tmp_path / "run", plan="data=2", settings={"loaders": 2}
-    )
+    training = faults.start(pool, recipe, tmp_path / "run", plan="data=2", settings={"loaders": 2})
     training.wait_for_step(5)
     rank = training.wait_for_seats()[1]
     os.kill(rank if whom == "rank" else min(descendants(rank)), signal.SIGKILL)

@@ -392,9 +392,7 @@ def fail_in_backward(mesh: Mesh, schedule: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", pytest.param("zero-bubble", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("zero-bubble", marks=pytest.mark.full)])
 def test_an_error_in_backward_stays_what_it_is(pool: Pool, schedule: str) -> None:
     first, second = pool.run(fail_in_backward, 2, schedule)
     assert ["ValueError", "no way back", "KeyError"] in (first, second)

@@ -12,13 +12,14 @@ Not for one process: there is nothing to send. Cost: one copy of the gradients, 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.comm.spares import Spares
 from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
 
@@ -49,7 +50,7 @@ class Bucket:
     """Some parameters and a flat buffer with a row for each block of this rank's pieces.
 
     `starts` says where each parameter stands in a row, and how long a row is; one after another if
-    it is left out. The buffer is made when it is first filled and stays until `close`.
+    it is left out. The buffer is taken from `spares` when it is first filled, until `close`.
     """
 
     def __init__(
@@ -57,30 +58,30 @@ class Bucket:
         indices: list[int],
         parameters: Sequence[nn.Parameter],
         num_rows: int,
+        spares: Spares,
         starts: Sequence[int] | None = None,
     ):
-        self.indices, self._num_rows = indices, num_rows
+        self.indices, self._num_rows, self._spares = indices, num_rows, spares
         self._parameters = [parameters[i] for i in indices]
         self._starts = starts or [0, *accumulate(p.numel() for p in self._parameters)]
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the buffer."""
         self.rows: list[Tensor] = []
         self.views: list[list[Tensor]] = []
 
+    def close(self) -> None:
+        """Give the buffer back."""
+        for row in self.rows:
+            self._spares.give(row)
+        self.rows, self.views = [], []
+
     def _open(self) -> None:
         first = self._parameters[0]
-        self.rows = list(
-            torch.zeros(self._num_rows, self._starts[-1], dtype=first.dtype, device=first.device)
-        )
-        self.views = [
-            [
-                row[start : start + p.numel()].view(p.shape)
-                for start, p in zip(self._starts, self._parameters, strict=False)
-            ]
-            for row in self.rows
-        ]
+        self.rows = [self._spares.take(self._starts[-1], first) for _ in range(self._num_rows)]
+        self.views = [[] for _ in self.rows]
+        for row, views in zip(self.rows, self.views, strict=True):
+            for p, (start, end) in zip(self._parameters, pairwise(self._starts), strict=True):
+                stop = start + p.numel()
+                views.append(row[start:stop].view(p.shape))
+                row[stop:end].zero_()
 
     def fill(self, row: int, values: Values) -> None:
         """Copy a row in; what no piece touched is zero."""
@@ -112,6 +113,9 @@ class Bucket:
 class LoneBucket(Bucket):
     """One large parameter with one row: its gradient is sent from where autograd put it."""
 
+    def close(self) -> None:
+        self.rows, self.views = [], []
+
     def fill(self, row: int, values: Values) -> None:
         gradient = values[self.indices[0]]
         if gradient is None:
@@ -124,12 +128,13 @@ def make_bucket(
     indices: list[int],
     parameters: Sequence[nn.Parameter],
     num_rows: int,
+    spares: Spares,
     starts: Sequence[int] | None = None,
 ) -> Bucket:
     """A bucket of the kind that suits; `starts` as `Bucket` takes them."""
     fills_row = starts is None or starts[-1] == parameters[indices[0]].numel()
     kind = LoneBucket if len(indices) == num_rows == 1 and fills_row else Bucket
-    return kind(indices, parameters, num_rows, starts)
+    return kind(indices, parameters, num_rows, spares, starts)
 
 
 class UnderWay(Protocol):
@@ -151,7 +156,8 @@ class Buckets(Generic[Sent]):
     """The buckets of a parameter list and the hooks that send them.
 
     Order of calls in a step: `begin`; `arm` before the last piece's backward; `send_rest` after it.
-    `start` is given a bucket, and is called once for each, in order, with its rows filled.
+    `start` is given a bucket, and is called once for each, in order, with its rows filled. Unless
+    they are `kept`, the rows go back when what was sent has been added up.
     """
 
     def __init__(
@@ -160,9 +166,10 @@ class Buckets(Generic[Sent]):
         buckets: Sequence[Bucket],
         num_rows: int,
         start: Callable[[Bucket], Sent],
+        kept: bool = True,
     ):
         self.parameters, self.buckets = parameters, buckets
-        self._start, self._num_rows = start, num_rows
+        self._start, self._num_rows, self._kept = start, num_rows, kept
         self._bucket_of = {i: k for k, b in enumerate(self.buckets) for i in b.indices}
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._arrived_hook(i))
@@ -198,6 +205,8 @@ class Buckets(Generic[Sent]):
 
     def _fold_oldest(self) -> None:
         self.sent[self._num_folded].fold()
+        if not self._kept:
+            self.buckets[self._num_folded].close()
         self._in_flight -= self._sizes[self._num_folded]
         self._num_folded += 1
 

@@ -10,12 +10,14 @@ Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group, Pending
+from shoal.comm.spares import Spares
 from shoal.comm.tree import Block, fold
 
 
@@ -28,6 +30,7 @@ class TreeReduce:
         self.num_rows = len(blocks[group.rank])
         self.num_pieces = sum(block.num_pieces for row in blocks for block in row)
         self.any_order = all(len(row) == 1 for row in blocks) and len(blocks) <= 2
+        self.spares = Spares()  # for what arrives
 
     def start(self, rows: Sequence[Tensor]) -> "Reduction":
         """Begin to sum flat rows of equal length; the result takes the place of the first row."""
@@ -56,42 +59,49 @@ class Reduction:
 
 
 class Scatter:
-    """Every rank gets its shard of the rows of all, to add them up in the tree's order.
+    """Every rank gets its shard of the rows of all, to add them up in the tree's order in `sum`.
 
     `cuts` are where the shards begin, and the end. Held until `fold`: as many elements as a row has
     for each row that a rank brings.
     """
 
-    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor], cuts: Sequence[int]):
+    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor], cuts: Sequence[int], sum_: Tensor):
         group = tree.group
         lengths = [stop - start for start, stop in pairwise(cuts)]
         own, num_ranks = lengths[group.rank], group.num_ranks
-        self.tree, self.sum = tree, rows[0].new_empty(0)
+        self.tree, self.sum = tree, sum_
         self.received: dict[Block, Tensor] = {}
         self.arrivals: list[Pending] = []
+        self._lent: list[Tensor] = []
         for k in range(max(len(blocks) for blocks in tree.blocks)):
             senders = [r for r in range(num_ranks) if k < len(tree.blocks[r])]
-            out = rows[0].new_empty(own * len(senders))
+            out = tree.spares.take(own * len(senders), rows[0])
             out_lengths = [own if r in senders else 0 for r in range(num_ranks)]
             sends = group.rank in senders
             self.arrivals.append(
                 group.all_to_all(
                     out,
-                    rows[k] if sends else self.sum,
+                    rows[k] if sends else rows[0][:0],
                     out_lengths,
                     lengths if sends else [0] * num_ranks,
                 )
             )
+            self._lent.append(out)
             for sender, part in zip(senders, out.split(own) if own else (), strict=False):
                 self.received[tree.blocks[sender][k]] = part
 
     def fold(self) -> None:
-        """Make `sum` the sum of this rank's shard, and let go of what arrived."""
+        """Add up this rank's shard, and let go of what arrived."""
         for arrival in self.arrivals:
             arrival.wait()
         if self.received:
-            self.sum = fold(self.received, self.tree.num_pieces, torch.add)
-        self.received, self.arrivals = {}, []
+            add = partial(torch.add, out=self.sum) if len(self.received) == 2 else Tensor.add_
+            root = fold(self.received, self.tree.num_pieces, add)
+            if root is not self.sum:
+                self.sum.copy_(root)
+        for out in self._lent:
+            self.tree.spares.give(out)
+        self.received, self.arrivals, self._lent = {}, [], []
 
     def drain(self) -> None:
         for arrival in self.arrivals:
@@ -103,17 +113,14 @@ class ShardedReduction(Reduction):
 
     def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
         super().__init__(rows[0], Pending([]))
-        length, num_ranks = rows[0].numel(), tree.group.num_ranks
-        self.cuts = [length * rank // num_ranks for rank in range(num_ranks + 1)]
-        self.scatter = Scatter(tree, rows, self.cuts)
+        length, rank, num_ranks = rows[0].numel(), tree.group.rank, tree.group.num_ranks
+        cuts = [length * r // num_ranks for r in range(num_ranks + 1)]
+        self.shards = [self.result[start:stop] for start, stop in pairwise(cuts)]
+        self.scatter = Scatter(tree, rows, cuts, self.shards[rank])
 
     def fold(self) -> None:
-        group = self.scatter.tree.group
-        shards = [self.result[start:stop] for start, stop in pairwise(self.cuts)]
         self.scatter.fold()
-        shards[group.rank].copy_(self.scatter.sum)
-        self.scatter.sum = self.result.new_empty(0)
-        self.pending = group.gather_shards(shards)
+        self.pending = self.scatter.tree.group.gather_shards(self.shards)
 
     def drain(self) -> None:
         self.scatter.drain()

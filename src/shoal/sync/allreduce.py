@@ -52,7 +52,10 @@ class AllReduce:
         if mesh.data.num_ranks > 1:
             self._tree = self.rounds.tree()
             num_rows = self._tree.num_rows if self.exact else 1
-            buckets = [make_bucket(i, self.parameters, num_rows) for i in deal(self.parameters)]
+            buckets = [
+                make_bucket(indices, self.parameters, num_rows, self._tree.spares)
+                for indices in deal(self.parameters)
+            ]
             self.buckets = Buckets(self.parameters, buckets, num_rows, self._start)
         if mesh.is_cut:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same

@@ -85,9 +85,11 @@ class Sharded:
             for s, stepped in self._stepped.items()
         }
         self.sending = self._sending_of(self.rounds)
-        rows = self.sending.tree.num_rows
-        made = [make_bucket(s.indices, self.parameters, rows, s.starts) for s in self.shelves]
-        self.buckets = Buckets(self.parameters, made, rows, self._send)
+        rows, spares = self.sending.tree.num_rows, self.sending.tree.spares
+        made = [
+            make_bucket(s.indices, self.parameters, rows, spares, s.starts) for s in self.shelves
+        ]
+        self.buckets = Buckets(self.parameters, made, rows, self._send, kept=False)
         self._counted = [s for s in self._stepped if holding.counts(self.named[s.parameter][0])]
         self._norm = SharedNorm(mesh.world, sum(num_blocks(s.length) for s in self._counted))
         self._around = Around(self.rounds, self._end_round)
@@ -161,6 +163,8 @@ class Sharded:
     def _forget(self) -> None:
         for p in [*self.parameters, *self._stepped.values()]:
             p.grad = None
+        for shard in self.shards:
+            self.sending.tree.spares.give(shard)
         self.shards = []
         self._touched = [False] * len(self.parameters)  # by this rank's pieces
         self.buckets.begin()
@@ -179,10 +183,9 @@ class Sharded:
                 p.grad = None
 
     def _send(self, bucket: Bucket) -> Scatter:
-        shelf = self.shelves[len(self.buckets.sent)]
-        scatter = Scatter(self.sending.tree, bucket.rows, shelf.cuts)
-        bucket.close()  # the messages hold what they need
-        return scatter
+        shelf, tree = self.shelves[len(self.buckets.sent)], self.sending.tree
+        shard = tree.spares.take(shelf.shards[self.group.rank], bucket.rows[0])
+        return Scatter(tree, bucket.rows, shelf.cuts, shard)
 
     def _scatter(self) -> None:
         """Send what is left and add up this rank's shard of every bucket."""

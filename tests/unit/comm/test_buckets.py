@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.comm.buckets import Bucket, LoneBucket, layout, make_bucket
+from shoal.comm.spares import Spares
 
 SIZES = st.lists(st.tuples(st.integers(1, 50), st.sampled_from(["float", "half"])), max_size=30)
 
@@ -26,7 +27,7 @@ def test_buckets_keep_their_size_and_kind(sizes, bucket_bytes) -> None:
 
 def test_a_bucket_fills_rows_and_zeroes_what_is_missing() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
-    bucket = Bucket([1, 0], parameters, num_rows=2)
+    bucket = Bucket([1, 0], parameters, num_rows=2, spares=Spares())
     bucket.fill(0, [torch.ones(2, 3), torch.full((4,), 2.0)])
     bucket.fill(1, [torch.ones(2, 3), None])
     assert torch.equal(bucket.rows[0], torch.tensor([2.0] * 4 + [1.0] * 6))
@@ -38,11 +39,11 @@ def test_a_bucket_fills_rows_and_zeroes_what_is_missing() -> None:
 
 def test_a_parameter_that_fills_the_only_row_is_sent_from_where_it_is() -> None:
     parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(32))]
-    assert isinstance(make_bucket([1], parameters, 1), LoneBucket)
-    assert isinstance(make_bucket([1], parameters, 1, [0, 32]), LoneBucket)
+    assert isinstance(make_bucket([1], parameters, 1, Spares()), LoneBucket)
+    assert isinstance(make_bucket([1], parameters, 1, Spares(), [0, 32]), LoneBucket)
     for shared in (
-        make_bucket([0], parameters, 1, [0, 32]),  # the row is longer
-        make_bucket([1], parameters, 2),
-        make_bucket([1, 0], parameters, 1),
+        make_bucket([0], parameters, 1, Spares(), [0, 32]),  # the row is longer
+        make_bucket([1], parameters, 2, Spares()),
+        make_bucket([1, 0], parameters, 1, Spares()),
     ):
         assert not isinstance(shared, LoneBucket)
