@@ -1,11 +1,14 @@
 """Synchronous training with one slow device of four, against DDP.
 
 The devices are emulated: a sample takes its time, a third of it in forward and the rest in
-backward, and five times as long on the last device. DDP gives every device a quarter of each batch
-and waits for the slow one; Shoal cuts the batch into 16 pieces and moves them to the fast ones.
-Both arms train the same batches, from the first step on, so the same number of steps is the same
-loss; whole runs are timed, the steps before work has moved included. No way to share the work could
-be faster than 4.0 times DDP: three devices at full speed and one at a fifth.
+backward, and five times as long on the last device. Timers wake up late, which a device with a
+queue would not: what follows within 2 ms of the end of one piece of work counts from that end.
+
+DDP gives every device a quarter of each batch and waits for the slow one; Shoal cuts the batch into
+16 pieces and moves them to the fast ones. Both arms train the same batches, from the first step on,
+so the same number of steps is the same loss; whole runs are timed, the steps before work has moved
+included. No way to share the work could be faster than 4.0 times DDP: three devices at full speed
+and one at a fifth.
 """
 
 import time
@@ -33,23 +36,37 @@ from shoal.world import World
 
 NUM_RANKS, NUM_PIECES, BATCH, WIDTH = 4, 16, 64, 32
 SAMPLE_S = 0.003  # a third of it forward
+LATE_S = 0.002
 SLOWER, LIMIT = 5, 4.0
 PLAN = f"data={NUM_RANKS} pieces={NUM_PIECES}"
 FLOOR = 3.0
+
+
+class Device:
+    """Busy for as long as it is told, one piece of work after another."""
+
+    def __init__(self, sample_s: float):
+        self.sample_s, self.free_at = sample_s, 0.0
+
+    def work(self, seconds: float) -> None:
+        now = perf_counter()
+        begun = self.free_at if now - self.free_at < LATE_S else now
+        self.free_at = begun + seconds
+        time.sleep(max(0.0, self.free_at - now))
 
 
 class Paced(torch.autograd.Function):
     """The same tensor, after a while; and the same gradient, after another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = 2 * seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, tensor: Tensor, device: Device) -> Tensor:
+        ctx.device, ctx.seconds = device, 2 * len(tensor) * device.sample_s
+        device.work(len(tensor) * device.sample_s)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        time.sleep(ctx.seconds)
+        ctx.device.work(ctx.seconds)
         return gradients[0], None
 
 
@@ -59,10 +76,10 @@ class OnDevice(nn.Module):
     def __init__(self, sample_s: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.sample_s = sample_s
+        self.device = Device(sample_s)
 
     def forward(self, x: Tensor) -> Tensor:
-        done: Tensor = Paced.apply(self.layers(x), len(x) * self.sample_s)  # type: ignore[no-untyped-call]
+        done: Tensor = Paced.apply(self.layers(x), self.device)  # type: ignore[no-untyped-call]
         return done
 
 

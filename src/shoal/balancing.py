@@ -29,18 +29,26 @@ def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
     """Move work if that makes steps shorter. Every rank decides alike and must call it."""
     if trainer.balance is None:
         return
-    mesh, before = trainer.mesh, list(trainer.balance.counts)
-    replicas = by_replica(busy_s, mesh.data.num_ranks, mesh.tensor.num_ranks)
-    seconds = [busy / count for busy, count in zip(replicas, before, strict=True)]
-    counts = trainer.balance.observe(replicas)
-    if counts is None:
+    mesh = trainer.mesh
+    move = trainer.balance.observe(by_replica(busy_s, mesh.data.num_ranks, mesh.tensor.num_ranks))
+    if move is None:
         return
     trainer.strategy.detach()
-    trainer.take_place(mesh._replace(counts=tuple(counts)))
+    trainer.take_place(mesh._replace(counts=tuple(move.after)))
     if mesh.rank == 0:
-        usual = median(seconds)
-        slow = {str(r): round(s / usual, 2) for r, s in enumerate(seconds) if s > _SLOW * usual}
-        trainer.seat.tell("balanced", step=trainer.step, rounds=counts, before=before, slow=slow)
+        trainer.seat.tell(
+            "balanced",
+            step=trainer.step,
+            rounds=move.after,
+            before=move.before,
+            slow=slow_among(move.seconds),
+        )
+
+
+def slow_among(seconds: Sequence[float]) -> dict[str, float]:
+    """The replicas to be named as slow, and how many times as long as usual each takes."""
+    usual = median(seconds)
+    return {str(r): round(s / usual, 2) for r, s in enumerate(seconds) if s > _SLOW * usual}
 
 
 def by_replica(busy_s: Sequence[float], num_replicas: int, num_tensor: int) -> list[float]:

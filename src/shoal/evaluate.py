@@ -17,13 +17,14 @@ from shoal.data.loader import pieces_in_order
 from shoal.data.split import share
 from shoal.errors import RecipeError, UsageError
 from shoal.mesh import Mesh
-from shoal.run import Run, objective
+from shoal.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
 
 
 def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss` and each of the run's metrics. Every rank must call it."""
+    check_evaluated(compute.plan, source)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), run.collate, mesh.device)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
@@ -36,6 +37,8 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
         for turn in range(num_turns):
             index = own[turn] if turn < len(own) else 0
             piece = pieces[index]
+            if not piece.num_samples:  # all of it is in quarantine
+                continue
             output = compute.output(piece.inputs)
             if output is None or turn >= len(own) or mesh.tensor.rank:
                 continue

@@ -9,46 +9,41 @@ due soon enough, and ranks that disagree on whether it was made would wait for e
 """
 
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from importlib.metadata import version
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 from shoal.beginning import Beginning, Taken
+from shoal.checkpoint.finding import name_of, step_of, steps_in
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress
+from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.save import Saved, Saver
-from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.sealed import known_of
 from shoal.checkpoint.storage import Store
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
 from shoal.data.order import batches_per_epoch
 from shoal.data.orders import order_of
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.sync.replicas import shared_name
 from shoal.sync.state import Given, share_bytes
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
 
 Tell = Callable[..., None]  # of an event, by its name and what it needs
-
-
-_NAME = re.compile(r"step-[0-9]{8,}")
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 class NotSaved(ShoalError):
@@ -75,7 +70,9 @@ class Keeper:
         self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
         self.saved_step: int | None = None  # the newest that this rank knows to be there
         self._bad: set[str] = set()  # checkpoints that were refused
-        self._holds_nothing = False  # since no checkpoint can hold this model
+        self._known: dict[str, Known] = {}  # checkpoints that were looked at, in the saver's thread
+        self._holds_nothing = False  # since no checkpoint can hold this state
+        self._has_looked = False  # at the state after a step of this group
         self._resumed: Origin | None = None  # of the checkpoint that it went on from
         self._failure = ""  # of the last save, as far as this rank knows
         self._ended: deque[Saved] = deque()  # filled by the saver's thread
@@ -87,16 +84,14 @@ class Keeper:
         Every rank must call it.
         """
         world = trainer.mesh.world
-        if why := unholdable(trainer.model):
-            if self._is_asked:
-                raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
-            self._holds_nothing = True
+        self._look_at(trainer)
+        self._has_looked = False
         if any(row[0] for row in world.gather_numbers([trainer.step])):
             return
-        names = self.store.names() if world.rank == 0 else []
+        names = steps_in(self.store) if world.rank == 0 else []
         shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
         problems = []
-        for name in reversed(msgspec.msgpack.decode(shared, type=list[str])):
+        for name in msgspec.msgpack.decode(shared, type=list[str]):
             problem = _first_problem(world, self._load(trainer, name))
             if not problem:
                 if world.rank == 0:
@@ -120,6 +115,9 @@ class Keeper:
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
         """Save, if it is time to. Every rank must call it, in the group that made the step."""
         self.report()
+        if not self._has_looked:  # an optimizer makes its state in its first step
+            self._look_at(trainer)
+            self._has_looked = True
         every = trainer.run.save_every
         if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
             problem = self.save(trainer)
@@ -162,7 +160,7 @@ class Keeper:
         """Say what became of saves that have ended."""
         while self._ended:
             saved = self._ended.popleft()
-            step = int(saved.name.rpartition("-")[2])
+            step = step_of(saved.name)
             if saved.problem:
                 self._failure = saved.problem
                 self._tell("save-failed", step=step, why=saved.problem)
@@ -195,11 +193,26 @@ class Keeper:
             state.tensors,
             state.plain,
             (self._progress(trainer), self.origin),
-            at_once=changing,
+            at_once={name for name in state.tensors if shared_name(name) in changing},
         )
         if self._others_may_write:
             self.await_copy()
         return problem
+
+    def _look_at(self, trainer: "Trainer") -> None:
+        """Find what no checkpoint can hold. Every rank must call it."""
+        try:
+            held = trainer.strategy.state_dict().tensors
+            own = unholdable((name, part.tensor) for name, parts in held.items() for part in parts)
+        except RecipeError as error:  # of one rank perhaps, while the others wait
+            own = str(error).partition(". ")[0]
+        world = trainer.mesh.world
+        why = _first_problem(world, own)
+        if why and self._is_asked:
+            raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
+        if why and not self._holds_nothing and world.rank == 0:
+            self._tell("unholdable", why=why)
+        self._holds_nothing = bool(why)
 
     def _tell_of_resuming(self, trainer: "Trainer", name: str) -> None:
         """Only once every rank has verified and taken what it needs."""
@@ -235,10 +248,25 @@ class Keeper:
         """In the saver's thread: a new checkpoint may make older ones superfluous."""
         if saved.is_committed:
             try:
-                prune(self.store, self._keep, saved.name, self._bad)
+                self._prune(saved.name)
             except OSError as error:
                 warn_once(f"Old checkpoints could not be removed: {error.strerror}.")
         self._ended.append(saved)
+
+    def _prune(self, newest: str) -> None:
+        """Remove what no rule keeps, after `newest` was made.
+
+        What was refused, what is not sound, what is of a later step (of an earlier life of the run)
+        and what has another name is neither counted nor removed.
+        """
+        self._bad.discard(newest)  # if it was in this place
+        older = dropwhile(lambda name: name != newest, steps_in(self.store))
+        names = [name for name in older if name not in self._bad]
+        known = {name: self._known[name] for name in names[1:] if name in self._known}
+        found = known_of(self.store, [name for name in names if name not in known]).known
+        self._known = known | {one.name: one for one in found}
+        for one in superfluous(self._known.values(), self._keep):
+            self.store.remove(one.name)
 
     def _load(self, trainer: "Trainer", name: str) -> str:
         """Take the state over; returns why that cannot be."""
@@ -259,6 +287,8 @@ class Keeper:
             trainer.strategy.load_state_dict(source, progress.step)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
+        except StoreError:
+            raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:
             return str(wrong)
         except OSError as error:
@@ -302,29 +332,12 @@ def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Orig
 
 
 def cannot_hold(why: str, asked: str) -> UsageError:
-    """What is said to a model with a tensor that no checkpoint can hold."""
+    """What is said to a model, or an optimizer, with a tensor that no checkpoint can hold."""
     return UsageError(
-        f"The model cannot be saved: {why}, {asked}. A checkpoint holds dense tensors of bool, "
+        f"This run cannot be saved: {why}, {asked}. A checkpoint holds dense tensors of bool, "
         "whole numbers, floats of 8 to 64 bits and complex64. Keep this one in such a form (a "
         "complex128 as torch.view_as_real gives it, say), or ask for no checkpoints."
     )
-
-
-def prune(store: Store, keep: Keep, newest: str, bad: Collection[str]) -> None:
-    """Remove what no rule keeps, after `newest` was made.
-
-    What was refused, what is not sound, what is of a later step (of an earlier life of the run) and
-    what has another name is neither counted nor removed.
-    """
-    known = []
-    for name in store.names():
-        if name in bad or not _NAME.fullmatch(name) or name > newest:
-            continue
-        with suppress(BadCheckpoint):
-            progress = Sealed(store, name).manifest.progress
-            known.append(Known(name, progress.step, progress.metrics))
-    for one in superfluous(known, keep):
-        store.remove(one.name)
 
 
 def _refuse_strange(source: Opened, own: Collection[str]) -> None:

@@ -9,7 +9,6 @@ Not for data whose earlier samples were changed or moved: their numbers are what
 Cost: some 40 ns a sample that was trained on.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from shoal.data.loader import Batches
 from shoal.data.order import Ids
 from shoal.data.orders import Mixed, Order, Some, order_before
 from shoal.data.sources import Source
+from shoal.data.transforms.cleaning import Cleaned
 from shoal.data.transforms.layers import below
 from shoal.data.transforms.normalizing import Normalized
 from shoal.data.transforms.quarantine import Quarantined
 from shoal.data.transforms.statistics import Statistics
-from shoal.data.views import View
+from shoal.data.views import Joined, View
 from shoal.errors import UsageError
 from shoal.recipe import load_recipe
 
@@ -42,20 +42,33 @@ class Record(NamedTuple):
     def field(self, name: str) -> Any:
         return self.described["run"][name]["value"]
 
+    def until(self, step: int | None) -> "Record":
+        """As it stood after this step; as it stands if none is named."""
+        if step is None:
+            return self
+        return self._replace(steps=[line for line in self.steps if line["step"] <= step])
+
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.steps), default=0)
+
 
 def read_record(path: Path) -> Record:
     """The record of the run in this directory."""
     try:
-        described = json.loads((path / "run.json").read_bytes())
+        described = msgspec.json.decode((path / "run.json").read_bytes(), type=dict[str, Any])
         lines = (path / "metrics.jsonl").read_bytes().splitlines()
     except FileNotFoundError as missing:
         raise UsageError(
-            f"{path} is no run directory with steps on record: {missing.filename} is missing."
+            f"{path} is no run directory with steps on record: {missing.filename} is missing. Name "
+            "the directory of a `shoal train`."
         ) from None
-    except ValueError as error:
-        raise UsageError(f"{path / 'run.json'} cannot be read: {error}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{path / 'run.json'} cannot be read: {error}. Name a run whose record is whole."
+        ) from None
     if "run" not in described or "num_samples" not in described:
-        raise UsageError(f"{path} is not the directory of a `shoal train`.")
+        raise UsageError(f"{path} is not the directory of a `shoal train`. Name one that is.")
     return Record(path, described, list(_steps(lines)))
 
 
@@ -67,23 +80,42 @@ def recipe_data(record: Record) -> Source:
 
 def audit_run(record: Record, data: Source) -> Audit:
     """Whether the steps on record were made of the samples that the order gives."""
-    return audit(record.steps, batches_of(record, data), _left_out(data))
+    return audit(record.steps, batches_of(record, data), left_out(data).tolist())
 
 
 def batches_of(record: Record, data: Source) -> Batches:
     """The batches of a run as it saw them, by number; `data` may have grown since."""
+    return _batches(record, data, _seen_before(record, data))
+
+
+def seen_in(record: Record, data: Source) -> NDArray[np.bool_]:
+    """Of each sample of today's data, whether this run or one that it goes back to has seen it."""
+    before = _seen_before(record, data)
+    batches = _batches(record, data, before)
+    seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
+    for step in record.steps:
+        seen[batches.at(step["step"] - 1).ids] = True
+    return seen
+
+
+def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
+    """What the runs had seen that this one goes back to, when it began; None if it began anew."""
+    parent = record.described.get("new_data")
+    if not parent:
+        return None
+    # The run before may have gone on since: what it did then is not in this one's order.
+    return seen_in(read_record(Path(parent)).until(record.described.get("new_data_steps")), data)
+
+
+def _batches(record: Record, data: Source, before: NDArray[np.bool_] | None) -> Batches:
+    order = _order_then(record, data, before)
     num_samples = record.described["num_samples"]
-    order = order_before(data, num_samples)
     if order is None:
         raise UsageError(
             f"{record.path} was trained on {num_samples} samples and there are {len(data)} now, "
             "and this order of samples cannot tell how they stood then. Data may grow at its end "
             "if it is shuffled as a whole, or by whole shards."
         )
-    parent = record.described.get("new_data")
-    if parent:
-        seen = seen_in(read_record(Path(parent)), data)
-        order = _order_of_new(seen, num_samples, record.described.get("replay") or 0.0)
     return Batches(
         View(range(num_samples), order),
         batch_size=record.field("batch_size"),
@@ -92,16 +124,14 @@ def batches_of(record: Record, data: Source) -> Batches:
     )
 
 
-def seen_in(record: Record, data: Source) -> NDArray[np.bool_]:
-    """Of each sample of today's data, whether this run or one that it goes back to has seen it."""
-    seen = np.zeros(len(data), dtype=np.bool_)
-    parent = record.described.get("new_data")
-    if parent:
-        seen |= seen_in(read_record(Path(parent)), data)
-    batches = batches_of(record, data)
-    for step in record.steps:
-        seen[batches.at(step["step"] - 1).ids] = True
-    return seen
+def _order_then(record: Record, data: Source, before: NDArray[np.bool_] | None) -> Order | None:
+    """The order in which a run visits its samples; None if that cannot be told any more."""
+    num_samples = record.described["num_samples"]
+    if before is None:
+        return order_before(data, num_samples)
+    if len(data) < num_samples:
+        return None
+    return _order_of_new(before, num_samples, record.described.get("replay") or 0.0)
 
 
 def keep_statistics(data: Any, run_dir: Path) -> None:
@@ -118,15 +148,15 @@ def _statistics_in(data: Any) -> Iterator[Statistics]:
         yield from _statistics_in(source)
 
 
-def only_new(data: Source, run_dir: Path, replay: float = 0.0) -> View:
+def only_new(data: Source, before: Record, replay: float = 0.0) -> View:
     """The samples that a run has not seen; of its batches `replay` is a share of those it has."""
     if not 0 <= replay < 1:
         raise UsageError(f"--replay {replay}: the share of old samples is from 0 to below 1.")
-    seen = seen_in(read_record(run_dir), data)
+    seen = seen_in(before, data)
     if seen.all():
         raise UsageError(
-            f"All {len(data)} samples were seen by {run_dir} and the runs before it. Add data at "
-            "the end of the source, or train on all of it without --new-data."
+            f"All {len(data)} samples were seen by {before.path} and the runs before it. Add data "
+            "at the end of the source, or train on all of it without --new-data."
         )
     return View(data, _order_of_new(seen, len(data), replay))
 
@@ -144,22 +174,25 @@ def _places(which: NDArray[np.bool_]) -> Ids:
     return np.flatnonzero(which).astype(np.int64)
 
 
-def _left_out(data: Any) -> set[int]:
-    """The samples in the quarantine files of a source."""
-    if not isinstance(data, Quarantined):
-        return {index for source in below(data) for index in _left_out(source)}
-    lines = data.path.read_bytes().splitlines() if data.path.exists() else []
-    return {int(line["index"]) for line in _decoded(lines)}
+def left_out(data: Any) -> Ids:
+    """The numbers, in this source, of the samples that the quarantine files of its parts name."""
+    if isinstance(data, Quarantined):
+        return np.array(sorted(data.left_out()), dtype=np.int64)
+    found = [left_out(source) for source in below(data)]
+    if isinstance(data, Joined):
+        found = [start + part for start, part in zip(data.starts, found, strict=False)]
+    ids = np.concatenate([np.empty(0, dtype=np.int64), *found])
+    if isinstance(data, Cleaned):
+        ids = _places(np.isin(data.kept, ids))
+    return ids
 
 
-def _steps(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    return (line for line in _decoded(lines) if isinstance(line.get("step"), int))
-
-
-def _decoded(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    """The lines of a file whose last one may be torn."""
+def _steps(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The steps on record. A torn line is of a process that was killed; another wrote it anew."""
     for line in lines:
         try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
+            found = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:
             continue
+        if isinstance(found.get("step"), int):
+            yield found

@@ -18,8 +18,8 @@ def set_up(prefix: str = "", level: int = logging.INFO) -> None:
 _said: set[str] = set()
 
 
-def warn_once(message: str) -> None:
-    """Warn, but only the first time this very message comes up in this process."""
-    if message not in _said:
-        _said.add(message)
+def warn_once(message: str, kind: str = "") -> None:
+    """Warn, but only the first time that this message, or one of its `kind`, comes up here."""
+    if (kind or message) not in _said:
+        _said.add(kind or message)
         log.warning(message)

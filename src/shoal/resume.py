@@ -7,6 +7,7 @@ saves and measures. Anything else would make it another run, and is refused by n
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
@@ -31,7 +32,7 @@ MAY_CHANGE = (
 def newest(store: Store) -> Manifest:
     """What the newest checkpoint of a run says of itself."""
     problems = []
-    for name in reversed(store.names()):
+    for name in steps_in(store):
         try:
             return Sealed(store, name).manifest
         except BadCheckpoint as bad:
@@ -46,7 +47,7 @@ def newest(store: Store) -> Manifest:
 
 def refuse_used(store: Store) -> None:
     """A new run must not find checkpoints of another where it keeps its own."""
-    if store.names():
+    if steps_in(store):
         raise UsageError(
             f"{store} already holds checkpoints. Go on from them (--resume, or resume=True), or "
             "choose another place."

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.data.loader import Batches, Piece
 from shoal.data.order import batches_per_epoch, check_end
 from shoal.data.orders import order_of
+from shoal.data.sources import LeavesOut
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
@@ -129,14 +130,41 @@ class Run:
 def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     """The plan with every count fixed for this run, or an error that says what does not fit."""
     chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
-    needs_all = "local_steps" if chosen.local_steps > 1 else "pipeline"
-    if run.end == "pad" and (chosen.local_steps > 1 or chosen.pipeline > 1 or chosen.zero == 3):
-        needs_all = "zero=3" if chosen.zero == 3 else needs_all
+    waiting = _waiting_for_all(chosen)
+    if chosen.local_steps > 1:
+        waiting = waiting or "local_steps"
+    if waiting and run.end == "pad":
         raise PlanError(
-            f"{needs_all} does not go with end='pad': the short batch at the end of an epoch may "
+            f"{waiting} does not go with end='pad': the short batch at the end of an epoch may "
             "leave a rank without samples. Use end='drop' or end='wrap'."
         )
+    if waiting and isinstance(run.data, LeavesOut):
+        raise PlanError(_left_out(waiting, "data"))
+    check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+
+
+def check_evaluated(plan: Plan, source: Any) -> None:
+    """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""
+    waiting = _waiting_for_all(plan)
+    if waiting and isinstance(source, LeavesOut):
+        raise PlanError(_left_out(waiting, "the source to evaluate"))
+
+
+def _waiting_for_all(plan: Plan) -> str:
+    """What makes ranks wait for each other in every forward, so that each needs samples; or ""."""
+    if plan.zero == 3:
+        return "zero=3"
+    return "pipeline" if plan.pipeline > 1 else ""
+
+
+def _left_out(waiting: str, what: str) -> str:
+    return (
+        f"{waiting} does not go with quarantine, and {what} is in quarantine: when all samples of "
+        "a piece are left out, a rank has none, and the others would wait for it. Take them out "
+        "before: shoal.data.clean(source, quarantine=...), or `shoal data build` of this source "
+        "and train on the shards. Or use another plan."
+    )
 
 
 def make_batches(run: Run, num_pieces: int, device: str = "cpu", ahead: bool = False) -> Batches:

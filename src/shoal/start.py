@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.objects import open_store
 from shoal.elastic.seat import seat_from_environment
 from shoal.errors import UsageError
@@ -44,8 +45,9 @@ def trainer(
             "resume and save_every need a place. Give shoal.trainer(..., checkpoints=DIRECTORY)."
         )
     fields = {name: field["value"] for name, field in provenance(run, {}).items()}
-    if store is not None and store.names():
-        if not resume:
+    if store is not None and steps_in(store):
+        # A spare that comes later finds those of its own run; its number is above the seats'.
+        if not resume and world.rank < world.num_ranks:
             refuse_used(store)
         origin = newest(store).origin
         refuse_changes(fields, run, origin)

@@ -29,3 +29,11 @@ def test_bad_samples_are_left_out_alike_at_every_size(
         assert {msgspec.json.decode(line)["index"] for line in lines} == set(BAD)
         faults.check_left_out(trained[-1], f"{TINY}:quarantined", settings, 25)
     faults.check_same(trained[1], trained[0])
+
+
+def test_a_part_of_the_data_is_under_quarantine(pool: Pool, tmp_path: Path) -> None:
+    settings = {"file": str(tmp_path / "bad.jsonl")}
+    run = faults.start(pool, f"{TINY}:joined", tmp_path / "run", plan="data=2", settings=settings)
+    trained = run.wait()
+    assert trained.exit_code == 0, trained.errors
+    faults.check_left_out(trained, f"{TINY}:joined", settings, 25)

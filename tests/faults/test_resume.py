@@ -312,7 +312,8 @@ def test_there_must_be_something_to_go_on_from(train, tmp_path: Path) -> None:
 def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: Path) -> None:
     """One of an earlier life of the run, later than those that come, counts for nothing."""
     store = Directory(tmp_path / "run" / "checkpoints")
-    assert train(steps=20, save_every=5).wait().exit_code == 0
+    # Slow enough for every save to end before the next is due: no step waits for one.
+    assert train(steps=20, save_every=5, pause=0.05).wait().exit_code == 0
     _flip(store.path / "step-00000020" / "rank-00000.safetensors")
     shutil.copytree(store.path / "step-00000015", store.path / "precious")
     trained = train(steps=19, save_every=2, resume=True).wait()
@@ -324,7 +325,7 @@ def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: 
 
 
 def test_a_run_goes_on_with_what_it_was_given(train, tmp_path: Path) -> None:
-    assert train(steps=20, save_every=4).wait().exit_code == 0
+    assert train(steps=20, save_every=4, pause=0.05).wait().exit_code == 0
     trained = train(steps=30, resume=True).wait()
     saved = [event["step"] for event in trained.events("saved")]
     assert saved[-1] == 30 and 24 in saved, saved

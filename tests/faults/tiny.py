@@ -139,3 +139,10 @@ class Broken:
 def quarantined(pause: float = 0.0, file: str = "bad.jsonl", loaders: int = 0) -> shoal.Run:
     run = run_of(pause, loaders=loaders, steps=25)
     return dataclasses.replace(run, data=shoal.data.quarantine(Broken(run.data), file))
+
+
+def joined(file: str = "bad.jsonl") -> shoal.Run:
+    """Data of which a part is under quarantine."""
+    run = run_of(0.0, steps=25)
+    broken = shoal.data.quarantine(Broken(run.data), file)
+    return dataclasses.replace(run, data=shoal.data.join([run.data, broken]))

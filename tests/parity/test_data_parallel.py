@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.data.order import batch_ids
+from shoal.data.loader import Batches
 from shoal.testing.ranks import Pool
 from tests.parity.runs import RECIPES, train
 
@@ -63,9 +63,9 @@ def test_one_rank_is_a_plain_loop(pool: Pool) -> None:
     torch.manual_seed(run.seed)
     model = run.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = Batches(run.data, batch_size=12, seed=run.seed, end="pad")
     for step in range(8):
-        ids = torch.from_numpy(batch_ids(step, len(run.data), 12, run.seed, "pad"))
-        samples = [run.data[int(i)] for i in ids]
+        samples = [run.data[int(i)] for i in batches.at(step).ids]
         inputs = torch.stack([sample[0] for sample in samples])
         target = torch.stack([torch.as_tensor(sample[1]) for sample in samples])
         loss = F.mse_loss(model(inputs)[:, 0], target)

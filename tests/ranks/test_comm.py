@@ -22,7 +22,7 @@ from shoal.sync.state import State, share_bytes, share_state
 from shoal.testing.ranks import Pool
 from shoal.world import World
 
-LENGTHS = [1, 2, 5, 1000]
+LENGTHS = [1, 2, 5, 1000, 40_000]  # the last one does not go at once
 
 
 def values(num_pieces: int, length: int) -> list[torch.Tensor]:

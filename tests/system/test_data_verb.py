@@ -96,7 +96,10 @@ def test_build_show_and_verify(recipe: Path, capsys, function: str) -> None:
     flip(Path("out/shard-00000.bin"), 5)
     said = Said(capsys, "verify", "out")
     assert said.code == 1 and said.out.startswith("bad  out  shard-00000.bin: the bytes 0 to")
-    assert Said(capsys, "show", "out").code == 1
+    said = Said(capsys, "show", "out")  # all but the sample
+    assert said.code == 1 and "200 samples in rows" in said.out and "sample 0 of out" in said.err
+    said = Said(capsys, "show", "out", "--json")
+    assert said.code == 1 and said.json()["sample"] is None
 
 
 def test_records_of_any_shape(recipe: Path, capsys) -> None:
@@ -157,9 +160,9 @@ def test_a_damaged_index(recipe: Path, capsys) -> None:
     assert Said(capsys, "build", "recipe.py:pairs", "out").code == 0
     flip(Path("out/index.json"), 20)
     said = Said(capsys, "verify", "out")
-    assert said.code == 1 and "index.json is not what index.sha256 says" in said.out
+    assert said.code == 1 and "bad  out  index.json is not what index.sha256 says" in said.out
     said = Said(capsys, "show", "out")
-    assert said.code == 2 and "index.json is not what index.sha256 says" in said.err
+    assert said.code == 2 and "out: index.json is not what index.sha256 says" in said.err
 
 
 def test_verify_needs_no_torch(recipe: Path, capsys) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.lineage import batches_of, read_record, seen_in
+from shoal.lineage import audit_run, batches_of, read_record, seen_in
 from shoal.testing import faults
 from shoal.testing.faults import Trained
 from shoal.testing.ranks import Pool
@@ -68,6 +68,19 @@ def test_a_resumed_run_goes_on_with_the_same_new_data(train: Train) -> None:
     assert ids_of(parts.run_dir, 80) == ids_of(whole.run_dir, 80)
 
 
+def test_a_resumed_run_does_not_mind_that_the_one_before_went_on(train: Train) -> None:
+    first = train("first", samples=40, steps=2)
+    new = ("--new-data", str(first.run_dir))
+    whole = train("whole", *new, samples=80, steps=6)
+    train("parts", *new, samples=80, steps=3)
+    assert train("first", "--resume", samples=40, steps=4).exit_code == 0
+    parts = train("parts", "--resume", samples=80, steps=6)
+    assert parts.exit_code == 0, parts.errors
+    assert parts.model() == whole.model()
+    found = audit_run(read_record(parts.run_dir), range(80))
+    assert not found.problems and found.num_marked == 6
+
+
 @pytest.mark.parametrize("plan", ["data=2 local_steps=2", "tensor=2", "pipeline=2"])
 def test_every_plan_keeps_a_ledger(train: Train, plan: str) -> None:
     trained = train("run", plan=plan, steps=5, samples=40)
@@ -94,6 +107,7 @@ def test_audit(train: Train, pool: Pool, tmp_path: Path) -> None:
     code, told = audit()
     assert code == 0, told
     assert "5 steps checked" in told
+    assert "5 steps were made of the samples that the order gives" in told
     path = trained.run_dir / "metrics.jsonl"
     lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     lines[2]["mark"] += 1

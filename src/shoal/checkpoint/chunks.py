@@ -1,20 +1,34 @@
 """A rank's part of a checkpoint: which chunks it writes, and the safetensors file they lie in.
 
-The file is an ordinary one: any reader of safetensors can open it, and finds each chunk under the
+Each logical byte is dealt to one of the ranks that hold it, so that all have alike to write. The
+file is an ordinary one: any reader of safetensors can open it, and finds each chunk under the
 tensor's name, with its box in brackets where it is not the whole.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from shoal.checkpoint.dealing import Held
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES
-from shoal.parallel.boxes import pieces
+from shoal.parallel.boxes import Box, pieces
 
 MOST_CHUNK_BYTES = 16 << 20  # a reader verifies whole chunks, however little it needs of one
+
+WORTH_CUTTING = 64 << 10  # bytes; below, a part costs more in the manifest than it spreads
+
+
+class Held(NamedTuple):
+    """A box of a logical tensor that a rank holds."""
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * ITEM_BYTES[self.dtype]
 
 
 class Placed(NamedTuple):
@@ -33,6 +47,34 @@ class Placed(NamedTuple):
         return f"{self.held.name}[{','.join(spans)}]"
 
 
+def deal(held: Sequence[Iterable[Held]]) -> list[list[Held]]:
+    """Who writes what, so that each logical byte is written once and all have alike to do.
+
+    `held` lists for each rank what it holds. A box that several hold is cut between them along its
+    first dim if it is large, or given to the one with the least to write.
+    """
+    holders: dict[Held, list[int]] = {}
+    for rank, items in enumerate(held):
+        for item in items:
+            holders.setdefault(item, []).append(rank)
+    shares: list[list[Held]] = [[] for _ in held]
+    load = [0] * len(held)
+
+    def give(rank: int, item: Held) -> None:
+        shares[rank].append(item)
+        load[rank] += item.num_bytes
+
+    for item, ranks in sorted(holders.items()):
+        rows = item.box.shape[0] if item.box.shape else 0
+        if item.num_bytes < WORTH_CUTTING * len(ranks) or rows < len(ranks):
+            give(min(ranks, key=load.__getitem__), item)
+            continue
+        for i, rank in enumerate(ranks):
+            start, stop = (rows * j // len(ranks) for j in (i, i + 1))
+            give(rank, item._replace(box=item.box.cut(0, start, stop)))
+    return shares
+
+
 def place(share: Iterable[Held]) -> list[Placed]:
     """Chunks one after the other, those of the largest elements first, so that all are aligned."""
     chunks = [
@@ -42,7 +84,7 @@ def place(share: Iterable[Held]) -> list[Placed]:
     ]
     placed, at = [], 0
     for chunk in chunks:
-        stop = at + math.prod(chunk.box.shape) * ITEM_BYTES[chunk.dtype]
+        stop = at + chunk.num_bytes
         placed.append(Placed(chunk, at, stop))
         at = stop
     return placed

@@ -8,35 +8,25 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.dealing import Held
-from shoal.checkpoint.types import why_not
+from shoal.checkpoint.chunks import Held
+from shoal.checkpoint.save import held_by_all, listed
+from shoal.checkpoint.types import first_names, why_not
 from shoal.comm.collectives import Group
 from shoal.faults import faultpoint
-from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
-from shoal.sync.state import share_bytes
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's state by name; a tensor shared under several names keeps its first."""
-    kept: dict[str, Tensor] = {}
-    seen: set[tuple[int, int, tuple[int, ...]]] = set()
-    for name, tensor in model.state_dict().items():
-        if why_not(tensor):
-            kept[name] = tensor.detach()  # to be told by name when it is written
-            continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        kept[name] = tensor.detach().cpu().contiguous()
-    return kept
+    state = model.state_dict()
+    kept = {name: state[name].detach() for name in first_names(model).values()}
+    # What no file can hold is told by name when it is written.
+    return {name: t if why_not(t) else t.cpu().contiguous() for name, t in kept.items()}
 
 
 def gather_model(
@@ -48,26 +38,11 @@ def gather_model(
     """
     names = set(model.state_dict())
     world = world.part(range(world.num_ranks))  # with a deadline for slow disks and large tensors
-    own = {
-        Held(
-            name,
-            str(s.tensor.dtype).removeprefix("torch."),
-            s.global_shape,
-            Box(s.offset, tuple(s.tensor.shape)),
-        ): s.tensor
-        for name, slices in held.items()
-        if name in names
-        for s in slices
-    }
-    listed = [
-        msgspec.msgpack.decode(
-            share_bytes(world, rank, msgspec.msgpack.encode(list(own))), type=list[Held]
-        )
-        for rank in range(world.num_ranks)
-    ]
+    kept = {name: slices for name, slices in held.items() if name in names}
+    own = dict(listed(kept, lambda dtype: str(dtype).removeprefix("torch.")))
     whole: dict[str, Tensor] = {}
     known: set[Held] = set()
-    for rank, parts in enumerate(listed):
+    for rank, parts in enumerate(held_by_all(world, list(own))):
         for part in parts:
             if part in known:
                 continue

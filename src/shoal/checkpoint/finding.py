@@ -1,6 +1,8 @@
 """Checkpoints by paths and URLs that people give: a run's, its directory of them, or one.
 
-Nothing here loads torch, and nothing but the finding itself asks whether a place is on a disk.
+Those that a run makes have the step in their names: it goes on from these alone, and removes no
+others. Nothing here loads torch, and nothing but the finding itself asks whether a place is on a
+disk.
 """
 
 import os
@@ -19,7 +21,7 @@ from shoal.errors import UsageError
 Kind = TypeVar("Kind")
 Where = str | Path  # a path, or a URL
 FOLDER = "checkpoints"  # of a run directory
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-([0-9]{8,18})")
 _CHUNKS = re.compile(r"rank-\d+\.safetensors")
 _WAY_OUT = "Give a run directory, its directory of checkpoints, or one checkpoint."
 
@@ -49,6 +51,22 @@ class Chosen(NamedTuple, Generic[Kind]):
     @property
     def place(self) -> str:
         return f"{self.store}/{self.name}"
+
+
+def name_of(step: int) -> str:
+    """What a run calls its checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step, if it is a name that a run gives."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found and name == name_of(int(found[1])) else None
+
+
+def steps_in(store: Store) -> list[str]:
+    """The checkpoints that runs made there, the newest first; names alone are looked at."""
+    return sorted((n for n in store.names() if step_of(n) is not None), key=_age, reverse=True)
 
 
 def find(where: Where) -> Found:
@@ -125,8 +143,8 @@ def _opened(kind: Callable[[Store, str], Kind], store: Store, name: str) -> Kind
 
 def _age(name: str) -> tuple[int, str]:
     """What orders names by step; those of another form are taken for the oldest."""
-    of_step = _NAME.fullmatch(name)
-    return (int(of_step[1]) if of_step else -1, name)
+    step = step_of(name)
+    return (-1 if step is None else step, name)
 
 
 def _find_in(path: Path) -> Found:
@@ -143,7 +161,7 @@ def _find_in(path: Path) -> Found:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether it is one or was to be: one that lost a file is to be found, and to be refused."""
-    if _NAME.fullmatch(path.name):
+    if step_of(path.name) is not None:
         return True
     with suppress(FileNotFoundError, NotADirectoryError):  # a link that leads nowhere
         files = os.listdir(path)

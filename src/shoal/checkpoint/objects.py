@@ -172,6 +172,8 @@ class ObjectDraft:
 class ObjectFile:
     """A file of which windows are fetched, each large enough for the largest chunk."""
 
+    keeps = False  # a window goes when others come
+
     def __init__(self, remote: Remote, windows: Windows, path: str):
         self._windows, self._path = windows, path
         size = remote.size(path)

@@ -35,7 +35,7 @@ class StoreError(UsageError, OSError):
     """An object store cannot be reached, or refuses. An OSError, like those of a disk."""
 
     def __str__(self) -> str:
-        return str(self.strerror)  # a sentence, which needs no number before it
+        return self.strerror or super().__str__()  # a sentence, which needs no number before it
 
 
 class Patience(NamedTuple):
@@ -56,7 +56,7 @@ PATIENCE = Patience()
 
 def without_password(url: str) -> str:
     """A URL as it may be shown."""
-    return re.sub(r"//[^/@]*@", "//", url)
+    return re.sub(r"^([^/]*://)[^/]*@", r"\1", url)  # a password may hold an @ too
 
 
 class Remote:

@@ -2,22 +2,19 @@
 
 Every byte is verified as it is read, and hashed as it is written. The files stay as they are, and
 so does the manifest, or what they hold is dealt anew to as many files as are wanted. Either way
-the copy is in today's format and signed with today's key. Costs the memory of a few chunks; where
-a store sends a file as a whole, that of a file. To get the weights alone, see `foreign/`.
+the copy is signed with today's key. Costs the memory of a few chunks; where a store sends a file
+as a whole, that of a file. To get the weights alone, see `foreign/`.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, place
-from shoal.checkpoint.dealing import Held, deal
-from shoal.checkpoint.manifest import ITEM_BYTES, BadCheckpoint, Manifest
+from shoal.checkpoint.chunks import Held, deal, place
+from shoal.checkpoint.manifest import BadCheckpoint, Manifest
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Draft
-from shoal.checkpoint.writing import commit, hashed, joined, write_chunks
+from shoal.checkpoint.writing import commit, joined, write_chunks
 from shoal.parallel.boxes import whole_box
 
 if TYPE_CHECKING:
@@ -30,7 +27,8 @@ def copy(source: Sealed, draft: Draft) -> Manifest:
         raise BadCheckpoint(fault)
     for number, file in enumerate(source.manifest.files):
         draft.write(file.name, source.bytes_of_file(number))
-    return _committed(source.manifest, draft)
+    commit(draft, source.manifest)
+    return source.manifest
 
 
 def deal_anew(source: "Opened", draft: Draft, num_files: int) -> Manifest:
@@ -40,23 +38,14 @@ def deal_anew(source: "Opened", draft: Draft, num_files: int) -> Manifest:
         for tensor in source.manifest.tensors
     ]
     written = []
-    for number, share in enumerate(deal([whole] * num_files, ITEM_BYTES)):
-        placed, hashes = place(share), list[str]()
-        parts = hashed(_contents(source, placed), hashes)
-        written.append(write_chunks(draft, number, placed, parts, hashes))
+    for number, share in enumerate(deal([whole] * num_files)):
+        placed = place(share)
+        contents = ([source.box(one.held.name, one.held.box)] for one in placed)
+        written.append(write_chunks(draft, number, placed, contents))
     manifest = msgspec.structs.replace(
         source.manifest,
         files=tuple(one.file for one in written),
         tensors=joined(one.tensors for one in written),
     )
-    return _committed(manifest, draft)
-
-
-def _committed(manifest: Manifest, draft: Draft) -> Manifest:
-    made = msgspec.structs.replace(manifest, version=manifests.VERSION)
-    commit(draft, made)
-    return made
-
-
-def _contents(source: "Opened", placed: list[Placed]) -> Iterator[memoryview]:
-    return (source.box(one.held.name, one.held.box) for one in placed)
+    commit(draft, manifest)
+    return manifest

@@ -21,13 +21,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, place
-from shoal.checkpoint.dealing import Held, deal
-from shoal.checkpoint.manifest import ITEM_BYTES, File, Manifest, Origin, Progress
+from shoal.checkpoint.chunks import Held, Placed, deal, place
+from shoal.checkpoint.manifest import File, Manifest, Origin, Progress
 from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
@@ -100,7 +100,7 @@ class Saver:
         The tensors in `at_once` may change as soon as this returns, the others once
         `await_copy` has.
         """
-        views = dict(_listed(tensors))
+        views = dict(listed(tensors, name_of_type))
         token = int.from_bytes(os.urandom(6), "big")
         rows = group.gather_numbers([self.is_busy, token, _digest(list(views)), self._dealt])
         late = [str(rank) for rank, row in enumerate(rows) if row[0]]
@@ -148,12 +148,7 @@ class Saver:
         self.await_copy()
 
     def _deal(self, group: Group, own: list[Held]) -> None:
-        encoded = msgspec.msgpack.encode(own)
-        listed = [
-            msgspec.msgpack.decode(share_bytes(group, rank, encoded), type=list[Held])
-            for rank in range(group.num_ranks)
-        ]
-        self._placed = place(deal(listed, ITEM_BYTES)[group.rank])
+        self._placed = place(deal(held_by_all(group, own))[group.rank])
         by_name: dict[str, list[Held]] = {}
         for held in own:
             by_name.setdefault(held.name, []).append(held)
@@ -218,10 +213,8 @@ class _Work(NamedTuple):
 
     def write(self, draft: Draft, placed: Sequence[Placed], snapshot: Snapshot) -> Part:
         """Write this rank's file, and what is in it."""
-        hashes: list[str] = []
         faultpoint("checkpoint.begun")
-        parts = snapshot.parts(hashes)
-        file, tensors = write_chunks(draft, self.rank, placed, parts, hashes)
+        file, tensors = write_chunks(draft, self.rank, placed, snapshot.chunks())
         snapshot.close()
         part = Part(file, tensors, self.plain)
         draft.write(_part_name(self.rank), [msgspec.json.encode(part)])
@@ -278,11 +271,23 @@ def _part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _listed(tensors: Mapping[str, Sequence[Slice]]) -> Iterator[tuple[Held, Tensor]]:
+def listed(
+    tensors: Mapping[str, Sequence[Slice]], name_of: Callable[[torch.dtype], str]
+) -> Iterator[tuple[Held, Tensor]]:
+    """What a rank holds, as others are told of it, and the values."""
     for name, parts in tensors.items():
         for part in parts:
             box = Box(part.offset, tuple(part.tensor.shape))
-            yield Held(name, name_of_type(part.tensor.dtype), part.global_shape, box), part.tensor
+            yield Held(name, name_of(part.tensor.dtype), part.global_shape, box), part.tensor
+
+
+def held_by_all(group: Group, own: list[Held]) -> list[list[Held]]:
+    """What each rank holds. Every rank must call it."""
+    encoded = msgspec.msgpack.encode(own)
+    return [
+        msgspec.msgpack.decode(share_bytes(group, rank, encoded), type=list[Held])
+        for rank in range(group.num_ranks)
+    ]
 
 
 def _digest(items: list[Any]) -> float:

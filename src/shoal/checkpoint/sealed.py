@@ -1,21 +1,21 @@
 """Reading a checkpoint without torch: what it says of itself, and whether its bytes are its own.
 
 A `Sealed` checkpoint has a manifest that is sealed and consistent, and files that are there, whole
-in length and alone. A chunk's bytes are hashed before anyone is given them. `verify` looks at every
-byte; hashing lets other threads run, so it uses as many cores as it is given. `load.py` fills
-tensors from it.
+in length and alone. A chunk's bytes are hashed before anyone is given them, again each time that
+they are fetched. `verify` looks at every byte; hashing lets other threads run, so it uses as many
+cores as it is given. `load.py` fills tensors from it.
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed
-from shoal.checkpoint.dealing import Held
+from shoal.checkpoint.chunks import Held, Placed
 from shoal.checkpoint.manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
@@ -25,7 +25,9 @@ from shoal.checkpoint.manifest import (
     File,
     Tensor,
 )
-from shoal.checkpoint.signing import SIGNATURE, check, signing_key
+from shoal.checkpoint.remote import StoreError
+from shoal.checkpoint.retention import Known
+from shoal.checkpoint.signing import SIGNATURE, check, signing_key, unsigned
 from shoal.checkpoint.storage import Reader, Store
 
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
@@ -52,13 +54,20 @@ class Sealed:
         content = _small(store, name, MANIFEST, MOST_MANIFEST_BYTES)
         sealed = _small(store, name, SEAL, MOST_SEAL_BYTES)
         key = key_of()
+        files = _listed(store, name)
         if key is not None:
+            if SIGNATURE not in files:
+                raise unsigned()
             check(content, _small(store, name, SIGNATURE, MOST_SEAL_BYTES), key)
         self.manifest = manifests.decode(content, sealed)
         self.seal = manifests.digest(content)
         self.plain = self.manifest.plain
-        _refuse_others(store, name, {file.name for file in self.manifest.files})
-        self._files = [_sound(_open(store, name, f.name), f) for f in self.manifest.files]
+        known = {file.name for file in self.manifest.files} | {MANIFEST, SEAL, SIGNATURE}
+        if others := files - known:
+            raise BadCheckpoint(f"{min(others)} does not belong to it.")
+        self._files = [_open(store, name, file.name) for file in self.manifest.files]
+        for number in range(len(self._files)):
+            self._header(number)
         self._tensors = {tensor.name: tensor for tensor in self.manifest.tensors}
         self._verified: set[tuple[int, int]] = set()
         of_files = sum(file.num_bytes for file in self.manifest.files)
@@ -79,9 +88,9 @@ class Sealed:
 
     def content(self, tensor: Tensor, chunk: Chunk) -> memoryview:
         """The bytes of a chunk, if they are those that were written."""
-        content = self._files[chunk.file].read(chunk.start, tensor.num_bytes(chunk))
-        at = (chunk.file, chunk.start)
-        if at not in self._verified:
+        reader, at = self._files[chunk.file], (chunk.file, chunk.start)
+        content = reader.read(chunk.start, tensor.num_bytes(chunk))
+        if not (reader.keeps and at in self._verified):
             if xxhash.xxh3_128_hexdigest(content) != chunk.hash:
                 raise BadCheckpoint(
                     f"{self.manifest.files[chunk.file].name}: the bytes of {tensor.name} from "
@@ -92,10 +101,8 @@ class Sealed:
 
     def bytes_of_file(self, number: int) -> Iterator[memoryview]:
         """All bytes of a file in turn, each looked at before it is given."""
-        file = self.manifest.files[number]
-        yield _sound(self._files[number], file).read(0, file.header_bytes)
-        own = [pair for pair in self.manifest.chunks() if pair[1].file == number]
-        for tensor, chunk in sorted(own, key=lambda pair: pair[1].start):
+        yield self._header(number)
+        for tensor, chunk in self._chunks[number]:
             yield self.content(tensor, chunk)
 
     def verify(self, num_threads: int = 1) -> None:
@@ -106,7 +113,7 @@ class Sealed:
     def faults(self, num_threads: int = 1) -> Iterator[str]:
         """Look at every byte, and say what is wrong, in the order of the files."""
         yield from self.faults_of_headers()
-        chunks = sorted(self.manifest.chunks(), key=lambda pair: (pair[1].file, pair[1].start))
+        chunks = [pair for of_file in self._chunks for pair in of_file]
         if num_threads == 1:
             yield from filter(None, map(self._fault, chunks))
             return
@@ -129,15 +136,41 @@ class Sealed:
             placed = Placed(held, start, start + tensor.num_bytes(chunk))
             entry = _Entry(tensor.dtype, chunk.shape, (placed.start, placed.stop))
             listed[chunk.file][placed.key] = entry
-        for file, reader, entries in zip(self.manifest.files, self._files, listed):
-            described = _described(reader.read(LENGTH_BYTES, file.header_bytes - LENGTH_BYTES))
-            if described != entries:
+        for number, (file, entries) in enumerate(zip(self.manifest.files, listed)):
+            if _described(self._header(number)[LENGTH_BYTES:]) != entries:
                 yield f"{file.name}: its header does not describe what {MANIFEST} lists."
 
+    def _header(self, number: int) -> memoryview:
+        """The bytes of a file's header, if the file has its length and they are those written."""
+        return _sound_header(self._files[number], self.manifest.files[number])
 
-def num_cores() -> int:
-    """How many threads can verify at a time."""
-    return len(os.sched_getaffinity(0))
+    @cached_property
+    def _chunks(self) -> list[list[tuple[Tensor, Chunk]]]:
+        """Those of each file, in their order there."""
+        chunks: list[list[tuple[Tensor, Chunk]]] = [[] for _ in self.manifest.files]
+        for tensor, chunk in self.manifest.chunks():
+            chunks[chunk.file].append((tensor, chunk))
+        return [sorted(some, key=lambda pair: pair[1].start) for some in chunks]
+
+
+class Judged(NamedTuple):
+    """What retention goes by, of checkpoints that are sound; and what is wrong with the others."""
+
+    known: list[Known]
+    bad: dict[str, str]
+
+
+def known_of(store: Store, names: Iterable[str]) -> Judged:
+    """Look at seals, names and lengths of checkpoints, not at every byte."""
+    judged = Judged([], {})
+    for name in names:
+        try:
+            progress = Sealed(store, name).manifest.progress
+        except BadCheckpoint as problem:
+            judged.bad[name] = str(problem)
+        else:
+            judged.known.append(Known(name, progress.step, progress.metrics))
+    return judged
 
 
 def _described(header: memoryview) -> dict[str, _Entry] | None:
@@ -154,6 +187,8 @@ def _described(header: memoryview) -> dict[str, _Entry] | None:
 def _open(store: Store, name: str, file: str) -> Reader:
     try:
         return store.open(name, file)
+    except StoreError:
+        raise  # of a store that cannot be reached nobody knows whether it holds a bad one
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read: {error.strerror}.") from None
 
@@ -165,16 +200,16 @@ def _small(store: Store, name: str, file: str, most: int) -> bytes:
     return bytes(reader.read(0, reader.num_bytes))
 
 
-def _refuse_others(store: Store, name: str, files: set[str]) -> None:
+def _listed(store: Store, name: str) -> set[str]:
     try:
-        others = store.files(name) - files - {MANIFEST, SEAL, SIGNATURE}
+        return store.files(name)
+    except StoreError:
+        raise
     except OSError as error:
         raise BadCheckpoint(f"{name} cannot be listed: {error.strerror}.") from None
-    if others:
-        raise BadCheckpoint(f"{min(others)} does not belong to it.")
 
 
-def _sound(reader: Reader, file: File) -> Reader:
+def _sound_header(reader: Reader, file: File) -> memoryview:
     if reader.num_bytes != file.num_bytes:
         raise BadCheckpoint(
             f"{file.name} has {reader.num_bytes} bytes; {file.num_bytes} were written."
@@ -192,4 +227,4 @@ def _sound(reader: Reader, file: File) -> Reader:
         raise BadCheckpoint(
             f"{file.name}: the header says that it has {length} bytes; it has {file.header_bytes}."
         )
-    return reader
+    return header

@@ -51,6 +51,14 @@ def sign(content: bytes, key: bytes) -> bytes:
     return f"{hmac.new(key, content, hashlib.sha256).hexdigest()}  {MANIFEST}\n".encode()
 
 
+def unsigned() -> BadCheckpoint:
+    """What is said of a checkpoint without a signature where one is asked for."""
+    return BadCheckpoint(
+        f"It is not signed, and with a key ({VARIABLE}) only signed ones are read. If you trust "
+        "it, sign a copy: shoal checkpoint convert SOURCE TARGET --source-key none"
+    )
+
+
 def check(content: bytes, signature: bytes, key: bytes) -> None:
     if not hmac.compare_digest(sign(content, key), signature):
         raise BadCheckpoint(f"{MANIFEST} was not signed with this key ({VARIABLE}).")

@@ -1,17 +1,16 @@
 """The state of one moment, read later.
 
 The state of a job does not change between two updates. As long as it does not, chunks are read
-where they lie, without a copy. When an update is about to come, what was not read yet is copied,
-and read from there. So a save that fits between two updates costs no memory and no copy, and
-another one copies only the rest. Until somebody reads, the update makes the copy itself: it never
-waits for a store.
+where they lie, without a copy. An update that is about to come copies what was not read yet, and
+the rest is read from there. So a save that fits between two updates costs no memory and no copy,
+and another one copies only the rest. An update never waits for a store: the reader has the lock
+while it copies a part, and not while that part is written.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shoal.checkpoint.chunks import Placed
@@ -44,57 +43,46 @@ class Snapshot:
         self._is_copied = [False] * len(sources)
         self._versions = [source._version for source in sources]
         self._part = memoryview(bytearray(PART_BYTES))
-        self._is_wanted = threading.Event()  # that the state may change
-        self._may_change = threading.Event()
-        self._starting = threading.Lock()  # of the reader, against a release before it
-        self._is_read = False
+        self._lock = threading.Lock()
+        self._num_read = 0  # chunks that nobody needs any more
         self._spoilt: RuntimeError | None = None  # found by a release, and the reader's to raise
         self._copy([i for i, now in enumerate(at_once) if now])
 
     def release(self) -> None:
-        """Until the state may change."""
-        with self._starting:
-            if not self._is_read:
-                try:
-                    self._copy(range(len(self._sources)))
-                except RuntimeError as spoilt:
-                    self._spoilt = spoilt
-                self._may_change.set()
-        self._is_wanted.set()
-        self._may_change.wait()
+        """Let the state change: what was not read yet is copied first."""
+        with self._lock:
+            try:
+                self._copy(range(self._num_read, len(self._sources)))
+            except RuntimeError as spoilt:
+                self._spoilt = spoilt
 
-    def parts(self, hashes: list[str]) -> Iterator[memoryview]:
-        """The bytes of all chunks in turn, a little at a time, and each chunk's hash into `hashes`.
+    def chunks(self) -> Iterator[Iterator[memoryview]]:
+        """The bytes of each chunk in turn, a little at a time.
 
         A part may change once the next is asked for.
         """
-        with self._starting:
-            self._is_read = True
-        if self._spoilt is not None:
-            raise self._spoilt
-        for i, source in enumerate(self._sources):
-            if not (self._is_copied[i] or _lies_in_order(source)):
-                self._copy([i])
-            hashed = xxhash.xxh3_128()
-            length = self._placed[i].stop - self._placed[i].start
-            for start in range(0, length, PART_BYTES):
-                if self._is_wanted.is_set() and not self._may_change.is_set():
-                    self._copy(range(i, len(self._sources)))
-                    self._may_change.set()
-                part = self._content(i)[start : start + PART_BYTES]
-                # What is hashed is what is written, whoever changes the tensor meanwhile.
-                self._part[: len(part)] = part
-                hashed.update(self._part[: len(part)])
-                yield self._part[: len(part)]
-            hashes.append(hashed.hexdigest())
-            if not self._is_copied[i]:
-                self._check(i)
+        return (self._parts(i) for i in range(len(self._placed)))
 
     def close(self) -> None:
         """Nothing more will be read."""
-        with self._starting:
+        with self._lock:
             self._sources = []  # let go of what the run may want to free
-            self._may_change.set()
+
+    def _parts(self, i: int) -> Iterator[memoryview]:
+        length = self._placed[i].stop - self._placed[i].start
+        for start in range(0, length, PART_BYTES):
+            stop = min(start + PART_BYTES, length)
+            with self._lock:
+                if self._spoilt is not None:
+                    raise self._spoilt
+                if not (self._is_copied[i] or _lies_in_order(self._sources[i])):
+                    self._copy([i])
+                # What is hashed is what is written, whoever changes the tensor meanwhile.
+                self._part[: stop - start] = self._content(i)[start:stop]
+                if not self._is_copied[i]:
+                    self._check(i)
+                self._num_read = i + (stop == length)
+            yield self._part[: stop - start]
 
     def _content(self, i: int) -> memoryview:
         return bytes_of(self._place(i) if self._is_copied[i] else self._sources[i])
@@ -104,7 +92,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _copy(self, which: Sequence[int]) -> None:
-        """In one call, which leaves the interpreter to the thread that computes."""
+        """In one call, during which other threads may run."""
         which = [i for i in which if not self._is_copied[i]]
         for i in which:
             self._check(i)

@@ -31,6 +31,7 @@ class Reader(Protocol):
     """An open file."""
 
     num_bytes: int
+    keeps: bool  # whether bytes that were read once are not fetched again
 
     def read(self, start: int, length: int) -> memoryview:
         """Bytes of the file; fails if they are not all there."""
@@ -207,6 +208,8 @@ class DirectoryDraft:
 
 class MappedFile:
     """A file in memory as the kernel has it: a byte is read when it is looked at."""
+
+    keeps = True
 
     def __init__(self, path: Path):
         self._path = path

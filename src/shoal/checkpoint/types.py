@@ -1,5 +1,7 @@
 """What a checkpoint can hold: dense tensors of the element types that safetensors files have."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -48,12 +50,29 @@ def why_not(tensor: Tensor) -> str:
     return "" if tensor.dtype in _NAMES else str(tensor.dtype).removeprefix("torch.")
 
 
-def unholdable(model: nn.Module) -> str:
-    """The first tensor of a model that a checkpoint cannot hold, and why; empty if it holds all."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+def unholdable(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The first tensor that a checkpoint cannot hold, and why; empty if it holds all."""
+    for name, tensor in named:
         if why := why_not(tensor):
             return f"{name} is {why}"
     return ""
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Of each name of a model's state the first name of the same tensor.
+
+    The same is what has the same elements in the same places: a weight tied as its transpose is
+    another tensor. What no file can hold has no place to compare.
+    """
+    first: dict[str, str] = {}
+    known: dict[tuple[object, ...], str] = {}
+    for name, tensor in model.state_dict().items():
+        if why_not(tensor) or not tensor.numel():
+            first[name] = name
+            continue
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        first[name] = known.setdefault(place, name)
+    return first
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -15,8 +15,7 @@ import msgspec
 import xxhash
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, header
-from shoal.checkpoint.dealing import Held
+from shoal.checkpoint.chunks import Held, Placed, header
 from shoal.checkpoint.finding import Where, split_url
 from shoal.checkpoint.manifest import Chunk, File, Manifest, Tensor
 from shoal.checkpoint.objects import local_path, open_store
@@ -37,12 +36,21 @@ def write_chunks(
     draft: Draft,
     number: int,
     placed: Sequence[Placed],
-    parts: Iterable[memoryview],
-    hashes: list[str],
+    contents: Iterable[Iterable[memoryview]],
 ) -> Written:
-    """Write file `number`; while `parts` are read, the hash of each chunk comes into `hashes`."""
+    """Write file `number`; `contents` are the parts of each chunk, in the order of `placed`."""
     head, name = header(placed), f"rank-{number:05d}.safetensors"
-    draft.write(name, chain([head], parts))
+    hashes: list[str] = []
+
+    def hashed() -> Iterator[memoryview]:
+        for parts in contents:
+            digest = xxhash.xxh3_128()
+            for part in parts:
+                digest.update(part)
+                yield part
+            hashes.append(digest.hexdigest())
+
+    draft.write(name, chain([head], hashed()))
     chunks: dict[str, tuple[Held, list[Chunk]]] = {}
     for one, digest in zip(placed, hashes, strict=True):
         box, (_, found) = one.held.box, chunks.setdefault(one.held.name, (one.held, []))
@@ -53,13 +61,6 @@ def write_chunks(
         File(name, size, len(head), xxhash.xxh3_128_hexdigest(head)),
         tuple(Tensor(h.name, h.dtype, h.whole, tuple(found)) for h, found in chunks.values()),
     )
-
-
-def hashed(contents: Iterable[memoryview], hashes: list[str]) -> Iterator[memoryview]:
-    """Whole chunks as they are, and the hash of each into `hashes`."""
-    for content in contents:
-        hashes.append(xxhash.xxh3_128_hexdigest(content))
-        yield content
 
 
 def joined(parts: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:

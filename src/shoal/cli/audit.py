@@ -1,32 +1,35 @@
 """`shoal data audit`: were the steps of a run made of the samples that its order gives?"""
 
-import sys
 from pathlib import Path
 
 import click
 
-from shoal.cli import options
+from shoal.cli.output import as_json, print_json
+from shoal.errors import UsageError
 
 
 @click.command()
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@as_json
 def audit(run: Path, as_json: bool) -> None:
     """Check the ledger of RUN, a run directory.
 
     Every rank left a mark of the samples that it really loaded for each committed step. The order
     of samples is computed anew from the run's recipe and seed and compared with these marks. Exit
-    codes: 0 every step was made of the right samples, 1 one was not.
+    codes: 0 every mark is that of the right samples, 1 one is not, 2 usage or input, or there is
+    nothing to compare.
     """
-    options.refuse_closed_output()
-    import msgspec
-
     from shoal.lineage import audit_run, read_record, recipe_data
 
     record = read_record(run)
     found = audit_run(record, recipe_data(record))
+    if not found.num_marked and not found.problems:
+        raise UsageError(
+            f"{run}: nothing to compare: of {len(record.steps)} steps on record none has a mark. "
+            "Audit a run that has made steps under `shoal train`."
+        )
     if as_json:
-        click.echo(msgspec.json.encode(found))
+        print_json(found)
     else:
         click.echo(
             f"{run}: steps {found.first_step} to {found.last_step}, {found.num_samples} samples, "
@@ -38,5 +41,6 @@ def audit(run: Path, as_json: bool) -> None:
         for problem in found.problems:
             click.echo(f"WRONG: {problem}")
         if not found.problems:
-            click.echo("every step was made of the samples that the order gives")
-    sys.exit(1 if found.problems else 0)
+            click.echo(f"{found.num_marked} steps were made of the samples that the order gives")
+    if found.problems:
+        raise SystemExit(1)

@@ -9,19 +9,16 @@ import msgspec
 
 from shoal.checkpoint.finding import Found, find, open_newest
 from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress, Tensor
-from shoal.checkpoint.sealed import Sealed, num_cores
+from shoal.checkpoint.sealed import Sealed
 from shoal.cli import options
 from shoal.cli.checkpoint_convert import convert
 from shoal.cli.checkpoint_diff import diff
 from shoal.cli.checkpoint_prune import prune
 from shoal.cli.convert import export, import_
-from shoal.cli.output import in_json, print_json, say
+from shoal.cli.output import as_json, in_json, print_json, say
 from shoal.errors import UsageError, nearest
 from shoal.tables import in_units, table
-
-as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
-)
+from shoal.world import cores
 
 
 @click.group(short_help="List, check and compare checkpoints.")
@@ -207,7 +204,7 @@ def _verify(found: Found, name: str) -> str:
     started = time.monotonic()
     try:
         sealed = Sealed(found.store, name)
-        faults = list(sealed.faults(num_cores()))
+        faults = list(sealed.faults(cores()))
     except BadCheckpoint as bad:
         faults = [str(bad)]
     if not faults:

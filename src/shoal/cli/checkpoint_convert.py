@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import click
 
 from shoal.checkpoint.finding import open_newest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.rewrite import copy, deal_anew
-from shoal.checkpoint.sealed import Sealed, num_cores
+from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.signing import VARIABLE, read_key, signing_key
-from shoal.checkpoint.writing import free_place, new_draft
+from shoal.checkpoint.storage import Draft, Store
+from shoal.checkpoint.writing import Place, free_place, new_draft
 from shoal.cli.output import say
 from shoal.tables import in_units
+from shoal.world import cores
 
+Kind = TypeVar("Kind", bound=Sealed)
 _UNSIGNED = "none"
 
 
@@ -35,7 +39,7 @@ _UNSIGNED = "none"
     "if it is to be taken without a signature.",
 )
 def convert(source: str, target: str, num_files: int | None, source_key: str | None) -> None:
-    """Write the checkpoint SOURCE anew at TARGET, in today's format.
+    """Write the checkpoint SOURCE anew at TARGET.
 
     \b
     shoal checkpoint convert runs/charlm-small-1 s3://bucket/archive/charlm-300
@@ -49,20 +53,27 @@ def convert(source: str, target: str, num_files: int | None, source_key: str | N
     """
     key_of, place = _key_of(source_key), free_place(target)
     if num_files is None:
-        chosen = open_newest(partial(Sealed, key_of=key_of), source, _verify)
-        if chosen.told:
-            say(chosen.told, is_error=True)
-        with new_draft(place) as draft:
-            made = copy(chosen.opened, draft)
+        made = _rewrite(partial(Sealed, key_of=key_of), source, place, copy)
     else:
         from shoal.checkpoint.load import Opened
 
-        anew = open_newest(partial(Opened, key_of=key_of), source, _verify)
-        if anew.told:
-            say(anew.told, is_error=True)
-        with new_draft(place) as draft:
-            made = deal_anew(anew.opened, draft, num_files)
+        anew = partial(deal_anew, num_files=num_files)
+        made = _rewrite(partial(Opened, key_of=key_of), source, place, anew)
     say(_told(made, str(place)))
+
+
+def _rewrite(
+    kind: Callable[[Store, str], Kind],
+    source: str,
+    place: Place,
+    write: Callable[[Kind, Draft], Manifest],
+) -> Manifest:
+    """Open the newest good one at SOURCE, and write it."""
+    chosen = open_newest(kind, source, lambda sealed: sealed.verify(cores()))
+    if chosen.told:
+        say(chosen.told, is_error=True)
+    with new_draft(place) as draft:
+        return write(chosen.opened, draft)
 
 
 def _key_of(given: str | None) -> Callable[[], bytes | None]:
@@ -70,10 +81,6 @@ def _key_of(given: str | None) -> Callable[[], bytes | None]:
         return signing_key
     key = None if given == _UNSIGNED else read_key(given, "--source-key")
     return lambda: key
-
-
-def _verify(sealed: Sealed) -> None:
-    sealed.verify(num_cores())
 
 
 def _told(made: Manifest, target: str) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.checkpoint.finding import find_one, open_one
-from shoal.cli.output import in_json, print_json, say
+from shoal.cli.output import as_json, in_json, print_json, say
 
 if TYPE_CHECKING:
     from shoal.checkpoint.compare import Differences, TensorDifference
@@ -16,7 +16,7 @@ _SHOWN = 60  # characters of a value
 @click.command()
 @click.argument("a")
 @click.argument("b")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of words.")
+@as_json
 def diff(a: str, b: str, as_json: bool) -> None:
     """Say how the checkpoints A and B differ: tensors, progress, origin, optimizer's numbers.
 

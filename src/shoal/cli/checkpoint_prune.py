@@ -8,9 +8,10 @@ import click
 from shoal.checkpoint.finding import Found, find
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.retention import Keep, Known, superfluous
-from shoal.checkpoint.sealed import Sealed, num_cores
+from shoal.checkpoint.sealed import Sealed, known_of
 from shoal.cli.output import say
 from shoal.errors import UsageError
+from shoal.world import cores
 
 
 class _Sorted(NamedTuple):
@@ -69,14 +70,14 @@ def prune(path: str, rule: str, yes: bool, dry_run: bool) -> None:
 
 
 def _sort_out(found: Found, keep: Keep) -> _Sorted:
-    known, bad = _known(found)
+    known, bad = known_of(found.store, found.names)
     if known:
         metrics = {metric for one in known for metric in one.metrics}
         keep.refuse_unknown(metrics, "no checkpoint has such a metric")
     while known:
         newest = max(known, key=lambda one: (one.step, one.name))
         try:
-            Sealed(found.store, newest.name).verify(num_cores())
+            Sealed(found.store, newest.name).verify(cores())
         except BadCheckpoint as problem:
             known.remove(newest)
             bad[newest.name] = str(problem)
@@ -84,18 +85,6 @@ def _sort_out(found: Found, keep: Keep) -> _Sorted:
         break
     go = superfluous(known, keep)
     return _Sorted([one for one in known if one not in go], go, bad)
-
-
-def _known(found: Found) -> tuple[list[Known], dict[str, str]]:
-    known, bad = [], {}
-    for name in found.names:
-        try:
-            progress = Sealed(found.store, name).manifest.progress
-        except BadCheckpoint as problem:
-            bad[name] = str(problem)
-        else:
-            known.append(Known(name, progress.step, progress.metrics))
-    return known, bad
 
 
 def _remove(found: Found, name: str) -> None:

@@ -99,9 +99,9 @@ def export(
     run = _load(recipe, settings)
     if form in _PROGRAMS:
         assert run is not None
-        click.echo(_export_program(source.weights, run, form, path))
+        say(_export_program(source.weights, run, form, path))
         return
-    click.echo(_export_tensors(source.weights, run, form, path, shard_bytes))
+    say(_export_tensors(source.weights, run, form, path, shard_bytes))
 
 
 def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
@@ -116,8 +116,8 @@ def _export_tensors(
     source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
 ) -> str:
     from shoal.checkpoint.foreign import dcp, huggingface, safetensors, state_dict
-    from shoal.checkpoint.foreign.adopt import first_names
     from shoal.checkpoint.foreign.weights import Model
+    from shoal.checkpoint.types import first_names
 
     model = run.make_model() if run is not None else None
     tied: dict[str, str] = {}
@@ -206,6 +206,7 @@ def import_(
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.checkpoint.foreign.adopt import adopt, as_they_are, fitted
+    from shoal.checkpoint.foreign.matching import made_again
     from shoal.checkpoint.foreign.opening import fetched, import_from
     from shoal.checkpoint.foreign.weights import Model
     from shoal.checkpoint.manifest import BadCheckpoint
@@ -214,10 +215,13 @@ def import_(
         found = import_from(path, prefix)
         weights, run = Model(found), _load(recipe, settings)
         try:
-            wanted = fitted(weights, run.make_model()) if run is not None else as_they_are(weights)
+            model = run.make_model() if run is not None else None
+            wanted = as_they_are(weights) if model is None else fitted(weights, model)
             adopt(weights, wanted, out, recipe or "")
         except BadCheckpoint as bad:
             raise BadCheckpoint(f"{source}: {bad}") from bad
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
-    told = _some("converted to the model's types", changed) + _some("left out", found.left_out)
-    click.echo(f"{out}: {len(wanted)} tensors{told}.")
+    again = set[str]() if model is None else made_again(model)
+    left = [*found.left_out, *(name for name in weights.names if name in again)]
+    told = _some("converted to the model's types", changed) + _some("left out", left)
+    say(f"{out}: {len(wanted)} tensors{told}.")

@@ -12,8 +12,7 @@ import msgspec
 
 from shoal.cli import options
 from shoal.cli.audit import audit
-from shoal.cli.output import in_json, print_json, say
-from shoal.data.shard_files.fetching import CACHE_BYTES
+from shoal.cli.output import as_json, in_json, print_json, say
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     BadShards,
@@ -29,12 +28,8 @@ from shoal.tables import in_units
 from shoal.world import cores
 
 TOLD_EVERY_S = 5.0
-# The ends of file names, and the readers for them in `shoal.data.readers`.
-KINDS = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet", ".tar": "tar"}
-
-as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
-)
+# The ends of file names, called like the readers for them in `shoal.data`.
+KINDS = (".csv", ".jsonl", ".parquet", ".tar")
 
 
 @click.group(short_help="Build, show and check data.")
@@ -78,7 +73,12 @@ data.add_command(audit)
     show_default=True,
     help="Processes that load samples. The result is the same with any number.",
 )
-@click.option("--force", is_flag=True, help="Replace the set that is in OUT already.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace the set that is in OUT already: in a directory when the new one is whole, at a "
+    "URL when the build begins.",
+)
 @as_json
 def build(
     source: str,
@@ -111,7 +111,7 @@ def build(
         identity=identity,
         progress=told,
     )
-    shown = _shown(out, index)
+    shown = _shown(open_place(out), index)
     if as_json:
         print_json(shown)
     else:
@@ -139,24 +139,34 @@ class Shown(msgspec.Struct, frozen=True):
 @click.option("--sample", type=int, default=0, show_default=True, help="The sample to show.")
 @as_json
 def show(path: str, sample: int, as_json: bool) -> None:
-    """Show what the set in PATH holds: samples, bytes, layout, shapes, and one sample."""
+    """Show what the set in PATH holds: samples, bytes, layout, shapes, and one sample.
+
+    If that sample cannot be read, the rest is shown, and the exit code is 1.
+    """
     from shoal.data.shard_files.reading import shards
 
     opened = shards(path, strict=False)
+    value: str | None = None
+    lost: ShoalError | None = None
     try:
-        value = opened[sample]
+        value = _words(opened[sample])
     except IndexError:
         raise UsageError(
             f"--sample {sample}: {path} has {len(opened)} samples, counted from 0."
         ) from None
-    shown = _shown(path, opened.index, _words(value))
+    except ShoalError as error:
+        lost = error
+    shown = _shown(opened.place, opened.index, value)
     if as_json:
         print_json(shown)
-        return
-    say(_summary(shown))
-    for name, text in shown.origin.items():
-        say(f"  {name:<8}  {text}")
-    say(f"sample {sample}\n  {shown.sample}")
+    else:
+        say(_summary(shown))
+        for name, text in shown.origin.items():
+            say(f"  {name:<8}  {text}")
+    if lost is not None:
+        raise lost
+    if not as_json:
+        say(f"sample {sample}\n  {value}")
 
 
 @data.command()
@@ -167,7 +177,7 @@ def verify(path: str) -> None:
     Prints `ok` and how fast, or a line for each thing that is wrong, with the shard, the bytes and
     the samples. Ends with exit code 1 if there is one.
     """
-    place = open_place(path, None, CACHE_BYTES)
+    place = open_place(path)
     started = time.monotonic()
     faults, num_bytes = _faults(place)
     if not faults:
@@ -187,7 +197,7 @@ def _faults(place: Place) -> tuple[list[str], int]:
     except NoShards:
         raise
     except BadShards as bad:
-        return [str(bad)], 0
+        return [str(bad).removeprefix(f"{place}: ")], 0
     return list(faults(place, index, cores())), sum(map(index.num_bytes, index.shards))
 
 
@@ -196,7 +206,7 @@ def _source(text: str) -> tuple[Any, str]:
     kind = _kind(text)
     if kind is not None:
         try:
-            reader = getattr(importlib.import_module(f"shoal.data.readers.{kind}"), kind)
+            reader = getattr(importlib.import_module("shoal.data"), kind)
             return reader(text.rstrip("/") if kind == "images" else text), text
         except OSError as error:
             if isinstance(error, ShoalError):
@@ -222,7 +232,7 @@ def _kind(text: str) -> str | None:
     """The reader for a path or URL; None for a function."""
     suffix = Path(text).suffix.lower()
     if suffix in KINDS:
-        return KINDS[suffix]
+        return suffix[1:]
     if Path(text).is_dir() or ("://" in text and text.endswith("/")):
         return "images"
     is_function = ":" in text and "://" not in text
@@ -259,10 +269,10 @@ class _Told:
             sys.stderr.write(line + "\n")
 
 
-def _shown(path: str, index: Index, sample: str | None = None) -> Shown:
+def _shown(place: Place, index: Index, sample: str | None = None) -> Shown:
     rows = index.layout if isinstance(index.layout, Rows) else None
     return Shown(
-        path=str(open_place(path, None, CACHE_BYTES)),
+        path=str(place),
         samples=index.num_samples,
         bytes=sum(map(index.num_bytes, index.shards)),
         shards=len(index.shards),
@@ -270,7 +280,7 @@ def _shown(path: str, index: Index, sample: str | None = None) -> Shown:
         row_bytes=None if rows is None else rows.row_bytes,
         leaves=[] if rows is None else _leaves(rows.tree, rows.leaves),
         compression=index.compression,
-        seal=index.digest(),
+        seal=index.digest,
         origin=index.origin,
         sample=sample,
     )

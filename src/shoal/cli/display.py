@@ -18,7 +18,8 @@ PLAIN_EVERY_S = 5.0
 class Display:
     """Told of progress and events by the supervisor.
 
-    `unsaved` is why steps were not saved, as ranks said; `model_problem` why the model was not.
+    `unsaved` is why steps were not saved, as ranks said; `unholdable` what no checkpoint can hold;
+    `model_problem` why the model was not written.
     """
 
     def __init__(self, num_steps: int | None = None):
@@ -29,6 +30,7 @@ class Display:
         self._last_evaluation: dict[str, float] | None = None
         self._width = 0
         self.unsaved: dict[int, list[str]] = {}
+        self.unholdable = ""
         self.model_problem = ""
 
     def __call__(self, record: dict[str, Any]) -> None:
@@ -56,6 +58,8 @@ class Display:
                 self.model_problem = record["why"]
                 why = escape(record["why"])
                 self.say(f"[bold red]model.safetensors was not written[/]: {why}")
+            case "unholdable" if not self.unholdable:
+                self._no_checkpoints(record["why"])
             case "save-failed" | "save-skipped":
                 self.unsaved.setdefault(record["step"], []).append(record["why"])
                 why = escape(record["why"])
@@ -74,7 +78,7 @@ class Display:
         if facts["begins"]:
             self.say(escape(facts["begins"]))
         if why := facts["unholdable"]:
-            self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
+            self._no_checkpoints(why)
         if facts["cuts"]:
             self.say(escape(facts["cuts"]))
 
@@ -84,6 +88,10 @@ class Display:
 
     def close(self) -> None:
         self._clear()
+
+    def _no_checkpoints(self, why: str) -> None:
+        self.unholdable = why
+        self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
 
     def _progress(self, record: dict[str, Any]) -> None:
         evaluation = record.get("evaluation")

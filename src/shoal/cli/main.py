@@ -85,7 +85,9 @@ def run_here(arguments: list[str]) -> int:
         click.echo("shoal: interrupted before the run began.", err=True)
         return 130
     except ShoalError as error:
-        click.echo(f"shoal: {error}", err=True)
+        from shoal.cli.output import say
+
+        say(f"shoal: {error}", is_error=True)
         return error.exit_code
     return 0
 

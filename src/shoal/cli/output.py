@@ -6,6 +6,10 @@ from typing import Any
 import click
 import msgspec
 
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
+)
+
 
 def in_json(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):

@@ -124,8 +124,8 @@ def _as_it_began(
             raise UsageError(
                 f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
             )
-    for option in ("keep", "checkpoints", "new_data", "replay"):
-        given[option] = given[option] or before.get(option)
+    for option in ("keep", "checkpoints", "new_data", "new_data_steps", "replay"):
+        given[option] = given.get(option) or before.get(option)
     return {**known, **settings}
 
 
@@ -175,6 +175,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
         return error.exit_code
     display.close()
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
+    facts["unholdable"] = display.unholdable
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 
@@ -203,7 +204,7 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
     from shoal.checkpoint.retention import Keep
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
-    from shoal.lineage import keep_statistics, only_new
+    from shoal.lineage import keep_statistics, only_new, read_record
     from shoal.recipe import load_recipe, provenance
     from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
@@ -211,8 +212,11 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
     use_threads()
     run = load_recipe(recipe, settings)
     fields = provenance(run, settings)
+    looked: dict[str, Any] = {}
     if given["new_data"] is not None:
-        run = replace(run, data=only_new(run.data, Path(given["new_data"]), given["replay"] or 0.0))
+        before = read_record(Path(given["new_data"])).until(given.get("new_data_steps"))
+        run = replace(run, data=only_new(run.data, before, given["replay"] or 0.0))
+        looked["new_data_steps"] = before.last_step  # that run may go on, and this one too
     plain = {name: field["value"] for name, field in fields.items()}
     store = open_store(given["checkpoints"] or run_dir / "checkpoints")
     keep = Keep.parse(given["keep"])
@@ -227,7 +231,6 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
     asked = "--checkpoints asks for it" if given["checkpoints"] else ""
     if run.save_every is not None:
         asked = f"save_every={run.save_every} asks for it"
-    looked: dict[str, str] = {}
 
     def look_at(model: Any) -> Any:
         looked["unholdable"] = _unholdable(model, asked)
@@ -251,7 +254,7 @@ def _unholdable(model: Any, asked: str) -> str:
     from shoal.checkpoint.types import unholdable
     from shoal.keeping import cannot_hold
 
-    why = unholdable(model)
+    why = unholdable([*model.named_parameters(), *model.named_buffers()])
     if why and asked:
         raise cannot_hold(why, f"and {asked}")
     return why
@@ -338,7 +341,7 @@ def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]
     ]
     if result["recoveries"]:
         again = result["steps_again"]
-        told = f"{again} steps were done again from the seed" if again else "no step was done again"
+        told = f"{again} steps were done again" if again else "no step was done again"
         lines.insert(1, f"lost ranks replaced: {result['recoveries']}; {told}")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-SMALL_BYTES = 64 * 1024  # to send in a sum that waits for messages rather than for bytes
+SMALL_BYTES = 128 * 1024  # to send in a sum that waits for messages rather than for bytes
 
 
 @contextmanager

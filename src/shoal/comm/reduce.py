@@ -3,10 +3,10 @@
 Each rank brings one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
 all-reduce adds the same two numbers. Otherwise every rank gets its shard of every row by an
 all-to-all, folds them in the tree's order and hands the result round: the bytes of a ring
-all-reduce when each rank brings one row. Not for sums whose order is free: that is
-`Group.all_reduce`.
+all-reduce when each rank brings one row. Rows so small that only messages count go whole to all,
+and everyone folds. Not for sums whose order is free: that is `Group.all_reduce`.
 
-Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes.
+Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes; rows (n-1) times, if small.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Group, Pending
+from shoal.comm.collectives import Group, Pending, goes_at_once
 from shoal.comm.spares import Spares
 from shoal.comm.tree import Block, fold
 
@@ -37,7 +37,13 @@ class TreeReduce:
         assert len(rows) == self.num_rows
         if self.any_order:
             return Reduction(rows[0], self.group.all_reduce(rows[0]))
-        return ShardedReduction(self, rows)
+        kind = WholeReduction if self.at_once(rows[0].nbytes) else ShardedReduction
+        return kind(self, rows)
+
+    def at_once(self, num_bytes: int) -> bool:
+        """Whether rows of this size go whole to all. Pure, and the same on every rank."""
+        most = max(len(blocks) for blocks in self.blocks)
+        return goes_at_once(most * num_bytes, len(self.blocks))
 
 
 class Reduction:
@@ -106,6 +112,25 @@ class Scatter:
     def drain(self) -> None:
         for arrival in self.arrivals:
             arrival.drain()
+
+
+class WholeReduction(Reduction):
+    """The rows of all to everyone, who folds them: one message's time."""
+
+    def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
+        length, num_ranks = rows[0].numel(), tree.group.num_ranks
+        lengths = [len(blocks) * length for blocks in tree.blocks]
+        out = rows[0].new_empty(sum(lengths))
+        sent = torch.cat(list(rows)).repeat(num_ranks)
+        own = [lengths[tree.group.rank]] * num_ranks
+        super().__init__(rows[0], tree.group.all_to_all(out, sent, lengths, own))
+        blocks = [block for of_rank in tree.blocks for block in of_rank]
+        self.received = dict(zip(blocks, out.view(len(blocks), length), strict=True))
+        self.num_pieces = tree.num_pieces
+
+    def finish(self) -> Tensor:
+        self.pending.wait()
+        return self.result.copy_(fold(self.received, self.num_pieces, Tensor.add_))
 
 
 class ShardedReduction(Reduction):

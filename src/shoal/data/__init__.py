@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from shoal.data.readers.csv import csv as csv
     from shoal.data.readers.huggingface import huggingface as huggingface
     from shoal.data.readers.images import images as images
-    from shoal.data.readers.jsonl import jsonl as jsonl
-    from shoal.data.readers.lines import lines as lines
+    from shoal.data.readers.linewise import jsonl as jsonl
+    from shoal.data.readers.linewise import lines as lines
     from shoal.data.readers.parquet import parquet as parquet
     from shoal.data.readers.redis import redis_list as redis_list
     from shoal.data.readers.redis import redis_stream as redis_stream
     from shoal.data.readers.sql import sql as sql
     from shoal.data.readers.tar import tar as tar
     from shoal.data.shard_files.reading import shards as shards
+    from shoal.data.shard_files.writing import build as build
     from shoal.data.sources import Source as Source
     from shoal.data.sources import tensors as tensors
     from shoal.data.sources import windows as windows
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.data.transforms.mapping import mapped as mapped
     from shoal.data.transforms.normalizing import normalized as normalized
     from shoal.data.transforms.quarantine import quarantine as quarantine
+    from shoal.data.transforms.statistics import load_statistics as load_statistics
     from shoal.data.transforms.statistics import statistics as statistics
     from shoal.data.views import by_length as by_length
     from shoal.data.views import in_order as in_order
@@ -49,20 +51,20 @@ _NAMES = {  # by the module that has them
     "readers.csv": ("csv",),
     "readers.huggingface": ("huggingface",),
     "readers.images": ("images",),
-    "readers.jsonl": ("jsonl",),
-    "readers.lines": ("lines",),
+    "readers.linewise": ("jsonl", "lines"),
     "readers.parquet": ("parquet",),
     "readers.redis": ("redis_list", "redis_stream"),
     "readers.sql": ("sql",),
     "readers.tar": ("tar",),
     "shard_files.reading": ("shards",),
+    "shard_files.writing": ("build",),
     "sources": ("Source", "tensors", "windows"),
     "transforms.cleaning": ("clean",),
     "transforms.drawing": ("chain", "on"),
     "transforms.mapping": ("mapped",),
     "transforms.normalizing": ("normalized",),
     "transforms.quarantine": ("quarantine",),
-    "transforms.statistics": ("statistics",),
+    "transforms.statistics": ("load_statistics", "statistics"),
     "views": ("by_length", "in_order", "join", "mix", "some", "weighted"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

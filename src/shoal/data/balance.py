@@ -13,6 +13,7 @@ Not for plans whose bits depend on who does what (`sums=ring`, `zero=2`) or that
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from shoal.data.split import deal, shares
 from shoal.plan import Plan
@@ -27,6 +28,14 @@ def can_balance(plan: Plan) -> bool:
     return exact and plan.num_pieces // plan.num_microbatches > plan.num_replicas > 1
 
 
+class Move(NamedTuple):
+    """Work that moves between replicas, and why."""
+
+    before: list[int]  # rounds of each replica
+    after: list[int]
+    seconds: list[float]  # that each replica takes for a round, at the median
+
+
 class Balance:
     """Pure: fed with the same seconds, every rank comes to the same counts."""
 
@@ -35,23 +44,20 @@ class Balance:
         self.counts = [len(own) for own in shares(num_rounds, num_replicas)]
         self._seen: deque[list[float]] = deque(maxlen=_STEPS)
 
-    def observe(self, busy_s: Sequence[float]) -> list[int] | None:
-        """Take in how long each replica was busy; the new counts of rounds if work should move."""
+    def observe(self, busy_s: Sequence[float]) -> Move | None:
+        """Take in how long each replica was busy; say what moves, if work should."""
         self._seen.append([busy / count for busy, count in zip(busy_s, self.counts, strict=True)])
         gain = _GAINS.get(len(self._seen))
         if gain is None:
             return None
-        better = deal(self.num_rounds, self.seconds)
-        if self._span(better) > self._span(self.counts) * (1 - gain):
+        seconds = [median(of_replica) for of_replica in zip(*self._seen, strict=True)]
+        before, after = self.counts, deal(self.num_rounds, seconds)
+        if _span(after, seconds) > _span(before, seconds) * (1 - gain):
             return None
-        self.counts = better
+        self.counts = after
         self._seen.clear()
-        return better
+        return Move(before, after, seconds)
 
-    @property
-    def seconds(self) -> list[float]:
-        """That each replica takes for a round."""
-        return [median(of_replica) for of_replica in zip(*self._seen, strict=True)]
 
-    def _span(self, counts: Sequence[int]) -> float:
-        return max(count * s for count, s in zip(counts, self.seconds, strict=True))
+def _span(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    return max(count * s for count, s in zip(counts, seconds, strict=True))

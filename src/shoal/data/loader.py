@@ -14,7 +14,7 @@ Next: `order.py` for the order, `split.py` for the pieces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -182,7 +182,9 @@ class Batches:
         try:
             rows = self._load(batch.epoch, ids[:, start:stop].reshape(-1))
         except RecipeError:
-            # A sample of a later step may have failed; it is reported when that step comes.
+            # A sample of a later step may have failed; it is reported when that step comes. Until
+            # then the steps are loaded one by one, or each would try the same sample again.
+            self._window_steps = 1
             return self._load(batch.epoch, self._ids_of(batch, index))
         window = _RowWindow(batch.epoch, first, rows, ids[:, start:stop])
         self._rows[index] = window
@@ -219,7 +221,7 @@ class Batches:
         return window.ids[start : start + num_batches * self.batch_size]
 
 
-class PiecesInOrder(Sequence[Piece]):
+class PiecesInOrder:
     """A source cut into neighbouring pieces; made by `pieces_in_order`."""
 
     def __init__(self, source: Source, piece_size: int, collate: Collate | None, device: str):
@@ -231,15 +233,7 @@ class PiecesInOrder(Sequence[Piece]):
     def __len__(self) -> int:
         return (len(self._source) + self._size - 1) // self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Piece]: ...
-
-    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Piece:
         if not -len(self) <= index < len(self):
             raise IndexError(f"piece {index} of {len(self)}")
         start = index % len(self) * self._size
@@ -250,7 +244,7 @@ class PiecesInOrder(Sequence[Piece]):
 def pieces_in_order(
     source: Any, piece_size: int, collate: Collate | None = None, device: str = "cpu"
 ) -> PiecesInOrder:
-    """A source as a sequence of pieces of `piece_size` samples, in order; the last may be short.
+    """A source as a row of pieces of `piece_size` samples, in order; the last may be short.
 
     For evaluation: ranks take some of the indices each, and every sample is met once.
     """

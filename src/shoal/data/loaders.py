@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from shoal.data.order import Ids
 from shoal.data.packing import pack, unpack
+from shoal.data.sources import failed, named
 from shoal.errors import RecipeError, ShoalError
 from shoal.logs import log
 from shoal.processes import die_with_parent
@@ -76,6 +77,7 @@ class _Reply(msgspec.Struct, array_like=True):
     number: int
     num_bytes: int
     error: str = ""
+    kinds: list[str] = []  # the error's class and those above it, by name
 
 
 class _Asked(NamedTuple):
@@ -85,7 +87,10 @@ class _Asked(NamedTuple):
 
 
 class Loaders:
-    """`ask` for pieces ahead of time, `take` them when they are needed. `close` at the end."""
+    """`ask` for pieces ahead of time, `take` them when they are needed. `close` at the end.
+
+    Processes start with the first `ask`: a run that fails before has nothing to leave behind.
+    """
 
     def __init__(self, load: Load, num_loaders: int):
         self._loaders = [_Loader(load) for _ in range(num_loaders)]
@@ -133,16 +138,19 @@ class _Loader:
         self._done: dict[int, _Reply] = {}
         self._forgotten: set[int] = set()
         self._deaths: dict[int, int] = {}
-        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._slots: list[_Slot] = []
         self._free = list(range(_SLOTS))
         self._slot_of: dict[int, int] = {}
-        self._start()
+        self._pid = 0  # until something is asked for: who never asks has nothing to close
 
     @property
     def has_room(self) -> bool:
         return bool(self._free) and len(self.waiting) + len(self._done) < _AHEAD
 
     def ask(self, asked: _Asked) -> None:
+        if not self._pid:
+            self._slots = [_Slot() for _ in range(_SLOTS)]
+            self._start()
         self._slot_of[asked.number] = self._free.pop()
         self.waiting[asked.number] = asked
         self._send(asked)
@@ -150,9 +158,9 @@ class _Loader:
     def take(self, number: int) -> tuple[Any, Any, Ids]:
         self._await(number)
         reply, slot = self._done.pop(number), self._slot_of.pop(number)
-        if reply.error:
+        if reply.kinds:
             self._free.append(slot)
-            raise RecipeError(reply.error)
+            raise _raised(reply)
         content = self._slots[slot].content(reply.num_bytes)
         weakref.finalize(content, self._free.append, slot)  # once no tensor looks into it
         inputs, target, ids = unpack(content.data)
@@ -166,11 +174,14 @@ class _Loader:
             self._free.append(self._slot_of.pop(number))
 
     def close(self) -> None:
+        if not self._pid:
+            return
         os.close(self._requests)
         if not _gone_within(self._pid, _CLOSING_S):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
         os.close(self._replies)
+        self._pid = 0
         for slot in self._slots:
             slot.close()
 
@@ -198,8 +209,8 @@ class _Loader:
                 self._hear()
                 continue
             waited_s += _PATIENCE_S
-            some = _some(self.waiting[number].ids)
-            log.warning("samples %s are being loaded since %.0f s", some, waited_s)
+            some = named(self.waiting[number].ids)
+            log.warning("%s: being loaded since %.0f s", some, waited_s)
 
     def _hear(self) -> None:
         chunk = os.read(self._replies, 1 << 16)
@@ -224,16 +235,26 @@ class _Loader:
         os.close(self._replies)
         self._start()
         number, asked = next(iter(self.waiting.items()))  # what it was at
-        self._deaths[number] = self._deaths.get(number, 0) + 1
+        self._drop_forgotten()
         how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an early exit"
-        if self._deaths[number] == _MOST_DEATHS:
+        if number in self.waiting:
+            self._deaths[number] = self._deaths.get(number, 0) + 1
+        if self._deaths.get(number) == _MOST_DEATHS:
             raise RecipeError(
-                f"The process that loads samples {_some(asked.ids)} died {_MOST_DEATHS} times over "
+                f"The process that loads {named(asked.ids)} died {_MOST_DEATHS} times over "
                 f"them, the last time by {how}. Load them by themselves (loaders=0) to see why."
             )
         log.warning("a loader died by %s; another one does its work", how)
         for again in self.waiting.values():
             self._send(again)
+
+    def _drop_forgotten(self) -> None:
+        """What nobody needs any more is not loaded again, and its deaths do not count."""
+        for number in self._forgotten:
+            del self.waiting[number]
+            self._deaths.pop(number, None)
+            self._free.append(self._slot_of.pop(number))
+        self._forgotten.clear()
 
 
 class _Slot:
@@ -284,11 +305,26 @@ def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
         packed = pack(load(request.epoch, ids))
         slots[request.slot].write(packed)
     except ShoalError as error:
-        return _Reply(request.number, 0, str(error))
+        return _Reply(request.number, 0, str(error), [kind.__name__ for kind in type(error).mro()])
     except Exception as error:  # noqa: BLE001 (the source's own, told by the rank)
-        why = f"samples {_some(ids)} could not be loaded: {type(error).__name__}: {error}"
-        return _Reply(request.number, 0, why)
+        return _Reply(request.number, 0, failed(ids, error), [RecipeError.__name__])
     return _Reply(request.number, len(packed))
+
+
+def _raised(reply: _Reply) -> ShoalError:
+    """The error of a loader, of the kind that the rank itself would raise.
+
+    By name, and a class that only the loader has imported by the nearest above it.
+    """
+    known = {kind.__name__: kind for kind in _kinds(ShoalError)}
+    kind = next(known[name] for name in reply.kinds if name in known)
+    return kind.__new__(kind, reply.error)  # whatever a class asks for when it is made
+
+
+def _kinds(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
 
 
 def _leave_the_rank_alone(kept: Sequence[int]) -> None:
@@ -296,12 +332,15 @@ def _leave_the_rank_alone(kept: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in kept:
             with suppress(OSError):
                 mode = os.fstat(number).st_mode
                 if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
-                    os.close(number)
+                    # Objects of the rank still hold the number: closed, another file would get
+                    # it, and be closed with such an object.
+                    os.dup2(nothing, number, inheritable=False)
 
 
 def _write(file: int, message: bytes) -> None:
@@ -323,7 +362,3 @@ def _gone_within(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.002)
     return False
-
-
-def _some(ids: Ids) -> str:
-    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")

@@ -78,18 +78,6 @@ def batches_per_epoch(num_samples: int, batch_size: int, end: str) -> int:
     return -(-num_samples // batch_size)
 
 
-def epoch_of(step: int, num_samples: int, batch_size: int, end: str) -> int:
-    """The pass over the data, counted from 0, that the 0-based `step` belongs to."""
-    return step // batches_per_epoch(num_samples, batch_size, end)
-
-
-def batch_ids(step: int, num_samples: int, batch_size: int, seed: int, end: str) -> Ids:
-    """The sample ids of the global batch of the 0-based `step`."""
-    epoch, batch = divmod(step, batches_per_epoch(num_samples, batch_size, end))
-    positions = batch_positions(batch, 1, num_samples, batch_size, end)
-    return permute(positions, num_samples, seed, epoch)
-
-
 def batch_positions(
     first_batch: int, num_batches: int, num_samples: int, batch_size: int, end: str
 ) -> Ids:
@@ -105,12 +93,12 @@ def batch_positions(
 
 def _round_keys(seed: int, epoch: int) -> list[int]:
     """One 32-bit key per round, from SplitMix64 over seed and epoch."""
-    state = _mix64((seed & _LONG) ^ 0x5348_4F41_4C00_0001)
-    state = _mix64((state + (epoch & _LONG)) & _LONG)
-    return [_mix64((state + i * 0x9E3779B97F4A7C15) & _LONG) >> 32 for i in range(_NUM_ROUNDS)]
+    state = mix64((seed & _LONG) ^ 0x5348_4F41_4C00_0001)
+    state = mix64((state + (epoch & _LONG)) & _LONG)
+    return [mix64((state + i * 0x9E3779B97F4A7C15) & _LONG) >> 32 for i in range(_NUM_ROUNDS)]
 
 
-def _mix64(value: int) -> int:
+def mix64(value: int) -> int:
     """SplitMix64's finalizer on a Python integer: every input bit moves every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _LONG

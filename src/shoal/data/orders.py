@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal.data.order import Ids, permute, uniform
 from shoal.errors import UsageError
@@ -217,23 +216,19 @@ class Mixed:
         everywhere = positions + epoch * self._num_positions  # passes of the parts go on
         pattern, place = np.divmod(everywhere, _PATTERN)
         found = np.empty_like(positions)
-        for number in np.unique(pattern):
-            here = np.flatnonzero(pattern == number)
-            slots = permute(place[here], _PATTERN, _key(seed, -2), int(number))
-            which = np.searchsorted(self._edges, slots, side="right") - 1
-            for part in np.unique(which):
-                of_part = which == part
-                turn = number * self.shares[part] + slots[of_part] - self._edges[part]
-                found[here[of_part]] = self._of_part(int(part), turn, seed)
+        for number, here in _groups(pattern):
+            slots = permute(place[here], _PATTERN, _key(seed, -2), number)
+            for part, of_part in _groups(np.searchsorted(self._edges, slots, side="right") - 1):
+                turns = number * self.shares[part] + slots[of_part] - self._edges[part]
+                found[here[of_part]] = self._of_part(part, turns, seed)
         return found
 
     def _of_part(self, part: int, turns: Ids, seed: int) -> Ids:
         order = self.orders[part]
         passes, positions = np.divmod(turns, len(order))
         found = np.empty_like(turns)
-        for number in np.unique(passes):
-            here = passes == number
-            found[here] = order.ids(positions[here], _key(seed, part), int(number))
+        for number, here in _groups(passes):
+            found[here] = order.ids(positions[here], _key(seed, part), number)
         found += self._offsets[part]
         return found
 
@@ -256,7 +251,15 @@ class Some:
 def order_of(source: Any) -> Order:
     """The order that a source carries, or else a plain shuffle."""
     order = getattr(source, "order", None)
-    return order if isinstance(order, Order) else Shuffled(len(source))
+    if order is None:
+        return Shuffled(len(source))
+    if isinstance(order, type) or not isinstance(order, Order):
+        raise UsageError(
+            f"the attribute `order` of the {type(source).__name__} is a {type(order).__name__}, "
+            "and samples are visited in the order that stands there. An order has len() and "
+            "ids(positions, seed, epoch); write both methods, or give the attribute another name."
+        )
+    return order
 
 
 def order_before(source: Any, num_samples: int) -> Order | None:
@@ -293,9 +296,10 @@ def _by_pool(positions: Ids, bounds: Ids, ids_of: Callable[[int, Ids], Ids]) -> 
     return found
 
 
-def _groups(numbers: Ids) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+def _groups(numbers: Ids) -> Iterator[tuple[int, Ids]]:
+    """Each number that occurs, and its places."""
     for number in np.unique(numbers):
-        yield int(number), numbers == number
+        yield int(number), np.flatnonzero(numbers == number)
 
 
 def _starts(sizes: Ids) -> Ids:

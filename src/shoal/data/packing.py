@@ -23,18 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.data.shard_files.format import ITEM_BYTES
 from shoal.errors import RecipeError
 
+TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _ALIGNMENT = 64
 _MOST_DEPTH = 32
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_TORCH = {
-    str(kind).removeprefix("torch."): kind
-    for kind in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
-        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    )
-}  # fmt: skip
+_NAMES = {kind: name for name, kind in TYPES.items()}
 
 with warnings.catch_warnings():  # torch says once that what looks into bytes must not be written to
     warnings.simplefilter("ignore")
@@ -75,6 +71,17 @@ def unpack(packed: bytes | bytearray | memoryview) -> Any:
     return _Unpacker(view[min(_aligned(4 + length), view.nbytes) :]).tree(tree)
 
 
+def type_name(tensor: Tensor) -> str | None:
+    """The name of its type; None for a tensor that cannot be kept as bytes."""
+    return _NAMES.get(tensor.dtype) if tensor.layout is torch.strided else None
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The elements of a dense tensor, row by row; what is only noted of them (conj) is done."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
 class _Packer:
     def __init__(self, arrays: list[tuple[int, memoryview]]):
         self.arrays, self.end = arrays, 0
@@ -100,15 +107,13 @@ class _Packer:
         )
 
     def tensor(self, tensor: Tensor) -> list[Any]:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if kind not in _TORCH or tensor.layout is not torch.strided:
+        kind = type_name(tensor)
+        if kind is None:
             raise RecipeError(
                 f"a sample holds a {tensor.layout} tensor of {tensor.dtype}, which cannot be kept "
                 "as bytes. Make it a dense one of a common type."
             )
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        content = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        return ["tensor", kind, list(tensor.shape), self.place(content)]
+        return ["tensor", kind, list(tensor.shape), self.place(bytes_of(tensor))]
 
     def array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         if array.dtype.hasobject or array.dtype.names:
@@ -140,8 +145,8 @@ class _Unpacker:
                 return [self.tree(part) for part in parts]
             case ["dict", *parts] if len(parts) % 2 == 0:
                 return self.mapping(parts)
-            case ["tensor", str(kind), [*shape], int(offset)] if kind in _TORCH:
-                return self.tensor(_TORCH[kind], shape, offset)
+            case ["tensor", str(kind), [*shape], int(offset)] if kind in TYPES:
+                return self.tensor(TYPES[kind], shape, offset)
             case ["array", str(kind), [*shape], int(offset)]:
                 return self.array(kind, shape, offset)
         raise BadSample("its header names something that no sample holds")

@@ -181,6 +181,18 @@ class LeavesOut(Source, Protocol):
     def record(self, index: int, error: Exception, /) -> None: ...
 
 
+NOT_THE_SAMPLE = (ConnectionError, TimeoutError, MemoryError)
+"""What says nothing of a sample: it may be a good one, so it is never left out for that."""
+
+
+def not_reached(index: int, error: BaseException) -> ShoalError:
+    """What to raise for one of NOT_THE_SAMPLE: it ends the run, whatever the source leaves out."""
+    return ShoalError(
+        f"sample {index} was not reached: {type(error).__name__}: {error}. That is no fault of the "
+        "sample, so it is not left out; see to the connection or the memory, and start again."
+    )
+
+
 def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
     """Those of the samples that can be loaded, and their ids; the source is told of the others."""
     samples, good = [], []
@@ -214,7 +226,7 @@ def fetch(
             if len(ids) > 1:
                 for at in range(len(ids)):  # find the one to name
                     fetch(source, ids[at : at + 1], None)
-            raise RecipeError(_failed(ids, error)) from error
+            raise RecipeError(failed(ids, error)) from error
     return collate_samples([_sample(source, int(index), of) for index in ids], collate, ids)
 
 
@@ -229,13 +241,13 @@ def collate_samples(
         except ShoalError:
             raise
         except Exception as error:
-            raise RecipeError(f"collate failed on {_failed(names, error)}") from error
+            raise RecipeError(f"collate failed on {failed(names, error)}") from error
     for index, sample in zip(names, samples, strict=True):
         _pair(sample, f"sample {index}")
     try:
         inputs, target = (default_collate([sample[part] for sample in samples]) for part in (0, 1))
     except Exception as error:
-        raise RecipeError(_unlike(samples, names) or _failed(names, error)) from error
+        raise RecipeError(_unlike(samples, names) or failed(names, error)) from error
     # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
     return _tuple_of_list(inputs), _tuple_of_list(target)
 
@@ -262,6 +274,8 @@ def _sample(source: Source, index: int, of: Pass | None) -> Any:
         return source[index] if vary is None else vary(index, of)
     except ShoalError:
         raise
+    except NOT_THE_SAMPLE as error:
+        raise not_reached(index, error) from error
     except Exception as error:
         raise RecipeError(
             f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
@@ -302,10 +316,15 @@ def _shapes(value: Any) -> str:
     return type(value).__name__
 
 
-def _failed(ids: Ids, error: Exception) -> str:
-    named = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+def failed(ids: Ids, error: Exception) -> str:
+    """A sentence for samples that could not be loaded together."""
+    return f"{named(ids)} could not be loaded: {type(error).__name__}: {error}"
+
+
+def named(ids: Ids) -> str:
+    """Samples as a message names them: the first few."""
     some = "sample" if len(ids) == 1 else "samples"
-    return f"{some} {named} could not be loaded: {type(error).__name__}: {error}"
+    return f"{some} {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
 
 
 def _tuple_of_list(value: Any) -> Any:

@@ -55,14 +55,16 @@ class Joined:
 
     def __init__(self, sources: Sequence[Source]):
         self.sources = list(sources)
-        self._starts = np.cumsum([0, *map(len, self.sources)])
+        self.starts = np.cumsum([0, *map(len, self.sources)])
         if all(isinstance(source, Takes) for source in self.sources):
             self.take = self._take
         if any(isinstance(source, Varied) for source in self.sources):
             self.vary = self._vary
+        if any(isinstance(source, LeavesOut) for source in self.sources):
+            self.record = self._record
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Any:
         which, at = self._place(index)
@@ -73,14 +75,21 @@ class Joined:
         source = self.sources[which]
         return source.vary(at, of) if isinstance(source, Varied) else source[at]
 
+    def _record(self, index: int, error: Exception) -> None:
+        which, at = self._place(index)
+        source = self.sources[which]
+        if not isinstance(source, LeavesOut):
+            raise error  # a bad sample of this one stops the run, as it would without the others
+        source.record(at, error)
+
     def _take(self, ids: Ids) -> tuple[Any, Any]:
-        which = np.searchsorted(self._starts, ids, side="right") - 1
+        which = np.searchsorted(self.starts, ids, side="right") - 1
         parts, places = [], []
         for number in np.unique(which):
             here = np.flatnonzero(which == number)
             source = self.sources[number]
             assert isinstance(source, Takes)
-            parts.append(source.take(ids[here] - self._starts[number]))
+            parts.append(source.take(ids[here] - self.starts[number]))
             places.append(here)
         if len(parts) == 1:
             return parts[0]
@@ -92,8 +101,8 @@ class Joined:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        which = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return which, index - int(self._starts[which])
+        which = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return which, index - int(self.starts[which])
 
 
 def in_order(source: Any) -> View:

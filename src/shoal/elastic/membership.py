@@ -9,6 +9,7 @@ under random schedules. Its rules:
 - a suspect is killed before its seat is given away, so that it cannot act under two generations;
 - a group forms only after all members have said that they left the one before;
 - a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
+- where no rank holds a copy of another's state, all are ended and begin from the newest checkpoint;
 - three groups lost without a step between them, or three spares, end the run instead of looping.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_FAILURES = 3
+ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
 
 
 class Spawn(NamedTuple):
@@ -46,6 +48,7 @@ class AllFormed(NamedTuple):
 
     generation: int
     step: int
+    num_steps_again: int  # that were done, and are to be done again
     replaced: tuple[tuple[int, str], ...]
     lost_at: float | None
 
@@ -114,7 +117,8 @@ class Membership:
         self._lost_at: float | None = None  # first word of the loss under way
         self._broken_at: float | None = None  # when a member of this generation said so
         self._why_broken = ""
-        self._deadline: float | None = None  # by which the group must have formed
+        self._deadline: float | None = None  # by which all must have come
+        self._failed: tuple[GiveUp, float] | None = None  # an error, or a death's echo; and when
 
     def begin(self, now: float) -> list[Action]:
         spawns = [self._spawn(now) for _ in range(self.num_seats)]
@@ -142,7 +146,10 @@ class Membership:
         if generation != self.generation or member not in self.seats:
             return []
         self._here.add(member)
-        return [AllHere(generation)] if self._here == set(self.seats) else []
+        if self._here != set(self.seats):
+            return []
+        self._deadline = None  # what follows has limits of its own, and may load a checkpoint
+        return [AllHere(generation)]
 
     def has_formed(self, member: int, generation: int, step: int, now: float) -> list[Action]:
         if generation != self.generation or member not in self.seats:
@@ -151,12 +158,13 @@ class Membership:
         self._advance(step)
         if self.formed != set(self.seats):
             return []
-        self._deadline, self._wants_group = None, False
+        self._wants_group, self._failed = False, None
         if given_up := self._settle_failures(step):
             return given_up
-        answer: list[Action] = [AllFormed(generation, step, tuple(self._replaced), self._lost_at)]
+        again, self.step = self.step - step, step
+        formed = AllFormed(generation, step, again, tuple(self._replaced), self._lost_at)
         self._replaced, self._lost_at = [], None
-        return answer + self._refill_spares(now)
+        return [formed, *self._refill_spares(now)]
 
     def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
         """A member's group broke. If nobody is found dead soon, the same members form again."""
@@ -164,6 +172,17 @@ class Membership:
             self._lost_at = now if self._lost_at is None else self._lost_at
             if self._broken_at is None:
                 self._broken_at, self._why_broken = now, why
+
+    def failed(self, member: int, cause: str, exit_code: int, now: float) -> list[Action]:
+        """A member's program raised. Where it computes together with others, that may be no more
+        than the echo of a death, which is then known soon."""
+        if self.over or member not in self.members:
+            return []
+        if self.recovers or self.scripts:
+            return self._give_up(cause, exit_code)
+        if self._failed is None:
+            self._failed = GiveUp(cause, exit_code), now
+        return []
 
     def done(self, member: int, generation: int) -> list[Action]:
         if generation != self.generation or member not in self.seats:
@@ -193,17 +212,18 @@ class Membership:
         if status >= 0 and not gone.suspected:
             code = status if self.scripts and status else 1
             return self._give_up(f"rank {seat} {cause} before the run was done", code)
-        if not self.recovers:
+        what = f"rank {seat} {cause}"
+        if self.scripts and not self.recovers:
             return self._give_up(
-                f"rank {seat} {cause}, and this plan cannot replace it: what it held existed once",
-                1,
+                f"{what}, and this plan cannot replace it: what it held existed once", 1
             )
         self.seats[seat] = None
         self._wants_group = True
-        self._replaced.append((seat, cause))
+        if self.recovers or not self._replaced:  # of ranks that end together, the first tells why
+            self._replaced.append((seat, cause))
         if self._lost_at is None:
             self._lost_at = now
-        return self._count_failure(f"rank {seat} {cause}") or self._fill_seats(now)
+        return self._count_failure(what) or [*self._end_others(what), *self._fill_seats(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Time passes: find who is silent, who is late, and groups broken without a death."""
@@ -217,14 +237,27 @@ class Membership:
                 actions.append(Kill(number))
         if self._deadline is not None and now > self._deadline:
             return self._give_up(self._who_is_missing(), 1)
+        if self._failed is not None and now - self._failed[1] > ECHO_S:
+            return self._give_up(*self._failed[0])
         broken = self._broken_at is not None and now - self._broken_at > self.regroup_after_s
         if broken and None not in self.seats and not actions and not self._suspects():
-            if not self.recovers:
-                return self._give_up("the group broke, and this plan cannot form it again", 1)
-            self._wants_group = True
             what = f"the group broke: {self._why_broken}"
-            actions += self._count_failure(what) or self._announce(now)
+            if self.scripts and not self.recovers:
+                return self._give_up(f"{what}; this plan cannot form it again", 1)
+            self._wants_group = True
+            if given_up := self._count_failure(what):
+                return given_up
+            actions += self._announce(now) if self.recovers else self._end_others(what)
         return actions
+
+    def _end_others(self, why: str) -> list[Action]:
+        """Without copies, what the others hold is of no use: all begin from a checkpoint."""
+        if self.recovers:
+            return []
+        doomed = [n for n in self.seats if n in self._here and not self.members[n].suspected]
+        for number in doomed:
+            self.members[number].suspected = f"was ended, since {why}"
+        return [Kill(number) for number in doomed]
 
     def _spawn(self, now: float) -> Spawn:
         number = self._next_member
@@ -334,7 +367,7 @@ class Membership:
         missing = [str(seat) for seat, number in enumerate(self.seats) if waited_for(number)]
         return (
             f"the group of {self.num_seats} ranks did not form within {self.form_timeout_s:g} s: "
-            f"rank {', '.join(missing)} did not come"
+            f"rank {', '.join(missing)} did not come; --form-timeout gives them longer"
         )
 
 

@@ -83,11 +83,6 @@ class SupervisedSeat:
         # An operation nobody waits for any more may still be under way between two survivors, and
         # the old group cannot be let go of before it has ended.
         shut_down(self._own)
-        if not self.recovers:  # the supervisor finds who died, and ends the run
-            with self._changed:
-                if self._changed.wait_for(lambda: self._leave, self._patience_s):
-                    raise StopNow("the supervisor lets this rank go")
-            raise lost
         return self._take_place(lost)
 
     def formed(self, step: int) -> None:

@@ -53,7 +53,7 @@ class Outcome:
     trace: str = ""
     step: int = 0
     num_recoveries: int = 0
-    num_steps_again: int = 0  # committed by ranks that all died, and done again
+    num_steps_again: int = 0  # committed by ranks of which none is left, and done again
     stopped_by: int = 0
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
 
@@ -81,6 +81,7 @@ class Supervisor:
         self._router.setsockopt(zmq.MAXMSGSIZE, 16 << 20)
         self._address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self._over = False
+        self._has_failed = False  # whether a member of the present group said so
         self._stop_signal = 0
         self._signals: list[int] = []
         self._pids: dict[int, int] = {}  # of members, as they say themselves
@@ -136,7 +137,8 @@ class Supervisor:
                 case Exited():
                     seat = self._seat_of(report.number)
                     if seat is not None and not self._over:
-                        how = membership.how_it_ended(report.status)
+                        suspected = self.members.members[report.number].suspected
+                        how = suspected or membership.how_it_ended(report.status)
                         self._event(
                             "exited",
                             rank=seat,
@@ -193,13 +195,15 @@ class Supervisor:
                 self._recipe_failed(member, message)
 
     def _recipe_failed(self, member: int, message: Failed) -> None:
-        seat = self._seat_of(member)
-        if self._over:
+        if self._over or self._has_failed:
             return  # an echo of the first failure
+        self._has_failed = True
+        seat = self._seat_of(member)
         who = "a spare" if seat is None else f"rank {seat}"
         self.outcome.trace = message.trace
         where = "" if message.step < 0 else f" at step {message.step + 1}"
-        self._give_up(f"{who} failed{where}: {message.message}", message.exit_code)
+        cause, now = f"{who} failed{where}: {message.message}", time.monotonic()
+        self._act(self.members.failed(member, cause, message.exit_code, now))
 
     def _act(self, actions: list[membership.Action]) -> None:
         for action in actions:
@@ -255,10 +259,11 @@ class Supervisor:
             self._send(member, TakeSeat(plan.generation, seat, len(plan.seats), self._store_port))
 
     def _formed(self, group: membership.AllFormed) -> None:
+        self._has_failed, self.outcome.trace = False, ""
         if group.lost_at is not None:
             ms = round((time.monotonic() - group.lost_at) * 1000, 1)
             self.outcome.num_recoveries += max(1, len(group.replaced))
-            self.outcome.num_steps_again += max(0, self.members.step - group.step)
+            self.outcome.num_steps_again += max(0, group.num_steps_again)
             for rank, cause in group.replaced or ((None, "the group broke"),):
                 self._event(
                     "recovered",

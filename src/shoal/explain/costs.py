@@ -360,12 +360,16 @@ def _in_tree(
     n, data = rank.num_replicas, rank.place.data
     if n == 1 or _any_order(tree):
         return _all_reduce(what, "data", [count * size for count, size in rows], rank)
-    num_bytes = 0
+    num_bytes = num_messages = 0
+    most, at_once = max(len(blocks) for blocks in tree), TreeReduce(Group(), tree).at_once
     for count, size in rows:
         own = count * (data + 1) // n - count * data // n
-        num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
-    most = max(len(blocks) for blocks in tree)
-    return Message(what, "data", "all-to-all, gather", len(rows) * (most + 1), num_bytes)
+        if at_once(count * size):
+            num_bytes += len(tree[data]) * count * (n - 1) * size
+        else:
+            num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
+        num_messages += 1 if at_once(count * size) else most + 1
+    return Message(what, "data", "all-to-all, gather", num_messages, num_bytes)
 
 
 def _all_reduce(what: str, axis: str, sizes: Sequence[int], rank: Rank) -> Message:

@@ -5,6 +5,7 @@ number. A run with as many replicas gives each its own back; any other takes the
 numbers (a step count, say) those of the first.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +14,17 @@ from shoal.parallel.layout import Slice
 from shoal.sync.state import Source
 
 REPLICAS = "replicas"  # how many there are, among what is plain
+_OWN = re.compile(r"replica\.[0-9]+\.")
 
 
 def of_replica(name: str, number: int) -> str:
     return f"replica.{number}.{name}"
+
+
+def shared_name(name: str) -> str:
+    """The name of a tensor without the replica's number, if it has one."""
+    own = _OWN.match(name)
+    return name[own.end() :] if own else name
 
 
 class Merged:

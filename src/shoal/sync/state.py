@@ -115,7 +115,9 @@ class HeldState:
     def _put(self, value: Any, path: str, tensors: dict[str, list[Slice]], p: Tensor | None) -> Any:
         """Put tensors where they belong and a mark in their place; the rest stays, if plain."""
         if isinstance(value, Tensor):
-            alike = p is not None and value.dim() and value.shape == p.shape
+            # What is sparse is not cut as a parameter is; no checkpoint holds it.
+            dense = value.layout == torch.strided
+            alike = p is not None and dense and value.dim() and value.shape == p.shape
             parts = self.runs[p].parts(value, self.holding) if alike and p is not None else None
             tensors.setdefault(path, []).extend([whole(value)] if parts is None else parts)
             return {_TENSOR if parts is None else _ALIKE: None}

@@ -8,9 +8,8 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, header, place
-from shoal.checkpoint.dealing import Held, deal
-from shoal.checkpoint.manifest import ITEM_BYTES, Chunk, File, Manifest, Origin, Progress
+from shoal.checkpoint.chunks import Held, Placed, deal, header, place
+from shoal.checkpoint.manifest import Chunk, File, Manifest, Origin, Progress
 from shoal.checkpoint.storage import Directory
 from shoal.checkpoint.types import name_of_type
 from shoal.parallel.boxes import Box, whole_box
@@ -63,7 +62,7 @@ def make(
     store = Directory(directory)
     draft = store.begin(name, "1")
     files, chunks = [], {key: [] for key in state}
-    for rank, share in enumerate(deal(held, ITEM_BYTES)):
+    for rank, share in enumerate(deal(held)):
         placed = place(share)
         head, contents = header(placed), [content_of(one, state) for one in placed]
         file = f"rank-{rank:05d}.safetensors"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.finding import find, open_newest
+from shoal.checkpoint.finding import find, name_of, open_newest, step_of, steps_in
 from shoal.checkpoint.foreign.opening import locate
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.sealed import Sealed
@@ -113,3 +113,12 @@ def test_one_that_is_asked_for_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no"):
         locate(tmp_path / "nothing")
     assert find(f"file://{tmp_path}").names == [NAME]
+
+
+def test_names_are_ordered_by_their_steps(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        make(tmp_path, tensors(), name=name_of(step), step=step)
+    assert steps_in(Directory(tmp_path)) == ["step-100000000", "step-99999999"]
+    assert newest(Directory(tmp_path)).progress.step == 100_000_000
+    for name in ("step-300", "step-0300000000", "step-x", "z-copy", "step-\u0663" * 8):
+        assert step_of(name) is None

@@ -17,6 +17,7 @@ from shoal.checkpoint.storage import Directory
 from shoal.cli.convert import FORMATS, export, import_
 from shoal.errors import ShoalError
 from shoal.recipe import load_recipe
+from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import NAME, make
 
 RECIPE = """
@@ -203,9 +204,10 @@ def test_elements_take_the_types_of_the_model(recipe: str, tmp_path: Path) -> No
 def test_what_is_not_of_the_model_is_refused(recipe: str, tmp_path: Path) -> None:
     weight = torch.randn(10, 8)
     for state, words in [
-        ({"net.embed.weight": weight}, "lacks embed.weight"),
-        ({"embed.weight": weight, "more": weight}, "has more, which the model does not have"),
-        ({"embed.weight": weight[:, :4]}, "[10, 4], and [10, 8] in the model"),
+        ({"net.embed.weight": weight}, "not in it: embed.weight; not in the model: net.embed"),
+        ({"embed.weight": weight, "more": weight}, "not in the model: more). --prefix"),
+        ({"embed.weight": weight[:, :4]}, "of another shape: embed.weight"),
+        ({"embed.weight": weight.long()}, "of another kind of numbers: embed.weight"),
         ({"embed.weight": weight, "head.weight": weight + 1}, "are one tensor in the model"),
     ]:
         torch.save(state, tmp_path / "m.pt")
@@ -258,6 +260,16 @@ def test_wrong_words_get_one_sentence(checkpoint: Path, recipe: str, tmp_path: P
     for words, sentence in cases:
         assert sentence in refusal(*words), words
     assert not out.exists() and "pt2" in FORMATS
+
+
+def test_names_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"net.w": torch.ones(2), "\x1b[31m": torch.ones(2)}, tmp_path / "m.pt")
+    said = Said(capsys, "import", tmp_path / "m.pt", tmp_path / "a", "--prefix", "net.")
+    assert said.code == 0 and "left out: \\x1b[31m" in said.out and "\x1b" not in said.out
+    said = Said(capsys, "list", tmp_path / "\x07")
+    assert said.code == 2 and "There is no" in said.err and "\x07" not in said.err
 
 
 FULL = """

@@ -327,6 +327,8 @@ def test_other_archives_are_refused(tmp_path: Path) -> None:
         open_state_dict(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", bytes(1000))
+    with pytest.raises(BadCheckpoint, match=r"m\.pt cannot be read: (?!.*running code)"):
+        open_state_dict(path)
     content = path.read_bytes()
     at = content.index(b"PK\x01\x02")  # the same record twice in the list
     entry, end = content[at : content.index(b"PK\x05\x06")], bytearray(content[-22:])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.foreign import program
 from shoal.checkpoint.foreign.program import (
     Inputs,
     call_with,
@@ -77,15 +78,19 @@ def test_weights_go_into_a_model(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_do_not(tmp_path: Path) -> None:
     weights = trained(Net(), tmp_path)
-    with pytest.raises(BadCheckpoint, match=r"lacks 0\.bias, 0\.weight, which"):
+    with pytest.raises(
+        BadCheckpoint, match=r"not in it: 0\.bias, 0\.weight; not in the model: first"
+    ):
         load_into(nn.Sequential(nn.Linear(4, 8)), weights)
     larger = Net()
     larger.last = nn.Linear(8, 5)
-    with pytest.raises(BadCheckpoint, match=r"not of the recipe's model: model\.last"):
+    with pytest.raises(
+        BadCheckpoint, match=r"of another shape: last\.bias, last\.weight\)\. Give the recipe"
+    ):
         load_into(larger, weights)
     smaller = Net()
     del smaller.norm
-    with pytest.raises(BadCheckpoint, match=r"has norm\.bias, .* and 2 more, which"):
+    with pytest.raises(BadCheckpoint, match=r"not in the model: norm\.bias, "):
         load_into(smaller, weights)
 
 
@@ -98,11 +103,11 @@ def test_a_program_gives_what_the_model_gives(form: str, tmp_path: Path) -> None
     called = call_with(given, 3)
     written = export_pt2(model, called, tmp_path / "m.pt2")
     assert written.any_batch
-    program = torch.export.load(tmp_path / "m.pt2").module()
+    loaded = torch.export.load(tmp_path / "m.pt2").module()
     for some in (called, called.first(2), call_with(torch.randn(7, 4), 7)):
         if form == "tensor" or some.num_samples != 7:
             wanted = model(*some.args, **some.kwargs)
-            assert torch.allclose(program(*some.args, **some.kwargs), wanted, atol=1e-6)
+            assert torch.allclose(loaded(*some.args, **some.kwargs), wanted, atol=1e-6)
 
 
 def test_a_fixed_number_of_samples_is_told(tmp_path: Path) -> None:
@@ -115,6 +120,11 @@ def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="another result than the model"):
         export_pt2(Random(), inputs(), tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_gives_fewer_results_is_refused() -> None:
+    with pytest.raises(RecipeError, match="another result than the model"):
+        program._compare(Fixed(), lambda given: [], inputs(), "onnxruntime")
 
 
 def test_a_model_that_cannot_be_traced_is_refused(tmp_path: Path) -> None:

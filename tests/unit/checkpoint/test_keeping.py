@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint.finding import name_of
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin, Progress
+from shoal.checkpoint.remote import StoreError
+from shoal.checkpoint.retention import Keep
 from shoal.checkpoint.save import Saved, Saver
+from shoal.checkpoint.sealed import known_of
 from shoal.checkpoint.storage import Directory, DirectoryDraft
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
@@ -21,10 +25,13 @@ from shoal.errors import UsageError
 from shoal.keeping import Keeper, Keeping, NotSaved
 from shoal.mesh import LauncherSeat, Mesh
 from shoal.parallel.layout import whole
+from shoal.resume import newest, refuse_used
 from shoal.run import Run, resolve
 from shoal.testing.ranks import Pool
 from shoal.training import Trainer
 from shoal.world import World
+from tests.parity.runs import GivenSeat
+from tests.unit.checkpoint.made import make, tensors
 
 NAME = "step-00000010"
 ABOUT = (Progress(10, 0, 0, 0), Origin("r.py:f", {}, "data=1", 1, 120, {}))
@@ -114,21 +121,32 @@ class Frozen(nn.Module):
 
 def run_of(model: Any, **changes: Any) -> Run:
     inputs = torch.linspace(-1, 1, 24).view(8, 3)
-    settings = {"batch_size": 4, "steps": 6} | changes
+    settings = {
+        "batch_size": 4,
+        "steps": 6,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+    } | changes
     return shoal.Run(
         model=model,
         loss=lambda output, target: (output.abs() - target).square().mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=shoal.data.tensors(inputs, torch.zeros(8, 1)),
         **settings,
     )
 
 
-def trainer_of(run: Run, store: Directory, **keeping: Any) -> Trainer:
-    plan = resolve(run, "data=1", 1)
-    origin = Origin("r.py:f", {}, str(plan), 1, len(run.data), {})
-    keeper = Keeper(Keeping(store, origin, **keeping), lambda event, **what: None)
-    return Trainer(run, plan, LauncherSeat(World()), keeper=keeper)
+def trainer_of(
+    run: Run,
+    store: Directory,
+    mesh: Mesh | None = None,
+    plan: str = "data=1",
+    tell: Any = lambda event, **what: None,
+    **keeping: Any,
+) -> Trainer:
+    resolved = resolve(run, plan, 1 if mesh is None else mesh.num_ranks)
+    origin = Origin("r.py:f", {}, str(resolved), 1, len(run.data), {})
+    keeper = Keeper(Keeping(store, origin, **keeping), tell)
+    seat = LauncherSeat(World()) if mesh is None else GivenSeat(mesh)
+    return Trainer(run, resolved, seat, keeper=keeper)
 
 
 def test_frozen_weights_that_a_forward_changes_are_copied_at_once(tmp_path: Path) -> None:
@@ -172,7 +190,8 @@ class Spectrum(nn.Module):
 def test_a_model_that_no_checkpoint_can_hold(tmp_path: Path, kind: str, told: str) -> None:
     """Refused before the first step if checkpoints are asked for, and trained without otherwise."""
     run, store = run_of(lambda: Spectrum(kind)), Directory(tmp_path)
-    assert unholdable(run.make_model()) == told and not unholdable(nn.Linear(2, 2))
+    model = run.make_model()
+    assert unholdable([*model.named_parameters(), *model.named_buffers()]) == told
     with pytest.raises(UsageError, match=told), trainer_of(run, store):
         pytest.fail("it began")
     if kind == "buffer":
@@ -188,3 +207,152 @@ def test_a_script_does_not_end_as_if_its_end_were_saved(tmp_path: Path) -> None:
         trainer_of(run, Full(tmp_path), others_may_write=True) as trainer,
     ):
         assert len(list(trainer)) == 6
+
+
+class Odd(torch.optim.SGD):
+    """Keeps for its first parameter what no checkpoint can hold."""
+
+    def __init__(self, named: Any, kind: str):
+        super().__init__(named, lr=0.1)
+        self.kind = kind
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"][:1]:
+            odd = torch.zeros(2, dtype=torch.complex128) if self.kind == "complex128" else None
+            odd = p.detach().to_sparse() if self.kind == "sparse" else odd
+            self.state[p]["odd"] = {1} if odd is None else odd
+
+
+def train_oddly(mesh: Mesh | None, path: str, kind: str, plan: str, asked: bool) -> list[str]:
+    """Steps that were made, what was told, and how it ended."""
+    run = run_of(lambda: nn.Linear(3, 1), optimizer=lambda named: Odd(named, kind))
+    told: list[str] = []
+
+    def tell(event: str, **what: Any) -> None:
+        told.append(f"{event}: {what.get('why')}")
+
+    try:
+        with trainer_of(run, Directory(Path(path)), mesh, plan, tell, is_asked=asked) as trainer:
+            told += [f"step {info.step}" for info in trainer]
+    except UsageError as error:
+        told.append(f"after {trainer.step}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("kind", ["complex128", "sparse", "set"])
+@pytest.mark.parametrize("plan", ["data=1", "data=2 zero=1"])
+def test_an_optimizer_that_no_checkpoint_can_hold(
+    pool: Pool, tmp_path: Path, plan: str, kind: str
+) -> None:
+    """It shows in its first step: then it is refused on every rank, or trained without."""
+    num_ranks = 1 if plan == "data=1" else 2
+    for told in pool.run(train_oddly, num_ranks, str(tmp_path), kind, plan, True):
+        assert len(told) == 1 and told[0].startswith("after 1: This run cannot be saved: "), told
+        assert ".odd" in told[0] and f"are to be kept in {tmp_path}" in told[0]
+    first, *others = pool.run(train_oddly, num_ranks, str(tmp_path), kind, plan, False)
+    steps = [f"step {number}" for number in range(1, 7)]
+    assert first[0].startswith("unholdable: ") and ".odd" in first[0]
+    assert first[1:] == steps and all(other == steps for other in others)
+    assert Directory(tmp_path).names() == []
+
+
+def save_apart(mesh: Mesh, path: str) -> bool:
+    """Save between two averages, in a store that begins when buffers have moved on."""
+    store = Slow(Path(path))
+    run = run_of(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), save_every=2, steps=4)
+    with trainer_of(run, store, mesh, "data=2 local_steps=3") as trainer:
+        steps = iter(trainer)
+        next(steps), next(steps)
+        before = trainer.model[0].running_mean.clone()
+        trainer.model[0](torch.randn(4, 3))  # as the next forward will
+        store.may_begin.set()
+        for _ in steps:
+            pass
+    saved = Opened(store, "step-00000002").whole(f"replica.{mesh.rank}.model.0.running_mean")
+    return torch.equal(saved, before)
+
+
+def test_buffers_of_replicas_that_are_apart_are_copied_at_once(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(save_apart, 2, str(tmp_path)) == [True, True]
+
+
+def test_a_copy_of_another_name_is_neither_gone_on_from_nor_removed(tmp_path: Path) -> None:
+    store = Directory(tmp_path)
+    run = run_of(lambda: nn.Linear(3, 1), save_every=1, steps=3)
+    make(tmp_path, tensors(), name="z-copy", step=900)
+    (tmp_path / "notes").mkdir()
+    refuse_used(store)  # there is none of a run
+    with trainer_of(run, store) as trainer:
+        for _ in trainer:
+            trainer.keeper.finish(trainer)
+    assert store.names() == ["notes", "step-00000002", "step-00000003", "z-copy"]
+    assert newest(store).progress.step == 3
+    with pytest.raises(UsageError, match="already holds checkpoints"):
+        refuse_used(store)
+    longer = run_of(lambda: nn.Linear(3, 1), save_every=1, steps=4)
+    with trainer_of(longer, store) as trainer:
+        assert [info.step for info in trainer] == [4]
+
+
+def test_a_save_looks_at_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def look(store: Directory, names: list[str]) -> Any:
+        opened.extend(names)
+        return known_of(store, names)
+
+    monkeypatch.setattr("shoal.keeping.known_of", look)
+    run = run_of(lambda: nn.Linear(3, 1), save_every=2)
+    with trainer_of(run, Directory(tmp_path), keep=Keep(last=9)) as trainer:
+        for _ in trainer:
+            trainer.keeper.finish(trainer)
+    assert opened == [name_of(2), name_of(4), name_of(6)]
+
+
+class Unreachable(Directory):
+    """A store behind a network that goes down."""
+
+    def open(self, name: str, file: str) -> Any:
+        raise StoreError(errno.EIO, "cannot look at it: no route. It was tried 6 times.")
+
+
+def test_a_store_that_cannot_be_reached_is_no_bad_checkpoint(tmp_path: Path) -> None:
+    """Going on from an older one, or from nothing, would throw steps away."""
+    run = run_of(lambda: nn.Linear(3, 1), save_every=2)
+    with trainer_of(run, Directory(tmp_path)) as trainer:
+        list(trainer)
+    with pytest.raises(StoreError, match="no route"):
+        newest(Unreachable(tmp_path))
+    with pytest.raises(StoreError, match="no route"), trainer_of(run, Unreachable(tmp_path)):
+        pytest.fail("it began")
+
+
+def test_a_store_that_goes_down_while_it_is_read_is_no_bad_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(lambda: nn.Linear(3, 1), save_every=2)
+    with trainer_of(run, Directory(tmp_path)) as trainer:
+        list(trainer)
+
+    def fill(*_: Any) -> None:
+        raise StoreError(errno.EIO, "no route")
+
+    monkeypatch.setattr(Opened, "fill", fill)
+    with pytest.raises(StoreError, match="no route"), trainer_of(run, Directory(tmp_path)):
+        pytest.fail("it began")
+
+
+def test_a_spare_that_comes_later_finds_the_checkpoints_of_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is above those of the seats; a rank of a new run is to say resume."""
+    run = run_of(lambda: nn.Linear(3, 1), save_every=2, steps=3)
+    with trainer_of(run, Directory(tmp_path)) as trainer:
+        list(trainer)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="already holds checkpoints"):
+        shoal.trainer(run, checkpoints=tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    shoal.trainer(run, checkpoints=tmp_path).seat.close()

@@ -57,7 +57,8 @@ def test_what_is_not_signed_or_with_another_key_is_refused(
     Opened(store, NAME).verify()  # nobody asked
     save(store, 20)
     monkeypatch.setenv(VARIABLE, str(key))
-    with pytest.raises(BadCheckpoint, match=r"manifest\.hmac is missing"):
+    asked = rf"It is not signed, and with a key \({VARIABLE}\) .* --source-key none"
+    with pytest.raises(BadCheckpoint, match=asked):
         Opened(store, "step-00000020")
 
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.beginning import find_beginning
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.objects import open_store
 from shoal.cli.main import run_here
 from shoal.parallel.layout import whole
@@ -118,6 +120,21 @@ class Verbs:
             assert said.code == 2 and told in said.err, (words, said.err)
             assert "Errno" not in said.err and "Traceback" not in said.err
         assert not os.listdir(tmp_path)
+
+
+def test_what_is_fetched_again_is_verified_again(memory_url: str, tmp_path: Path) -> None:
+    """A window goes when others come, and what comes in its place may be something else."""
+    run = fill(memory_url, tmp_path)
+    store = open_store(f"{run}/checkpoints")
+    opened = Opened(store, SECOND)
+    opened.verify()
+    spoil(f"{run}/checkpoints/{SECOND}", "rank-00000.safetensors")
+    store._windows.forget(SECOND)
+    with pytest.raises(BadCheckpoint, match="not those that were written"):
+        for name in opened:
+            opened.whole(name)
+    with pytest.raises(BadCheckpoint, match="not those that were written"):
+        list(opened.bytes_of_file(0))
 
 
 class TestInMemory(Verbs):

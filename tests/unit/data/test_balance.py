@@ -5,8 +5,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.balancing import by_replica
-from shoal.data.balance import Balance, can_balance
+from shoal.balancing import by_replica, slow_among
+from shoal.data.balance import Balance, Move, can_balance
 from shoal.data.split import deal, shares
 from shoal.plan import Plan
 
@@ -37,7 +37,9 @@ def test_no_other_deal_is_done_sooner(seconds: list[float], more: int) -> None:
 
 def test_one_five_times_slower_takes_a_sixteenth() -> None:
     balance = Balance(16, 4)
-    assert [balance.observe([4, 4, 20, 4]) for _ in range(2)] == [None, [5, 5, 1, 5]]
+    assert balance.observe([4, 4, 20, 4]) is None
+    move = balance.observe([4, 4, 20, 4])
+    assert move == Move([4, 4, 4, 4], [5, 5, 1, 5], [1, 1, 5, 1])
     assert [balance.observe([5, 5, 5, 5]) for _ in range(20)] == [None] * 20
 
 
@@ -50,8 +52,16 @@ def test_noise_moves_nothing() -> None:
 
 def test_work_comes_back() -> None:
     balance = Balance(8, 2)
-    assert [balance.observe([4, 8]) for _ in range(5)][-1] == [6, 2]
-    assert [balance.observe([6, 2]) for _ in range(5)][-1] == [4, 4]
+    moves = [balance.observe(busy) for busy in ([4, 8], [6, 2]) for _ in range(5)]
+    assert [move.after for move in moves if move] == [[6, 2], [4, 4]]
+
+
+def test_who_is_slow_is_told_by_what_the_decision_was_made_of() -> None:
+    balance = Balance(8, 2)
+    moves = [balance.observe(busy) for busy in ([4, 10], [4, 10], [4, 10], [4, 10], [40, 4])]
+    found = [move for move in moves if move is not None]
+    assert [slow_among(move.seconds) for move in found] == [{}]
+    assert slow_among([1.0, 1.0, 5.0]) == {"2": 5.0}
 
 
 def test_plans_that_can() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.data import loader, order
 from shoal.data.loader import Batches, pieces_in_order
 from shoal.data.sources import TensorSource, tensors
+from shoal.data.views import in_order
 from shoal.errors import RecipeError, UsageError
 
 ends = st.sampled_from(order.ENDS)
@@ -43,12 +44,14 @@ def test_pieces_equal_direct_indexing_in_any_order_of_steps(
     batches = Batches(data, batch_size=batch_size, num_pieces=num_pieces, seed=7, end=end)
     for step in steps:
         batch = batches.at(step)
-        ids = order.batch_ids(step, num_samples, batch_size, 7, end)
+        epoch, position = divmod(step, order.batches_per_epoch(num_samples, batch_size, end))
+        positions = order.batch_positions(position, 1, num_samples, batch_size, end)
+        ids = order.permute(positions, num_samples, 7, epoch)
         pieces = [batch.piece(index) for index in range(num_pieces)]
         met = np.concatenate([piece.ids for piece in pieces])
         assert met.tolist() == ids.tolist()
         assert batch.num_samples == len(ids) == sum(piece.num_samples for piece in pieces)
-        assert batch.epoch == order.epoch_of(step, num_samples, batch_size, end)
+        assert batch.epoch == epoch
         for index, piece in enumerate(pieces):
             assert batch.ids_of(index).tolist() == piece.ids.tolist()
             if piece.num_samples:
@@ -171,6 +174,21 @@ def test_a_sample_that_fails_is_named_at_its_own_step(source: Broken) -> None:
             assert batch.piece(0).target.tolist() == batch.ids_of(0).tolist()
 
 
+def test_steps_before_a_sample_that_fails_are_not_made_slow_by_it() -> None:
+    taken: list[int] = []
+
+    class Counting(BrokenTakes):
+        def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+            taken.append(len(ids))
+            return super().take(ids + (13 - 39))  # the last one fails
+
+    batches = Batches(in_order(Counting()), batch_size=4)
+    for step in range(9):
+        batches.at(step).piece(0)
+    assert sum(size > 4 for size in taken) == 1
+    assert taken[-7:] == [4] * 7
+
+
 @pytest.mark.parametrize(
     ("num_samples", "settings_", "says"),
     [
@@ -204,7 +222,6 @@ def test_pieces_in_order_cover_the_source_once() -> None:
     assert [piece.num_samples for piece in pieces] == [5, 5, 5, 5, 3]
     assert [i for piece in pieces for i in piece.target.tolist()] == list(range(23))
     assert pieces[-1].target.tolist() == [20, 21, 22]
-    assert len(pieces[1:3]) == 2
     with pytest.raises(IndexError):
         pieces[5]
     with pytest.raises(UsageError, match="at least 1"):

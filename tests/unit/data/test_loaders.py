@@ -1,7 +1,9 @@
 """Processes that load ahead: the same pieces, whatever becomes of the processes."""
 
+import errno
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from itertools import islice
 
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.checkpoint.remote import StoreError
 from shoal.data.loader import Batches
-from shoal.data.loaders import Key, Turns
+from shoal.data.loaders import Key, Loaders, Turns
+from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Pass
-from shoal.errors import RecipeError
+from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.testing.leaks import descendants, wait_until
 
 
@@ -104,6 +108,103 @@ def test_a_sample_that_raises_is_named(make) -> None:
     batches = make(Slow(broken=7))
     with pytest.raises(RecipeError, match=r"sample 7 of 96 failed: ValueError: no good: 7"):
         list(walk(batches, range(6), (0, 1, 2, 3)))
+
+
+class Failing(Slow):
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int):
+        raise self.error
+
+    def vary(self, index: int, of: Pass):
+        raise self.error
+
+
+class Peculiar(UsageError):
+    """One that is not made of a message alone."""
+
+    def __init__(self, place: str, number: int):
+        super().__init__(f"{place} has {number}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SourceLost("it changed"),
+        BadRecord("line 3"),
+        StoreError(errno.EIO, "cannot read it"),
+        UsageError("no such thing"),
+        ShoalError("not reached"),
+        Peculiar("here", 3),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_of_the_kind_that_a_rank_would_raise(make, error: ShoalError) -> None:
+    """So that the exit code does not depend on who loads."""
+    for loaders in (0, 1):
+        with pytest.raises(type(error)) as raised:
+            make(Failing(error), loaders).at(0).piece(0)
+        assert type(raised.value) is type(error) and str(raised.value) == str(error)
+        assert raised.value.exit_code == error.exit_code
+
+
+def test_an_error_that_only_the_loader_knows_is_the_nearest_that_the_rank_does(make) -> None:
+    class Late(Slow):
+        def vary(self, index: int, of: Pass):
+            class Unheard(SourceLost):
+                pass
+
+            raise Unheard("it changed")
+
+    with pytest.raises(SourceLost, match="it changed"):
+        make(Late(), 1).at(0).piece(0)
+
+
+def test_who_asks_for_nothing_has_nothing_to_close() -> None:
+    others, files = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
+    batches = Batches(Slow(), batch_size=16, num_pieces=4, loaders=2)
+    assert descendants(os.getpid()) == others
+    assert len(os.listdir("/proc/self/fd")) == files
+    batches.close()
+
+
+def test_a_piece_that_nobody_needs_does_not_end_the_run() -> None:
+    def load(epoch: int, ids):
+        if 7 in ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.from_numpy(ids), 0, ids
+
+    loaders = Loaders(load, 1)
+    try:
+        for step in range(1, 9):
+            loaders.ask(Key(step - 1, 0), 0, np.array([7]))
+            loaders.ask(Key(step, 1), 0, np.array([step + 10]))
+            loaders.forget_before(step)
+            assert loaders.take(Key(step, 1))[2].tolist() == [step + 10]
+    finally:
+        loaders.close()
+
+
+def test_what_a_loader_opens_is_not_closed_by_what_the_rank_had_open() -> None:
+    held = list(socket.socketpair())
+
+    def load(epoch: int, ids):
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(32)]
+        for connection in held:
+            connection.close()  # as the collector would
+        return [os.fstat(file).st_size for file in files], 0, ids
+
+    loaders = Loaders(load, 1)
+    try:
+        loaders.ask(Key(0, 0), 0, np.array([1]))
+        assert loaders.take(Key(0, 0))[0] == [0] * 32
+        assert held[0].send(b"still open") == 10
+    finally:
+        loaders.close()
+        for connection in held:
+            connection.close()
 
 
 def test_turns() -> None:

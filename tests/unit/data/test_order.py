@@ -95,16 +95,6 @@ def test_wrap_fills_the_last_batch_from_the_start(
     assert extra == (met[:num_samples] * batch_size)[: len(extra)]
 
 
-@given(sizes, batch_sizes, st.sampled_from(order.ENDS), st.integers(0, 10_000))
-def test_epoch_of_agrees_with_the_number_of_batches(
-    num_samples: int, batch_size: int, end: str, step: int
-) -> None:
-    per_epoch = order.batches_per_epoch(num_samples, batch_size, end)
-    if per_epoch:
-        epoch = order.epoch_of(step, num_samples, batch_size, end)
-        assert epoch * per_epoch <= step < (epoch + 1) * per_epoch
-
-
 def test_an_unknown_end_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="Did you mean 'drop'"):
         order.check_end("drpo")
@@ -113,10 +103,12 @@ def test_an_unknown_end_is_refused_with_the_nearest() -> None:
 def _epoch(epoch: int, num_samples: int, batch_size: int, seed: int, end: str) -> list[order.Ids]:
     per_epoch = order.batches_per_epoch(num_samples, batch_size, end)
     # Some of the batches by themselves are slow to ask for: look at a few dozen at most.
-    first = epoch * per_epoch
     if per_epoch <= 12:
-        steps = range(first, first + per_epoch)
-        return [order.batch_ids(s, num_samples, batch_size, seed, end) for s in steps]
+        alone = [
+            order.batch_positions(batch, 1, num_samples, batch_size, end)
+            for batch in range(per_epoch)
+        ]
+        return [order.permute(positions, num_samples, seed, epoch) for positions in alone]
     positions = order.batch_positions(0, per_epoch, num_samples, batch_size, end)
     ids = order.permute(positions, num_samples, seed, epoch)
     return [ids[at : at + batch_size] for at in range(0, len(ids), batch_size)]

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.orders import Blocks, Bucketed, Mixed, Order, Sequential, Shuffled, Some, Weighted
+from shoal.data.orders import (
+    Blocks,
+    Bucketed,
+    Mixed,
+    Order,
+    Sequential,
+    Shuffled,
+    Some,
+    Weighted,
+    order_of,
+)
 from shoal.errors import UsageError
 
 SEEDS = st.integers(0, 2**32)
@@ -131,3 +141,26 @@ def test_some_visits_the_chosen_alone() -> None:
 def test_what_cannot_be_is_refused(make, words) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError, match=words):
         make()
+
+
+class Misspelt:
+    def __len__(self) -> int:
+        return 3
+
+    def idz(self, positions: object, seed: int, epoch: int) -> object:
+        return positions
+
+
+class Numbers(list[int]):
+    order: object = None
+
+
+@pytest.mark.parametrize("order", [Misspelt(), Sequential, [2, 1, 0], "shuffled"])
+def test_an_order_that_is_none_is_refused(order: object) -> None:
+    source = Numbers([1, 2, 3])
+    assert isinstance(order_of(source), Shuffled)
+    source.order = Sequential(3)
+    assert order_of(source) is source.order
+    source.order = order
+    with pytest.raises(UsageError, match=r"of the Numbers is a .*ids\(positions, seed, epoch\)"):
+        order_of(source)

@@ -112,6 +112,22 @@ def test_bad_samples_are_left_out_and_told() -> None:
     assert source.told == [0, 3, 6]
 
 
+def test_what_is_joined_is_left_out_by_the_part_it_belongs_to() -> None:
+    first, second = LeavesOut(), LeavesOut()
+    source = in_order(join([first, as_list(0, 8), second]))
+    pieces = [Batches(source, batch_size=24, num_pieces=3).at(0).piece(at) for at in range(3)]
+    assert [p.inputs.tolist() for p in pieces] == [[1, 2, 4, 5, 7], [*range(8)], [1, 2, 4, 5, 7]]
+    assert first.told == second.told == [0, 3, 6]
+    mixed = Batches(mix([first, as_list(0, 8)]), batch_size=16).at(0).piece(0)
+    assert mixed.num_samples < 16 and not {0, 3, 6} & set(mixed.ids.tolist())
+
+
+def test_a_part_without_quarantine_still_stops_the_run() -> None:
+    bad = [(torch.tensor(0), torch.tensor(0)), "no pair"]
+    with pytest.raises(RecipeError, match="sample 9 gave a str"):
+        Batches(in_order(join([LeavesOut(), bad])), batch_size=10).at(0).piece(0)
+
+
 @pytest.mark.parametrize("num", [0, 3])
 def test_weights_for_each(num: int) -> None:
     with pytest.raises(UsageError, match="Each sample needs one"):

@@ -329,7 +329,7 @@ def test_a_spare_takes_the_seat_and_another_is_started() -> None:
     members = formed()
     assert members.exited(1, -9, 1.0) == [Announce(1, (0, 3, 2))]
     done, spawn = form(members, 1.5)
-    assert done == AllFormed(1, 0, ((1, "was killed by SIGKILL"),), 1.0)
+    assert done == AllFormed(1, 0, 0, ((1, "was killed by SIGKILL"),), 1.0)
     assert spawn == Spawn(4)
 
 
@@ -474,12 +474,85 @@ def test_a_group_that_does_not_form_names_the_missing() -> None:
     assert "did not form within 30 s: rank 1 did not come" in end.cause
 
 
-def test_what_cannot_be_replaced_ends_the_run() -> None:
-    members = Membership(2)
+def cut(**settings: object) -> Membership:
+    """Two ranks at work, of which neither can do without the other."""
+    members = Membership(2, **settings)
     members.begin(0.0)
     for number in (0, 1):
         members.ready(number, 0.0, recovers=False)
+    for number in (0, 1):
+        members.here(number, 0)
+    for number in (0, 1):
+        members.has_formed(number, 0, 0, 0.0)
+    return members
+
+
+def test_where_no_rank_holds_a_copy_all_are_ended_and_begin_again() -> None:
+    members = cut()
     assert members.num_spares == 0
+    members.heard(1, 1.0, step=7)
+    assert members.exited(0, -9, 1.0) == [Kill(1), Spawn(2)]
+    assert members.ready(2, 1.1, recovers=False) == []
+    assert members.exited(1, -9, 1.2) == [Spawn(3)]
+    assert members.ready(3, 1.3, recovers=False) == [Announce(1, (2, 3))]
+    members.here(2, 1)
+    assert members.here(3, 1) == [AllHere(1)]
+    members.has_formed(2, 1, 5, 1.4)
+    (formed,) = members.has_formed(3, 1, 5, 1.5)
+    assert formed == AllFormed(1, 5, 2, ((0, "was killed by SIGKILL"),), 1.0)
+    assert members.step == 5
+
+
+def test_a_newcomer_is_not_ended_with_those_it_replaces() -> None:
+    members = cut()
+    members.exited(0, -9, 1.0)
+    members.ready(2, 1.1, recovers=False)
+    assert members.seats == [2, 1]
+    assert members.exited(1, -9, 1.2) == [Spawn(3)]
+
+
+def test_a_group_that_broke_without_a_death_begins_again() -> None:
+    members = cut(regroup_after_s=2.0)
+    members.lost(0, 0, 1.0, "connection reset")
+    assert members.tick(2.5) == []
+    assert members.tick(3.5) == [Kill(0), Kill(1)]
+
+
+def test_an_error_may_be_the_echo_of_a_death() -> None:
+    members = cut()
+    assert members.failed(1, "rank 1 failed: connection closed", 1, 1.0) == []
+    assert members.exited(0, -9, 1.1) == [Kill(1), Spawn(2)]
+    members.exited(1, -9, 1.2)
+    for number in (2, 3):
+        members.ready(number, 1.3, recovers=False)
+    for number in (2, 3):
+        members.here(number, 1)
+        members.has_formed(number, 1, 0, 1.4)
+    assert members.tick(9.0) == []
+
+
+def test_an_error_that_no_death_explains_ends_the_run() -> None:
+    members = cut()
+    members.failed(1, "rank 1 failed: no", 3, 1.0)
+    members.failed(0, "rank 0 failed: connection closed", 1, 1.1)
+    assert members.tick(1.5) == []
+    assert members.tick(2.5) == [GiveUp("rank 1 failed: no", 3)]
+
+
+def test_an_error_ends_a_run_of_replicas_at_once() -> None:
+    assert formed().failed(1, "rank 1 failed: no", 3, 1.0) == [GiveUp("rank 1 failed: no", 3)]
+
+
+def test_loading_a_checkpoint_is_not_forming() -> None:
+    members = Membership(1, form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
+    members.begin(0.0)
+    members.ready(0, 1.0)
+    assert members.here(0, 0) == [AllHere(0)]
+    assert members.tick(500.0) == []
+
+
+def test_a_script_that_cannot_be_replaced_ends_the_run() -> None:
+    members = cut(scripts=True)
     (end,) = members.exited(0, -9, 1.0)
     assert "rank 0 was killed by SIGKILL" in end.cause and "cannot replace" in end.cause
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.dealing import WORTH_CUTTING, Held, deal
+from shoal.checkpoint.chunks import WORTH_CUTTING, Held, deal
 from shoal.parallel.boxes import Box, pieces, tile, whole_box
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -108,7 +108,7 @@ def test_each_byte_is_dealt_to_one_of_its_holders(data: st.DataObject) -> None:
             ranks = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
             for rank in ranks:
                 held[rank].append(Held(f"t{number}", "F32", whole, box))
-    shares = deal(held, {"F32": 4})
+    shares = deal(held)
     for rank, share in enumerate(shares):
         for item in share:
             assert any(
@@ -120,6 +120,6 @@ def test_each_byte_is_dealt_to_one_of_its_holders(data: st.DataObject) -> None:
 
 def test_what_all_hold_is_shared_out_evenly() -> None:
     items = [Held(f"t{i}", "F32", (s, 64), whole_box((s, 64))) for i, s in enumerate((4096, 3, 9))]
-    shares = deal([items] * 4, {"F32": 4})
+    shares = deal([items] * 4)
     loads = [sum(item.box.numel for item in share) for share in shares]
     assert max(loads) - min(loads) <= 12 * 64

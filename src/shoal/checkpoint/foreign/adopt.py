@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Placed, place
-from shoal.checkpoint.dealing import Held
+from shoal.checkpoint.chunks import Held, Placed, place
 from shoal.checkpoint.finding import Where
+from shoal.checkpoint.foreign.matching import match
 from shoal.checkpoint.foreign.weights import MODEL, Model
 from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin, Progress
 from shoal.checkpoint.storage import Draft
-from shoal.checkpoint.types import bytes_of, name_of_type
-from shoal.checkpoint.writing import commit, free_place, hashed, joined, new_draft, write_chunks
+from shoal.checkpoint.types import bytes_of, first_names, name_of_type
+from shoal.checkpoint.writing import commit, free_place, joined, new_draft, write_chunks
 from shoal.parallel.boxes import whole_box
 
 
@@ -37,41 +37,18 @@ def as_they_are(source: Model) -> dict[str, Wanted]:
 
 def fitted(source: Model, model: nn.Module) -> dict[str, Wanted]:
     """The tensors that a model needs; refuses a source that is of another model."""
-    first = first_names(model)
-    own = model.state_dict()
-    there = set(source.names)
-    missing = sorted(set(first.values()) - {first[name] for name in there & first.keys()})
-    strange = sorted(there - first.keys())
-    for what, names in (("lacks", missing), ("has", strange)):
-        if names:
-            which = "which the model has" if what == "lacks" else "which the model does not have"
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise BadCheckpoint(
-                f"It {what} {', '.join(names[:3])}{more}, {which}. Names must agree; "
-                "--prefix takes only what stands under a prefix, and without it."
-            )
-    wanted: dict[str, Wanted] = {}
-    for name in sorted(there, key=list(own).index):
-        if source.shape(name) != tuple(own[name].shape):
-            raise BadCheckpoint(
-                f"{name} is {list(source.shape(name))}, and {list(own[name].shape)} in the model."
-            )
-        kept = wanted.setdefault(first[name], Wanted(name, own[name].dtype))
-        if kept.source != name and not torch.equal(source.whole(kept.source), source.whole(name)):
-            raise BadCheckpoint(
-                f"{kept.source} and {name} are one tensor in the model, and differ."
-            )
-    return wanted
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Of each name of a model's state the first name of the same tensor."""
-    first: dict[str, str] = {}
-    known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        first[name] = known.setdefault(place, name) if tensor.numel() else name
-    return first
+    found = match(source, model)
+    if problems := found.problems():
+        raise BadCheckpoint(
+            f"It does not match the model ({problems}). --prefix takes only names that begin with "
+            "a prefix, and cuts it off."
+        )
+    first, own = first_names(model), model.state_dict()
+    for name in source.names:
+        kept = found.taken[first[name]] if name in first else name
+        if kept != name and not torch.equal(source.whole(kept), source.whole(name)):
+            raise BadCheckpoint(f"{kept} and {name} are one tensor in the model, and differ.")
+    return {name: Wanted(found.taken[name], own[name].dtype) for name in own if name in found.taken}
 
 
 def adopt(source: Model, wanted: dict[str, Wanted], where: Where, recipe: str) -> None:
@@ -98,9 +75,9 @@ class _Import(NamedTuple):
 
 
 def _write(content: _Import, draft: Draft) -> None:
-    placed, hashes = place(content.held()), list[str]()
-    parts = hashed(_chunks(content, placed), hashes)
-    file, tensors = write_chunks(draft, 0, placed, parts, hashes)
+    placed = place(content.held())
+    contents = ([chunk] for chunk in _chunks(content, placed))
+    file, tensors = write_chunks(draft, 0, placed, contents)
     manifest = Manifest(
         manifests.FORMAT,
         manifests.VERSION,

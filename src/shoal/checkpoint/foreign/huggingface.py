@@ -55,7 +55,8 @@ def export_huggingface(
         if len(groups) == 1:
             write(model, groups[0], partial / SINGLE, _METADATA)
         else:
-            names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _ordinals(groups)]
+            last = len(groups)
+            names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i, _ in enumerate(groups, 1)]
             for name, group in zip(names, groups):
                 write(model, group, partial / name, _METADATA)
             places = {tensor: name for name, group in zip(names, groups) for tensor in group}
@@ -65,10 +66,6 @@ def export_huggingface(
         if config is not None:
             config.save_pretrained(partial)
     return len(groups)
-
-
-def _ordinals(groups: list[list[str]]) -> range:
-    return range(1, len(groups) + 1)
 
 
 class Inner(NamedTuple):

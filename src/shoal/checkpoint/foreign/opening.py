@@ -20,8 +20,8 @@ from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.objects import BLOCK_BYTES, local_path
 from shoal.checkpoint.remote import PATIENCE, Remote, without_password
-from shoal.checkpoint.sealed import num_cores
 from shoal.errors import UsageError
+from shoal.world import cores
 
 _KINDS = (
     "a safetensors file, a state_dict file of torch.save, a directory with model.safetensors or "
@@ -69,7 +69,7 @@ def locate(where: Where) -> Located:
         if found is not None:
             return Located(found, str(path), lambda: import_from(path, ""))
     try:
-        chosen = open_newest(Opened, where, lambda opened: opened.verify(num_cores()))
+        chosen = open_newest(Opened, where, lambda opened: opened.verify(cores()))
     except NoCheckpoint as none:
         if path is not None:
             raise

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.checkpoint.foreign.matching import match
 from shoal.checkpoint.foreign.placing import new_files
 from shoal.checkpoint.foreign.weights import Model
 from shoal.checkpoint.manifest import BadCheckpoint
@@ -68,25 +69,19 @@ class Written(NamedTuple):
 
 def load_into(model: nn.Module, weights: Model) -> None:
     """Put weights into a model whose tensors have the same names; says which do not."""
+    found = match(weights, model)
+    if problems := found.problems():
+        raise BadCheckpoint(
+            f"It is not of the recipe's model ({problems}). Give the recipe and the settings of "
+            "its run."
+        )
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = set(model.state_dict())
-    names = set(weights.names)
-    _refuse("The checkpoint lacks {}, which the recipe's model has.", own.keys() & state - names)
-    _refuse("The checkpoint has {}, which the recipe's model lacks.", names - own.keys() - state)
-    for name in own.keys() & names:
+    also = {name: name for name in own if name in weights.names}  # buffers it can make again
+    for name, source in (also | found.taken).items():
         try:
-            weights.fill(name, own[name].detach())
+            weights.fill(source, own[name].detach())
         except BadCheckpoint as bad:
             raise BadCheckpoint(f"It is not of the recipe's model: {bad}") from bad
-
-
-def _refuse(sentence: str, names: set[str]) -> None:
-    if names:
-        some = sorted(names)
-        shown = ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
-        raise BadCheckpoint(
-            sentence.format(shown) + " Give the recipe and the settings of its run."
-        )
 
 
 def export_pt2(model: nn.Module, inputs: Inputs, path: Path) -> Written:
@@ -218,16 +213,17 @@ def _compare(model: nn.Module, run: Callable[[Inputs], Any], given: Inputs, what
             found = [t for t in pytree.tree_leaves(run(given)) if _is_tensor(t)]
         except RuntimeError as error:
             raise RecipeError(f"{what} cannot run what was traced: {_line(error)}") from error
-    for one, other in zip(wanted, found, strict=True):
-        if one.shape != other.shape or not _alike(one, other):
-            raise RecipeError(
-                f"With {given.num_samples} samples, {what} gives another result than the model. "
-                "A model that draws random numbers or depends on values in its inputs cannot be "
-                "exported."
-            )
+    pairs = zip(wanted, found)
+    if len(wanted) != len(found) or not all(_alike(one, other) for one, other in pairs):
+        raise RecipeError(
+            f"With {given.num_samples} samples, {what} gives another result than the model. A "
+            "model that draws random numbers or depends on values in its inputs cannot be exported."
+        )
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
     low = one.dtype in (torch.float16, torch.bfloat16)
     one, other = one.double(), other.double()
     scale = float(one.nan_to_num().abs().amax()) if one.numel() else 0.0

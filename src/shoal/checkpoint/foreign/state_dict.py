@@ -168,11 +168,12 @@ def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it asks for {named[1]}" if named else str(error).strip().split("\n")[0]
-        raise BadCheckpoint(
-            f"{what} cannot be read without running code that it brings: {reason}."
-        ) from error
+        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            why = f" without running code that it brings: it asks for {named[1]}"
+        else:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            why = f": {said[0].rstrip('.')}"
+        raise BadCheckpoint(f"{what} cannot be read{why}.") from error
 
 
 def _flat(content: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -18,21 +18,15 @@ from shoal.errors import RecipeError
 from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
+from shoal.sync.state import Source
 
 MODEL = "model."
 
 
-class Weights(Protocol):
+class Weights(Source, Protocol):
     """What `Opened` and `Foreign` have in common."""
 
-    @property
-    def plain(self) -> Mapping[str, Any]: ...
-
     def __iter__(self) -> Iterator[str]: ...
-    def __contains__(self, name: str) -> bool: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def fill(self, name: str, places: Sequence[Slice]) -> None: ...
     def whole(self, name: str) -> Tensor: ...
 
 

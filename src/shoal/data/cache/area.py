@@ -1,7 +1,7 @@
 """The memory layer: one area of shared memory for all ranks and runs of a host.
 
     head       4 KiB: what the area is, and the segment that is being filled
-    segments   64 bytes each: how often it was taken over, bytes used, when it was last read
+    segments   64 bytes each: bytes used, when it was last read
     index      buckets of 8 slots of 32 bytes: key, place, length
     arena      the segments: entries one after the other, each with key, length and seal before it
 
@@ -26,17 +26,17 @@ from shoal.data.cache.layers import Clock, Content, protected_since, seal_of
 from shoal.data.cache.ranges import Ranges
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
-from shoal.logs import log
+from shoal.logs import warn_once
 from shoal.tables import in_units
 
-LAYOUT = 1
+LAYOUT = 2
 NUM_SEGMENTS = 64
 LEAST_BYTES = 10**6
 _MAGIC = b"SHOALMEM"
 _HEAD = struct.Struct("<8sIIQQ")  # magic, layout, segments, bytes of a segment, buckets
 _CURRENT = 64  # where the head names the segment that is being filled
 _HEAD_BYTES = 4096
-_SEGMENT = struct.Struct("<QQd")  # takeovers, bytes used, last read
+_SEGMENT = struct.Struct("<Qd")  # bytes used, last read
 _SEGMENT_BYTES = 64
 _SLOT = struct.Struct("<16sQQ")  # key, place in the arena, length
 _BUCKET_SLOTS = 8
@@ -108,6 +108,7 @@ class Area:
 
     def __init__(self, descriptor: int, clock: Clock = time.monotonic):
         """Takes over the descriptor, and keeps it open: others find the area through it."""
+        self._finalizer = weakref.finalize(self, os.close, descriptor)  # also if this fails
         shape = geometry_of(descriptor)
         assert shape is not None, "lay it out first"
         self.shape = shape
@@ -118,8 +119,6 @@ class Area:
         self._clock = clock
         self._opened = clock()
         self._paused_until = 0.0
-        self._warned_of_size = self._warned_of_want = False
-        self._finalizer = weakref.finalize(self, os.close, descriptor)
 
     def get(self, key: bytes) -> bytearray | None:
         slot = self._slot_of(key)
@@ -214,7 +213,7 @@ class Area:
             if number is None:
                 return None
             used = self._segment(number).used
-            struct.pack_into("<Q", self._map, _segment_at(number) + 8, used + num_bytes)
+            struct.pack_into("<Q", self._map, _segment_at(number), used + num_bytes)
             self._touch(number)
             return number * self.shape.segment_bytes + used
         finally:
@@ -230,9 +229,7 @@ class Area:
             parts = [head.ljust(_ENTRY_BYTES, b"\0"), content]
             return os.pwritev(self.descriptor, parts, self._arena + place) == sum(map(len, parts))
         except OSError as error:
-            if not self._warned_of_want:
-                self._warned_of_want = True
-                log.warning(f"A sample could not be kept in shared memory: {error.strerror}.")
+            warn_once(f"A sample could not be kept in shared memory: {error.strerror}.")
             return False
 
     def _segment_with(self, num_bytes: int) -> int | None:
@@ -246,11 +243,8 @@ class Area:
         if number is None:
             return None
         if segments[number].used:
-            # In this order: one who dies in between leaves a segment that is full, not one in
-            # which two write to the same place.
-            struct.pack_into("<Q", self._map, _segment_at(number), segments[number].takeovers + 1)
-            faultpoint("cache.takeover")
-            struct.pack_into("<Q", self._map, _segment_at(number) + 8, 0)
+            struct.pack_into("<Q", self._map, _segment_at(number), 0)
+            faultpoint("cache.takeover")  # whoever dies here leaves an empty segment
         struct.pack_into("<Q", self._map, _CURRENT, number)
         return number
 
@@ -258,25 +252,23 @@ class Area:
         return Segment(*_SEGMENT.unpack_from(self._map, _segment_at(number)))
 
     def _touch(self, number: int) -> None:
-        struct.pack_into("<d", self._map, _segment_at(number) + 16, self._clock())
+        struct.pack_into("<d", self._map, _segment_at(number) + 8, self._clock())
 
     def _bucket(self, key: bytes) -> int:
         number = int.from_bytes(key[8:16], "little") % self.shape.num_buckets
         return self.shape.buckets + number * _BUCKET_BYTES
 
     def _warn_of_size(self, length: int) -> None:
-        if not self._warned_of_size:
-            self._warned_of_size = True
-            most = in_units(self.shape.segment_bytes - _ENTRY_BYTES)
-            log.warning(
-                f"A packed sample of {in_units(length)} is too large for the shared memory of "
-                f"{in_units(self.shape.num_bytes)}, which takes up to {most} a sample. Such "
-                "samples are not kept there; give cached() more memory."
-            )
+        most = in_units(self.shape.segment_bytes - _ENTRY_BYTES)
+        warn_once(
+            f"A packed sample of {in_units(length)} is too large for the shared memory of "
+            f"{in_units(self.shape.num_bytes)}, which takes up to {most} a sample. Such "
+            "samples are not kept there; give cached() more memory.",
+            kind="a sample too large for the shared memory",
+        )
 
 
 class Segment(NamedTuple):
-    takeovers: int
     used: int
     last_read: float
 

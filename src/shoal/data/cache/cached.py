@@ -71,15 +71,15 @@ def cached(
         )
     identity = name_content(source, key)
     layers: list[Layer] = []
-    ranges: list[Ranges] = []
+    ranges: Ranges | None = None  # of the nearest layer that has some
     if memory is not None:
         area = join_area(num_bytes_of(memory, "memory"))
         layers.append(area)
-        ranges.append(area.ranges)
+        ranges = area.ranges
     if disk is not None:
         directory = Disk(Path(disk), num_bytes_of(disk_bytes, "disk_bytes"))
         layers.append(directory)
-        ranges.append(directory.ranges)
+        ranges = ranges or directory.ranges
     if redis is not None:
         layers.append(redis_layer(redis))
     if memcached is not None:
@@ -89,7 +89,7 @@ def cached(
             "cached() was given nothing to keep samples in. Give at least one of memory, disk, "
             "redis and memcached."
         )
-    return Cached(source, identity, layers, ranges[0] if ranges else None)
+    return Cached(source, identity, layers, ranges)
 
 
 class Cached:
@@ -99,7 +99,7 @@ class Cached:
         self, source: Source, identity: str, layers: Sequence[Layer], ranges: Ranges | None
     ):
         self.source = source
-        self.num_made = 0  # by this process, rather than found
+        self._num_made = 0
         self._identity = identity
         self._prefix = xxhash.xxh3_128_digest(identity.encode(errors="surrogatepass"))
         self._row = Row(layers)
@@ -128,6 +128,11 @@ class Cached:
         except Unlike:  # collated at once, which takes more kinds of samples or says what is wrong
             return collate_samples([self[int(index)] for index in ids], None, np.asarray(ids))
         return rows.pair()
+
+    @property
+    def num_made(self) -> int:
+        """How many samples this process made, rather than found."""
+        return self._num_made
 
     def identity(self) -> str:
         """What its samples are samples of."""
@@ -192,7 +197,7 @@ class Cached:
 
     def _pack(self, index: int) -> bytearray:
         sample = self.source[index]
-        self.num_made += 1
+        self._num_made += 1
         try:
             return pack(sample)
         except RecipeError as error:

@@ -27,7 +27,7 @@ from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since,
 from shoal.data.cache.ranges import Ranges
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
-from shoal.logs import log
+from shoal.logs import log, warn_once
 from shoal.tables import in_units
 
 LEAST_BYTES = 10**6
@@ -77,7 +77,6 @@ class Disk:
         self._opened = clock()
         self._is_writable = True
         self._full_until = 0.0
-        self._told_of_damage = False
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / "used").open("ab") as file:
@@ -97,13 +96,13 @@ class Disk:
         try:
             found = os.fstat(descriptor)
             seal, content = bytearray(SEAL_BYTES), bytearray(max(0, found.st_size - SEAL_BYTES))
-            num_read = os.readv(descriptor, [seal, content])
+            is_whole = _fill(descriptor, seal, content)
         except OSError as error:
             self._tell_of_damage(path, str(error))
             return None
         finally:
             os.close(descriptor)
-        if num_read != found.st_size or seal_of(key, content) != seal:
+        if not is_whole or seal_of(key, content) != seal:
             self._tell_of_damage(path, "its bytes are not those that were written")
             with suppress(OSError):
                 os.unlink(path)
@@ -207,9 +206,10 @@ class Disk:
         return f"{self._directory}/{name[:2]}/{name[2:]}"
 
     def _tell_of_damage(self, path: str, what: str) -> None:
-        if not self._told_of_damage:
-            self._told_of_damage = True
-            log.warning(f"{path} is not used: {what}. The sample is made anew, like all such.")
+        warn_once(
+            f"{path} is not used: {what}. The sample is made anew, like all such.",
+            kind=f"damage in {self._directory}",
+        )
 
 
 def _is_sample(name: str) -> bool:
@@ -218,6 +218,20 @@ def _is_sample(name: str) -> bool:
 
 def _blocks(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _fill(descriptor: int, *buffers: bytearray) -> bool:
+    """Whether the file had as many bytes; the system may give a part at a time."""
+    left = [memoryview(buffer) for buffer in buffers]
+    while left:
+        num_read = os.readv(descriptor, left)
+        if not num_read:
+            return False
+        while left and num_read >= len(left[0]):
+            num_read -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num_read:]
+    return True
 
 
 def _write(descriptor: int, content: Content) -> None:

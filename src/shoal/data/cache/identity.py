@@ -2,24 +2,35 @@
 
 A key must change when a sample would, or an old sample is given for a new one. So it is made from
 the name of the content, which the source tells (`transforms/fingerprint.py`) or the user (`key=`),
-and from what is on the way to a sample: the class of each source and of those it wraps, functions
-they hold, and the numbers and words among their public attributes (an image size, a mode). Paths
-do not count, so that hosts which keep the data in different places share its samples.
+and from what is on the way to a sample: the class of each source and of those it wraps, and their
+public attributes (an image size, a mode, the function of a map, statistics, a table). Paths do not
+count, so that hosts which keep the data in different places share its samples.
 
 Code counts with all it refers to if that can be told, else by itself; then a version in `key` is
 the way to tell the cache of a change. Cost: milliseconds, once; and a pass over data in memory
-that has no key.
+that has no key, and over tensors and arrays that a source of the user's own holds.
 """
 
 import dataclasses
+import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from shoal.data.sources import Source, TensorSource, WindowSource
 from shoal.data.transforms.fingerprint import NoIdentity, digest, identity_of
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 _FORM = "shoal cache 1"  # changes when samples are packed or sealed in another way
+_OF_PATHS = ("/", "./", "../", "~")  # how a text begins that says where, not what
+_IN_MEMORY = (TensorSource, WindowSource)  # their attributes are the data, which has its name
+# What is wrapped is looked at by itself; the others say how samples are asked for, not what they
+# are, and are bound to sources.
+_NO_SETTINGS = {"source", "sources", "order", "record", "take", "many", "vary"}
 
 
 def name_content(source: Any, key: str | None) -> str:
@@ -46,27 +57,58 @@ def _on_the_way(source: Any) -> Iterator[str]:
     kind = type(source)
     yield f"{kind.__module__}.{kind.__qualname__}"
     yield _code(kind)
-    for name, value in sorted(_public(source)):
-        if isinstance(value, types.FunctionType | types.MethodType):
-            yield f"{name} {_code(value)}"
-        elif _is_plain(value):
-            yield f"{name} {value!r}"
+    if not isinstance(source, _IN_MEMORY):
+        for name, value in sorted(_settings(source)):
+            yield f"{name} {digest(_shown(value))}"
     for inner in (getattr(source, "source", None), *(getattr(source, "sources", None) or ())):
         if inner is not None:
             yield from _on_the_way(inner)
 
 
+def _settings(source: Any) -> Iterator[tuple[str, Any]]:
+    """The public attributes that may change a sample, by name."""
+    names = set(getattr(source, "__dict__", ()))
+    if dataclasses.is_dataclass(source):
+        names |= {field.name for field in dataclasses.fields(source)}
+    for name in names - _NO_SETTINGS:
+        if not name.startswith("_"):
+            value = getattr(source, name, None)
+            if getattr(value, "__self__", None) is not source:  # a method of its own: its class has
+                yield name, value
+
+
+def _shown(value: Any) -> Any:
+    """A setting as values that have a hash: without paths, and what has no hash by its code."""
+    if isinstance(value, str):
+        return "a path" if value.startswith(_OF_PATHS) or "://" in value else value
+    if isinstance(value, msgspec.Struct):
+        return [type(value).__qualname__, _shown(msgspec.structs.asdict(value))]
+    if isinstance(value, Mapping):
+        return [(_shown(name), _shown(part)) for name, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [type(value).__qualname__, *map(_shown, value)]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Source) and not isinstance(value, Tensor | np.ndarray | bytes | range):
+        return list(_on_the_way(value))  # one that is wrapped under another name
+    return _code(value)
+
+
 def _code(value: Any) -> str:
-    """A hash of a class or function with all that it refers to, else of its own code."""
+    """A hash of a value, class or function with all that it refers to, else of its own code."""
     try:
         return digest(value)
-    except (NoIdentity, AttributeError, NameError, TypeError):  # the last ones from annotations
+    except (ShoalError, AttributeError, NameError, TypeError):  # the last ones from annotations
         return digest(list(_bare(value)))
 
 
 def _bare(value: Any) -> Iterator[Any]:
     """The code of a function, or of all functions of a class and of its bases."""
-    if isinstance(value, type):
+    if isinstance(value, functools.partial):
+        yield from _bare(value.func)
+        yield from (_shown(value.args), _shown(value.keywords))
+    elif isinstance(value, type):
+        yield value.__qualname__
         for kind in value.__mro__:
             for name, part in sorted(vars(kind).items()):
                 if isinstance(part, types.FunctionType):
@@ -80,22 +122,4 @@ def _bare(value: Any) -> Iterator[Any]:
             else:
                 yield constant
     else:
-        yield from _bare(value.__code__)
-
-
-def _public(source: Any) -> Iterator[tuple[str, Any]]:
-    names = set(getattr(source, "__dict__", ()))
-    if dataclasses.is_dataclass(source):
-        names |= {field.name for field in dataclasses.fields(source)}
-    for name in names:
-        if not name.startswith("_"):
-            yield name, getattr(source, name, None)
-
-
-def _is_plain(value: Any) -> bool:
-    """A number or word, or a few of them; no path."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, str):
-        return "/" not in value
-    return isinstance(value, bool | int | float | None)
+        yield from _bare(getattr(value, "__code__", type(value)))

@@ -72,11 +72,6 @@ _joining = threading.Lock()
 
 def join_area(num_bytes: int) -> SharedArea:
     """The area of this host and user; made with `num_bytes` if nobody has one."""
-    if not hasattr(os, "memfd_create"):
-        raise UsageError(
-            "cached(memory=...) shares memory in a way that only Linux has. Use memory=None and "
-            "keep samples on disk: disk='DIRECTORY'."
-        )
     total = psutil.virtual_memory().total
     if num_bytes > total:
         raise UsageError(

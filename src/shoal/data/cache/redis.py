@@ -4,6 +4,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.data.cache.remote import EXPIRE_S, TIMEOUT_S, Connection, Gone, Refused, Remote
+from shoal.data.readers.redis import client
 from shoal.errors import UsageError
 from shoal.logs import log
 from shoal.optional import require
@@ -14,12 +15,7 @@ class _Redis:
 
     def __init__(self, url: str):
         self._errors = require("redis.exceptions", "redis")
-        retry = require("redis.retry", "redis").Retry(
-            require("redis.backoff", "redis").NoBackoff(), 0
-        )
-        self._client: Any = require("redis", "redis").Redis.from_url(
-            url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=retry
-        )
+        self._client = client(url, TIMEOUT_S)
 
     def read(self, name: str) -> bytes | None:
         found = self._call("GET", name)

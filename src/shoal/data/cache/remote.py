@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from shoal.data.cache import forks
 from shoal.data.cache.layers import Clock, Content, sealed, unsealed
-from shoal.logs import log
+from shoal.logs import warn_once
 
 TIMEOUT_S = 1.0
 EXPIRE_S = 14 * 24 * 3600  # a sample that nobody put for so long may go
@@ -54,7 +54,6 @@ class Remote:
         self._guard = threading.Lock()
         self._pause_s = 0.0
         self._away_until = 0.0
-        self._told: set[str] = set()
         forks.watch(self)
 
     def get(self, key: bytes) -> bytearray | None:
@@ -127,9 +126,7 @@ class Remote:
 
     def _tell(self, kind: str, what: str) -> None:
         """Of each kind of trouble once."""
-        if kind not in self._told:
-            self._told.add(kind)
-            log.warning(f"The cache {self._name} {what}.")
+        warn_once(f"The cache {self._name} {what}.", kind=f"{kind} of the cache {self._name}")
 
 
 def _name_of(key: bytes) -> str:

@@ -5,6 +5,11 @@ whole batch is one gather and no Python for each sample. `inputs="x"` gives a te
 names a tuple, a dict of argument names and columns a dict; so does `target`.
 
 Lists must have one length in all rows, and nothing may be null: which sample breaks that is named.
+
+The second half makes arrays and plain values of Arrow's columns, with the types that they have.
+Numbers, and lists of numbers nested to any depth, become numpy arrays; anything else becomes what
+Python has for it. Nulls stay None in a record, and make a column of numbers irregular: a NaN in
+their place would change the type of the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +23,8 @@ from torch import Tensor
 from shoal.data.orders import order_of
 from shoal.data.readers.records import BadRecord, name_content, position, require_columns
 from shoal.data.sources import Ids, map_tensors
+from shoal.errors import UsageError
+from shoal.optional import require
 
 Choice: TypeAlias = str | Sequence[str] | Mapping[str, str]
 
@@ -40,18 +47,28 @@ class Columnar(Protocol):
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Raises `Irregular` when some column of these rows is no array."""
 
+    def unfit(self, name: str) -> str | None:
+        """What a column holds, if that is no numbers and cannot be an array."""
+
 
 class ColumnPairs:
     """Pairs `(inputs, target)` from the columns of a table."""
 
-    def __init__(self, table: Columnar, inputs: Choice, target: Choice):
-        self._table, self._inputs, self._target = table, inputs, target
+    def __init__(self, source: Columnar, inputs: Choice, target: Choice):
+        self.source, self.inputs, self.target = source, inputs, target
         self._names = sorted({*names_in(inputs), *names_in(target)})
-        require_columns(self._names, table.columns, str(table))
-        self.order = order_of(table)
+        require_columns(self._names, source.columns, str(source))
+        for name in self._names:
+            kind = source.unfit(name)
+            if kind is not None:
+                raise UsageError(
+                    f"column {name!r} of {source} holds {kind}, which is no number. Make tensors "
+                    "of it by a function of your own: shoal.data.mapped(rows, function)."
+                )
+        self.order = order_of(source)
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         pair = self.take(np.array([position(index, len(self))], dtype=np.int64))
@@ -62,34 +79,34 @@ class ColumnPairs:
         return map_tensors(row, pair[0]), map_tensors(row, pair[1])
 
     def identity(self) -> str:
-        return name_content(self._table.identity(), self._inputs, self._target)
+        return name_content(self.source.identity(), self.inputs, self.target)
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
         """The collated samples."""
         try:
-            arrays = self._table.arrays(ids, self._names)
+            arrays = self.source.arrays(ids, self._names)
         except Irregular as error:
             self._name_the_sample(ids, error)
         tensors = {name: torch.from_numpy(_owned(array)) for name, array in arrays.items()}
-        return chosen(self._inputs, tensors), chosen(self._target, tensors)
+        return chosen(self.inputs, tensors), chosen(self.target, tensors)
 
     def _name_the_sample(self, ids: Ids, error: Irregular) -> NoReturn:
         """Say which sample is the odd one; each by itself may be an array, of another shape."""
         shapes: dict[str, list[int]] = {}
         for index in ids:
             try:
-                arrays = self._table.arrays(np.array([index], dtype=np.int64), self._names)
+                arrays = self.source.arrays(np.array([index], dtype=np.int64), self._names)
             except Irregular as own:
-                raise BadRecord(f"{self._table} (sample {index}): {own}") from None
+                raise BadRecord(f"{self.source} (sample {index}): {own}") from None
             for name, array in arrays.items():
                 shape = shapes.setdefault(name, list(array.shape[1:]))
                 if shape != list(array.shape[1:]):
                     raise BadRecord(
-                        f"{self._table}: column {name!r} of sample {index} has the shape "
+                        f"{self.source}: column {name!r} of sample {index} has the shape "
                         f"{list(array.shape[1:])}, and of sample {ids[0]} {shape}. Samples of a "
                         "batch must be alike; map the records by a function that pads them."
                     ) from None
-        raise BadRecord(f"{self._table}: {error}") from None
+        raise BadRecord(f"{self.source}: {error}") from None
 
 
 def names_in(choice: Choice) -> list[str]:
@@ -111,3 +128,62 @@ def chosen(choice: Choice, values: Mapping[str, Any]) -> Any:
 def _owned(array: NDArray[Any]) -> NDArray[Any]:
     """An array that may be written to; what Arrow holds may not."""
     return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+
+
+def is_numeric(kind: Any) -> bool:
+    """Whether values of this type are numbers, or lists of numbers."""
+    types = require("pyarrow.types", "parquet")
+    kind = getattr(kind, "storage_type", kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return is_numeric(kind.value_type)
+    if types.is_dictionary(kind):
+        return is_numeric(kind.value_type)
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def array_of(column: Any) -> NDArray[Any]:
+    """A column of numbers, or of lists of one length, as an array with a row for each value."""
+    flat = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    return _array(flat)
+
+
+def values_of(column: Any) -> list[Any]:
+    """The values of a column for records: lists of numbers as arrays, the rest as Python has it."""
+    kind = getattr(column.type, "storage_type", column.type)
+    if not hasattr(kind, "value_type") or not is_numeric(kind):
+        values: list[Any] = column.to_pylist()
+        return values
+    return [_row(column.slice(at, 1)) for at in range(len(column))]
+
+
+def _row(column: Any) -> Any:
+    try:
+        return array_of(column)[0]
+    except Irregular:
+        return column.to_pylist()[0]
+
+
+def _array(array: Any) -> NDArray[Any]:
+    types = require("pyarrow.types", "parquet")
+    array = getattr(array, "storage", array)
+    kind = array.type
+    if array.null_count:
+        raise Irregular("a value is null, where a number should be")
+    if types.is_dictionary(kind):
+        return _array(array.dictionary_decode())
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _lists(array)
+    if not is_numeric(kind):
+        raise Irregular(f"values of the type {kind} are no numbers")
+    found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _lists(array: Any) -> NDArray[Any]:
+    compute = require("pyarrow.compute", "parquet")
+    lengths = np.unique(compute.list_value_length(array).to_numpy(zero_copy_only=False))
+    if len(lengths) > 1:
+        raise Irregular(f"lists have from {lengths[0]} to {lengths[-1]} values")
+    inner = _array(array.flatten())
+    length = int(lengths[0]) if len(lengths) else 0
+    return inner.reshape(len(array), length, *inner.shape[1:])

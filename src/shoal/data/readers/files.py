@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import xxhash
 
 from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.checkpoint.remote import PATIENCE, Patience, Remote, without_password
+from shoal.checkpoint.remote import PATIENCE, Patience, Remote, StoreError, without_password
 from shoal.data.readers.records import SourceLost, name_content
 from shoal.errors import UsageError
 
@@ -78,7 +78,7 @@ class Files:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not given:
             raise UsageError("no file was named. A source reads one or more.")
-        self._paths = [_local(os.fspath(path)) for path in given]
+        self._paths = [os.fspath(path).removeprefix("file://") for path in given]
         self.names = [without_password(path) for path in self._paths]
         self._disk, self._web = PerProcess(_Disk), Web(options or {}, patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
@@ -142,6 +142,8 @@ class Web:
                 raise changed(without_password(url))
         except (FileNotFoundError, BadCheckpoint):
             raise gone(without_password(url)) from None
+        except StoreError as error:
+            raise SourceLost(str(error)) from error
         return content
 
     def find(self, url: str) -> dict[str, Stamp]:
@@ -278,10 +280,6 @@ def changed(name: str) -> SourceLost:
 def gone(name: str, reason: str | None = None) -> SourceLost:
     reason = reason or "it is missing"
     return SourceLost(f"{name} cannot be opened any more: {reason}. It was there at the start.")
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://") if path.startswith("file://") else path
 
 
 def _stamp(found: os.stat_result) -> Stamp:

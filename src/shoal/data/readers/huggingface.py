@@ -17,13 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.readers.arrow import array_of, is_numeric, values_of
-from shoal.data.readers.columns import Choice, ColumnPairs, Irregular, names_in
+from shoal.data.readers.columns import (
+    Choice,
+    ColumnPairs,
+    Irregular,
+    array_of,
+    is_numeric,
+    values_of,
+)
 from shoal.data.readers.images import pixels
 from shoal.data.readers.records import (
     BadRecord,
+    Indices,
     name_content,
-    position,
     positions,
     require_columns,
 )
@@ -50,10 +56,11 @@ class HuggingFaceRows:
         return f"the dataset of {self._num_rows} rows"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+        return self.many([index])[0]
 
-    def many(self, ids: Ids) -> list[dict[str, Any]]:
+    def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows, by one question to the dataset."""
+        ids = positions(ids, len(self))
         table = self._table(ids)
         values = [self._values(table, name, ids) for name in self.columns]
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
@@ -79,18 +86,14 @@ class HuggingFaceRows:
 
     def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""
-        pairs = ColumnPairs(self, inputs, target)
-        for name in (*names_in(inputs), *names_in(target)):
-            kind = self._features.arrow_schema.field(name).type
-            if self._decoder(name) is None and not is_numeric(kind):
-                raise UsageError(
-                    f"column {name!r} holds {kind}, which is no number. Make tensors of it: "
-                    "shoal.data.mapped(huggingface(dataset), function)."
-                )
-        return pairs
+        return ColumnPairs(self, inputs, target)
+
+    def unfit(self, name: str) -> str | None:
+        kind = self._features.arrow_schema.field(name).type
+        return None if self._decoder(name) is not None or is_numeric(kind) else str(kind)
 
     def _table(self, ids: Ids) -> Any:
-        return self._rows[[int(index) for index in positions(ids, len(self))]]
+        return self._rows[positions(ids, len(self)).tolist()]
 
     def _values(self, table: Any, name: str, ids: Ids) -> list[Any]:
         decoder = self._decoder(name)

@@ -31,6 +31,7 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # more than a byte a pixel
 MOST_PIXELS = 100_000_000
+_PILLOWS_MOST = 178_956_970  # pixels; a larger image it refuses by itself
 
 Pixels = NDArray[np.uint8]
 
@@ -45,7 +46,7 @@ class ImageFolder:
         mode: Literal["RGB", "L"] | None,
         most_pixels: int,
     ):
-        self._tree, self._mode, self._most_pixels = tree, mode, most_pixels
+        self._tree, self.mode, self.most_pixels = tree, mode, most_pixels
         folders = [tree.paths[number].partition("/") for number in range(len(tree))]
         outside = [name for name, slash, _ in folders if not slash]
         if outside:
@@ -72,13 +73,13 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Pixels, int]:
         at = position(index, len(self))
         try:
-            image = decode(self._tree.read(at), self._mode, self._most_pixels)
+            image = decode(self._tree.read(at), self.mode, self.most_pixels)
         except BadImage as error:
             raise BadRecord(f"{self._tree.name(at)} (sample {at}): {error}") from error
         return image, int(self.targets[at])
 
     def identity(self) -> str:
-        return self._tree.identity("images", self.classes, self._mode, self._most_pixels)
+        return self._tree.identity("images", self.classes, self.mode, self.most_pixels)
 
 
 class BadImage(ValueError):
@@ -103,6 +104,11 @@ def images(
     require("PIL", "images")
     if mode not in (None, "RGB", "L"):
         raise UsageError(f"mode={mode!r}. It is 'RGB', 'L', or None to leave images as they are.")
+    if most_pixels > _PILLOWS_MOST:
+        raise UsageError(
+            f"most_pixels={most_pixels:,}. Pillow decodes up to {_PILLOWS_MOST:,}; use that or "
+            "less, and cut or scale larger images first."
+        )
     tree = Tree(root, lambda path: path.lower().endswith(ENDINGS), options)
     if tree.num_left_out:
         log.warning("%s: %d files are no images and are left out", tree, tree.num_left_out)
@@ -119,7 +125,7 @@ def decode(
             if image.width * image.height > most_pixels:
                 raise BadImage(
                     f"it has {image.width} x {image.height} pixels, and {most_pixels:,} are "
-                    "allowed. Raise most_pixels if it is meant."
+                    f"allowed. Raise most_pixels if it is meant, to {_PILLOWS_MOST:,} at most."
                 )
             return pixels(image, mode)
     except BadImage:

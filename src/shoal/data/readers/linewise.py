@@ -1,18 +1,26 @@
 """Records that are lines of files: where each begins and ends, found in one pass.
 
+    lines("corpus.txt")[i]      text: line i + 1 without its end; blank lines count
+    jsonl("samples.jsonl")[i]   the value in a line, mostly an object, which comes as a dict
+
 The index is two numbers a record, so any record is one read away whatever stands before it. A
 newline between quotes belongs to its record: quotes are counted, and a newline after an odd number
 of them does not end anything. That holds as long as quotes open only where a field begins, which
 is checked. Lines end in a newline, with or without a carriage return before it.
 
+Blank lines are left out of JSON. A line is parsed when it is asked for, so a bad one is a
+`BadRecord` with its file and line, and the others stay usable. NaN and Infinity are not JSON and
+are refused.
+
 Cost: one reading of every file when the source is made, 16 bytes a record kept. Not for files that
-grow: a file that changed is refused. Next: `lines.py`, `jsonl.py`, `csv.py`.
+grow: a file that changed is refused. Next: `csv.py`.
 """
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -175,6 +183,57 @@ class LineRecords:
             "Quotes open where a field begins, and are doubled within it; or pass quote=None if "
             "they mean nothing in this file."
         )
+
+
+class Lines(LineRecords):
+    """Made by `lines`."""
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        encoding: str,
+        options: Mapping[str, Any] | None,
+    ):
+        super().__init__(paths, encoding, options)
+        self._index([self._scan(number) for number in range(len(self.files))])
+
+
+def lines(
+    paths: PathLike | Sequence[PathLike],
+    *,
+    encoding: str = "utf-8",
+    options: Mapping[str, Any] | None = None,
+) -> Lines:
+    """A source of text: each line of one or several files, by path or URL.
+
+    `options` go to the back end of a URL, as those of fsspec do.
+    """
+    return Lines(paths, encoding, options)
+
+
+class JsonLines(LineRecords):
+    """Made by `jsonl`."""
+
+    def __init__(self, paths: PathLike | Sequence[PathLike], options: Mapping[str, Any] | None):
+        super().__init__(paths, "utf-8", options)
+        scanned = (self._scan(number) for number in range(len(self.files)))
+        self._index([spans.without_blank() for spans in scanned])
+
+    def decoded(self, text: str, index: int) -> Any:
+        try:
+            return msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise self.bad(index, f"no JSON: {error}. Each line must hold one value.") from None
+
+
+def jsonl(
+    paths: PathLike | Sequence[PathLike], *, options: Mapping[str, Any] | None = None
+) -> JsonLines:
+    """A source of what the lines of JSON files hold; paths or URLs, in UTF-8.
+
+    `options` go to the back end of a URL, as those of fsspec do.
+    """
+    return JsonLines(paths, options)
 
 
 def _before(content: NDArray[np.uint8], places: NDArray[np.int64], before: int) -> NDArray[Any]:

@@ -2,8 +2,8 @@
 
 A Parquet file is a row of groups, each with its columns compressed by themselves. A row cannot be
 read alone, so its group is decoded, and the last few groups are kept. The source carries an order
-that shuffles groups, and rows among as many groups as are kept, so that a pass decodes each group
-once. `parquet(...).pairs("x", "y")` gives pairs for training without a function.
+that shuffles groups, and rows among as many groups as are kept, so that in a pass each process
+that reads decodes a group once. `parquet(...).pairs("x", "y")` gives pairs without a function.
 
 Cost: `window` decoded groups in memory for each process that reads, of the wanted columns. Files
 with one huge group are held whole: write groups of some thousand rows. Needs the extra `parquet`.
@@ -18,10 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.orders import Blocks
-from shoal.data.readers.arrow import array_of, is_numeric, values_of
-from shoal.data.readers.columns import Choice, ColumnPairs, Irregular, names_in
+from shoal.data.readers.columns import (
+    Choice,
+    ColumnPairs,
+    Irregular,
+    array_of,
+    is_numeric,
+    values_of,
+)
 from shoal.data.readers.files import Files, PathLike, PerProcess
-from shoal.data.readers.records import BadRecord, position, positions, require_columns
+from shoal.data.readers.records import BadRecord, Indices, positions, require_columns
 from shoal.data.sources import Ids
 from shoal.errors import ShoalError, UsageError
 from shoal.optional import require
@@ -56,9 +62,9 @@ class ParquetRows:
         return f"{self.files.names[0]}{more}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+        return self.many([index])[0]
 
-    def many(self, ids: Ids) -> list[dict[str, Any]]:
+    def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows; those of one group are taken together."""
         rows: list[dict[str, Any]] = [{}] * len(ids)
         for places, table in self._tables(positions(ids, len(self))):
@@ -84,15 +90,11 @@ class ParquetRows:
 
     def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""
-        pairs = ColumnPairs(self, inputs, target)
-        for name in (*names_in(inputs), *names_in(target)):
-            kind = self._schema.field(name).type
-            if not is_numeric(kind):
-                raise UsageError(
-                    f"column {name!r} of {self} holds {kind}, which is no number. Make tensors of "
-                    "it: shoal.data.mapped(parquet(...), function)."
-                )
-        return pairs
+        return ColumnPairs(self, inputs, target)
+
+    def unfit(self, name: str) -> str | None:
+        kind = self._schema.field(name).type
+        return None if is_numeric(kind) else str(kind)
 
     def _tables(self, ids: Ids) -> Any:
         """For each group that is needed: the places of its rows in `ids`, and the rows."""

@@ -11,7 +11,7 @@ no sample is to blame, and leaving one out would not help.
 
 from collections.abc import Sequence
 from operator import index as as_int
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from shoal.data.sources import Ids, Source
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+
+Indices: TypeAlias = Ids | Sequence[int]
 
 
 class BadRecord(RecipeError):
@@ -44,9 +46,14 @@ def position(index: int, length: int) -> int:
     return at % length
 
 
-def positions(ids: Ids, length: int) -> Ids:
+def positions(ids: Indices, length: int) -> Ids:
     """The same for many."""
-    return np.array([position(index, length) for index in ids], dtype=np.int64)
+    if not isinstance(ids, np.ndarray):
+        ids = np.array([as_int(index) for index in ids], dtype=np.int64)
+    outside = (ids < -length) | (ids >= length)
+    if outside.any():
+        raise IndexError(f"sample {ids[outside][0]} of {length}")
+    return np.where(ids < 0, ids + length, ids)
 
 
 def require_columns(wanted: Sequence[str], known: Sequence[str], origin: str) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shoal.checkpoint.remote import PATIENCE, Patience, without_password
 from shoal.data.readers.asking import ask
 from shoal.data.readers.files import PerProcess
-from shoal.data.readers.records import BadRecord, SourceLost, position, positions
+from shoal.data.readers.records import BadRecord, Indices, SourceLost, positions
 from shoal.data.sources import Ids
 from shoal.errors import UsageError
 from shoal.optional import require
@@ -33,9 +33,9 @@ class _Server:
     """A Redis at a URL, through connections that each process makes for itself."""
 
     def __init__(self, url: str, timeout_s: float, patience: Patience):
-        self._url, self._timeout_s, self._patience = url, timeout_s, patience
+        self._url, self._patience = url, patience
         self._library = require("redis", "redis")
-        self._clients = PerProcess(self._connect)
+        self._clients = PerProcess(lambda: client(url, timeout_s))
 
     def ask(self, question: Callable[[Any], Answer], name: str) -> Answer:
         return ask(
@@ -59,22 +59,24 @@ class _Server:
                 "streams by redis_stream."
             )
 
-    def _connect(self) -> Any:
-        retry = require("redis.retry", "redis").Retry
-        none = require("redis.backoff", "redis").NoBackoff
-        return self._library.Redis.from_url(
-            self._url,
-            socket_timeout=self._timeout_s,
-            socket_connect_timeout=self._timeout_s,
-            protocol=2,  # which old servers speak too
-            retry=retry(none(), 0),  # `ask` repeats, and says how often
-        )
-
     def _may_pass(self, error: Exception) -> bool:
         kinds = self._library.exceptions
         if isinstance(error, kinds.AuthenticationError | kinds.AuthorizationError):
             return False
         return isinstance(error, kinds.ConnectionError | kinds.TimeoutError | OSError)
+
+
+def client(url: str, timeout_s: float) -> Any:
+    """A connection that waits for a bounded time and repeats nothing: its caller does."""
+    retry = require("redis.retry", "redis").Retry
+    none = require("redis.backoff", "redis").NoBackoff
+    return require("redis", "redis").Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        protocol=2,  # which old servers speak too
+        retry=retry(none(), 0),
+    )
 
 
 class RedisList:
@@ -89,9 +91,9 @@ class RedisList:
         return self._length
 
     def __getitem__(self, index: int) -> bytes:
-        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+        return self.many([index])[0]
 
-    def many(self, ids: Ids) -> list[bytes]:
+    def many(self, ids: Indices) -> list[bytes]:
         """Many entries in one transaction; neighbours are asked for together."""
         wanted = positions(ids, len(self))
         runs = _runs(np.unique(wanted))
@@ -127,9 +129,9 @@ class RedisStream:
         return len(self._entries)
 
     def __getitem__(self, index: int) -> dict[str, bytes]:
-        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+        return self.many([index])[0]
 
-    def many(self, ids: Ids) -> list[dict[str, bytes]]:
+    def many(self, ids: Indices) -> list[dict[str, bytes]]:
         """Many entries in one round trip."""
         wanted = positions(ids, len(self))
         names = [f"{first}-{second}" for first, second in self._entries[wanted]]

@@ -9,38 +9,77 @@ some hundred keys. So rows that are added later are not seen, and one that was r
 `BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
 
 Cost: a key a row in memory, 8 bytes if they are numbers. A question is answered within `timeout_s`
-or counts as failed; `patience` says how often it is repeated. Next: `sessions.py`.
+or counts as failed; `patience` says how often it is repeated.
+
+DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
+session is a thread that makes one connection and answers one question after the other; who asks
+waits for a bounded time. A session that failed or did not answer is given up, and the next question
+opens another. Each process has its own. Cost: a change of threads for each question.
 """
 
+import queue
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from shoal.checkpoint.remote import PATIENCE, Patience
+from shoal.data.readers.asking import ask
+from shoal.data.readers.files import PerProcess
 from shoal.data.readers.records import (
     BadRecord,
+    Indices,
     SourceLost,
-    position,
     positions,
     require_columns,
 )
-from shoal.data.readers.sessions import Connect, Database, module_of
-from shoal.data.sources import Ids
 from shoal.errors import UsageError
+
+Connect: TypeAlias = Callable[[], Any]
+Answer = TypeVar("Answer")
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]"
 
 _PLAIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 _MOST_KEYS = 500  # in one question; some databases allow 999
 _MARKS = {"qmark": "?", "format": "%s", "pyformat": "%s", "numeric": ":{number}"}
 
 
+class _NoAnswer(Exception):
+    """The database did not answer in time."""
+
+
+class _Refused(Exception):
+    """No connection came about."""
+
+
+class _Database:
+    """Asks questions; a question is a function of a connection."""
+
+    def __init__(self, connect: Connect, timeout_s: float, patience: Patience):
+        self._timeout_s, self._patience = timeout_s, patience
+        self._line = PerProcess(lambda: _Line(connect))
+
+    def ask(self, question: Callable[[Any], Answer], what: str) -> Answer:
+        return ask(
+            lambda: self._line.get().call(question, self._timeout_s),
+            _may_pass,
+            self._patience,
+            what,
+        )
+
+
 class SqlRows:
     """Made by `sql`: each row a dict. `columns` are those that rows have."""
 
-    def __init__(self, database: Database, origin: str, key: str, columns: Sequence[str] | None):
+    def __init__(self, database: _Database, origin: str, key: str, columns: Sequence[str] | None):
         self._database, self._origin, self._key = database, origin, key
-        self._style, known = self._first("1 = 0")
+        self._style, known = self._look()
         require_columns([key, *(columns or ())], known, str(self))
         twice = sorted({name for name in known if known.count(name) > 1})
         if twice:
@@ -56,11 +95,11 @@ class SqlRows:
         return f"the table {self._origin}" if _PLAIN.fullmatch(self._origin) else "the query"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many(np.array([position(index, len(self))], dtype=np.int64))[0]
+        return self.many([index])[0]
 
-    def many(self, ids: Ids) -> list[dict[str, Any]]:
+    def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows, some hundred a question."""
-        wanted = [int(at) for at in positions(ids, len(self))]
+        wanted = positions(ids, len(self)).tolist()
         rows: dict[Any, dict[str, Any]] = {}
         keys = list(dict.fromkeys(self._key_of(at) for at in wanted))
         for start in range(0, len(keys), _MOST_KEYS):
@@ -85,12 +124,8 @@ class SqlRows:
         text = f"SELECT {self._wanted} FROM {origin} WHERE {self._key} IN ({', '.join(marks)})"
 
         def question(connection: Any) -> tuple[list[str], list[Any]]:
-            cursor = connection.cursor()
-            cursor.execute(text, keys)
-            names, rows = [column[0] for column in cursor.description], cursor.fetchall()
-            cursor.close()
-            connection.rollback()  # or the transaction stays open until the next question
-            return names, rows
+            with _answered(connection, text, keys) as cursor:
+                return [column[0] for column in cursor.description], cursor.fetchall()
 
         names, rows = self._database.ask(question, f"rows of {self} cannot be read")
         where, places = names.index(self._key), [names.index(name) for name in self.columns]
@@ -99,16 +134,13 @@ class SqlRows:
             for row in rows
         }
 
-    def _first(self, condition: str) -> tuple[str, list[str]]:
+    def _look(self) -> tuple[str, list[str]]:
         """How the driver marks parameters, and the columns that there are."""
 
         def question(connection: Any) -> tuple[str | None, list[str]]:
-            cursor = connection.cursor()
-            cursor.execute(f"SELECT * FROM {self._origin} WHERE {condition}")
-            names = [column[0] for column in cursor.description]
-            cursor.close()
-            connection.rollback()
-            return getattr(module_of(connection), "paramstyle", None), names
+            with _answered(connection, f"SELECT * FROM {self._origin} WHERE 1 = 0") as cursor:
+                names = [column[0] for column in cursor.description]
+            return getattr(_module_of(connection), "paramstyle", None), names
 
         try:
             style, names = self._database.ask(question, f"{self} cannot be read")
@@ -123,12 +155,9 @@ class SqlRows:
 
     def _read_keys(self) -> list[Any]:
         def question(connection: Any) -> list[Any]:
-            cursor = connection.cursor()
-            cursor.execute(f"SELECT {self._key} FROM {self._origin} ORDER BY {self._key}")
-            keys = [row[0] for row in _rows(cursor)]
-            cursor.close()
-            connection.rollback()
-            return keys
+            text = f"SELECT {self._key} FROM {self._origin} ORDER BY {self._key}"
+            with _answered(connection, text) as cursor:
+                return [row[0] for row in _rows(cursor)]
 
         try:
             return self._database.ask(question, f"the keys of {self} cannot be read")
@@ -165,7 +194,18 @@ def sql(
             )
     origin = table if query is None else f"({query.strip().rstrip(';')}\n) shoal_rows"
     assert origin is not None
-    return SqlRows(Database(connect, timeout_s, patience), origin, key, columns)
+    return SqlRows(_Database(connect, timeout_s, patience), origin, key, columns)
+
+
+@contextmanager
+def _answered(connection: Any, text: str, keys: Sequence[Any] = ()) -> Iterator[Any]:
+    """A cursor with the answer to a question."""
+    cursor = connection.cursor()
+    # Without keys as the only argument: with any, some drivers look for marks in the text.
+    cursor.execute(*((text, keys) if keys else (text,)))
+    yield cursor
+    cursor.close()
+    connection.rollback()  # or the transaction stays open until the next question
 
 
 def _rows(cursor: Any) -> Iterator[Any]:
@@ -184,3 +224,82 @@ def _packed(keys: list[Any], origin: SqlRows) -> Any:
     if all(type(key) is int and -(2**63) <= key < 2**63 for key in keys):
         return np.array(keys, dtype=np.int64)
     return keys
+
+
+class _Line:
+    """The session of one process, if one is open."""
+
+    def __init__(self, connect: Connect):
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._jobs: _Jobs | None = None
+
+    def call(self, question: Callable[[Any], Answer], timeout_s: float) -> Answer:
+        answer: Future[Answer] = Future()
+        with self._lock:  # a session that is given up takes no question behind its end
+            jobs = self._jobs = self._jobs or self._open()
+            jobs.put((question, answer))
+        try:
+            return answer.result(timeout_s)
+        except Exception as error:
+            self._give_up(jobs)
+            if isinstance(error, TimeoutError) and not answer.done():
+                raise _NoAnswer(f"no answer within {timeout_s:g} s") from None
+            raise
+        finally:
+            del answer  # it holds the error, which holds this frame: a session would outlive it
+
+    def _open(self) -> _Jobs:
+        jobs: _Jobs = queue.SimpleQueue()
+        weakref.finalize(self, jobs.put, None)
+        threading.Thread(
+            target=_serve, args=(self._connect, jobs), name="shoal-database", daemon=True
+        ).start()
+        return jobs
+
+    def _give_up(self, jobs: _Jobs) -> None:
+        with self._lock:
+            if self._jobs is jobs:
+                self._jobs = None
+                jobs.put(None)
+
+
+def _serve(connect: Connect, jobs: _Jobs) -> None:
+    connection: Any = None
+    while (job := jobs.get()) is not None:
+        question, answer = job
+        try:
+            if connection is None:
+                connection = _opened(connect)
+            answer.set_result(question(connection))
+        except Exception as error:  # noqa: BLE001 (raised where it was asked)
+            answer.set_exception(error)
+        del job, question, answer
+    if connection is not None:
+        with suppress(Exception):
+            connection.close()
+
+
+def _opened(connect: Connect) -> Any:
+    try:
+        return connect()
+    except Exception as error:
+        raise _Refused(f"no connection: {error or type(error).__name__}") from error
+
+
+def _module_of(connection: Any) -> Any:
+    """The DB-API module that a connection comes from."""
+    for kind in type(connection).__mro__:
+        for name in (kind.__module__, kind.__module__.partition(".")[0]):
+            if hasattr(sys.modules.get(name), "paramstyle"):
+                return sys.modules[name]
+    return None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the connection is to blame and not the question: by the names that DB-API gives."""
+    if isinstance(error, _NoAnswer | _Refused | OSError):
+        return True
+    return any(
+        kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(error).__mro__
+    )

@@ -116,6 +116,11 @@ def halves(index: Index, number: int, content: memoryview) -> tuple[memoryview, 
     return content[:data_bytes], content[data_bytes:]
 
 
+def opened(index: Index, number: int, path: Path) -> OpenShard:
+    """The shard in a file of the right length."""
+    return OpenShard(index, number, *halves(index, number, mapped(path)))
+
+
 def inflate(content: memoryview, num_bytes: int, name: str) -> bytes:
     zstd: Any = require("zstandard", "zstd")
     try:

@@ -6,7 +6,7 @@ shard ends depends on nothing but the settings and the lengths of samples before
 Next: `writing.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +30,7 @@ from shoal.data.shard_files.format import (
 class Settings(msgspec.Struct, frozen=True):
     """What a build can only go on with if it is the same."""
 
+    format: str  # tells our note from a file of somebody else
     version: int
     num_samples: int
     identity: str
@@ -59,7 +60,7 @@ class _Made(NamedTuple):
 class Ahead:
     """Samples of which the next one can be looked at."""
 
-    def __init__(self, samples: Iterator[Fed]):
+    def __init__(self, samples: Generator[Fed, None, None]):
         self._samples = samples
         self._next = next(samples, None)
 
@@ -76,9 +77,7 @@ class Ahead:
         return taken
 
     def close(self) -> None:
-        close = getattr(self._samples, "close", None)
-        if close is not None:
-            close()  # ends the workers
+        self._samples.close()  # ends the workers
 
 
 class Cut:
@@ -86,7 +85,8 @@ class Cut:
 
     def __init__(self, settings: Settings, samples: Ahead):
         self._settings, self._samples = settings, samples
-        self._ends: list[Fed] = []  # the first sample and the last
+        self._first: Fed | None = None
+        self._last: Fed | None = None
         self._hashes: list[int] = []
         self._stored: list[int] = [0]
         self._raw: list[int] = [0]
@@ -112,7 +112,8 @@ class Cut:
         shard = Shard(
             len(self._lengths), len(self._hashes), self._stored[-1], table_hash(self._table)
         )
-        (first, last) = (self._ends[0], self._ends[-1])
+        first, last = self._first, self._last
+        assert first is not None and last is not None
         hashes = (xxhash.xxh3_128_hexdigest(end.content) for end in (first, last))
         return Finished(shard, first.number, last.number, *hashes)
 
@@ -130,8 +131,8 @@ class Cut:
         contents: list[bytes | bytearray] = []
         num_bytes = 0
         while not self._ends_block(contents, num_bytes):
-            fed = self._samples.take()
-            self._ends[1:] = [fed]
+            self._last = fed = self._samples.take()
+            self._first = self._first or fed
             contents.append(fed.content)
             num_bytes += len(fed.content)
         raw = b"".join(contents)

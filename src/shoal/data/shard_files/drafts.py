@@ -2,28 +2,34 @@
 
 In a directory a draft is a hidden directory beside the target, which takes its name in one rename
 after every byte was made durable. Behind a URL, which has no rename, shards are written where they
-stay and the seal last: without a seal there is no set. Either is found again by the next build.
-One process builds a set at a time; a directory is locked, for a URL see to it yourself.
+stay and the seal last: without a seal there is no set, and a set that is replaced goes when the
+build begins. Either is found again by the next build, by its note; nothing that has no name of ours
+is ever removed. One process builds a set at a time; a directory is locked, for a URL see to it
+yourself.
 """
 
 import fcntl
 import os
-import shutil
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+
+import msgspec
 
 from shoal.checkpoint.remote import Remote
 from shoal.checkpoint.storage import Directory
-from shoal.data.shard_files.blocks import OpenShard, halves, mapped
+from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.fetching import PATIENCE_S, part, within
 from shoal.data.shard_files.format import (
+    FORMAT,
     INDEX,
     SEAL,
     BadShards,
     Index,
+    Kind,
     decode_table,
+    seal,
     shard_name,
     table_bytes,
 )
@@ -32,50 +38,22 @@ from shoal.errors import UsageError
 
 UPLOAD_BYTES = 32 << 20
 SLOWEST_BYTES_PER_S = 100_000  # an upload that is slower is given up
+NOTE = "build.json"  # the settings of an unfinished build
 _TOKEN = "build"
-
-
-class Draft(Protocol):
-    """Files by name. `write` makes a file appear whole, or not at all."""
-
-    def begin(self) -> None:
-        """Go on with a draft, or begin one; refuses if another process is at it."""
-        ...
-
-    def refuse_others(self, force: bool) -> None:
-        """Refuse to replace what is there: a set without `force`, anything else always."""
-        ...
-
-    def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None: ...
-
-    def read(self, file: str) -> bytes | None: ...
-
-    def is_sound(self, index: Index, number: int) -> bool:
-        """Whether a shard that an earlier process wrote is there and what it should be."""
-        ...
-
-    def clear(self) -> None:
-        """Remove all that was written so far."""
-        ...
-
-    def commit(self, drop: Iterable[str]) -> None:
-        """Let the set appear, without the files in `drop`."""
-        ...
-
-    def close(self, discard: bool) -> None: ...
+_OURS = re.compile(r"shard-\d{5,}\.(bin|json)")
 
 
 class FolderDraft:
+    """A draft on a disk. `write` makes a file appear whole, or not at all."""
+
     def __init__(self, place: Folder):
         target = Path(os.path.abspath(place.path))
         self._target, self._lock = target, -1
         self._draft = Directory(target.parent).join(target.name, _TOKEN)
         self.path = self._draft.path
 
-    def __str__(self) -> str:
-        return str(self.path)
-
     def refuse_others(self, force: bool) -> None:
+        """Refuse to replace what is there: a set without `force`, anything else always."""
         if not os.path.lexists(self._target):
             return
         try:
@@ -85,14 +63,12 @@ class FolderDraft:
         except OSError as error:
             raise UsageError(f"{self._target} cannot be listed: {error.strerror}.") from None
         if names and not {INDEX, SEAL} & names:
-            raise UsageError(
-                f"{self._target} exists and is no set of shards. Build into another place; "
-                "--force replaces nothing but a set."
-            )
+            raise UsageError(_foreign(self._target))
         if names and not force:
             raise UsageError(_taken(self._target))
 
     def begin(self) -> None:
+        """Go on with a draft, or begin one; refuses if another process is at it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -120,27 +96,34 @@ class FolderDraft:
         return self._draft.read(file)
 
     def is_sound(self, index: Index, number: int) -> bool:
+        """Whether a shard that an earlier process wrote is there and what it should be."""
         try:
             path = Folder(self.path).local(index, number, ()).path
-            return not any(OpenShard(index, number, *halves(index, number, mapped(path))).faults())
-        except (BadShards, OSError):
+            return not any(opened(index, number, path).faults())
+        except (UsageError, OSError):
             return False
 
     def clear(self) -> None:
+        """Remove all that was written so far."""
         for name in os.listdir(self.path):
             os.unlink(self.path / name)
 
-    def commit(self, drop: Iterable[str]) -> None:
-        self._draft.commit(drop)
+    def commit(self, index: bytes, notes: Iterable[str]) -> None:
+        """Let the set appear, without the notes of its build."""
+        self.write(INDEX, [index])
+        self.write(SEAL, [seal(index)])
+        self._draft.commit([NOTE, *notes])
 
     def close(self, discard: bool) -> None:
         if discard:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._draft.discard()
         if self._lock >= 0:
             os.close(self._lock)
 
 
 class BucketDraft:
+    """A draft in an object store, where the note stays until the seal is there."""
+
     def __init__(self, place: Bucket):
         self._remote: Remote = place.remote
 
@@ -148,12 +131,18 @@ class BucketDraft:
         return str(self._remote)
 
     def refuse_others(self, force: bool) -> None:
-        if not force and self._size(SEAL) is not None:
-            raise UsageError(_taken(self))
+        found = self._found()
+        if SEAL in found:
+            if not force:
+                raise UsageError(_taken(self))
+        elif found and not _is_note(self.read(NOTE)):
+            raise UsageError(_foreign(self))
 
     def begin(self) -> None:
         if self._size(SEAL) is not None:
-            self.clear()  # the seal first: nobody ever finds half of a set
+            # First a note that fits no build: should this one end now, the next clears the rest.
+            self.write(NOTE, [msgspec.json.encode(Kind(FORMAT))])
+            self.clear()
 
     def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None:
         views = [memoryview(bytes(part)) for part in parts if len(part)]
@@ -183,22 +172,31 @@ class BucketDraft:
         return True
 
     def clear(self) -> None:
-        found = within(f"list {self}", lambda: self._remote.find(""))
+        """Remove a set or a draft, save for the note by which it is known."""
+        found = self._found()
         if SEAL in found:
-            self._delete([SEAL])
-        self._delete([name for name in found if _is_ours(name)])
+            self._delete([SEAL])  # first: nobody ever finds half of a set
+        self._delete([name for name in found if name == INDEX or _OURS.fullmatch(name)])
+
+    def _found(self) -> list[str]:
+        return within(f"list {self}", lambda: self._remote.find(""))
 
     def _delete(self, names: list[str]) -> None:
         within(f"remove objects of {self}", lambda: self._remote.delete(names))
 
-    def commit(self, drop: Iterable[str]) -> None:
-        """Called after the seal was written, which is what made the set appear."""
-        self._delete(list(drop))
+    def commit(self, index: bytes, notes: Iterable[str]) -> None:
+        """The seal is what makes the set appear. Notes go before it: none may be found in a set."""
+        self.write(INDEX, [index])
+        self._delete(list(notes))
+        self.write(SEAL, [seal(index)])
+        with suppress(OSError, UsageError):  # it would mean nothing
+            self._delete([NOTE])
 
     def close(self, discard: bool) -> None:
         if discard:
             with suppress(OSError, UsageError):
                 self.clear()
+                self._delete([NOTE])
 
 
 def draft_at(place: Folder | Bucket) -> FolderDraft | BucketDraft:
@@ -209,5 +207,16 @@ def _taken(place: object) -> str:
     return f"{place} holds a set already. Build into another place, or replace it with --force."
 
 
-def _is_ours(name: str) -> bool:
-    return name in (INDEX, "build.json") or name.startswith("shard-")
+def _foreign(place: object) -> str:
+    return (
+        f"{place} exists and is no set of shards. Build into another place; --force replaces "
+        "nothing but a set."
+    )
+
+
+def _is_note(content: bytes | None) -> bool:
+    """Whether this is the note of a build, and not a file of somebody else."""
+    try:
+        return msgspec.json.decode(content or b"", type=Kind).format == FORMAT
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

@@ -11,7 +11,9 @@ Cost: a copy through the pipe. A source that holds connections or threads must b
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterator
+import sys
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,12 +21,14 @@ import torch
 
 from shoal.data.sources import LeavesOut, Source
 from shoal.errors import RecipeError, ShoalError
+from shoal.processes import die_with_parent
 
 TURN = 16  # samples that a worker loads before the next one's are taken
 _HEAD = struct.Struct("<BQ")
-_SAMPLE, _UNLIKE, _FAILED, _LEFT_OUT = range(4)
+_SAMPLE, _UNLIKE, _FAILED, _LEFT_OUT, _NOT_REACHED = range(5)
 
 Encode = Callable[[Any], bytes | bytearray]
+Messages = Generator[tuple[int, bytes | bytearray], None, None]
 
 
 class Fed(NamedTuple):
@@ -42,36 +46,45 @@ class Unlike(Exception):
         self.number = number
 
 
-def feed(source: Source, encode: Encode, first: int, num_workers: int) -> Iterator[Fed]:
+def feed(
+    source: Source, encode: Encode, first: int, num_workers: int
+) -> Generator[Fed, None, None]:
     """The samples from `first` on. Those a source has left out are recorded there, and skipped."""
-    messages: Iterator[tuple[int, bytes | bytearray]]
+    messages: Messages
     if num_workers == 1:
         messages = (_message(source, encode, number) for number in range(first, len(source)))
     else:
         messages = _from_workers(source, encode, first, num_workers)
-    for number, (kind, content) in zip(range(first, len(source)), messages, strict=False):
-        if kind == _SAMPLE:
-            yield Fed(number, content)
-        elif kind == _UNLIKE:
-            raise Unlike(number)
-        elif kind == _LEFT_OUT:
-            assert isinstance(source, LeavesOut)
-            source.record(number, RecipeError(bytes(content).decode()))
-        else:
-            raise RecipeError(bytes(content).decode())
+    try:
+        for number, (kind, content) in zip(range(first, len(source)), messages, strict=False):
+            if kind == _SAMPLE:
+                yield Fed(number, content)
+            elif kind == _UNLIKE:
+                raise Unlike(number)
+            elif kind == _LEFT_OUT:
+                assert isinstance(source, LeavesOut)
+                source.record(number, RecipeError(bytes(content).decode()))
+            else:
+                failed = RecipeError if kind == _FAILED else ShoalError
+                raise failed(bytes(content).decode())
+    finally:
+        messages.close()  # ends the workers now, and not when the last traceback is forgotten
 
 
 def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | bytearray]:
     try:
-        return _SAMPLE, encode(_sample(source, number))
+        return _SAMPLE, encode(load(source, number))
     except Unlike:
         return _UNLIKE, b""
     except ShoalError as error:
         why = str(error) if f"sample {number}" in str(error) else f"sample {number}: {error}"
+        if not isinstance(error, RecipeError):  # a server is gone, say: no sample is to blame
+            return _NOT_REACHED, why.encode()
         return (_LEFT_OUT if isinstance(source, LeavesOut) else _FAILED), why.encode()
 
 
-def _sample(source: Source, number: int) -> Any:
+def load(source: Source, number: int) -> Any:
+    """A sample; a RecipeError if it is to blame, another ShoalError if it was not reached."""
     try:
         return source[number]
     except ShoalError:
@@ -83,9 +96,7 @@ def _sample(source: Source, number: int) -> Any:
         ) from error
 
 
-def _from_workers(
-    source: Source, encode: Encode, first: int, num_workers: int
-) -> Iterator[tuple[int, bytes | bytearray]]:
+def _from_workers(source: Source, encode: Encode, first: int, num_workers: int) -> Messages:
     workers: list[_Worker] = []
     try:
         for place in range(num_workers):
@@ -115,17 +126,20 @@ class _Worker:
 
     def start(self, of_others: list[int]) -> None:
         self.descriptor, far_end = os.pipe()
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            # Without the others' ends, or a worker would not notice that nobody listens.
-            for descriptor in (self.descriptor, *of_others):
-                os.close(descriptor)
-            self._work(far_end)
+            self._work(far_end, parent, [self.descriptor, *of_others])
         os.close(far_end)
 
-    def _work(self, pipe: int) -> None:
-        """In the fork: load and send until all is done or nobody listens."""
+    def _work(self, pipe: int, parent: int, of_others: list[int]) -> None:
+        """In the fork: load and send until all is done or nobody listens. Never returns."""
+        code = 1
         try:
+            die_with_parent(parent)
+            # Without the others' ends, or a worker would not notice that nobody listens.
+            for descriptor in of_others:
+                os.close(descriptor)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
@@ -135,8 +149,12 @@ class _Worker:
                         kind, content = _message(self._source, self._encode, number)
                         _send(pipe, _HEAD.pack(kind, len(content)))
                         _send(pipe, content)
+            code = 0
+        except BaseException:  # noqa: BLE001 (the parent is told the exit code, no more)
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
-            os._exit(0)
+            os._exit(code)
 
     def receive(self, number: int) -> tuple[int, bytes]:
         kind, length = _HEAD.unpack(self._read(_HEAD.size, number))

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.remote import Remote
-from shoal.data.shard_files.blocks import OpenShard, halves, mapped
+from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.format import BadShards, Index, shard_name
 from shoal.errors import UsageError
 
@@ -72,9 +72,12 @@ class Copies:
 
     def _fetch(self, remote: Remote, index: Index, number: int, path: Path) -> None:
         for tries in range(1, NUM_TRIES + 1):
-            unfinished = path.with_name(f"{_UNFINISHED}{os.getpid()}-{threading.get_ident()}")
+            # Drawn: containers that share a directory have the same numbers for their processes.
+            unfinished = path.with_name(f"{_UNFINISHED}{path.stem}-{os.urandom(8).hex()}")
             try:
                 fetch_to(remote, index, number, unfinished)
+                for fault in opened(index, number, unfinished).faults():
+                    raise BadShards(fault)
                 os.rename(unfinished, path)
                 return
             except BadShards as bad:
@@ -110,13 +113,11 @@ class Copies:
 
 
 def fetch_to(remote: Remote, index: Index, number: int, path: Path) -> None:
-    """Fetch a shard into a new file, and check every block of it."""
+    """Fetch a shard into a new file; whoever reads it checks it."""
     wanted = index.num_bytes(index.shards[number])
     with open(path, "wb") as file:
         for start in range(0, wanted, PART_BYTES):
             file.write(part(remote, shard_name(number), start, min(wanted, start + PART_BYTES)))
-    for fault in OpenShard(index, number, *halves(index, number, mapped(path))).faults():
-        raise BadShards(fault)
 
 
 def part(remote: Remote, name: str, start: int, stop: int) -> bytes:

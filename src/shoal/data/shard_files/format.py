@@ -14,6 +14,7 @@ for readers in other languages in docs/reference/shards.md. Next: `reading.py`, 
 import hashlib
 import math
 import re
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,7 +87,7 @@ class Shard(msgspec.Struct, frozen=True):
     hash: str  # of the table
 
 
-class Index(msgspec.Struct, frozen=True):
+class Index(msgspec.Struct, frozen=True, dict=True):
     """All of `index.json`."""
 
     format: str
@@ -101,8 +102,9 @@ class Index(msgspec.Struct, frozen=True):
         """The length of a shard's file."""
         return shard.data_bytes + table_bytes(self, shard)
 
+    @cached_property
     def digest(self) -> str:
-        """Stands for every byte of the set."""
+        """Stands for every byte of the set. Of an index that was read, it is what was sealed."""
         return hashlib.sha256(encode(self)).hexdigest()
 
 
@@ -115,7 +117,7 @@ class Table(NamedTuple):
     offsets: Words | None  # where each packed sample begins among the raw bytes; then the end
 
 
-class _Kind(msgspec.Struct):
+class Kind(msgspec.Struct):
     """What must be understood of an index before the rest is."""
 
     format: str = ""
@@ -140,7 +142,7 @@ def decode(content: bytes, sealed: bytes) -> Index:
     if sealed != seal(content):
         raise BadShards(f"{INDEX} is not what {SEAL} says: one of them was changed.")
     try:
-        kind = msgspec.json.decode(content, type=_Kind)
+        kind = msgspec.json.decode(content, type=Kind)
         if kind.format != FORMAT:
             raise BadShards(f"{INDEX} is of the format {kind.format!r}, not {FORMAT!r}.")
         if kind.version != VERSION:
@@ -153,6 +155,8 @@ def decode(content: bytes, sealed: bytes) -> Index:
     except RecursionError:
         raise BadShards(f"{INDEX} cannot be read: it is nested too deep.") from None
     _check(index)
+    # Not of what we would write: there may be fields that we do not know.
+    msgspec.structs.force_setattr(index, "digest", hashlib.sha256(content).hexdigest())
     return index
 
 
@@ -223,14 +227,14 @@ def _check(index: Index) -> None:
     if index.compression is not None and index.compression not in COMPRESSIONS:
         raise BadShards(f"{INDEX}: the compression {index.compression!r} is not known.")
     for number, shard in enumerate(index.shards):
-        counts = (shard.num_samples, shard.num_blocks, shard.data_bytes)
-        if not 1 <= shard.num_blocks <= shard.num_samples or max(counts) >= 2**48:
+        fits = 1 <= shard.num_blocks <= min(shard.num_samples, shard.data_bytes)
+        is_large = max(shard.num_samples, shard.data_bytes) >= 2**48
+        if not fits or is_large or not _HASH.fullmatch(shard.hash):
             raise BadShards(
                 f"{INDEX}: {shard_name(number)} is said to have {shard.num_samples} samples in "
-                f"{shard.num_blocks} blocks of {shard.data_bytes} bytes, which cannot be."
+                f"{shard.num_blocks} blocks of {shard.data_bytes} bytes, and the hash "
+                f"{shard.hash!r}, which cannot be."
             )
-        if shard.data_bytes < shard.num_blocks or not _HASH.fullmatch(shard.hash):
-            raise BadShards(f"{INDEX}: what it says of {shard_name(number)} cannot be.")
     num_samples = sum(shard.num_samples for shard in index.shards)
     if num_samples != index.num_samples or not index.shards:
         raise BadShards(

@@ -16,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.data.packing import TYPES, bytes_of, type_name
 from shoal.data.shard_files.format import BLOCK_BYTES, ITEM_BYTES, MOST_DEPTH, Leaf, Rows
 
 Bytes = NDArray[np.uint8]
 _WORD = 8
-_TYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
-_NAMES = {kind: name for name, kind in _TYPES.items()}
 _NUMBERS: dict[type, tuple[str, str]] = {
     bool: ("bool", "bool"),
     int: ("int", "int64"),
@@ -93,7 +92,7 @@ def sample_of(rows: Rows, content: Tensor) -> Any:
         part = content[of.start : of.start + of.num_bytes]
         if not of.num_bytes:
             part = torch.empty(0, dtype=torch.uint8)
-        value = part.view(_TYPES[of.dtype]).view(of.shape)
+        value = part.view(TYPES[of.dtype]).view(of.shape)
         if of.kind == "tensor":
             return value
         return value.numpy() if of.kind == "array" else value.item()
@@ -107,7 +106,7 @@ class Gather:
     def __init__(self, rows: Rows, content: Tensor):
         self._tree = rows.tree
         self._columns = [
-            (_column(content, leaf), _TYPES[leaf.dtype], leaf.shape) for leaf in rows.leaves
+            (_column(content, leaf), TYPES[leaf.dtype], leaf.shape) for leaf in rows.leaves
         ]
 
     def batch(self, at: Tensor) -> Any:
@@ -156,11 +155,10 @@ def _tree(value: Any, leaf: Callable[..., int], depth: int) -> Any:
 
 
 def _of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], Bytes]:
-    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+    name = type_name(tensor)
+    if name is None:
         raise NotRows
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    content = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return _NAMES[tensor.dtype], tuple(tensor.shape), content
+    return name, tuple(tensor.shape), bytes_of(tensor)
 
 
 def _of_array(array: NDArray[Any]) -> tuple[str, tuple[int, ...], Bytes]:

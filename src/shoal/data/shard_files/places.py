@@ -1,20 +1,22 @@
 """Where a set of shards lies: a directory, or a URL whose shards are fetched when they are needed.
 
 Both give the small files and, for each shard, the path of a local file of the right length; what is
-in it is checked by who reads it. Next: `fetching.py` for the local copies of remote shards.
+in it is checked by who reads it. A shard that is missing or has another length is `BadShards`; one
+that is not reached is another UsageError. Next: `fetching.py` for the local copies.
 """
 
 import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from shoal.checkpoint.remote import Patience, Remote
 from shoal.data.shard_files import format as formats
-from shoal.data.shard_files.fetching import Copies, within
+from shoal.data.shard_files.fetching import CACHE_BYTES, Copies, within
 from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
+from shoal.errors import UsageError
 from shoal.rundir import cache_directory
 
 PATIENCE = Patience(num_tries=4, first_pause_s=0.2, most_pause_s=5.0)
@@ -28,30 +30,10 @@ class Local(NamedTuple):
     gone: tuple[int, ...] = ()
 
 
-class Place(Protocol):
-    """A set of shards, wherever it lies. `keeps` says that no local file ever goes."""
-
-    keeps: bool
-
-    def small(self, file: str, most_bytes: int) -> bytes | None:
-        """All of a small file; None if there is none."""
-        ...
-
-    def names(self) -> set[str]: ...
-
-    def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
-        """A file with the bytes of a shard. Those of the shards `needed` stay."""
-        ...
-
-    def drop(self, index: Index, number: int) -> bool:
-        """Remove a local copy that is damaged; False if the file is the only one there is."""
-        ...
-
-
 class Folder:
     """A set in a directory."""
 
-    keeps = True
+    keeps = True  # no local file ever goes
 
     def __init__(self, path: Path):
         self.path = path
@@ -60,6 +42,7 @@ class Folder:
         return str(self.path)
 
     def small(self, file: str, most_bytes: int) -> bytes | None:
+        """All of a small file; None if there is none."""
         try:
             with open(self.path / file, "rb") as opened:
                 return opened.read(most_bytes + 1)
@@ -75,13 +58,16 @@ class Folder:
             raise BadShards(f"{self.path} cannot be listed: {error.strerror}.") from None
 
     def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
+        """A file with the bytes of a shard. Those of the shards `needed` stay."""
         path = self.path / formats.shard_name(number)
         try:
             found = os.stat(path)
         except FileNotFoundError:
             raise BadShards(f"{path.name} is missing.") from None
         except OSError as error:
-            raise BadShards(f"{path.name} cannot be opened: {error.strerror}.") from None
+            raise UsageError(
+                f"{path} cannot be opened: {error.strerror}. Mend that, and start again."
+            ) from None
         if not stat.S_ISREG(found.st_mode):
             raise BadShards(f"{path.name} is not a file.")
         wanted = index.num_bytes(index.shards[number])
@@ -90,6 +76,7 @@ class Folder:
         return Local(path)
 
     def drop(self, index: Index, number: int) -> bool:
+        """Remove a local copy that is damaged; False if the file is the only one there is."""
         return False
 
 
@@ -98,8 +85,8 @@ class Bucket:
 
     keeps = False
 
-    def __init__(self, url: str, copies: Copies, patience: Patience = PATIENCE):
-        self.remote = Remote(url, {}, patience)
+    def __init__(self, url: str, copies: Copies):
+        self.remote = Remote(url, {}, PATIENCE)
         self.copies = copies
 
     def __str__(self) -> str:
@@ -127,7 +114,12 @@ class Bucket:
         return True
 
 
-def open_place(where: str | Path, cache_dir: str | Path | None, cache_bytes: int) -> Place:
+Place: TypeAlias = Folder | Bucket
+
+
+def open_place(
+    where: str | Path, cache_dir: str | Path | None = None, cache_bytes: int = CACHE_BYTES
+) -> Place:
     """The directory or the URL; nothing is looked at yet."""
     text = str(where)
     scheme, separator, _ = text.partition("://")
@@ -149,6 +141,9 @@ def read_index(place: Place) -> Index:
             f"{place} holds no set of shards: {missing}. A set is written by `shoal data build`, "
             "and appears when it is whole."
         )
-    if len(content) > MOST_INDEX_BYTES:
-        raise BadShards(f"{INDEX} has more than {MOST_INDEX_BYTES} bytes, which is the most.")
-    return formats.decode(content, sealed)
+    try:
+        if len(content) > MOST_INDEX_BYTES:
+            raise BadShards(f"{INDEX} has more than {MOST_INDEX_BYTES} bytes, which is the most.")
+        return formats.decode(content, sealed)
+    except BadShards as bad:
+        raise BadShards(f"{place}: {bad}") from None

@@ -5,9 +5,10 @@
 
 Shards of a directory are mapped, those behind a URL are first copied to a local directory of
 limited size. A block is hashed when it is first touched; its samples are then given out as copies,
-so nobody can write into the map. What cannot be given, because a shard is damaged, missing or does
-not come, is a `LostSample` with its number, the shard and the reason; under
-`shoal.data.quarantine` a run goes on without it.
+so nobody can write into the map. A sample whose shard is missing, cut short or damaged is a
+`LostSample` with its number, the shard and the reason; under `shoal.data.quarantine` a run goes on
+without it. A store that does not answer, or a cache whose disk is full, is `SourceLost` and ends
+the run: it says nothing of the sample.
 
 Cost: one copy of what is asked for. A first pass also hashes all blocks, at some 10 GB/s. A lone
 first sample reads a block of 64 KiB. A file that is truncated while it is mapped ends the process
@@ -17,11 +18,11 @@ Next: `format.py`, `region.py`; docs/how-to/shards.md.
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ContextManager
+from typing import Any, ContextManager, TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from shoal.data.orders import Blocks
 from shoal.data.packing import BadSample, unpack
+from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import layout
-from shoal.data.shard_files.blocks import ForkSafeLock, Inflated, OpenShard, halves, mapped
+from shoal.data.shard_files.blocks import ForkSafeLock, Inflated, OpenShard, halves, mapped, opened
 from shoal.data.shard_files.fetching import CACHE_BYTES
 from shoal.data.shard_files.format import BadShards, Index, Rows, first_samples, shard_name
 from shoal.data.shard_files.places import Place, open_place, read_index
@@ -40,10 +42,17 @@ from shoal.errors import RecipeError, ShoalError, UsageError
 
 _NUM_TRIES = 3  # to open a local copy
 _AGAIN_AFTER_S = 60.0  # a shard that did not come is asked for again after this
+_NUM_NAMED = 3  # of the shards that are missing
+_WAY_OUT = (
+    "Copy the set there anew or build it again; with strict=False it opens, and the samples that "
+    "are not there are lost."
+)
+
+Found = TypeVar("Found")
 
 
 class LostSample(RecipeError):
-    """A sample cannot be had: its shard is damaged, missing, or does not come."""
+    """A sample cannot be had: its shard is missing, cut short or damaged."""
 
 
 class ShardSource:
@@ -53,7 +62,8 @@ class ShardSource:
         self.place, self.index = place, index
         self._firsts = np.asarray(first_samples(index), dtype=np.int64)
         self._open: dict[int, OpenShard] = {}
-        self._failed: dict[int, tuple[float, ShoalError]] = {}
+        # When and why a shard could not be opened; the words, for an error keeps its callers alive.
+        self._failed: dict[int, tuple[float, type[UsageError], str]] = {}
         self._locked = ForkSafeLock()
 
     def __len__(self) -> int:
@@ -64,7 +74,7 @@ class ShardSource:
 
     def identity(self) -> str:
         """A name for its content, which no other set has."""
-        return f"shards {self.index.digest()}"
+        return f"shards {self.index.digest}"
 
     @cached_property
     def order(self) -> Blocks:
@@ -80,6 +90,33 @@ class ShardSource:
         """Held while a shard's bytes are copied, where another thread may have its file removed."""
         return nullcontext() if self.place.keeps else self._locked()
 
+    def _looked_at(
+        self,
+        sample: int,
+        number: int,
+        needed: Collection[int],
+        look: Callable[[OpenShard], Found],
+    ) -> Found:
+        """What `look` finds in shard `number`, for a sample; a damaged copy is fetched anew, once.
+
+        Shards of `needed` are not closed for it.
+        """
+        try:
+            for may_repair in (True, False):
+                shard = self._shard(number, needed)
+                try:
+                    return look(shard)
+                except BadShards:
+                    if not may_repair or not self.place.drop(self.index, number):
+                        raise
+                    self._close(number)
+        except BadShards as bad:
+            raise self._lost(sample, bad) from bad
+        except UsageError as error:
+            what = f"sample {sample} of {self.place} was not reached: {error}"
+            raise SourceLost(what) from error
+        raise AssertionError("the second try returns or raises")
+
     def _shard(self, number: int, needed: Collection[int]) -> OpenShard:
         """The open shard `number`; those of `needed` are not closed for it."""
         shard = self._open.get(number)
@@ -90,8 +127,9 @@ class ShardSource:
                 self._refuse_failed(number)
                 try:
                     self._open[number] = self._opened(number, needed)
-                except ShoalError as error:
-                    self._failed[number] = (time.monotonic(), error)
+                except UsageError as error:
+                    kind = BadShards if isinstance(error, BadShards) else UsageError
+                    self._failed[number] = (time.monotonic(), kind, str(error))
                     raise
             return self._open[number]
 
@@ -104,29 +142,24 @@ class ShardSource:
                 return self._map(number, found.path)
             except OSError as error:  # removed, perhaps, by another process that needed room
                 if tries == _NUM_TRIES or not isinstance(error, FileNotFoundError):
-                    why = f"{found.path} cannot be read: {error.strerror}."
-                    raise BadShards(why) from None
+                    what = f"{found.path} cannot be read: {error.strerror}."
+                    raise UsageError(f"{what} Mend that, and start again.") from None
             except BadShards:
                 if tries == _NUM_TRIES or not self.place.drop(self.index, number):
                     raise
         raise AssertionError("the last try returns or raises")
 
     def _map(self, number: int, path: Path) -> OpenShard:
-        return OpenShard(self.index, number, *halves(self.index, number, mapped(path)))
+        return opened(self.index, number, path)
 
     def _close(self, number: int) -> None:
         self._open.pop(number, None)
 
     def _refuse_failed(self, number: int) -> None:
-        when, error = self._failed.get(number, (-math.inf, None))
-        if error is not None and time.monotonic() - when < _AGAIN_AFTER_S:
-            raise error
-
-    def _damaged(self, number: int, error: BadShards) -> None:
-        """A block is bad. If its shard is a local copy, it is dropped to be fetched anew."""
-        if not self.place.drop(self.index, number):
-            raise error
-        self._close(number)
+        if number in self._failed:
+            when, kind, why = self._failed[number]
+            if time.monotonic() - when < _AGAIN_AFTER_S:
+                raise kind(why)
 
     def _lost(self, sample: int, error: ShoalError) -> LostSample:
         return LostSample(f"sample {sample} of {self.place} cannot be read: {error}")
@@ -142,44 +175,72 @@ class PackedSource(ShardSource):
     def __getitem__(self, index: int) -> Any:
         sample = self._at(index)
         number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
-        try:
-            return unpack(self._packed(number, sample - int(self._firsts[number])))
-        except (UsageError, BadSample) as error:
-            raise self._lost(sample, error) from error
-
-    def _packed(self, number: int, at: int) -> bytearray:
-        """The bytes of a sample, for it alone."""
+        at = sample - int(self._firsts[number])
         with self._while_used():
-            for may_repair in (True, False):
-                shard = self._shard(number, (number,))
-                assert shard.table.offsets is not None
-                start, stop = shard.table.offsets[at : at + 2].tolist()
-                block = int(np.searchsorted(shard.table.raw, start, side="right")) - 1
-                first = int(shard.table.raw[block])
-                try:
-                    if self._inflated is None:
-                        content: bytes | memoryview = shard.stored(block)
-                    else:
-                        content = self._inflated.block(shard, block)
-                    return bytearray(content[start - first : stop - first])
-                except BadShards as bad:
-                    if not may_repair:
-                        raise
-                    self._damaged(number, bad)
-        raise AssertionError("the second try returns or raises")
+            packed = self._looked_at(sample, number, (number,), lambda shard: self._cut(shard, at))
+        try:
+            return unpack(packed)
+        except BadSample as bad:
+            raise self._lost(sample, bad) from bad
+
+    def _cut(self, shard: OpenShard, at: int) -> bytearray:
+        """The bytes of a shard's sample, for it alone."""
+        assert shard.table.offsets is not None
+        start, stop = shard.table.offsets[at : at + 2].tolist()
+        block = int(np.searchsorted(shard.table.raw, start, side="right")) - 1
+        first = int(shard.table.raw[block])
+        if self._inflated is None:
+            content: bytes | memoryview = shard.stored(block)
+        else:
+            content = self._inflated.block(shard, block)
+        return bytearray(content[start - first : stop - first])
 
 
 class RowSource(ShardSource):
-    """Samples that are rows of one length, as they lie in the files or inflated from them."""
+    """Samples that are rows of one length; if they are pairs, many are taken at once."""
 
     def __init__(self, place: Place, index: Index, rows: Rows):
         super().__init__(place, index)
-        self._rows = rows
+        self._rows, self._blocks_a_shard = rows, rows.shard_rows // rows.block_rows
+        if layout.is_pair(rows):
+            self.take = self._take
+
+    def __getitem__(self, index: int) -> Any:
+        ids = np.asarray([self._at(index)], dtype=np.int64)
+        return layout.sample_of(self._rows, self._copied(ids)[0])
+
+    def _take(self, ids: Ids) -> tuple[Any, Any]:
+        """The collated samples `ids`."""
+        # As unsigned numbers, those below 0 are the largest.
+        if len(ids) and int(ids.view(np.uint64).max()) >= len(self):
+            raise IndexError(f"samples {ids.min()} to {ids.max()} of {len(self)}")
+        inputs, target = self._batch(ids)
+        return inputs, target
+
+    def _copied(self, ids: Ids) -> Tensor:
+        """Whole rows, [ids, row_bytes]."""
+        raise NotImplementedError
+
+    def _batch(self, ids: Ids) -> Any:
+        """The collated samples, as one."""
+        raise NotImplementedError
+
+    def _by_block(self, ids: Ids) -> Iterator[tuple[int, int, Ids]]:
+        """The shard and block of samples, once each, and where in `ids` its samples stand."""
+        blocks, inverse = np.unique(ids // self._rows.block_rows, return_inverse=True)
+        turn = np.argsort(inverse, kind="stable")
+        edges = np.searchsorted(inverse[turn], np.arange(1, len(blocks)))
+        for block, here in zip(blocks.tolist(), np.split(turn, edges), strict=True):
+            yield *divmod(block, self._blocks_a_shard), here
+
+
+class MappedRows(RowSource):
+    """Rows as they lie in the files, side by side in memory: a batch is one gather."""
+
+    def __init__(self, place: Place, index: Index, rows: Rows):
+        super().__init__(place, index, rows)
         self._is_ready = np.zeros(-(-len(self) // rows.block_rows), dtype=np.bool_)
         self._num_unready = len(self._is_ready)
-        if index.compression is not None:
-            self._inflated = Inflated()
-            return
         multiple = math.lcm(rows.row_bytes, GRANULE)
         slot_rows = min(rows.shard_rows, len(self))
         slot_bytes = -(-slot_rows * rows.row_bytes // multiple) * multiple
@@ -189,23 +250,15 @@ class RowSource(ShardSource):
         content = torch.from_numpy(self._region.content).view(-1, rows.row_bytes)
         self._content, self._gather = content, layout.Gather(rows, content)
 
-    def __getitem__(self, index: int) -> Any:
-        ids = np.asarray([self._at(index)], dtype=np.int64)
-        return layout.sample_of(self._rows, self._copied(ids)[0])
-
     def _copied(self, ids: Ids) -> Tensor:
-        """Whole rows, [ids, row_bytes]."""
-        if self.index.compression is None:
-            with self._while_used():
-                self._make_ready(ids)
-                return self._content.index_select(0, self._places(ids))
-        rows = np.empty((len(ids), self._rows.row_bytes), dtype=np.uint8)
-        for number, block, here in _by_block(ids, self._rows):
-            with self._while_used():
-                content = np.frombuffer(self._raw(number, block, int(ids[here[0]])), np.uint8)
-            at = ids[here] % self._rows.shard_rows - block * self._rows.block_rows
-            rows[here] = content.reshape(-1, self._rows.row_bytes)[at]
-        return torch.from_numpy(rows)
+        with self._while_used():
+            self._make_ready(ids)
+            return self._content.index_select(0, self._places(ids))
+
+    def _batch(self, ids: Ids) -> Any:
+        with self._while_used():
+            self._make_ready(ids)
+            return self._gather.batch(self._places(ids))
 
     def _places(self, ids: Ids) -> Tensor:
         """Where samples lie among the rows of the region."""
@@ -221,44 +274,19 @@ class RowSource(ShardSource):
         is_ready = self._is_ready[blocks]
         while not is_ready.all():
             needed = frozenset((ids // self._rows.shard_rows).tolist())
-            for number, block, here in _by_block(ids[~is_ready], self._rows):
-                self._check(number, block, int(ids[~is_ready][here[0]]), needed)
+            unready = ids[~is_ready]
+            for number, block, here in self._by_block(unready):
+                self._check(number, block, int(unready[here[0]]), needed)
             is_ready = self._is_ready[blocks]  # again: a shard may have been closed for another
 
     def _check(self, number: int, block: int, sample: int, needed: Collection[int]) -> None:
-        try:
-            for may_repair in (True, False):
-                shard = self._shard(number, needed)
-                try:
-                    shard.stored(block)
-                    break
-                except BadShards as bad:
-                    if not may_repair:
-                        raise
-                    self._damaged(number, bad)
-        except UsageError as error:
-            raise self._lost(sample, error) from error
-        per_shard = self._rows.shard_rows // self._rows.block_rows
+        self._looked_at(sample, number, needed, lambda shard: shard.stored(block))
+        at = number * self._blocks_a_shard + block
         with self._locked():
-            self._num_unready -= not self._is_ready[number * per_shard + block]
-            self._is_ready[number * per_shard + block] = True
-
-    def _raw(self, number: int, block: int, sample: int) -> bytes:
-        try:
-            for may_repair in (True, False):
-                try:
-                    return self._inflated.block(self._shard(number, (number,)), block)
-                except BadShards as bad:
-                    if not may_repair:
-                        raise
-                    self._damaged(number, bad)
-        except UsageError as error:
-            raise self._lost(sample, error) from error
-        raise AssertionError("the second try returns or raises")
+            self._num_unready -= not self._is_ready[at]
+            self._is_ready[at] = True
 
     def _map(self, number: int, path: Path) -> OpenShard:
-        if self.index.compression is not None:
-            return super()._map(number, path)
         data, table = halves(self.index, number, mapped(path))
         return OpenShard(
             self.index, number, self._region.map(number, path, len(data)), bytes(table)
@@ -266,30 +294,36 @@ class RowSource(ShardSource):
 
     def _close(self, number: int) -> None:
         super()._close(number)
-        if self.index.compression is None:
-            per_shard = self._rows.shard_rows // self._rows.block_rows
-            of_shard = self._is_ready[number * per_shard : (number + 1) * per_shard]
-            self._num_unready += int(of_shard.sum())
-            of_shard[:] = False
-            self._region.unmap(number)
+        first = number * self._blocks_a_shard
+        of_shard = self._is_ready[first : first + self._blocks_a_shard]
+        self._num_unready += int(of_shard.sum())
+        of_shard[:] = False
+        self._region.unmap(number)
 
 
-class PairSource(RowSource):
-    """Rows that are pairs (inputs, target), of which many are taken at once."""
+class InflatedRows(RowSource):
+    """Rows out of compressed blocks, of which those used last are kept as they were before."""
 
-    def take(self, ids: Ids) -> tuple[Any, Any]:
-        """The collated samples `ids`."""
-        # As unsigned numbers, those below 0 are the largest.
-        if len(ids) and int(ids.view(np.uint64).max()) >= len(self):
-            raise IndexError(f"samples {ids.min()} to {ids.max()} of {len(self)}")
-        if self.index.compression is not None:
-            content = self._copied(ids)
-            inputs, target = layout.Gather(self._rows, content).batch(torch.arange(len(ids)))
-        else:
+    def __init__(self, place: Place, index: Index, rows: Rows):
+        super().__init__(place, index, rows)
+        self._inflated = Inflated()
+
+    def _copied(self, ids: Ids) -> Tensor:
+        rows = np.empty((len(ids), self._rows.row_bytes), dtype=np.uint8)
+        for number, block, here in self._by_block(ids):
             with self._while_used():
-                self._make_ready(ids)
-                inputs, target = self._gather.batch(self._places(ids))
-        return inputs, target
+                raw = self._raw(number, block, int(ids[here[0]]))
+            content = np.frombuffer(raw, np.uint8).reshape(-1, self._rows.row_bytes)
+            rows[here] = content[ids[here] % self._rows.block_rows]
+        return torch.from_numpy(rows)
+
+    def _raw(self, number: int, block: int, sample: int) -> bytes:
+        return self._looked_at(
+            sample, number, (number,), lambda shard: self._inflated.block(shard, block)
+        )
+
+    def _batch(self, ids: Ids) -> Any:
+        return layout.Gather(self._rows, self._copied(ids)).batch(torch.arange(len(ids)))
 
 
 def shards(
@@ -310,30 +344,25 @@ def shards(
     if strict:
         refuse_incomplete(place, index)
     if isinstance(index.layout, Rows):
-        kind = PairSource if layout.is_pair(index.layout) else RowSource
+        kind = MappedRows if index.compression is None else InflatedRows
         return kind(place, index, index.layout)
     return PackedSource(place, index)
 
 
 def refuse_incomplete(place: Place, index: Index) -> None:
-    missing = {shard_name(number) for number in range(len(index.shards))} - place.names()
+    missing = sorted({shard_name(number) for number in range(len(index.shards))} - place.names())
     if missing:
-        raise BadShards(f"{place}: {min(missing)} is missing, and {len(missing) - 1} more.")
+        raise BadShards(f"{place}: {_named(missing)} missing. {_WAY_OUT}")
     if place.keeps:
         for number in range(len(index.shards)):
             try:
                 place.local(index, number, ())
             except BadShards as bad:
-                raise BadShards(f"{place}: {bad}") from None
+                raise BadShards(f"{place}: {bad} {_WAY_OUT}") from None
 
 
-def _by_block(ids: Ids, rows: Rows) -> list[tuple[int, int, Ids]]:
-    """The shard and block of samples, once each, and where in `ids` its samples stand."""
-    blocks, inverse = np.unique(ids // rows.block_rows, return_inverse=True)
-    turn = np.argsort(inverse, kind="stable")
-    edges = np.searchsorted(inverse[turn], np.arange(1, len(blocks)))
-    per_shard = max(1, rows.shard_rows // rows.block_rows)
-    return [
-        (int(block) // per_shard, int(block) % per_shard, here)
-        for block, here in zip(blocks, np.split(turn, edges), strict=True)
-    ]
+def _named(missing: list[str]) -> str:
+    if len(missing) == 1:
+        return f"{missing[0]} is"
+    more = len(missing) - _NUM_NAMED
+    return ", ".join(missing[:_NUM_NAMED]) + (f" and {more} more are" if more > 0 else " are")

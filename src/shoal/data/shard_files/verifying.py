@@ -1,8 +1,9 @@
 """Looking at every byte of a set of shards, and saying what is wrong with it.
 
 Shards of a directory are mapped and their blocks hashed, on as many cores as there are; those
-behind a URL are fetched one after the other, to where temporary files are, and not kept. Needs
-no torch. Cost: one read of everything.
+behind a URL are fetched one after the other, to where temporary files are, and not kept. A store
+or a disk that is not reached is no fault of the set: it ends the verification. Needs no torch.
+Cost: one read of everything.
 """
 
 import tempfile
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shoal.data.shard_files.blocks import OpenShard, halves, mapped
-from shoal.data.shard_files.fetching import PART_BYTES, part
-from shoal.data.shard_files.format import Index, shard_name
-from shoal.data.shard_files.places import Bucket, Place
+from shoal.data.shard_files.blocks import opened
+from shoal.data.shard_files.fetching import fetch_to
+from shoal.data.shard_files.format import BadShards, Index, shard_name
+from shoal.data.shard_files.places import Folder, Place
 from shoal.errors import UsageError
 
 
@@ -26,13 +27,16 @@ def faults(place: Place, index: Index, num_threads: int = 1) -> Iterator[str]:
 
     def of_shard(number: int) -> list[str]:
         try:
-            with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-                path = _local(place, index, number, Path(folder))
-                return list(OpenShard(index, number, *halves(index, number, mapped(path))).faults())
-        except UsageError as error:
-            return [str(error)]
+            return _faults_of(place, index, number)
+        except BadShards as bad:
+            return [str(bad)]
         except OSError as error:
-            return [f"{names[number]} cannot be read: {error.strerror}."]
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{names[number]} of {place} cannot be looked at: {error.strerror}. Mend that, "
+                "and verify it again."
+            ) from error
 
     if num_threads == 1 or not place.keeps:
         for number in range(len(names)):
@@ -43,12 +47,10 @@ def faults(place: Place, index: Index, num_threads: int = 1) -> Iterator[str]:
             yield from found
 
 
-def _local(place: Place, index: Index, number: int, folder: Path) -> Path:
-    if not isinstance(place, Bucket):
-        return place.local(index, number, ()).path
-    path, wanted = folder / "shard", index.num_bytes(index.shards[number])
-    with open(path, "wb") as file:
-        for start in range(0, wanted, PART_BYTES):
-            stop = min(wanted, start + PART_BYTES)
-            file.write(part(place.remote, shard_name(number), start, stop))
-    return path
+def _faults_of(place: Place, index: Index, number: int) -> list[str]:
+    if isinstance(place, Folder):
+        return list(opened(index, number, place.local(index, number, ()).path).faults())
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        path = Path(folder) / "shard"
+        fetch_to(place.remote, index, number, path)
+        return list(opened(index, number, path).faults())

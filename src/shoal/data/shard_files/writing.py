@@ -3,13 +3,16 @@
 Samples are taken in order and cut into blocks and shards by their lengths alone, so the result does
 not depend on the number of workers or on how often the build was cut short. The layout is `rows` if
 all samples have leaves of one shape and type; the first that does not makes the builder begin anew
-with `packed`. A finished shard is durable and noted in the draft. A build that was killed goes on
-behind the last of them, if the source is the same as far as one can tell: its length, the settings,
-what it calls itself (`identity`), some samples throughout, and the first and last sample of every
-finished shard; otherwise it begins anew. A full disk ends it and leaves nothing.
+with `packed`. A sample that fails ends the build, or is left out by a source that leaves such out;
+one that is not reached (a server is gone, say) ends it always. A finished shard is durable and
+noted in the draft. A build that was killed goes on behind the last of them, if the source is the
+same as far as one can tell: its length, the settings, what it calls itself (`identity`), some
+samples throughout, and the first and last sample of every finished shard; otherwise it begins anew.
+A full disk ends it and leaves nothing.
 
-Cost: each sample is loaded once; memory for one block (in an object store, one shard). Next:
-`feeding.py` for workers, `drafts.py` for the commit, docs/how-to/shards.md.
+Cost: each sample is loaded once, sixteen of them twice; those before a first one that is unlike,
+and the ends of shards that are gone on with, once more. Memory for one block (in an object store,
+one shard). Next: `feeding.py` for workers, `drafts.py` for the commit, docs/how-to/shards.md.
 """
 
 import errno
@@ -25,23 +28,19 @@ import xxhash
 from shoal.data.packing import pack
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
-from shoal.data.shard_files.drafts import BucketDraft, FolderDraft, draft_at
-from shoal.data.shard_files.feeding import Unlike, feed
-from shoal.data.shard_files.fetching import CACHE_BYTES
+from shoal.data.shard_files.drafts import NOTE, BucketDraft, FolderDraft, draft_at
+from shoal.data.shard_files.feeding import Unlike, feed, load
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     FORMAT,
-    INDEX,
-    SEAL,
     VERSION,
     Index,
     Packed,
     Shard,
     encode,
-    seal,
     shard_name,
 )
-from shoal.data.shard_files.places import Bucket, Folder, open_place
+from shoal.data.shard_files.places import open_place
 from shoal.data.sources import LeavesOut, Source, as_source
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
@@ -49,7 +48,6 @@ from shoal.logs import log
 from shoal.optional import require
 
 SHARD_BYTES = 64 << 20
-_SETTINGS = "build.json"
 _NUM_PROBES = 16
 
 Progress = Callable[[int, int], None]
@@ -69,19 +67,21 @@ def build(
     """Write the samples of a source as a set of shards, and return its index.
 
     `shard_bytes` is the size of a shard before compression; `compress` is None or "zstd". A set
-    that is there already is replaced only with `force`. `identity` is text that changes when the
-    source does (a file's name and time, say). `progress` is told samples and bytes so far.
+    that is there already is replaced only with `force`: in a directory when the new one is whole,
+    at a URL when the build begins. `identity` is text that changes when the source does (a file's
+    name and time, say). `progress` is told samples and bytes so far.
     """
     source = as_source(source)
     _check(len(source), shard_bytes, compress, workers)
-    place = open_place(out, None, CACHE_BYTES)
-    assert isinstance(place, Folder | Bucket)
+    place = open_place(out)
     draft = draft_at(place)
     draft.refuse_others(force)
     described, probes = _probe(source)
     wanted = layout.rows_of(described, shard_bytes) if described else Packed()
     identity = " ".join(filter(None, (identity, _own_name(source))))
-    settings = Settings(VERSION, len(source), identity, probes, shard_bytes, compress, wanted)
+    settings = Settings(
+        FORMAT, VERSION, len(source), identity, probes, shard_bytes, compress, wanted
+    )
     job = _Build(source, draft, settings, workers, progress or (lambda samples, num_bytes: None))
     try:
         return job.run()
@@ -116,35 +116,50 @@ class _Build:
 
     def run(self) -> Index:
         self._draft.begin()
+        finished = None
+        while finished is None:  # a second time at most: everything can be packed
+            finished = self._finish()
+        if not finished:
+            self.discards = True
+            raise RecipeError(
+                "no sample of the source could be loaded, so there is no set. Try source[0] by "
+                "itself."
+            )
+        index = _index(self._settings, [done.shard for done in finished])
+        self._draft.commit(encode(index), map(_note, range(len(finished))))
+        return index
+
+    def _finish(self) -> list[Finished] | None:
+        """All shards; None if a sample does not fit the layout, which is another from then on."""
         finished = self._take_up()
         try:
-            finished += self._write(finished)
+            return finished + self._write(finished)
         except Unlike as unlike:
             log.info(
                 "sample %d is not like the first, so samples are packed one by one", unlike.number
             )
-            self._settings = msgspec.structs.replace(self._settings, layout=Packed())
-            finished = self._take_up()
-            finished += self._write(finished)
-        if not finished:
-            self.discards = True
-            raise RecipeError("no sample of the source could be loaded, so there is no set.")
-        return self._commit([done.shard for done in finished])
+        self._settings = self._if_packed()
+        return None
+
+    def _if_packed(self) -> Settings:
+        return msgspec.structs.replace(self._settings, layout=Packed())
 
     def _take_up(self) -> list[Finished]:
         """Finished shards of an earlier build of the same; of any other nothing stays."""
         self._num_bytes = 0
-        noted = self._draft.read(_SETTINGS)
-        if noted == msgspec.json.encode(self._settings):
-            finished = list(self._still_good())
-            if finished:
-                log.info("going on after %d finished shards", len(finished))
-            self._num_bytes = sum(done.shard.data_bytes for done in finished)
-            return finished
+        noted = self._draft.read(NOTE)
+        for settings in (self._settings, self._if_packed()):  # it may have met an unlike sample
+            if noted == msgspec.json.encode(settings):
+                self._settings = settings
+                finished = list(self._still_good())
+                if finished:
+                    log.info("going on after %d finished shards", len(finished))
+                self._num_bytes = sum(done.shard.data_bytes for done in finished)
+                return finished
         if noted is not None:
             log.info("an unfinished build was of something else; beginning anew")
         self._draft.clear()
-        self._draft.write(_SETTINGS, [msgspec.json.encode(self._settings)])
+        self._draft.write(NOTE, [msgspec.json.encode(self._settings)])
         return []
 
     def _still_good(self) -> Iterator[Finished]:
@@ -163,8 +178,8 @@ class _Build:
     def _is_of_source(self, done: Finished) -> bool:
         for number, wanted in ((done.first, done.first_hash), (done.last, done.last_hash)):
             try:
-                content = self._encode(self._source[number])
-            except Exception:  # noqa: BLE001 (whatever it is, the source is another)
+                content = self._encode(load(self._source, number))
+            except (RecipeError, Unlike):
                 return False
             if xxhash.xxh3_128_hexdigest(content) != wanted:
                 return False
@@ -201,14 +216,6 @@ class _Build:
             raise Unlike(-1)
         return layout.row(wanted, described)
 
-    def _commit(self, shards: list[Shard]) -> Index:
-        index = _index(self._settings, shards)
-        content = encode(index)
-        self._draft.write(INDEX, [content])
-        self._draft.write(SEAL, [seal(content)])
-        self._draft.commit([_SETTINGS, *map(_note, range(len(shards)))])
-        return index
-
 
 def _index(settings: Settings, shards: list[Shard]) -> Index:
     return Index(
@@ -240,15 +247,11 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
     is_rows, digest = True, xxhash.xxh3_128()
     for number in np.unique(np.linspace(0, len(source) - 1, _NUM_PROBES).astype(np.int64)):
         try:
-            sample = source[int(number)]
-        except Exception as error:
-            if isinstance(source, LeavesOut) and isinstance(error, ShoalError):
+            sample = load(source, int(number))
+        except RecipeError:
+            if isinstance(source, LeavesOut):
                 continue
-            if isinstance(error, ShoalError):
-                raise
-            raise RecipeError(
-                f"sample {number} of {len(source)} failed: {type(error).__name__}: {error}."
-            ) from error
+            raise
         try:
             described = layout.describe(sample)
             digest.update(repr((described.tree, described.leaves)).encode())

@@ -22,24 +22,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from shoal.data.orders import KnowsParts, Order
-from shoal.data.packing import BadSample, pack, unpack
-from shoal.data.readers.records import Many
-from shoal.data.sources import Ids, LeavesOut, Pass, Source, Takes, Varied, as_source
-from shoal.data.transforms.drawing import name_of as name_of_function
-from shoal.data.transforms.fingerprint import NoIdentity, digest, identity_of
-from shoal.data.transforms.layers import loads, place_of, sample_of
-from shoal.data.transforms.quarantine import (
-    NOT_THE_SAMPLE,
-    Note,
-    add_missing,
-    name_of,
-    shorten,
-    usable,
-)
+from shoal.data.packing import pack, unpack
+from shoal.data.sources import Ids, Pass, Source, Takes, as_source
+from shoal.data.transforms.fingerprint import digest, identity_of, key_of
+from shoal.data.transforms.layers import Layer, applied, loads
+from shoal.data.transforms.quarantine import Note, add_missing, blaming, kinds_of, shorten, usable
 from shoal.data.transforms.schema import Complaint, Schema, complaint_of
 from shoal.data.transforms.shares import Job, result_of
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.logs import log, warn_once
+from shoal.logs import log
 
 Unique = Callable[[Any], Any] | Literal["all"]
 
@@ -70,54 +61,33 @@ class Rules(msgspec.Struct, frozen=True):
     goes_on: bool  # past samples that fail or do not fit
 
 
-class Cleaned:
+class Cleaned(Layer):
     """The samples of a source that stayed; made by `clean`."""
 
     def __init__(self, source: Source, kept: Ids, rules: Rules, counts: Counts):
-        self.source, self.kept, self.counts = source, kept, counts
-        self._rules = rules
-        order = _order_among(getattr(source, "order", None), kept)
-        if order is not None:
-            self.order = order
+        super().__init__(source)
+        self.kept, self.rules, self.counts = kept, rules, counts
+        if hasattr(self, "order"):
+            self.order = _order_among(self.order, kept)
         if isinstance(source, Takes) and rules.repair is None:
             self.take = self._take
-        if isinstance(source, Varied):
-            self.vary = self._vary
-        if isinstance(source, Many):
-            self.many = self._many
-        if isinstance(source, LeavesOut):
-            self.record = self._record
 
     def __len__(self) -> int:
         return len(self.kept)
 
-    def __getitem__(self, index: int) -> Any:
-        return self._sample(index, None)
+    def _below(self, index: int) -> int:
+        return int(self.kept[index])
 
-    def _vary(self, index: int, of: Pass) -> Any:
-        return self._sample(index, of)
-
-    def _sample(self, index: int, of: Pass | None) -> Any:
-        place = int(self.kept[place_of(index, len(self))])
-        return repaired(sample_of(self.source, place, of), place, self._rules.repair)
+    def _change(self, sample: Any, index: int, of: Pass) -> Any:
+        return repaired(sample, index, self.rules.repair)
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         assert isinstance(self.source, Takes)
         return self.source.take(self.kept[ids])
 
-    def _many(self, ids: Ids) -> list[Any]:
-        assert isinstance(self.source, Many)
-        places = self.kept[ids]
-        found = zip(self.source.many(places), places, strict=True)
-        return [repaired(sample, int(place), self._rules.repair) for sample, place in found]
-
-    def _record(self, index: int, error: Exception) -> None:
-        assert isinstance(self.source, LeavesOut)
-        self.source.record(int(self.kept[index]), error)
-
     def identity(self) -> str:
         """Names this content: what lies below, which samples stayed, how they are repaired."""
-        return digest("cleaned", identity_of(self.source), self.kept, self._rules.repair)
+        return digest("cleaned", identity_of(self.source), self.kept, self.rules.repair)
 
 
 def clean(
@@ -138,20 +108,18 @@ def clean(
     are written there and left out; without it, the first of them is an error. `identity` names
     source and rules, for those that Shoal cannot tell apart itself: another text when they change.
     """
-    source, rules = (
-        as_source(source),
-        Rules(keep, repair, schema, unique_by, quarantine is not None),
-    )
-    _refuse_nothing(source, rules)
+    source = as_source(source)
+    rules = Rules(keep, repair, schema, unique_by, quarantine is not None)
+    _check_rules(source, rules)
     path = None if quarantine is None else usable(quarantine)
-    key = _key(source, rules, identity)
+    key = key_of("clean", source, identity, *([rules] if identity is None else []))
     judge = _Judge(source, rules)
     content = result_of(Job("clean", key, len(source), judge.share, _merge), workers)
     found = unpack(content)
     counts = Counts(*found["counts"])
     log.info("clean: of %d samples %s", len(source), counts)
     if path is not None:
-        name = name_of(source) if key is None else f"{name_of(source)} {key[:16]}"
+        name = kinds_of(source) if key is None else f"{kinds_of(source)} {key[:16]}"
         add_missing(path, [Note(name, *note) for note in found["notes"]])
     if not counts.kept:
         raise UsageError(
@@ -162,14 +130,8 @@ def clean(
 
 
 def repaired(sample: Any, index: int, repair: Callable[[Any], Any] | None) -> Any:
-    """The sample as `repair` leaves it; an error that names it if that fails."""
-    if repair is None:
-        return sample
-    try:
-        return repair(sample)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"sample {index}: {name_of_function(repair)} failed: {what}") from error
+    """The sample as `repair` leaves it, if there is such a rule."""
+    return sample if repair is None else applied(repair, index, sample)
 
 
 class _Judge:
@@ -225,15 +187,13 @@ class _Judge:
 
     def _load(self, index: int, load: Callable[[], Any]) -> Any:
         try:
-            return repaired(load(), index, self._rules.repair)
-        except (RecipeError, BadSample) as error:
+            with blaming(index):
+                return repaired(load(), index, self._rules.repair)
+        except RecipeError as error:
             cause = error.__cause__ or error
             raise _Bad(type(cause).__name__, str(error)) from error
         except ShoalError:
             raise
-        except NOT_THE_SAMPLE as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ShoalError(f"sample {index} was not reached: {what}") from error
         except Exception as error:
             reason = f"sample {index} failed: {type(error).__name__}: {error}"
             raise _Bad(type(error).__name__, reason) from error
@@ -280,21 +240,7 @@ def _first_alike(keys: NDArray[np.uint64]) -> Ids:
     return first
 
 
-def _key(source: Source, rules: Rules, identity: str | None) -> str | None:
-    given = [rules.keep, rules.repair, rules.schema, rules.unique_by, rules.goes_on]
-    try:
-        if identity is not None:
-            return digest("clean", identity, len(source))
-        return digest("clean", identity_of(source), len(source), *given)
-    except NoIdentity as error:
-        warn_once(
-            f"clean() looks at all samples at every start, because what it would keep cannot be "
-            f"found again: {error} Or pass identity=, a text that changes with source and rules."
-        )
-        return None
-
-
-def _refuse_nothing(source: Source, rules: Rules) -> None:
+def _check_rules(source: Source, rules: Rules) -> None:
     if not len(source):
         raise UsageError("clean() was given an empty source: len(source) is 0.")
     if not (rules.keep or rules.repair or rules.schema or rules.unique_by or rules.goes_on):
@@ -308,10 +254,8 @@ def _refuse_nothing(source: Source, rules: Rules) -> None:
         )
 
 
-def _order_among(order: Any, kept: Ids) -> Order | None:
+def _order_among(order: Any, kept: Ids) -> Order:
     """The order of a source for those of its samples that stayed."""
-    if order is None:
-        return None
     if isinstance(order, KnowsParts):
         return order.among(kept)
     raise UsageError(

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence, SeedSequence
 from numpy.typing import DTypeLike, NDArray
 
+from shoal.data.order import mix64
 from shoal.data.transforms.fields import field
 from shoal.errors import UsageError
 
@@ -35,8 +36,8 @@ def generator(seed: int, epoch: int, index: int, layer: int = 0) -> Random:
     """The generator of sample `index` in the pass `epoch` of a run with this seed."""
     state = 0x5348_4F41_4C00_0002
     for value in (seed, epoch, index, layer):
-        state = _mix((state + value) & _LONG)
-    words = [_mix((state + turn * _GOLDEN) & _LONG) for turn in range(1, _NUM_WORDS + 1)]
+        state = mix64((state + value) & _LONG)
+    words = [mix64((state + turn * _GOLDEN) & _LONG) for turn in range(1, _NUM_WORDS + 1)]
     start = cast(SeedSequence, _Words(words))  # numpy takes any ISeedSequence, its types do not
     return np.random.Generator(np.random.PCG64(start))
 
@@ -92,6 +93,12 @@ def on(name: str, function: Change) -> Change:
     return drawing if draws(function) else plain
 
 
+def require_chance(chance: float) -> None:
+    """Refuse what is no chance, such as a percentage."""
+    if not 0 <= chance <= 1:
+        raise UsageError(f"chance={chance}. A chance is from 0 to 1.")
+
+
 def name_of(function: Change) -> str:
     """What to call a function in a message."""
     while isinstance(function, partial):
@@ -110,10 +117,3 @@ class _Words(ISeedSequence):
     def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> NDArray[Any]:
         assert n_words == _NUM_WORDS and np.dtype(dtype) == np.uint64, (n_words, dtype)
         return self._words
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finalizer: every input bit moves every output bit, and none is lost."""
-    value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _LONG
-    value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _LONG
-    return value ^ (value >> 31)

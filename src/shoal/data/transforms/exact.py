@@ -94,13 +94,3 @@ def squares(numbers: Floats) -> tuple[Floats, Floats]:
     low = numbers - high
     lost = ((high * high - product) + 2.0 * high * low) + low * low
     return product, lost
-
-
-def rounded(value: Fraction) -> float:
-    """The nearest floating-point number."""
-    return float(value)
-
-
-def rounded_root(value: Fraction) -> float:
-    """The square root of what is not below 0, to the last place but one."""
-    return math.sqrt(float(value))

@@ -3,16 +3,17 @@
 What was computed from a source is kept in the cache directory under such a hash, so that it is
 found again, and only by those to whom it applies. A source that has `identity()` is believed; what
 lies in memory is hashed; a function is known by its code, its constants and whatever it refers to
-outside, followed as far as the user's own code goes, and by version beyond.
+outside or imports, followed as far as the user's own code goes, and by version beyond.
 
 What cannot be told apart has no fingerprint: `NoIdentity` is raised and nothing is kept, because a
 result that is computed anew is slow and one of other data is wrong. Cost: a pass over what lies in
-memory.
+memory; a module that a function imports is imported.
 """
 
 import dis
 import enum
 import functools
+import importlib
 import operator
 import re
 import sys
@@ -32,6 +33,7 @@ from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource
 from shoal.data.views import Joined, View
 from shoal.errors import RecipeError, UsageError
+from shoal.logs import warn_once
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range)
 _NAMES = (np.dtype, torch.dtype, types.EllipsisType)
@@ -40,6 +42,8 @@ _LIBRARIES = tuple(
 )
 _SOURCES = (TensorSource, WindowSource, View, Joined)
 _MOST_DEPTH = 200
+_CHUNK_BYTES = 1 << 24  # of a tensor that does not lie in one piece, copied at a time
+_MEMBERS = (*_PLAIN, list, tuple, dict, set, frozenset, np.ndarray, Tensor)
 
 
 class NoIdentity(UsageError):
@@ -73,6 +77,23 @@ def digest(*values: Any) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(described))
 
 
+def key_of(what: str, source: Any, identity: str | None, *given: Any) -> str | None:
+    """What the result of a pass over a source is kept under; None, with a warning, if by nothing.
+
+    `identity` names the source, if the user did; `given` is what else the result depends on.
+    """
+    try:
+        name = identity_of(source) if identity is None else identity
+        return digest(what, name, len(source), *given)
+    except NoIdentity as error:
+        warn_once(
+            f"{what}() looks at all samples at every start, because its result cannot be found "
+            f"again: {str(error).rstrip('.')}. Or pass identity=, a text that changes with what "
+            f"{what}() is given."
+        )
+        return None
+
+
 def _digest_of_samples(samples: list[Any] | tuple[Any, ...]) -> str:
     hashed = xxhash.xxh3_128()
     for sample in samples:
@@ -99,7 +120,7 @@ class _Describing:
         if isinstance(value, _PLAIN + _NAMES):
             return [type(value).__name__, repr(value)]
         if isinstance(value, Tensor | np.ndarray | np.generic):
-            return ["array", xxhash.xxh3_128_hexdigest(pack(value))]
+            return _array(value)
         if id(value) in self._within:
             return ["itself", self._within.index(id(value))]
         if len(self._within) > _MOST_DEPTH:
@@ -136,6 +157,8 @@ class _Describing:
         if isinstance(value, np.ufunc):
             return ["ufunc", value.__name__, np.__version__]
         if isinstance(value, types.ModuleType):
+            if not _is_of_a_library(value):
+                raise NoIdentity(f"what is used of the module {value.__name__} is not known")
             return ["module", *_version_of(value.__name__)]
         if _is_foreign(value):
             return ["foreign", *_version_of(value.__module__), value.__qualname__]
@@ -148,12 +171,12 @@ class _Describing:
         codes = list(_codes(function.__code__))
         names = sorted({name for code in codes for name in code.co_names})
         outside = function.__globals__
-        used: list[Any] = []
-        for name in sorted(_globals(codes) & outside.keys()):
-            used += [name, outside[name]]
-            used += _attributes(outside[name], names)
         try:
-            refers_to = self.value([function.__defaults__, function.__kwdefaults__, cells, used])
+            found = [*_imported(codes, outside), *cells]
+            for name in sorted(_globals(codes) & outside.keys()):
+                found += [name, outside[name]]
+            used = [list(_followed(value, names)) for value in found]
+            refers_to = self.value([function.__defaults__, function.__kwdefaults__, used])
         except NoIdentity as error:
             raise NoIdentity(f"{function.__qualname__} refers to this: {error}") from None
         return ["function", self._code(function.__code__), refers_to]
@@ -175,7 +198,7 @@ class _Describing:
             shown += [typing.get_type_hints(kind, include_extras=True)]
         except (NameError, TypeError, AttributeError) as error:
             raise NoIdentity(f"an annotation of {kind.__qualname__} is unknown: {error}") from None
-        members = {k: v for k, v in vars(kind).items() if isinstance(v, types.FunctionType)}
+        members = {name: _member(name, value) for name, value in vars(kind).items()}
         return ["type", *map(self.value, [*shown, members, *kind.__bases__])]
 
     def _other(self, value: Any) -> list[Any]:
@@ -187,6 +210,9 @@ class _Describing:
             return ["getter", *map(self.value, value.__reduce__())]
         if callable(getattr(value, "identity", None)) or isinstance(value, _SOURCES):
             return ["source", identity_of(value)]
+        if isinstance(value, msgspec.Struct):
+            parts = [getattr(value, name) for name in value.__struct_fields__]
+            return ["struct", self.value(type(value)), *map(self.value, parts)]
         if typing.get_origin(value) is not None:
             metadata = getattr(value, "__metadata__", ())
             parts = [typing.get_origin(value), *typing.get_args(value), *metadata]
@@ -200,12 +226,90 @@ class _Describing:
         )
 
 
-def _attributes(value: Any, names: list[str]) -> Iterator[Any]:
-    """What code that refers to a module of the user's own may use of it."""
-    if isinstance(value, types.ModuleType) and not _is_of_a_library(value):
+def _array(value: Any) -> list[Any]:
+    """An array or tensor by type, shape and bytes, which are not copied if they lie together."""
+    hashed = xxhash.xxh3_128()
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise NoIdentity(f"a {value.layout} tensor is not told from another")
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        if tensor.numel():
+            num_rows = max(1, _CHUNK_BYTES * len(tensor) // tensor.nbytes) if tensor.dim() else 1
+            parts = [tensor] if tensor.is_contiguous() else tensor.split(num_rows)
+            for part in parts:
+                hashed.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return ["tensor", str(value.dtype), list(value.shape), hashed.hexdigest()]
+    array = np.ascontiguousarray(value)
+    if array.dtype.hasobject:
+        raise NoIdentity(f"an array of {array.dtype} is not told from another")
+    if array.size:
+        hashed.update(array.reshape(-1).view(np.uint8).data)
+    kind = "array" if isinstance(value, np.ndarray) else "number"
+    return [kind, repr(array.dtype), list(np.shape(value)), hashed.hexdigest()]
+
+
+def _member(name: str, value: Any) -> Any:
+    """What an entry of a class says of its behaviour: a method, however bound, or a plain value."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return [value.fget, value.fset, value.fdel]
+    is_plain = isinstance(value, _MEMBERS) and not name.startswith("__")
+    return value if is_plain or isinstance(value, types.FunctionType) else None
+
+
+def _followed(value: Any, names: list[str]) -> Iterator[Any]:
+    """A value that code refers to; of a module of the user's own, what the code may use of it."""
+    if not _is_own(value):
+        yield value
+        return
+    known: list[types.ModuleType] = []
+
+    def follow(module: types.ModuleType) -> Iterator[Any]:
+        known.append(module)
         for name in names:
-            if hasattr(value, name):
-                yield from (name, getattr(value, name))
+            if hasattr(module, name):
+                part = getattr(module, name)
+                yield name
+                if not _is_own(part):
+                    yield part
+                elif part not in known:
+                    yield from follow(part)
+
+    found = list(follow(value))
+    yield from found or [value]
+
+
+def _is_own(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) and not _is_of_a_library(value)
+
+
+def _imported(codes: list[types.CodeType], outside: dict[str, Any]) -> Iterator[Any]:
+    """What code imports when it runs."""
+    for code in codes:
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for at, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":
+                level, parts = steps[at - 2].argval, steps[at - 1].argval
+                yield from _import("." * level + step.argval, parts or (), outside)
+
+
+def _import(name: str, parts: tuple[str, ...], outside: dict[str, Any]) -> Iterator[Any]:
+    """What `from name import parts` binds, or `import name`, which is the first of its packages."""
+    try:
+        module = importlib.import_module(name, outside.get("__package__"))
+        for part in parts:
+            if not hasattr(module, part):  # it is a module itself, or there is no such thing
+                importlib.import_module(f"{module.__name__}.{part}")
+    except ModuleNotFoundError as error:  # code may be prepared for that
+        yield f"without {error.name}"
+        return
+    except Exception as error:
+        raise NoIdentity(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    if parts:
+        yield from (getattr(module, part) for part in parts)
+    else:
+        yield sys.modules[module.__name__.partition(".")[0]]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

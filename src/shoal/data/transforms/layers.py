@@ -11,26 +11,90 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.orders import Order
 from shoal.data.readers.records import Many
-from shoal.data.sources import LeavesOut, Pass, Source, Varied, as_source
+from shoal.data.sources import (
+    NOT_THE_SAMPLE,
+    Ids,
+    LeavesOut,
+    Pass,
+    Source,
+    Varied,
+    as_source,
+    not_reached,
+)
+from shoal.data.transforms.drawing import Change, name_of
+from shoal.errors import RecipeError, ShoalError, UsageError
+
+ANY_PASS = Pass(0, 0)
+"""The pass of `source[i]`, which is the same each time: evaluation, statistics, a look at it."""
 
 _BLOCK = 256  # samples that are asked for at once
 
 
 class Layer:
-    """A source over another one of the same length."""
+    """A source over another one. A kind of layer says what it does to a sample (`_change`), and
+    which sample of the source below is meant by an index (`_below`)."""
 
     def __init__(self, source: Any):
         self.source: Source = as_source(source)
-        order = getattr(source, "order", None)
-        if isinstance(order, Order):
-            self.order = order
+        if getattr(source, "order", None) is not None:
+            self.order = source.order
         if isinstance(source, LeavesOut):
-            self.record = source.record
+            self.record = self._record
+        if isinstance(source, Varied):
+            self.vary = self._vary
+        if isinstance(source, Many):
+            self.many = self._many
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(index, None)
+
+    def _vary(self, index: int, of: Pass) -> Any:
+        return self._sample(index, of)
+
+    def _sample(self, index: int, of: Pass | None) -> Any:
+        at = self._below(place_of(index, len(self)))
+        vary = None if of is None else getattr(self.source, "vary", None)
+        sample = self.source[at] if vary is None else vary(at, of)
+        return self._change(sample, at, of or ANY_PASS)
+
+    def _many(self, ids: Ids) -> list[Any]:
+        assert isinstance(self.source, Many)
+        places = [self._below(int(index)) for index in ids]
+        samples = self.source.many(np.array(places, dtype=np.int64))
+        found = zip(samples, places, strict=True)
+        return [self._change(sample, at, ANY_PASS) for sample, at in found]
+
+    def _record(self, index: int, error: Exception) -> None:
+        assert isinstance(self.source, LeavesOut)
+        self.source.record(self._below(index), error)
+
+    def _below(self, index: int) -> int:
+        return index
+
+    def _change(self, sample: Any, index: int, of: Pass) -> Any:
+        """The sample as it is in a pass; `index` is its number in the source below."""
+        return sample
+
+
+def applied(function: Change, index: int, *arguments: Any) -> Any:
+    """What a function makes of a sample; an error that names both if it fails."""
+    try:
+        return function(*arguments)
+    except RecipeError as error:
+        raise RecipeError(f"sample {index}: {name_of(function)}: {error}") from error
+    except UsageError as error:  # it was given something wrong, whatever the sample
+        raise UsageError(f"{name_of(function)}: {error}") from error
+    except ShoalError:
+        raise
+    except NOT_THE_SAMPLE as error:
+        raise not_reached(index, error) from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"sample {index}: {name_of(function)} failed: {what}") from error
 
 
 def place_of(index: int, length: int) -> int:
@@ -38,13 +102,6 @@ def place_of(index: int, length: int) -> int:
     if not -length <= index < length:
         raise IndexError(f"sample {index} of {length}")
     return int(index) % length
-
-
-def sample_of(source: Source, index: int, of: Pass | None) -> Any:
-    """A sample as it is in a pass, if one is given and the source tells them apart."""
-    if of is not None and isinstance(source, Varied):
-        return source.vary(index, of)
-    return source[index]
 
 
 def loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], Any]]]:

@@ -15,14 +15,10 @@ Next: `drawing.py`, `images.py`, `tokens.py`, `tabular.py`.
 from typing import Any
 
 from shoal.data.readers.records import Many
-from shoal.data.sources import Ids, Pass, Varied, collate_samples
-from shoal.data.transforms.drawing import Change, draws, generator, name_of
+from shoal.data.sources import Ids, Pass, collate_samples
+from shoal.data.transforms.drawing import Change, draws, generator
 from shoal.data.transforms.fingerprint import digest, identity_of
-from shoal.data.transforms.layers import Layer, below, place_of, sample_of
-from shoal.errors import RecipeError, ShoalError
-
-ANY_PASS = Pass(0, 0)
-"""The pass of `source[i]`, which is the same each time: evaluation, statistics, a look at it."""
+from shoal.data.transforms.layers import Layer, applied, below
 
 
 class Mapped(Layer):
@@ -33,39 +29,20 @@ class Mapped(Layer):
         self.function = function
         self.draws = draws(function)
         self._layer = num_drawing(self.source)
-        if self.draws or isinstance(source, Varied):
+        if self.draws:
             self.vary = self._vary
-        elif isinstance(source, Many):
-            self.many, self.take = self._many, self._take
-
-    def __getitem__(self, index: int) -> Any:
-        index = place_of(index, len(self))
-        return self._changed(self.source[index], index, ANY_PASS)
-
-    def _vary(self, index: int, of: Pass) -> Any:
-        index = place_of(index, len(self))
-        return self._changed(sample_of(self.source, index, of), index, of)
-
-    def _many(self, ids: Ids) -> list[Any]:
-        assert isinstance(self.source, Many)
-        records = zip(self.source.many(ids), ids, strict=True)
-        return [self._changed(record, int(index), ANY_PASS) for record, index in records]
+        if isinstance(source, Many):
+            self.take = self._take
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         """Collated here: one question to what lies below is cheaper than one for each sample."""
         return collate_samples(self._many(ids), ids=ids)
 
-    def _changed(self, sample: Any, index: int, of: Pass) -> Any:
-        try:
-            if self.draws:
-                return self.function(sample, generator(of.seed, of.epoch, index, self._layer))
-            return self.function(sample)
-        except ShoalError as error:
-            raise RecipeError(f"sample {index}: {name_of(self.function)}: {error}") from error
-        except Exception as error:
-            raise RecipeError(
-                f"sample {index}: {name_of(self.function)} failed: {type(error).__name__}: {error}"
-            ) from error
+    def _change(self, sample: Any, index: int, of: Pass) -> Any:
+        if self.draws:
+            random = generator(of.seed, of.epoch, index, self._layer)
+            return applied(self.function, index, sample, random)
+        return applied(self.function, index, sample)
 
     def identity(self) -> str:
         """Names this content: what lies below, and the code of the function."""

@@ -13,6 +13,7 @@ whole number in Python becomes a tensor. Cost: one operation a number each time 
 met; samples are taken many at once where the source below can.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.readers.records import Many
-from shoal.data.sources import Ids, Pass, Takes, Varied
+from shoal.data.sources import Ids, Pass, Takes
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import digest, identity_of
-from shoal.data.transforms.layers import Layer, place_of, sample_of
+from shoal.data.transforms.layers import Layer
 from shoal.data.transforms.statistics import (
     Fields,
     FieldStatistics,
@@ -33,7 +33,7 @@ from shoal.data.transforms.statistics import (
     load_statistics,
 )
 from shoal.data.transforms.statistics import statistics as measured
-from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+from shoal.errors import RecipeError, UsageError, nearest
 
 To = Literal["standard", "range"]
 
@@ -45,35 +45,18 @@ class Normalized(Layer):
 
     def __init__(self, source: Any, statistics: Statistics, names: list[str], to: To):
         super().__init__(source)
-        self.statistics, self.to = statistics, to
+        self.statistics, self.names, self.to = statistics, names, to
         self._scales = [_Scale(field(name), statistics.fields[name], to) for name in names]
         if isinstance(source, Takes):
             self.take = self._take
-        if isinstance(source, Varied):
-            self.vary = self._vary
-        if isinstance(source, Many):
-            self.many = self._many
 
-    def __getitem__(self, index: int) -> Any:
-        index = place_of(index, len(self))
-        return self._scaled(self.source[index], index)
-
-    def _vary(self, index: int, of: Pass) -> Any:
-        index = place_of(index, len(self))
-        return self._scaled(sample_of(self.source, index, of), index)
-
-    def _scaled(self, sample: Any, index: int) -> Any:
+    def _change(self, sample: Any, index: int, of: Pass) -> Any:
         try:
             for scale in self._scales:
                 sample = scale.apply(sample)
-        except ShoalError as error:
+        except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be normalised: {error}") from error
         return sample
-
-    def _many(self, ids: Ids) -> list[Any]:
-        assert isinstance(self.source, Many)
-        samples = zip(self.source.many(ids), ids, strict=True)
-        return [self._scaled(sample, int(index)) for sample, index in samples]
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         assert isinstance(self.source, Takes)
@@ -103,6 +86,7 @@ def normalized(
 
     `fields` are names, or a dict from name to the dim whose indices are scaled apart; without it,
     all that the statistics are about. `to` is "standard" (mean 0, deviation 1) or "range" (0 to 1).
+    `workers` and `identity` are about measuring.
     """
     if to not in ("standard", "range"):
         raise UsageError(f"to={to!r} is not known. {nearest(to, ('standard', 'range'))}")
@@ -115,11 +99,22 @@ def normalized(
                 '["inputs"].'
             )
         statistics = measured(source, fields, workers=workers, identity=identity)
+    elif workers != 1 or identity is not None:
+        raise UsageError(
+            "normalized() was given statistics, so it measures nothing, and workers= and identity= "
+            "have no effect. Leave them out."
+        )
     names = list(statistics.fields) if fields is None else list(axes_of(fields))
     for name in names:
         if name not in statistics.fields:
             raise UsageError(
                 f"there are no statistics of {name!r}. {nearest(name, statistics.fields)}"
+            )
+        known = statistics.fields[name].axis
+        if isinstance(fields, Mapping) and fields[name] != known:
+            raise UsageError(
+                f"{name!r} is to be scaled along dim {fields[name]}, and its statistics were "
+                f"measured along dim {known}. Give {{{name!r}: {known}}}, or measure anew."
             )
     return Normalized(source, statistics, names, to)
 

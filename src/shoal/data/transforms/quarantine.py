@@ -8,6 +8,7 @@ Not for data that fails often: find out why, or `clean` it first. Cost: samples 
 one, even where the source could give many at once, so that the bad one is known.
 """
 
+import errno
 import fcntl
 import os
 import threading
@@ -19,14 +20,11 @@ from typing import Any
 import msgspec
 
 from shoal.data.packing import BadSample
-from shoal.data.sources import Ids, Pass, Takes, Varied
+from shoal.data.sources import NOT_THE_SAMPLE, Pass, not_reached
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.data.transforms.layers import Layer, below
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import RecipeError, UsageError
 from shoal.logs import log
-
-NOT_THE_SAMPLE = (ConnectionError, TimeoutError, MemoryError)
-"""What says nothing of a sample: it may be a good one, so it is never left out for that."""
 
 _MOST_REASON = 2000  # characters
 
@@ -52,23 +50,10 @@ class Quarantined(Layer):
         self.record = self._record
         self._seen: set[int] = set()
         self._lock = threading.Lock()
-        if isinstance(source, Takes):
-            self.take = self._take
-        if isinstance(source, Varied):
-            self.vary = self._vary
 
-    def __getitem__(self, index: int) -> Any:
-        with _blaming(index):
-            return self.source[index]
-
-    def _vary(self, index: int, of: Pass) -> Any:
-        assert isinstance(self.source, Varied)
-        with _blaming(index):
-            return self.source.vary(index, of)
-
-    def _take(self, ids: Ids) -> tuple[Any, Any]:
-        assert isinstance(self.source, Takes)
-        return self.source.take(ids)
+    def _sample(self, index: int, of: Pass | None) -> Any:
+        with blaming(index):
+            return super()._sample(index, of)
 
     def _record(self, index: int, error: Exception) -> None:
         """Write down that a sample failed; the first time in this process, and whole or not."""
@@ -77,7 +62,7 @@ class Quarantined(Layer):
                 return
             self._seen.add(index)
         cause = error.__cause__ or error
-        note = Note(name_of(self.source), index, type(cause).__name__, shorten(str(error)))
+        note = Note(kinds_of(self.source), index, type(cause).__name__, shorten(str(error)))
         log.warning("sample %d is left out: %s", index, note.reason)
         try:
             _append(self.path, note.line())
@@ -87,6 +72,11 @@ class Quarantined(Layer):
                 "the quarantine file %s cannot be written (%s); its line would have been %s",
                 *(self.path, failed.strerror, note.line().decode().strip()),
             )
+
+    def left_out(self) -> set[int]:
+        """The samples of this source that its file names, whichever process wrote them there."""
+        own = kinds_of(self.source)
+        return {note.index for note in read_notes(self.path) if note.source == own}
 
     def identity(self) -> str:
         return identity_of(self.source)
@@ -135,9 +125,24 @@ def add_missing(path: Path, notes: Iterable[Note]) -> None:
         ) from error
 
 
-def name_of(source: Any) -> str:
+def read_notes(path: Path) -> list[Note]:
+    """The notes in a file. A last line without an end was cut off, and does not count."""
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    for number, line in enumerate(lines, 1):
+        if not _is_note(line):
+            raise UsageError(
+                f"line {number} of the quarantine file {path} is damaged, so it is not known which "
+                "samples were left out. Mend it, with the help of the run's logs, or remove it."
+            )
+    return [msgspec.json.decode(line, type=Note) for line in lines]
+
+
+def kinds_of(source: Any) -> str:
     """A source by its types, from the outermost to the innermost; its content is not looked at."""
-    return " of ".join([type(source).__qualname__, *map(name_of, below(source)[:1])])
+    return " of ".join([type(source).__qualname__, *map(kinds_of, below(source)[:1])])
 
 
 def shorten(reason: str) -> str:
@@ -145,16 +150,14 @@ def shorten(reason: str) -> str:
 
 
 @contextmanager
-def _blaming(index: int) -> Iterator[None]:
+def blaming(index: int) -> Iterator[None]:
     """Tell what is a sample's fault, and may be left out, from what is not, and ends the run."""
     try:
         yield
     except BadSample as error:
         raise RecipeError(f"sample {index}: {error}") from error
     except NOT_THE_SAMPLE as error:
-        raise ShoalError(
-            f"sample {index} was not reached: {type(error).__name__}: {error}"
-        ) from error
+        raise not_reached(index, error) from error
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -163,7 +166,7 @@ def _append(path: Path, line: bytes) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if os.write(file, line) != len(line):
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(file)
 

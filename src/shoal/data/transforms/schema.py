@@ -82,7 +82,8 @@ def _rule(name: str, rule: Any) -> Complaint:
 
 
 def _as_type(kind: Any) -> Complaint:
-    msgspec.json.schema(kind) if kind is not Any else None  # raises TypeError for what is no type
+    if kind is not Any:
+        msgspec.json.schema(kind)  # raises TypeError for what is no type
 
     def complain(value: Any) -> str | None:
         try:

@@ -6,8 +6,9 @@ merged in the order of the samples. So workers of one call and runs that start a
 also on several hosts with a common cache directory, divide the work, and what comes out
 does not depend on who did what. Nobody waits for long: a share that does not come is done again.
 
-The result is kept in `$SHOAL_CACHE/transforms` under a hash of the source and of the work. Not for
-work whose result depends on the order of shares. Cost: a small file a share while it lasts.
+The result is kept in `$SHOAL_CACHE/transforms` under a hash of the source and of the work, until
+nobody has asked for it for 30 days. Not for work whose result depends on the order of shares. Cost:
+a small file a share while it lasts.
 """
 
 import contextlib
@@ -37,6 +38,8 @@ _PATIENCE_S = 20.0  # without any share finished, before one in other hands is d
 _ATTEMPTS = 3
 _POLL_S = 0.02
 _PROGRESS_S = 5.0
+_UNUSED_S = 30 * 86400.0  # after which a result goes
+_LEFT_S = 86400.0  # after which the parts of a job that failed go
 
 Work = Callable[[range], bytes]
 Merge = Callable[[list[bytes]], bytes]
@@ -107,6 +110,8 @@ def _work_out(job: Job, folder: Path, workers: int) -> bytes:
     for _ in range(_ATTEMPTS):
         found = _read(kept)
         if found is not None:
+            with contextlib.suppress(OSError):  # it may be another user's
+                os.utime(kept)
             return found
         place.mkdir(parents=True, exist_ok=True)
         claims = _Claims(job, place, kept)
@@ -118,6 +123,7 @@ def _work_out(job: Job, folder: Path, workers: int) -> bytes:
             merged = job.merge(whole)
             write_whole(kept, _header(merged) + merged)
             shutil.rmtree(place, ignore_errors=True)
+            _sweep(folder)
             return merged
         # Another process was quicker and took the parts away, or one of them is damaged.
     raise UsageError(
@@ -240,6 +246,28 @@ def _locked(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what nobody has used for long: results, parts of jobs that failed, torn files."""
+    now = time.time()
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may sweep too
+            age_s = now - path.stat().st_mtime
+            if path.suffix == ".parts":
+                if age_s > _LEFT_S and not _is_in_work(path):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif age_s > (_UNUSED_S if path.suffix == ".bin" else _LEFT_S):
+                path.unlink()
+
+
+def _is_in_work(place: Path) -> bool:
+    """Whether a process holds a share of this job."""
+    for lock in place.glob("*.lock"):
+        with lock.open("ab") as file:
+            if not _locked(file):
+                return True
+    return False
 
 
 def _header(body: bytes) -> bytes:

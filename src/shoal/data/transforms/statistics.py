@@ -12,6 +12,7 @@ Computed once, kept in the cache directory, and written to a path with `save` to
 Not for varied samples: `source[i]` is measured. Cost: one pass over the source.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -23,14 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.sources import Source, as_source
-from shoal.data.transforms.exact import ExactSum, Floats, rounded, rounded_root, squares
+from shoal.data.sources import NOT_THE_SAMPLE, Source, as_source, not_reached
+from shoal.data.transforms.exact import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
-from shoal.data.transforms.fingerprint import NoIdentity, digest, identity_of
+from shoal.data.transforms.fingerprint import key_of
 from shoal.data.transforms.layers import loads
 from shoal.data.transforms.shares import Job, result_of, write_whole
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.logs import warn_once
 
 Fields: TypeAlias = Sequence[str] | Mapping[str, int | None]
 
@@ -99,15 +99,7 @@ def statistics(
         raise UsageError("statistics() was given an empty source: len(source) is 0.")
     if not all(0 <= part <= 1 for part in quantiles):
         raise UsageError(f"quantiles={list(quantiles)}. Each is a share from 0 to 1.")
-    try:
-        name = identity_of(source) if identity is None else identity
-        key = digest("statistics", name, len(source), axes, list(quantiles))
-    except NoIdentity as error:
-        warn_once(
-            f"statistics() measures all samples at every start, because the result cannot be found "
-            f"again: {error} Or pass identity=, a text that changes with the source."
-        )
-        key = None
+    key = key_of("statistics", source, identity, axes, list(quantiles))
 
     def work(share: range) -> bytes:
         return measure(source, axes, share, bool(quantiles)).packed()
@@ -169,6 +161,8 @@ def measure(
             raise RecipeError(f"sample {index} cannot be measured: {error}") from error
         except ShoalError:
             raise
+        except NOT_THE_SAMPLE as error:
+            raise not_reached(index, error) from error
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise RecipeError(f"sample {index} cannot be measured: {what}") from error
@@ -264,8 +258,8 @@ class _Tally:
         return FieldStatistics(
             axis=self.axis,
             count=self.count,
-            mean=[rounded(total / self.count) for total, _ in pairs],
-            std=[rounded_root(max(variance, Fraction(0))) for variance in variances],
+            mean=[float(total / self.count) for total, _ in pairs],
+            std=[math.sqrt(max(variance, Fraction(0))) for variance in variances],
             low=self.low.tolist(),
             high=self.high.tolist(),
             quantiles={repr(float(share)): self._quantile(share) for share in quantiles},

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.transforms.drawing import Random
+from shoal.data.transforms.drawing import Random, require_chance
 from shoal.errors import RecipeError, UsageError
 
 Tokens = TypeVar("Tokens", NDArray[Any], Tensor)
@@ -33,7 +33,7 @@ def drop(
     special: Sequence[int] = (),
 ) -> Tokens:
     """Replace each token by another (an unknown word, say) with this chance; the length stays."""
-    _require_chance(chance)
+    require_chance(chance)
 
     def change(ids: NDArray[Any]) -> NDArray[Any]:
         chosen = (random.random(len(ids)) < chance) & ~np.isin(ids, special)
@@ -58,7 +58,7 @@ def mask(
     10 % a token drawn from the vocabulary, 10 % stay. Labels are int64: the token where it was
     chosen, `ignore` elsewhere.
     """
-    _require_chance(chance)
+    require_chance(chance)
     ids = _array(tokens)
     # All draws are made for every token, so that one choice does not move the others.
     draws, fates = random.random(len(ids)), random.random(len(ids))
@@ -104,8 +104,3 @@ def _array(tokens: Any) -> NDArray[Any]:
         shown = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(tokens)
         raise RecipeError(f"{shown} are no tokens. They must be a 1-D array of whole numbers")
     return ids
-
-
-def _require_chance(chance: float) -> None:
-    if not 0 <= chance <= 1:
-        raise UsageError(f"chance={chance}. A chance is from 0 to 1.")

@@ -1,5 +1,6 @@
 """The memory area: bounded, shared, found by all and gone with the last."""
 
+import gc
 import os
 import signal
 import struct
@@ -86,7 +87,7 @@ def test_an_area_that_is_too_small_is_refused() -> None:
 
 
 @given(
-    st.lists(st.builds(Segment, st.just(0), st.integers(0, 3), st.floats(0, 100)), min_size=1),
+    st.lists(st.builds(Segment, st.integers(0, 3), st.floats(0, 100)), min_size=1),
     st.floats(0, 100),
 )
 def test_the_segment_chosen_is_empty_or_the_oldest(segments: list[Segment], since: float) -> None:
@@ -170,10 +171,25 @@ def test_a_slot_of_nonsense_is_a_miss(slot: bytes, number: int) -> None:
 def test_a_bound_of_nonsense_is_not_written_past(area: Area) -> None:
     """A segment that says it holds more than it can counts as full."""
     for number in range(NUM_SEGMENTS):
-        struct.pack_into("<Q", area._map, 4096 + 64 * number + 8, 2**63)
-        struct.pack_into("<d", area._map, 4096 + 64 * number + 16, 1e9)
+        struct.pack_into("<Q", area._map, 4096 + 64 * number, 2**63)
+        struct.pack_into("<d", area._map, 4096 + 64 * number + 8, 1e9)
     assert not area.put(KEY, CONTENT)
     assert area.get(KEY) is None
+
+
+def test_an_area_that_cannot_be_mapped_leaves_nothing_open(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("shoal.data.cache.area.mmap.mmap", fail)
+    given = os.dup(descriptor)
+    with pytest.raises(OSError, match="no memory"):
+        Area(given)
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(given)
 
 
 def test_another_who_holds_the_lock_only_costs_the_putting(

@@ -178,6 +178,25 @@ def test_a_full_disk_is_told_once_and_still_read(
     disk.close()
 
 
+def test_a_file_that_comes_in_parts_is_read_whole(
+    opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives as much as it likes at a time, and never more than 2 GiB."""
+    disk, whole = opened(), os.readv
+    put(disk, 1)
+    for most in (1, 7, 16, 17, 30_000):
+
+        def some(descriptor: int, buffers: list[memoryview], most: int = most) -> int:
+            return whole(descriptor, [memoryview(buffers[0])[:most]])
+
+        monkeypatch.setattr(os, "readv", some)
+        assert has(disk, 1) == [True]
+    path = held(tmp_path)[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert has(disk, 1) == [False]
+    disk.close()
+
+
 def test_damage_is_told_once(opened, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = opened()
     put(disk, 1, 2)

@@ -1,17 +1,28 @@
 """What samples are kept under: the same for the same samples, another when data or code change."""
 
+import functools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from shoal.data.cache.cached import cached
 from shoal.data.cache.identity import name_content
+from shoal.data.readers.columns import ColumnPairs
+from shoal.data.readers.images import images
 from shoal.data.sources import tensors
+from shoal.data.transforms.cleaning import clean
+from shoal.data.transforms.mapping import mapped
+from shoal.data.transforms.normalizing import normalized
+from shoal.data.transforms.statistics import statistics
+from shoal.data.views import in_order
 from shoal.errors import UsageError
 
 MODULE = """
@@ -96,6 +107,121 @@ def test_code_that_holds_what_cannot_be_told_counts_by_itself(load: Load) -> Non
 
     names = {name_content(load()["Outer"]([1], function), "a") for function in (first, second)}
     assert len(names) == 2
+
+
+class Scale:
+    """A function that is an object, with a setting, and maybe what has no content to compare."""
+
+    def __init__(self, by: int, lock: object = None):
+        self.by, self.lock = by, lock
+
+    def __call__(self, value: int) -> int:
+        return value * self.by
+
+
+def scale(value: int, by: int) -> int:
+    return value * by
+
+
+class Table:
+    """Columns of numbers, of which nothing is told."""
+
+    columns = ("a/1", "a/2", "y")
+
+    def __len__(self) -> int:
+        return 3
+
+    def __str__(self) -> str:
+        return "the table"
+
+    def identity(self) -> str:
+        return "table"
+
+    def arrays(self, ids: Any, names: Any) -> dict[str, Any]:
+        return {name: np.zeros(len(ids)) for name in names}
+
+    def unfit(self, name: str) -> None:
+        return None
+
+
+PAIRS = tensors(torch.arange(8.0).reshape(4, 2), torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([1, 2], [1, 3]),
+        ({"a": 1}, {"a": 2}),
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}),
+        (torch.zeros(2), torch.ones(2)),
+        (np.zeros(2), np.zeros(3)),
+        (functools.partial(scale, by=2), functools.partial(scale, by=3)),
+        (Scale(2), Scale(3)),
+        (Scale(2).__call__, Scale(3).__call__),
+        ("1/2", "1/3"),
+        (b"a", b"b"),
+        (mapped([1], functools.partial(scale, by=2)), mapped([1], functools.partial(scale, by=3))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_two_settings_under_one_key_have_two_names(load: Load, first: Any, second: Any) -> None:
+    def named(value: Any) -> str:
+        return name_content(load()["Photos"](value), "a")
+
+    assert named(first) == named(first)
+    assert named(first) != named(second)
+
+
+def test_settings_of_layers_and_readers_count_under_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL", reason="needs the extra images")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "found"))
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    measured = statistics(PAIRS, ["inputs", "target"])
+    table: Any = Table()
+    sources = [
+        mapped([1, 2], Scale(2)),
+        mapped([1, 2], Scale(3)),
+        clean(PAIRS, keep=lambda pair: pair[1] > 1),
+        clean(PAIRS, keep=lambda pair: pair[1] > 2),
+        normalized(PAIRS, statistics=measured),
+        normalized(PAIRS, statistics=statistics(PAIRS, {"inputs": 0, "target": None})),
+        normalized(PAIRS, ["inputs"], measured),
+        normalized(PAIRS, ["target"], measured),
+        images(tmp_path / "photos"),
+        images(tmp_path / "photos", mode="L"),
+        images(tmp_path / "photos", most_pixels=10),
+        ColumnPairs(table, "a/1", "y"),
+        ColumnPairs(table, "a/2", "y"),
+        ColumnPairs(table, ["a/1", "a/2"], "y"),
+    ]
+    names = [name_content(source, "a") for source in sources]
+    assert len(set(names)) == len(names)
+    assert names == [name_content(source, "a") for source in sources]
+
+
+def test_an_object_that_cannot_be_compared_counts_by_its_code() -> None:
+    held = [Scale(2, threading.Lock()), functools.partial(scale, by=threading.Lock())]
+    names = [name_content(mapped([1], function), "a") for function in held]
+    assert names == [name_content(mapped([1], function), "a") for function in held]
+    assert len(set(names)) == 2
+
+
+def test_how_samples_are_asked_for_does_not_count(tmp_path: Path) -> None:
+    """Nor where they lie, nor how many were made before."""
+
+    def named(where: str) -> str:
+        (tmp_path / where / "cat").mkdir(parents=True)
+        return name_content(in_order(mapped(images(tmp_path / where), Scale(2))), "a")
+
+    pytest.importorskip("PIL", reason="needs the extra images")
+    assert named("here") == named("there")
+    kept = cached(PAIRS, memory=None, disk=tmp_path / "kept")
+    before = name_content(kept, "a")
+    assert kept[0] and kept.num_made == 1
+    assert name_content(kept, "a") == before
+    kept.close()
 
 
 def test_a_source_that_tells_needs_no_key(load: Load) -> None:

@@ -90,7 +90,7 @@ def test_what_is_no_dataset_is_refused(dataset: Any) -> None:
         huggingface(dataset.with_transform(lambda batch: batch))
     with pytest.raises(UsageError, match=r"no column 'txt'. Did you mean 'text'"):
         huggingface(dataset, columns=["txt"])
-    with pytest.raises(UsageError, match="'text' holds string"):
+    with pytest.raises(UsageError, match=r"'text' of the dataset .* holds string"):
         huggingface(dataset).pairs("text", "label")
 
 

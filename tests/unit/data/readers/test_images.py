@@ -108,6 +108,9 @@ def test_a_bomb_is_refused_before_it_is_decoded(folder: Path) -> None:
     (folder / "cat/1.png").write_bytes(encoded(Image.new("1", (3000, 2000))))
     with pytest.raises(BadRecord, match=r"3000 x 2000 pixels, and 1,000,000 are allowed"):
         images(folder, most_pixels=1_000_000)[1]
+    assert len(images(folder, most_pixels=178_956_970)) == 4
+    with pytest.raises(UsageError, match=r"Pillow decodes up to 178,956,970; use that or less"):
+        images(folder, most_pixels=178_956_971)
 
 
 def test_a_changed_or_missing_image_is_lost(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.readers import headers
+from shoal.data.readers import tar as tar_module
 from shoal.data.readers.records import SourceLost
 from shoal.data.readers.tar import tar
 from shoal.errors import ShoalError, UsageError
@@ -86,7 +86,7 @@ class TestTarBehindAUrl(SourceConformance):
 def test_every_form_of_names_is_read(
     tmp_path: Path, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headers, "_WINDOW_BYTES", 700)  # many windows
+    monkeypatch.setattr(tar_module, "_WINDOW_BYTES", 700)  # many windows
     folder = "/".join(["f" * 60] * (2 if kind == tarfile.USTAR_FORMAT else 9))
     content = {f"{folder}/{number:03}.bin": bytes([number]) * number for number in range(200)}
     if kind != tarfile.USTAR_FORMAT:

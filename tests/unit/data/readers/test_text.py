@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from shoal.data.loader import Batches
 from shoal.data.readers.csv import csv, split_row
 from shoal.data.readers.files import BLOCK_BYTES
-from shoal.data.readers.jsonl import jsonl
-from shoal.data.readers.lines import lines
-from shoal.data.readers.linewise import Quotes, Stray, spans_of
+from shoal.data.readers.linewise import Quotes, Stray, jsonl, lines, spans_of
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.quarantine import quarantine

@@ -13,11 +13,10 @@ import fsspec
 import fsspec.asyn
 import pytest
 
-from shoal.checkpoint.remote import Patience, StoreError
+from shoal.checkpoint.remote import Patience, without_password
 from shoal.data.readers.csv import csv
 from shoal.data.readers.files import Files
-from shoal.data.readers.jsonl import jsonl
-from shoal.data.readers.lines import lines
+from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
 from shoal.testing.gates import Gate
@@ -90,7 +89,7 @@ def test_a_broken_connection_is_repeated_and_then_named(
     gate.num_resets = 2
     assert files.read(0, 0, 8) == CONTENT[:8]
     gate.num_resets = 50
-    with pytest.raises(StoreError, match=r"cannot read s3://readers/in/a.jsonl: .*tried 3 times"):
+    with pytest.raises(SourceLost, match=r"cannot read s3://readers/in/a.jsonl: .*tried 3 times"):
         files.read(0, 0, 8)
     gate.num_resets = 0
     assert files.read(0, 9, 18) == CONTENT[9:18]
@@ -136,6 +135,36 @@ def test_local_and_remote_files_make_one_source(memory: Any, tmp_path: Any) -> N
     with pytest.raises(SourceLost, match=r"memory://shoal-urls/a.csv changed"):
         source[0]
     assert source[2] == {"a": "3"}
+
+
+def test_a_store_that_stops_answering_is_a_lost_source(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe_file("/shoal-urls/a.txt", b"one\n")
+    files = Files("memory://shoal-urls/a.txt", patience=HASTY)
+
+    def fail(*_: Any, **__: Any) -> bytes:
+        raise ConnectionResetError("by the peer")
+
+    monkeypatch.setattr(type(memory), "cat_file", fail)
+    with pytest.raises(SourceLost, match=r"memory://shoal-urls/a.txt: by the peer.*3 times"):
+        files.read(0, 0, 3)
+    monkeypatch.setattr(type(memory), "info", fail)
+    with pytest.raises(UsageError, match="cannot look at"):
+        Files("memory://shoal-urls/a.txt", patience=HASTY)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:p@ss@host:6379/0", "redis://host:6379/0"),
+        ("s3://key:secret@bucket/a@b", "s3://bucket/a@b"),
+        ("memory://a/b@c", "memory://a/b@c"),
+        ("/data//me@home/a", "/data//me@home/a"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown
 
 
 def test_addresses_that_nothing_opens_are_refused(memory: Any) -> None:

@@ -1,5 +1,7 @@
 """Sources and sets of shards for the tests."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,3 +81,20 @@ def make(kind: str, out: Path | str, compress: str | None = None, **more: Any) -
     source = Small(kind)
     build(source, out, shard_bytes=more.pop("shard_bytes", 1000), compress=compress, **more)
     return source
+
+
+def in_a_fork(act: Callable[[], None]) -> int:
+    """The exit code of a child that does it; minus a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -3,8 +3,11 @@
 The quick suite has some 200 of them, the long one all.
 """
 
+import errno
+import hashlib
 import os
 import random
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import format as formats
+from shoal.data.shard_files import reading
 from shoal.data.shard_files.format import INDEX, SEAL, BadShards, NoShards
 from shoal.data.shard_files.places import Folder, read_index
 from shoal.data.shard_files.reading import LostSample, shards
@@ -169,6 +174,51 @@ def test_a_set_that_is_not_whole_is_refused(tmp_path: Path, harm, told: str) -> 
         source[source.index.shards[0].num_samples]
 
 
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    make("packed", tmp_path / "out", shard_bytes=300)
+    for number in range(1, 6):
+        (tmp_path / "out" / f"shard-{number:05d}.bin").unlink()
+    told = r"shard-00001.bin, shard-00002.bin, shard-00003.bin and 2 more are missing. .*build it"
+    with pytest.raises(BadShards, match=told):
+        shards(tmp_path / "out")
+
+
+def test_errors_do_not_grow(tmp_path: Path) -> None:
+    """A shard that failed is refused for a minute, each time with an error of its own."""
+    make("rows", tmp_path / "out")
+    (tmp_path / "out" / "shard-00000.bin").unlink()
+    source, depths = shards(tmp_path / "out", strict=False), []
+    for _ in range(5):
+        with pytest.raises(LostSample) as lost:
+            source[0]
+        assert lost.value.__cause__ is not None
+        depths.append(len(traceback.extract_tb(lost.value.__cause__.__traceback__)))
+    assert len(set(depths[1:])) == 1
+
+
+def test_a_disk_that_does_not_let_us_is_no_sample_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("rows", tmp_path / "out")
+    source = shards(tmp_path / "out")
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(reading, "mapped", refuse)
+    with pytest.raises(SourceLost, match=r"sample 0 of .* was not reached: .*Too many open files"):
+        source[0]
+
+
+def test_the_digest_is_the_one_that_was_sealed(tmp_path: Path) -> None:
+    """Even with fields that this version does not know."""
+    make("rows", tmp_path / "out")
+    content, seal = changed(tmp_path / "out", later="more")
+    assert formats.decode(content, seal).digest == hashlib.sha256(content).hexdigest()
+    index = read_index(Folder(tmp_path / "out"))
+    assert index.digest == hashlib.sha256(formats.encode(index)).hexdigest()
+
+
 def test_there_may_be_no_set(tmp_path: Path) -> None:
     with pytest.raises(NoShards, match=f"{SEAL} is missing"):
         shards(tmp_path)
@@ -210,6 +260,8 @@ LAYOUT = {"kind": "rows", "row_bytes": 48, "block_rows": 1, "shard_rows": 1}
         {"shards": []},
         {"shards": [{"num_samples": -1, "num_blocks": 1, "data_bytes": 1, "hash": "0" * 32}]},
         {"shards": [{"num_samples": 2**60, "num_blocks": 1, "data_bytes": 1, "hash": "0" * 32}]},
+        {"shards": [{"num_samples": 60, "num_blocks": 2, "data_bytes": 1, "hash": "0" * 32}]},
+        {"shards": [{"num_samples": 60, "num_blocks": 1, "data_bytes": 2880, "hash": "x"}]},
         {"layout": {"kind": "packed"}, "num_samples": 1},
         {"layout": LAYOUT | {"tree": 0, "leaves": []}},
         {"layout": LAYOUT | {"tree": {"dict": [[[], 0]]}, "leaves": []}},

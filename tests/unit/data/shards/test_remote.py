@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,20 @@ import fsspec.asyn
 import numpy as np
 import pytest
 
-from shoal.checkpoint.remote import Patience, Remote, StoreError
-from shoal.data.shard_files import drafts, fetching, places
-from shoal.data.shard_files.format import SEAL, BadShards
+from shoal.checkpoint.remote import Remote, StoreError
+from shoal.data.readers.records import SourceLost
+from shoal.data.shard_files import fetching
+from shoal.data.shard_files.format import BadShards
 from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import LostSample, shards
 from shoal.data.shard_files.verifying import faults
-from shoal.errors import RecipeError, UsageError
+from shoal.data.sources import good_samples
+from shoal.data.transforms.quarantine import quarantine
 from shoal.testing.gates import Gate
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same
+from tests.unit.data.shards.stores import URL, check, hasty, memory, objects
 
-HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
-URL = "memory://sets/out"
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    with suppress(FileNotFoundError):
-        system.rm("/sets", recursive=True)
-
-
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PATIENCE", HASTY)
-    monkeypatch.setattr(places.Bucket.__init__, "__defaults__", (HASTY,))
-
-
-def check(source: Any, kind: str) -> None:
-    wanted = Small(kind)
-    for number in np.random.default_rng(0).permutation(NUM):
-        assert same(source[int(number)], wanted[int(number)])
+__all__ = ["hasty", "memory"]
 
 
 @pytest.mark.parametrize("compress", [None, "zstd"])
@@ -60,8 +41,7 @@ def test_a_set_is_built_and_read_there(
 ) -> None:
     make(kind, URL, compress)
     make(kind, tmp_path / "local", compress)
-    found = {path.rpartition("/")[2]: memory.cat_file(path) for path in memory.find("/sets/out")}
-    assert found == files(tmp_path / "local")
+    assert objects(memory) == files(tmp_path / "local")
     source = shards(URL, tmp_path / "copies")
     check(source, kind)
     assert len(list((tmp_path / "copies").glob("*.bin"))) == len(source.index.shards)
@@ -124,7 +104,7 @@ def test_a_damaged_copy_is_fetched_anew(tmp_path: Path, memory: Any, kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("harm", "told"),
     [
         (lambda whole: None, "shard-00001.bin is missing"),
         (lambda whole: whole[:50], "only 50 came"),
@@ -136,10 +116,10 @@ def test_a_damaged_copy_is_fetched_anew(tmp_path: Path, memory: Any, kind: str) 
     ],
 )
 def test_a_bad_shard_loses_its_samples(
-    tmp_path: Path, memory: Any, content: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Any, harm: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("rows", URL)
-    harmed = content(memory.cat_file("/sets/out/shard-00001.bin"))
+    harmed = harm(memory.cat_file("/sets/out/shard-00001.bin"))
     if harmed is None:
         memory.rm_file("/sets/out/shard-00001.bin")
         with pytest.raises(BadShards, match=told):
@@ -173,8 +153,10 @@ def test_a_shard_that_does_not_come_is_given_up(
         patched.setattr(Remote, "part", slow)
         patched.setattr(fetching, "PATIENCE_S", 0.05)
         for _ in range(3):
-            with pytest.raises(LostSample, match=r"no answer within 0.05 s"):
+            with pytest.raises(SourceLost, match=r"no answer within 0.05 s"):
                 source[0]
+        with pytest.raises(SourceLost):  # and no sample is left out for it
+            good_samples(quarantine(source, tmp_path / "bad.jsonl"), np.arange(3), None)
     assert len(asked) == 1, "a shard that failed is not waited for again and again"
     go_on.set()
     source._failed.clear()  # as after a minute
@@ -188,8 +170,42 @@ def test_a_disk_that_cannot_hold_copies(tmp_path: Path, memory: Any) -> None:
     make("rows", URL)
     (tmp_path / "copies").touch()
     source = shards(URL, tmp_path / "copies")
-    with pytest.raises(LostSample, match=r"cannot be kept in .*copies.*cache_dir"):
+    with pytest.raises(SourceLost, match=r"cannot be kept in .*copies.*cache_dir"):
         source[0]
+
+
+def test_an_outage_is_no_fault_of_the_set(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("rows", URL)
+    place = open_place(URL)
+    index = read_index(place)
+
+    def away(self: Remote, path: str, start: int, stop: int) -> bytes:
+        raise StoreError(111, "cannot read it: connection refused. Check the network.")
+
+    monkeypatch.setattr(Remote, "part", away)
+    with pytest.raises(StoreError, match="refused"):
+        list(faults(place, index))
+    with pytest.raises(SourceLost, match=r"sample 0 of .* was not reached: .*Check the network"):
+        shards(URL, tmp_path / "copies")[0]
+
+
+def test_unfinished_copies_have_names_of_their_own(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers that share a cache may have the same numbers for processes and threads."""
+    make("rows", URL)
+    names, real = [], fetching.fetch_to
+
+    def noted(remote: Remote, index: Any, number: int, path: Path) -> None:
+        names.append(path.name)
+        real(remote, index, number, path)
+
+    monkeypatch.setattr(fetching, "fetch_to", noted)
+    for container in ("one", "other"):
+        check(shards(URL, tmp_path / container), "rows")
+    assert len(names) > 2 and len(set(names)) == len(names)
 
 
 def test_what_was_left_behind_is_cleared(
@@ -205,50 +221,6 @@ def test_what_was_left_behind_is_cleared(
     os.utime(old, (long_ago, long_ago))
     shards(URL, tmp_path / "copies")[0]
     assert not old.exists() and young.exists()
-
-
-def test_an_interrupted_build_goes_on_there(
-    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make("rows", tmp_path / "wanted")
-    real, left = Remote.put, [7]
-
-    def put(self: Remote, path: str, content: bytes) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        real(self, path, content)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Remote, "put", put)
-        with pytest.raises(KeyboardInterrupt):
-            make("rows", URL)
-    with pytest.raises(BadShards):
-        shards(URL, tmp_path / "copies")
-    written: list[str] = []
-
-    def noted(self: Remote, path: str, content: bytes) -> None:
-        written.append(path)
-        real(self, path, content)
-
-    monkeypatch.setattr(Remote, "put", noted)
-    make("rows", URL)
-    assert "shard-00000.bin" not in written and written[-1] == SEAL
-    found = {path.rpartition("/")[2]: memory.cat_file(path) for path in memory.find("/sets/out")}
-    assert found == files(tmp_path / "wanted")
-    with pytest.raises(UsageError, match="holds a set already"):
-        make("rows", URL)
-    make("packed", URL, force=True)
-    check(shards(URL, tmp_path / "copies"), "packed")
-
-
-def test_a_large_shard_goes_up_in_parts(
-    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drafts, "UPLOAD_BYTES", 300)
-    monkeypatch.setattr(fetching, "PART_BYTES", 100)
-    make("rows", URL)
-    check(shards(URL, tmp_path / "copies"), "rows")
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +274,7 @@ def test_s3(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None
         make("rows", "s3://elsewhere/out")
     away = shards("s3://shards/sets/out", tmp_path / "others")
     gate.num_resets = 1000
-    with pytest.raises(RecipeError, match=r"tried 4 times"):
+    with pytest.raises(SourceLost, match=r"tried 4 times"):
         away[0]
 
 

@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import shoal
 from shoal.data.loader import Batches
+from shoal.data.packing import pack, unpack
 from shoal.data.shard_files.format import Packed, Rows
-from shoal.data.shard_files.reading import PackedSource, PairSource, RowSource, shards
+from shoal.data.shard_files.reading import PackedSource, RowSource, shards
 from shoal.data.shard_files.writing import build
 from shoal.data.sources import collate_samples
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same, small_blocks
@@ -21,6 +23,7 @@ __all__ = ["small_blocks"]
 TENSOR_TYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
 ]
 ARRAY_TYPES = ["<f4", "<f8", "<f2", "?", "u1", "<u2", "<u4", "<u8", "<i4", "<i8"]
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -99,7 +102,7 @@ def test_batches_are_what_collating_gives(
     out = tmp_path_factory.mktemp("set") / "out"
     build(samples, out, shard_bytes=100, compress=compress)
     source = shards(out)
-    assert isinstance(source, PairSource)
+    assert isinstance(source, RowSource)
     try:
         wanted = collate_samples([samples[number] for number in ids])
     except Exception:  # noqa: BLE001 (an empty container cannot be collated)
@@ -159,6 +162,26 @@ def test_samples_are_copies(tmp_path: Path) -> None:
             if isinstance(tensor, torch.Tensor):
                 tensor.fill_(99)
         assert same(opened[1], source[1])
+
+
+@pytest.mark.parametrize("dtype", TENSOR_TYPES, ids=str)
+def test_every_type_of_tensor_is_packed(dtype: torch.dtype) -> None:
+    """The types of packed samples are those of rows."""
+    tensor = torch.arange(6).view(2, 3).to(dtype)
+    assert same(unpack(pack((tensor, "text")))[0], tensor)
+
+
+def test_what_is_only_noted_of_a_tensor_is_kept(tmp_path: Path) -> None:
+    seen = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    for sample in ((seen, seen.imag), (seen, seen.imag, "packed")):
+        build([sample], tmp_path / str(len(sample)))
+        found = shards(tmp_path / str(len(sample)))[0]
+        assert found[0].tolist() == [1 - 2j, 3 + 4j] and found[1].tolist() == [-2, 4]
+
+
+def test_the_names_for_python() -> None:
+    assert shoal.data.build is build and shoal.data.shards is shards
+    assert callable(shoal.data.load_statistics)
 
 
 def test_one_sample_that_is_unlike_makes_all_packed(tmp_path: Path) -> None:

@@ -205,6 +205,25 @@ def test_a_server_that_is_gone_is_not_the_samples_fault(tmp_path: Path) -> None:
         clean(Gone([1, 2]), quarantine=tmp_path / "bad.jsonl")
 
 
+@pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError(), MemoryError()])
+def test_an_outage_in_repair_is_not_kept_as_a_verdict(
+    tmp_path: Path, cache: Path, error: Exception
+) -> None:
+    is_down = [True]
+
+    def asked(row: Any) -> Any:
+        if is_down[0] and row["name"] == "zed":
+            raise error
+        return row
+
+    bad = tmp_path / "bad.jsonl"
+    with pytest.raises(ShoalError, match="sample 7 was not reached") as caught:
+        clean(ROWS, repair=asked, quarantine=bad, identity="asked")
+    assert not isinstance(caught.value, RecipeError) and not bad.exists()
+    is_down[0] = False
+    assert len(clean(ROWS, repair=asked, quarantine=bad, identity="asked")) == len(ROWS)
+
+
 def test_a_change_in_a_repaired_sample_is_met_when_it_is_loaded() -> None:
     rows = [{"age": 1}, {"age": 2}]
     found = clean(rows, repair=repair)

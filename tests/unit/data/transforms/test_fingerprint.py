@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from shoal.data.sources import tensors, windows
-from shoal.data.transforms import images
+from shoal.data.transforms import fingerprint, images
 from shoal.data.transforms.drawing import chain, on
 from shoal.data.transforms.fingerprint import NoIdentity, digest, identity_of
 from shoal.data.transforms.mapping import mapped
@@ -89,6 +90,95 @@ def test_a_module_of_ones_own_is_looked_into(tmp_path: Path) -> None:
         made.__dict__["other"] = other
         found.append(digest(made.g))
     assert found[0] != found[1]
+
+
+IMPORTING = [
+    "def g(x):\n    from own.sub import f\n    return f(x)",
+    "def g(x):\n    import own.sub\n    return own.sub.f(x)",
+    "def g(x):\n    import own.sub as s\n    return s.f(x)",
+    "def g(x):\n    from own import sub\n    return sub.f(x)",
+    "import own.sub\ndef g(x): return own.sub.f(x)",
+    "def make():\n    import own.sub as s\n    return lambda x: s.f(x)\ng = make()",
+]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes a package `own` with a module `sub`, to be imported anew."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "own"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+
+    def write(text: str) -> None:
+        forget()
+        (tmp_path / "own").mkdir(exist_ok=True)
+        (tmp_path / "own" / "__init__.py").touch()
+        (tmp_path / "own" / "sub.py").write_text(text)
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    forget()
+
+
+@pytest.mark.parametrize("text", IMPORTING)
+def test_what_a_function_imports_is_looked_into(
+    text: str, tmp_path: Path, package: Callable[[str], None]
+) -> None:
+    found = []
+    for number in (1, 2, 1):
+        package(f"def f(x): return x + {number}")
+        found.append(digest(module(tmp_path, text).g))
+    assert found[0] == found[2] != found[1]
+
+
+def test_imports_that_fail_and_modules_as_a_whole(
+    tmp_path: Path, package: Callable[[str], None]
+) -> None:
+    package("raise ValueError('no')")
+    importing = module(tmp_path, "def g(x):\n    import own.sub\n    return own.sub.f(x)").g
+    with pytest.raises(NoIdentity, match=r"own\.sub cannot be imported: ValueError"):
+        digest(importing)
+    package("def f(x): return x")
+    by_name = module(tmp_path, "import own.sub as s\ndef g(x, n): return getattr(s, n)(x)").g
+    with pytest.raises(NoIdentity, match=r"what is used of the module own\.sub is not known"):
+        digest(by_name)
+    missing, other = "def g(x):\n    import nowhere_{}\n    import math\n    return x", []
+    for name in "ab":
+        other.append(digest(module(tmp_path, missing.format(name)).g))
+    assert other[0] != other[1]
+
+
+def test_all_of_a_class_counts(tmp_path: Path) -> None:
+    text = """
+        class Rule:
+            least = 1
+            @staticmethod
+            def f(x): return x + 2
+            @property
+            def g(self): return self.least + 3
+    """
+    texts = [text, text.replace("1", "4"), text.replace("2", "5"), text.replace("3", "6")]
+    found = [digest(module(tmp_path, one).Rule()) for one in texts]
+    assert len(set(found)) == 4
+    assert digest(module(tmp_path, "\n\n" + text).Rule()) == found[0]
+
+
+def test_arrays_are_known_by_type_shape_and_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_CHUNK_BYTES", 64)
+    tensor = torch.arange(60.0).view(12, 5)
+    turned = tensor.t().contiguous().t()
+    assert not turned.is_contiguous() and digest(turned) == digest(tensor)
+    others = [tensor.view(5, 12), tensor.double(), tensor + 1, tensor.bfloat16(), tensor[:0]]
+    others += [tensor.numpy(), tensor.numpy().reshape(5, 12), np.float32(0), np.zeros((), "f4")]
+    assert len({digest(value) for value in [tensor, *others]}) == len(others) + 1
+    assert digest(windows(torch.arange(99), 4).spans) == digest(torch.arange(99).unfold(0, 5, 4))
+    with pytest.raises(NoIdentity, match="sparse"):
+        digest(tensor.to_sparse())
+    with pytest.raises(NoIdentity, match="array of object"):
+        digest(np.array([object()]))
 
 
 class Row(msgspec.Struct):

@@ -47,6 +47,11 @@ def check_kind(change: Any, dtype: Any) -> None:
     assert np.array_equal(given, before) and not np.array_equal(of_array, before)
 
 
+def test_a_chance_is_no_percentage() -> None:
+    with pytest.raises(UsageError, match=r"chance=50\. A chance is from 0 to 1"):
+        images.flip(image(), generator(0, 0, 0), chance=50)
+
+
 def test_flip() -> None:
     given = image()
     found = images.flip(given, generator(0, 0, 0), chance=1.0)

@@ -101,6 +101,11 @@ def test_what_is_wrong_is_said() -> None:
         normalized([(1.0, 0)])
     with pytest.raises(UsageError, match=r"no statistics of 'input'.*'inputs'"):
         normalized([(1.0, 0)], ["input"], of)
+    with pytest.raises(UsageError, match=r"along dim None, and its statistics .* along dim 0"):
+        normalized([(np.zeros(3), 0)], {"inputs": None}, of)
+    for useless in ({"workers": 2}, {"identity": "mine"}):
+        with pytest.raises(UsageError, match=r"have no effect\. Leave them out"):
+            normalized([(np.zeros(3), 0)], ["inputs"], of, **useless)
     with pytest.raises(UsageError, match="'standard'"):
         normalized([(1.0, 0)], ["inputs"], to="standart")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"sample 1 .*shape \[2\].*3 along dim 0"):

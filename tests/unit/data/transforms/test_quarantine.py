@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from shoal.data.loader import Batches
 from shoal.data.packing import BadSample
 from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
+from shoal.data.transforms import tabular
 from shoal.data.transforms.cleaning import clean
-from shoal.data.transforms.drawing import Random
+from shoal.data.transforms.drawing import Random, on
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized
 from shoal.data.transforms.quarantine import quarantine
@@ -71,6 +73,33 @@ def test_what_is_not_the_samples_fault_ends_the_run(tmp_path: Path, error: Excep
     assert not isinstance(caught.value, RecipeError)
 
 
+def broken_off(sample: Any) -> Any:
+    if sample[0] == 2:
+        raise ConnectionResetError("gone")
+    return sample
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_an_outage_in_a_function_ends_the_run(tmp_path: Path, outer: bool) -> None:
+    path = tmp_path / "bad.jsonl"
+    if outer:
+        source: Any = mapped(quarantine(Some({}), path), broken_off)
+    else:
+        source = quarantine(mapped(Some({}), broken_off), path)
+    with pytest.raises(ShoalError, match="sample 2 was not reached: Connection") as caught:
+        Batches(source, batch_size=16).at(0).piece(0)
+    assert not isinstance(caught.value, RecipeError)
+    assert not path.exists()
+
+
+def test_a_wrong_argument_is_no_samples_fault(tmp_path: Path) -> None:
+    percent = partial(tabular.drop, chance=50)
+    rows = [(np.zeros(2, np.float32), 0)] * 16
+    source = quarantine(mapped(rows, on("inputs", percent)), tmp_path / "bad.jsonl")
+    with pytest.raises(UsageError, match="chance=50"):
+        Batches(source, batch_size=16).at(0).piece(0)
+
+
 def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     source = quarantine(Some({}), path)
@@ -89,13 +118,12 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     assert len(lines(path)[-1]["reason"]) == 2000
 
 
-def test_take_and_vary_are_passed_through(tmp_path: Path) -> None:
+def test_vary_is_passed_through(tmp_path: Path) -> None:
     def drawn(sample: Any, random: Random) -> Any:
         return random.random(), 0
 
     plain = quarantine(tensors(torch.arange(4.0), torch.arange(4)), tmp_path / "a")
-    assert isinstance(plain, Takes) and not isinstance(plain, Varied)
-    assert plain.take(np.array([2, 0]))[0].tolist() == [2.0, 0.0]
+    assert not isinstance(plain, Takes | Varied)
     inner = mapped([(1, 2)], drawn)
     varied = quarantine(inner, tmp_path / "b")
     assert isinstance(varied, Varied) and not isinstance(varied, Takes)
@@ -115,6 +143,23 @@ def test_what_lies_over_it_still_leaves_out(tmp_path: Path) -> None:
 
 def even(sample: Any) -> bool:
     return int(sample[0]) % 2 == 1  # scaled: one less
+
+
+def test_its_notes_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    source = quarantine(Some({}), path)
+    assert source.left_out() == set()
+    other = quarantine([(0, 0)] * 16, path)
+    for index in (4, 2):
+        source.record(index, ValueError("odd"))
+        other.record(index + 5, ValueError("odd"))
+    assert source.left_out() == {2, 4} and other.left_out() == {7, 9}
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"source":"Some","ind')  # being written, or cut off
+    assert source.left_out() == {2, 4}
+    path.write_bytes(whole[:-9] + b"\n" + whole)
+    with pytest.raises(UsageError, match=r"line 4 of the quarantine file .* is damaged"):
+        source.left_out()
 
 
 def test_a_full_disk_is_said_and_the_line_is_in_the_log(

@@ -160,6 +160,30 @@ def test_processes_that_start_at_once_divide_the_work(tmp_path: Path) -> None:
     assert len(set((tmp_path / "who").read_text().split())) > 1
 
 
+def test_what_nobody_has_used_for_long_goes(cache: Path) -> None:
+    def age(path: Path, days: float) -> None:
+        then = time.time() - days * 86400
+        os.utime(path, (then, then))
+
+    for key in ("old", "used", "young"):
+        result_of(job(key))
+    for name in ("failed", "working", "fresh"):
+        (cache / f"test-{name}.parts").mkdir()
+        (cache / f"test-{name}.parts" / "0000.lock").touch()
+    (cache / "test-old.binx1y2").touch()
+    for name, days in {"old.bin": 31, "used.bin": 31, "young.bin": 29, "old.binx1y2": 2}.items():
+        age(cache / f"test-{name}", days)
+    for name, days in {"failed": 2, "working": 2, "fresh": 0.5}.items():
+        age(cache / f"test-{name}.parts", days)
+    result_of(job("used"))
+    with open(cache / "test-working.parts" / "0000.lock", "ab") as file:
+        assert shares._locked(file)
+        result_of(job("new"))
+    found = {path.name for path in cache.iterdir()}
+    names = ("used.bin", "young.bin", "new.bin", "working.parts", "fresh.parts")
+    assert found == {f"test-{name}" for name in names}
+
+
 def test_a_directory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE", "/proc/nowhere")
     with pytest.raises(UsageError, match=r"/proc/nowhere/transforms.*\$SHOAL_CACHE"):

@@ -1,0 +1,141 @@
+"""What a run has seen follows from its record, whatever became of other runs since."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal import lineage
+from shoal.cli.main import run_here
+from shoal.data.ledger import mark
+from shoal.data.transforms.cleaning import clean
+from shoal.data.transforms.quarantine import quarantine
+from shoal.data.views import in_order, join, weighted
+from shoal.errors import UsageError
+from shoal.lineage import audit_run, batches_of, left_out, only_new, read_record, seen_in
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, num_steps: int, num_samples: int, **described: Any) -> Path:
+    """The record of a run with batches of 4."""
+    path.mkdir(exist_ok=True)
+    values = {"batch_size": 4, "seed": 0, "end": "drop"}
+    run = {name: {"value": value} for name, value in values.items()}
+    described = {"run": run, "num_samples": num_samples, **described}
+    (path / "run.json").write_text(json.dumps(described))
+    lines = [json.dumps({"step": step + 1}) + "\n" for step in range(num_steps)]
+    (path / "metrics.jsonl").write_text("".join(lines))
+    return path
+
+
+def ids_of(path: Path, data: Any) -> list[int]:
+    record = read_record(path)
+    batches = batches_of(record, data)
+    return [int(i) for line in record.steps for i in batches.at(line["step"] - 1).ids]
+
+
+def test_a_run_before_that_went_on_changes_nothing(tmp_path: Path) -> None:
+    data = range(80)
+    first = write(tmp_path / "first", 3, 40)
+    new = {"new_data": str(first), "new_data_steps": 3, "replay": 0.25}
+    second = write(tmp_path / "second", 5, 80, **new)
+    before = ids_of(second, data)
+    order = only_new(data, read_record(first), 0.25).order.ids(np.arange(20), 0, 0)
+    assert before == order.tolist()
+    write(first, 8, 40)
+    assert ids_of(second, data) == before
+    again = only_new(data, read_record(first).until(3), 0.25).order.ids(np.arange(20), 0, 0)
+    assert np.array_equal(again, order)
+    seen = seen_in(read_record(second), data)
+    assert set(np.flatnonzero(seen)) == set(before) | set(ids_of(first, data)[:12])
+
+
+def test_each_run_of_a_chain_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = write(tmp_path / "0", 1, 8)
+    for number in range(1, 12):
+        new = {"new_data": str(last), "new_data_steps": 1}
+        last = write(tmp_path / str(number), 1, 8 + 4 * number, **new)
+    looked: list[Path] = []
+
+    def counted(path: Path) -> lineage.Record:
+        looked.append(path)
+        return read_record(path)
+
+    monkeypatch.setattr(lineage, "read_record", counted)
+    seen = seen_in(read_record(last), range(60))
+    assert len(looked) == 11 and seen.sum() == 48
+
+
+def test_new_data_needs_no_order_of_its_own_from_before(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", 2, 16)
+    second = write(tmp_path / "second", 1, 24, new_data=str(first), new_data_steps=0)
+    assert set(ids_of(second, range(30))) <= set(range(24))
+    with pytest.raises(UsageError, match="trained on 24 samples and there are 20 now"):
+        batches_of(read_record(second), range(20))
+    with pytest.raises(UsageError, match="cannot tell how they stood"):
+        batches_of(read_record(first), weighted(range(20), [1.0] * 20))
+
+
+PAIRS = [(float(index), 0) for index in range(12)]
+
+
+def test_what_was_left_out_is_found_through_what_lies_over_it(tmp_path: Path) -> None:
+    inner = quarantine(PAIRS, tmp_path / "bad.jsonl")
+    for index in (2, 3, 9):
+        inner.record(index, ValueError("odd"))
+    assert left_out(in_order(inner)).tolist() == [2, 3, 9]
+    cleaned = clean(inner, keep=lambda sample: sample[0] >= 3)
+    assert cleaned[6][0] == 9.0
+    assert left_out(cleaned).tolist() == [0, 6]
+    assert left_out(join([PAIRS, cleaned, inner])).tolist() == [12, 18, 23, 24, 30]
+    assert left_out(PAIRS).tolist() == []
+
+
+def test_an_audit_knows_what_cleaned_data_left_out(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    inner = quarantine(PAIRS, bad)
+    held_out = quarantine(tuple(PAIRS), bad)  # shares the file
+    data = clean(inner, keep=lambda sample: sample[0] >= 4)
+    record = read_record(write(tmp_path / "run", 2, 8))
+    batches = batches_of(record, data)
+    for line in record.steps:
+        ids = batches.at(line["step"] - 1).ids
+        line["mark"] = mark(ids[ids != 5])
+    data.record(5, ValueError("odd"))
+    held_out.record(4, ValueError("odd"))
+    found = audit_run(record, data)
+    assert not found.problems and (found.num_marked, found.num_left_out) == (2, 1)
+
+
+def numbers() -> Any:
+    import torch
+    from torch import nn
+
+    import shoal
+
+    return shoal.Run(
+        model=lambda: nn.Linear(1, 1),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=shoal.data.tensors(torch.zeros(8, 1), torch.zeros(8, 1)),
+        batch_size=4,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_an_audit_of_nothing_assures_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
+) -> None:
+    recipe = {"recipe": f"{__file__}:numbers", "settings": {}}
+    run = write(tmp_path / "run", num_steps, 8, **recipe)
+    for words in ([], ["--json"]):
+        assert run_here(["data", "audit", str(run), *words]) == 2
+        told = capsys.readouterr()
+        assert "nothing to compare" in told.err and not told.out

@@ -1,0 +1,101 @@
+"""A run and its plan: what does not go together is refused before anything starts."""
+
+import dataclasses
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.data.transforms.quarantine import quarantine
+from shoal.errors import PlanError, RecipeError
+from shoal.evaluate import measure
+from shoal.plan import Plan
+from shoal.run import Run, resolve
+
+
+class Broken:
+    """Twelve samples, of which some cannot be read."""
+
+    def __init__(self, bad: range):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index in self.bad:
+            raise ValueError("no good")
+        return torch.full((2,), float(index)), torch.tensor(0.0)
+
+
+def run_on(data: Any) -> Run:
+    return Run(
+        model=lambda: nn.Linear(2, 1),
+        loss=lambda output, target: output.mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=data,
+        batch_size=4,
+        steps=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "setting", "evaluates"),
+    [
+        ("data=2 zero=3", "zero=3", False),
+        ("pipeline=2", "pipeline", False),
+        ("data=2 local_steps=2", "local_steps", True),
+        ("data=2", None, True),
+    ],
+)
+def test_quarantine_is_refused_where_every_rank_needs_samples(
+    tmp_path: Path, plan: str, setting: str | None, evaluates: bool
+) -> None:
+    source = quarantine(Broken(range(0)), tmp_path / "bad.jsonl")
+    run = run_on(source)
+    if setting is None:
+        resolve(run, plan, 2)
+    else:
+        with pytest.raises(PlanError, match=f"{setting} does not go with quarantine.*data build"):
+            resolve(run, plan, 2)
+    run = dataclasses.replace(run, data=Broken(range(0)), evaluate=source)
+    if evaluates:
+        resolve(run, plan, 2)
+    else:
+        with pytest.raises(PlanError, match="source to evaluate is in quarantine"):
+            resolve(run, plan, 2)
+
+
+def evaluated(source: Any, plan: str = "data=1") -> dict[str, float]:
+    """What one rank alone finds, whose model gives back the first number of a sample."""
+
+    def output(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[:, 0]
+
+    axis = SimpleNamespace(rank=0, num_ranks=1)
+    mesh: Any = SimpleNamespace(
+        data=axis, tensor=axis, device="cpu", world=SimpleNamespace(merge=lambda table: table)
+    )
+    compute: Any = SimpleNamespace(
+        plan=Plan.parse(plan),
+        spread=SimpleNamespace(model=nn.Linear(2, 1)),
+        output=output,
+        arithmetic=nullcontext,
+    )
+    return measure(run_on(source), compute, source, mesh)
+
+
+def test_pieces_in_quarantine_are_left_out_of_an_evaluation(tmp_path: Path) -> None:
+    def source(bad: range) -> Any:
+        return quarantine(Broken(bad), tmp_path / "bad.jsonl")
+
+    assert evaluated(source(range(0))) == {"loss": 5.5}
+    assert evaluated(source(range(3, 8))) == {"loss": (0 + 1 + 2 + 8 + 9 + 10 + 11) / 7}
+    with pytest.raises(RecipeError, match="no sample of the source counts"):
+        evaluated(source(range(12)))
+    with pytest.raises(PlanError, match="pipeline does not go with quarantine"):
+        evaluated(source(range(0)), "pipeline=2")
