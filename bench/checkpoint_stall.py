@@ -1,9 +1,9 @@
 """Milliseconds of training lost for each checkpoint, later steps included.
 
 One process trains 20 M parameters with AdamW. A stretch of steps in which one checkpoint is made is
-compared with the stretch without one just before it, since machines change their speed: what the
-save costs at once, what its threads and its writing take from the steps after it, and what a wait
-for the copy costs, all show. Peers save the same state of the same model in the same way:
+compared with those without one just before and after it, since machines change their speed: what
+the save costs at once, what its threads and its writing take from the steps after it, and what a
+wait for the copy costs, all show. Peers save the same state of the same model in the same way:
 torch.save, dcp.save and dcp.async_save; the last arm saves nothing.
 
 The disk is the machine's own. All end before the next stretch begins, outside of the measured time.
@@ -92,10 +92,10 @@ def lost_by(trainer: Trainer, save: Callable[[], object], finish: Callable[[], N
         return (perf_counter() - started) * 1000
 
     def measure() -> float:
-        without = stretch(lambda: None)
-        lost = stretch(save) - without
+        before = stretch(lambda: None)
+        with_it = stretch(save)
         finish()
-        return lost
+        return with_it - (before + stretch(lambda: None)) / 2
 
     return measure
 

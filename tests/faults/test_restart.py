@@ -29,7 +29,9 @@ class Runs:
 
     def __call__(self, *armed: str, recipe: str = "mlp", save_every: int | None = EVERY) -> Trained:
         run_dir = self.folder / f"run-{sum(1 for _ in self.folder.glob('run-*.out'))}"
-        settings: dict[str, object] = {"pause": 0.01} | ({"save_every": save_every} if save_every else {})
+        settings: dict[str, object] = {"pause": 0.01} | (
+            {"save_every": save_every} if save_every else {}
+        )
         return faults.start(
             self.pool,
             f"{RECIPE}:{recipe}",
@@ -71,7 +73,7 @@ def test_without_a_checkpoint_all_begin_again(pool: Pool, tmp_path: Path) -> Non
     assert trained.exit_code == 0, trained.errors
     check_same(trained, run(save_every=None))
     assert trained.events("recovered")[0]["step"] == 0
-    assert trained.result["steps_again"] == 15
+    assert 10 <= trained.result["steps_again"] <= 15  # as far as the supervisor had heard
 
 
 def test_an_error_of_the_recipe_ends_the_run(pool: Pool, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ class Saver:
         problem, size, committed = "", 0, False
         draft = self.store.join(work.name, work.token)
         try:
+            snapshot.copy()
             self._begin(work, draft)
             size = work.write(draft, self._placed, snapshot).file.num_bytes
             self._written.set()

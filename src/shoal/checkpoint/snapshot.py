@@ -1,10 +1,10 @@
 """The state of one moment, read later.
 
-The state of a job does not change between two updates. As long as it does not, chunks are read
-where they lie, without a copy. An update that is about to come copies what was not read yet, and
-the rest is read from there. So a save that fits between two updates costs no memory and no copy,
-and another one copies only the rest. An update never waits for a store: the reader has the lock
-while it copies a part, and not while that part is written.
+The state of a job does not change between two updates. In that time the saving thread copies it,
+chunk by chunk, beside the forward and backward passes; an update that comes earlier copies the rest
+itself. So an update waits for a part of one copy at most, and never for a store.
+
+Cost: a copy of what the rank saves, in the host's memory, kept from one save to the next.
 """
 
 import threading
@@ -42,25 +42,30 @@ class Snapshot:
         self._num_bytes = placed[-1].stop if placed else 0
         self._is_copied = [False] * len(sources)
         self._versions = [source._version for source in sources]
-        self._part = memoryview(bytearray(PART_BYTES))
         self._lock = threading.Lock()
-        self._num_read = 0  # chunks that nobody needs any more
         self._spoilt: RuntimeError | None = None  # found by a release, and the reader's to raise
         self._copy([i for i, now in enumerate(at_once) if now])
 
+    def copy(self) -> None:
+        """Copy what is not copied yet, while the state does not change."""
+        for i in range(len(self._placed)):
+            with self._lock:
+                self._copy([i])
+
     def release(self) -> None:
-        """Let the state change: what was not read yet is copied first."""
+        """Let the state change: what is not copied yet is copied first."""
         with self._lock:
             try:
-                self._copy(range(self._num_read, len(self._sources)))
+                self._copy(range(len(self._sources)))
             except RuntimeError as spoilt:
                 self._spoilt = spoilt
+                self._is_copied = [True] * len(self._sources)
 
     def chunks(self) -> Iterator[Iterator[memoryview]]:
-        """The bytes of each chunk in turn, a little at a time.
-
-        A part may change once the next is asked for.
-        """
+        """The bytes of each chunk in turn, a little at a time."""
+        self.copy()
+        if self._spoilt is not None:
+            raise self._spoilt
         return (self._parts(i) for i in range(len(self._placed)))
 
     def close(self) -> None:
@@ -69,23 +74,8 @@ class Snapshot:
             self._sources = []  # let go of what the run may want to free
 
     def _parts(self, i: int) -> Iterator[memoryview]:
-        length = self._placed[i].stop - self._placed[i].start
-        for start in range(0, length, PART_BYTES):
-            stop = min(start + PART_BYTES, length)
-            with self._lock:
-                if self._spoilt is not None:
-                    raise self._spoilt
-                if not (self._is_copied[i] or _lies_in_order(self._sources[i])):
-                    self._copy([i])
-                # What is hashed is what is written, whoever changes the tensor meanwhile.
-                self._part[: stop - start] = self._content(i)[start:stop]
-                if not self._is_copied[i]:
-                    self._check(i)
-                self._num_read = i + (stop == length)
-            yield self._part[: stop - start]
-
-    def _content(self, i: int) -> memoryview:
-        return bytes_of(self._place(i) if self._is_copied[i] else self._sources[i])
+        content = bytes_of(self._place(i))
+        return (content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES))
 
     def _place(self, i: int) -> Tensor:
         return self._space.place_of(self._placed[i], self._num_bytes)
@@ -106,7 +96,3 @@ class Snapshot:
                 f"{self._placed[i].held.name} was changed while it was being saved; only an "
                 "update may change it"
             )
-
-
-def _lies_in_order(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -18,6 +18,7 @@ from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.retention import Keep
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import known_of
+from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.storage import Directory, DirectoryDraft
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
@@ -68,8 +69,11 @@ def test_no_step_waits_for_a_store_to_begin(tmp_path: Path) -> None:
     assert torch.equal(Opened(store, NAME).whole("model.a"), torch.ones(1000))
 
 
-def test_what_was_changed_before_anybody_read_it_is_not_saved(tmp_path: Path) -> None:
+def test_what_was_changed_before_anybody_copied_it_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, ended = Slow(tmp_path), list[Saved]()
+    monkeypatch.setattr(Snapshot, "copy", lambda self: store.may_begin.wait(10))
     saver, tensor = Saver(store, ended.append), torch.ones(1000)
     saver.save(Group(), NAME, {"model.a": [whole(tensor)]}, {}, ABOUT)
     tensor.zero_()  # by no update
