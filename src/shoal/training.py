@@ -215,8 +215,8 @@ class Trainer:
         """
         if not agreed.weight:
             raise RecipeError(
-                f"Step {self.step + 1}: the weights that the loss gave add up to 0, so there is "
-                "nothing to divide by. Leave out samples that carry none (all padding, say)."
+                f"Step {self.step + 1}: no sample of its batch counts. Their weights add up to 0, "
+                "or quarantine left them all out; clean the data of them, or use larger batches."
             )
         scale = unit / (agreed.weight * self.loss_scale.value)
         norm = (agreed.norm or 0.0) * scale

@@ -37,6 +37,7 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 def permute(positions: Ids, num_samples: int, seed: int, epoch: int) -> Ids:
     """The sample ids at `positions` (each in 0 .. num_samples-1) of this epoch's order."""
+    assert num_samples > 0 or not positions.size, "no order of nothing"
     keys = _round_keys(seed, epoch)
     rows = math.isqrt(max(0, num_samples - 1)) + 1
     columns = -(-num_samples // rows)

@@ -131,13 +131,13 @@ class Blocks:
 class Weighted:
     """Samples drawn with replacement, each as often as its weight says; `num_draws` make a pass."""
 
-    def __init__(self, weights: Sequence[float], num_draws: int | None = None):
+    def __init__(self, weights: Sequence[float], num_draws: int):
         given = np.asarray(weights, dtype=np.float64)
         if not given.size or not np.isfinite(given).all() or (given < 0).any() or not given.any():
             raise UsageError("weights must be finite, none below 0 and at least one above it.")
         self._edges = np.cumsum(given / given.sum())
         self._last = int(np.flatnonzero(given)[-1])
-        self._num_draws = len(given) if num_draws is None else num_draws
+        self._num_draws = num_draws
 
     def __len__(self) -> int:
         return self._num_draws

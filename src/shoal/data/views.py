@@ -116,7 +116,7 @@ def weighted(source: Any, weights: Sequence[float], num_draws: int | None = None
     a pass."""
     source = as_source(source)
     _require_one_each("weights", len(weights), len(source))
-    return View(source, Weighted(weights, num_draws))
+    return View(source, Weighted(weights, _pass_of("num_draws", num_draws, len(source))))
 
 
 def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int = 64) -> View:
@@ -151,10 +151,22 @@ def mix(
     """
     joined = join(sources)
     lengths = [len(source) for source in joined.sources]
+    if 0 in lengths:
+        raise UsageError(
+            f"source {lengths.index(0)} of mix() (counted from 0) has no samples. Leave it out."
+        )
     weights = lengths if weights is None else weights
     _require_one_each("weights", len(weights), len(lengths), "source")
     orders = [order_of(source) for source in joined.sources]
-    return View(joined, Mixed(orders, lengths, weights, num_samples or len(joined)))
+    num_samples = _pass_of("num_samples", num_samples, len(joined))
+    return View(joined, Mixed(orders, lengths, weights, num_samples))
+
+
+def _pass_of(name: str, asked: int | None, usual: int) -> int:
+    """How many samples make a pass."""
+    if asked is not None and asked < 1:
+        raise UsageError(f"{name} is {asked}. A pass has at least one sample.")
+    return usual if asked is None else asked
 
 
 def _require_one_each(what: str, num_given: int, num_wanted: int, of: str = "sample") -> None:

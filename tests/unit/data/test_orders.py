@@ -130,9 +130,9 @@ def test_some_visits_the_chosen_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Weighted([]), "at least one above"),
-        (lambda: Weighted([1, float("nan")]), "finite"),
-        (lambda: Weighted([-1, 2]), "none below 0"),
+        (lambda: Weighted([], 5), "at least one above"),
+        (lambda: Weighted([1, float("nan")], 5), "finite"),
+        (lambda: Weighted([-1, 2], 5), "none below 0"),
         (lambda: Blocks([1], 0), "window=0"),
         (lambda: Bucketed([1], 0), "batch_size=0"),
         (lambda: Mixed([Shuffled(1)], [1], [0], 1), "above 0"),

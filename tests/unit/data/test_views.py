@@ -132,3 +132,12 @@ def test_a_part_without_quarantine_still_stops_the_run() -> None:
 def test_weights_for_each(num: int) -> None:
     with pytest.raises(UsageError, match="Each sample needs one"):
         weighted(numbered(0, 8), [1.0] * num)
+
+
+def test_a_mixture_needs_samples_of_every_part() -> None:
+    with pytest.raises(UsageError, match="has no samples"):
+        mix([[(1, 2)], []], weights=[1, 1])
+    with pytest.raises(UsageError, match="num_samples is 0"):
+        mix([[(1, 2)]], num_samples=0)
+    with pytest.raises(UsageError, match="num_draws is -1"):
+        weighted([(1, 2)], [1.0], num_draws=-1)

@@ -16,6 +16,8 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -107,15 +109,22 @@ def _find_or_make(members: Path, num_bytes: int) -> int:
         descriptor = next((each for each in found if each is not None), None)
         if descriptor is None:
             descriptor = _made(num_bytes)
-        _write(file.fileno(), descriptor)
+        with _unheard():
+            _write(file.fileno(), descriptor)
         return descriptor
 
 
 def _enlist(members: Path, descriptor: int) -> None:
+    with _unheard(), members.open("a+b") as file:
+        if _locked(file.fileno()):
+            _write(file.fileno(), descriptor)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """A full disk costs that others know of this process, and nothing else."""
     try:
-        with members.open("a+b") as file:
-            if _locked(file.fileno()):
-                _write(file.fileno(), descriptor)
+        yield
     except OSError as error:
         warn_once(f"Other runs may not find this one's cached samples: {error}.")
 

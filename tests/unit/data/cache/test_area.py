@@ -1,5 +1,6 @@
 """The memory area: bounded, shared, found by all and gone with the last."""
 
+import errno
 import gc
 import os
 import signal
@@ -321,6 +322,19 @@ def test_one_process_has_one_area(shared: Path, caplog: pytest.LogCaptureFixture
         assert first.put(KEY, CONTENT)
         first.close()
     assert join_area(LEAST_BYTES) is not first
+
+
+def test_a_full_disk_costs_no_more_than_being_found(
+    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(joining, "_write", no_space)
+    area = join_area(LEAST_BYTES)
+    assert area.put(KEY, CONTENT)
+    assert "Other runs may not find" in caplog.text
+    area.close()
 
 
 def test_a_child_is_found_after_its_parent_has_ended(shared: Path) -> None:
