@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shoal.cluster.nursery import Birth, Born, ChildMain, Exited, Nursery, Prepared
 from shoal.comm.collectives import Group
-from shoal.comm.store import client, form_group, leave_group, listen
+from shoal.comm.store import client, come_together, form_group, leave_group, listen
 from shoal.elastic.membership import how_it_ended
 from shoal.mesh import Axes, Mesh
 from shoal.world import World
@@ -348,6 +348,8 @@ def _under_group(call: _Call) -> Any:
     world = World(call.rank, call.num_ranks, call.rank, call.num_ranks, "shoal.testing")
     store = client("127.0.0.1", call.store_port, timeout_s=10.0)
     form_group(store, call.group, world, timedelta(seconds=10))
+    # A call may end at once, and Gloo gives up a mesh in which a peer that is ready hangs up early.
+    come_together(store, f"{call.group}/formed", world, timeout_s=10.0)
     try:
         return function(Mesh.form(Group(dist.group.WORLD), Axes(), "cpu"), *arguments)
     finally:
