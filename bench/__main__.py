@@ -24,7 +24,7 @@ from bench.harness import Row
 BENCHES = (
     *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
     *("recovery", "startup", "checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
-    *("load", "resume", "straggler", "shared"),
+    *("load", "resume", "straggler", "shared", "diloco", "server", "async-straggler"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

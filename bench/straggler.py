@@ -1,8 +1,7 @@
 """Synchronous training with one slow device of four, against DDP.
 
-The devices are emulated: a sample takes its time, a third of it in forward and the rest in
-backward, and five times as long on the last device. Timers wake up late, which a device with a
-queue would not: what follows within 2 ms of the end of one piece of work counts from that end.
+The devices are emulated (`devices.py`): a sample takes its time, and five times as long on the last
+device.
 
 DDP gives every device a quarter of each batch and waits for the slow one; Shoal cuts the batch into
 16 pieces and moves them to the fast ones. Both arms train the same batches, from the first step on,
@@ -11,20 +10,18 @@ included. No way to share the work could be faster than 4.0 times DDP: three dev
 and one at a fifth.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import harness, loops, ranks
+from bench.devices import WIDTH, OnDevice
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.ledger import audit
@@ -34,53 +31,11 @@ from shoal.metrics.scribe import as_record
 from shoal.run import Run, make_batches
 from shoal.world import World
 
-NUM_RANKS, NUM_PIECES, BATCH, WIDTH = 4, 16, 64, 32
+NUM_RANKS, NUM_PIECES, BATCH = 4, 16, 64
 SAMPLE_S = 0.003  # a third of it forward
-LATE_S = 0.002
 SLOWER, LIMIT = 5, 4.0
 PLAN = f"data={NUM_RANKS} pieces={NUM_PIECES}"
 FLOOR = 3.0
-
-
-class Device:
-    """Busy for as long as it is told, one piece of work after another."""
-
-    def __init__(self, sample_s: float):
-        self.sample_s, self.free_at = sample_s, 0.0
-
-    def work(self, seconds: float) -> None:
-        now = perf_counter()
-        begun = self.free_at if now - self.free_at < LATE_S else now
-        self.free_at = begun + seconds
-        time.sleep(max(0.0, self.free_at - now))
-
-
-class Paced(torch.autograd.Function):
-    """The same tensor, after a while; and the same gradient, after another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: Device) -> Tensor:
-        ctx.device, ctx.seconds = device, 2 * len(tensor) * device.sample_s
-        device.work(len(tensor) * device.sample_s)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        ctx.device.work(ctx.seconds)
-        return gradients[0], None
-
-
-class OnDevice(nn.Module):
-    """A small network on an emulated device."""
-
-    def __init__(self, sample_s: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.device = Device(sample_s)
-
-    def forward(self, x: Tensor) -> Tensor:
-        done: Tensor = Paced.apply(self.layers(x), self.device)  # type: ignore[no-untyped-call]
-        return done
 
 
 def make_run(rank: int) -> Run:

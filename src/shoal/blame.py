@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Batches
-from shoal.errors import NotFinite, PlanError
+from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.plan import Plan
 from shoal.sync.strategy import Agreed
 
@@ -49,6 +49,14 @@ def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) ->
     return NotFinite(
         f"Step {step + 1} is not finite: {what}. It saw the samples {named}. Look at those "
         "samples, lower the learning rate, or clip the gradient (clip=1.0)."
+    )
+
+
+def no_weight(step: int) -> RecipeError:
+    """The error for a step whose samples all weigh nothing, after `step` of them."""
+    return RecipeError(
+        f"Step {step + 1}: no sample of its batch counts: the weights that the loss gives them add "
+        "up to 0. Take such samples out of the data (shoal.data.clean), or use larger batches."
     )
 
 

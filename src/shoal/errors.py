@@ -47,6 +47,10 @@ class FormError(ShoalError):
     """A group could not form before its deadline; the message names the ranks that did not come."""
 
 
+class Ended(SystemExit):
+    """A signal asked this process to end. It passes through everything, as Ctrl-C does."""
+
+
 class StopNow(ShoalError):
     """This process was told to leave without finishing its step."""
 

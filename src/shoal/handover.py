@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.errors import ShoalError
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.numerics.precision import ScaleState
@@ -31,13 +32,19 @@ class Notes(msgspec.Struct, frozen=True):
 
 def catch_up(trainer: "Trainer") -> bool:
     """Agree on the state; True if this rank took over another's step. Every rank must call it."""
-    group = trainer.mesh.data
-    rows = group.gather_numbers([trainer.step, len(trainer.answers), trainer.is_scribe])
+    group, strategy = trainer.mesh.data, trainer.strategy
+    own = [trainer.step, len(trainer.answers), trainer.is_scribe, strategy.begins_at]
+    rows = group.gather_numbers(own)
     places = [row[:2] for row in rows]
     furthest = max(places)
     scribes = [rank for rank, row in enumerate(rows) if row[2]] or [places.index(furthest)]
     first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
     trainer.is_scribe = first and group.rank == scribes[0]  # one in all, however models are cut
+    if not furthest[0] and min(row[3] for row in rows):
+        raise ShoalError(
+            "Every worker was lost at once, and what they held beside the servers with them. Go on "
+            "from the newest checkpoint: the same command with --resume."
+        )
     if min(places) == furthest:
         return False
     leader = places.index(furthest)
@@ -45,15 +52,30 @@ def catch_up(trainer: "Trainer") -> bool:
     if min(place[0] for place in places) == furthest[0]:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
-    behind = trainer.step < notes.step
     faultpoint("handover.sharing", notes.step)
-    state = share_state(group, leader, trainer.strategy.state_dict())
+    state = share_state(group, leader, strategy.state_dict(served=False))
+    if not strategy.in_lockstep:
+        return _join(trainer, notes, Given(state))
+    behind = trainer.step < notes.step
     if behind:
-        trainer.strategy.load_state_dict(Given(state), notes.step)
+        strategy.load_state_dict(Given(state), notes.step, served=False)
     trainer.step, trainer.answers, trainer.last_info = notes.step, notes.answers, notes.info
     trainer.stopped = notes.stopped
     trainer.loss_scale.load(notes.loss_scale)
     return behind
+
+
+def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
+    """Where each goes on from a step of its own: a newcomer from where its seat had come."""
+    is_new = not trainer.step and trainer.strategy.begins_at > 0
+    if is_new:
+        trainer.step = trainer.strategy.begins_at
+        trainer.strategy.load_state_dict(state, trainer.step, served=False)
+        trainer.last_info = None if notes.info is None else notes.info._replace(step=trainer.step)
+    if trainer.step == notes.step:
+        trainer.answers = notes.answers
+    # An evaluation needs all ranks, so whatever came after a step that one has left is over.
+    return is_new and trainer.step == notes.step
 
 
 def _share_notes(trainer: "Trainer", leader: int) -> Notes:

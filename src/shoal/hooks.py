@@ -24,16 +24,17 @@ class Times(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """One committed step. `step` counts from 1: the number of optimizer updates made so far."""
+    """One committed step. `step` counts from 1: the number of steps committed so far."""
 
     step: int
-    loss: float  # over the global batch, weighted as the loss is
+    loss: float  # over the global batch, weighted as the loss is; NaN if all of it is left out
     samples: int  # in the global batch of this step
     rate: float  # learning rate of the first parameter group
     norm: float | None  # of the whole gradient before clipping; None when nothing asked for it
     times: Times
     bytes_sent: int  # by this rank, for this step
     mark: int | None = None  # of the samples since the last one that has it (`data/ledger.py`)
+    left_out: int = 0  # of the samples, by quarantine; if all are, the step changes nothing
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
 
 

@@ -22,7 +22,6 @@ from shoal.beginning import Beginning, Taken
 from shoal.checkpoint.finding import name_of, step_of, steps_in
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress
-from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import known_of
@@ -36,6 +35,7 @@ from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
+from shoal.remote import StoreError
 from shoal.run import Run
 from shoal.sync.replicas import shared_name
 from shoal.sync.state import Given, share_bytes

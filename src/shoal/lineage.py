@@ -80,7 +80,31 @@ def recipe_data(record: Record) -> Source:
 
 def audit_run(record: Record, data: Source) -> Audit:
     """Whether the steps on record were made of the samples that the order gives."""
-    return audit(record.steps, batches_of(record, data), left_out(data).tolist())
+    found = audit(record.steps, batches_of(record, data), left_out(data).tolist())
+    told = sum(line.get("left_out", 0) for line in record.steps)
+    missing = [path for path in quarantine_files(data) if not path.exists()]
+    if missing and (found.problems or found.num_left_out < told):
+        names = ", ".join(map(str, missing))
+        found.problems.insert(
+            0,
+            f"the quarantine file {names} is not there, so it is not known which samples were left "
+            f"out ({told} were, by the record); put it back, or make it anew from the run's logs",
+        )
+    elif found.num_left_out < told:
+        found.problems.insert(
+            0,
+            f"{told} samples were left out by the record, and the quarantine files name only "
+            f"{found.num_left_out} of them; their lines are in the run's logs, too",
+        )
+    return found
+
+
+def quarantine_files(data: Any) -> Iterator[Path]:
+    """Those that the parts of a source write to."""
+    if isinstance(data, Quarantined):
+        yield data.path
+    for source in below(data):
+        yield from quarantine_files(source)
 
 
 def batches_of(record: Record, data: Source) -> Batches:

@@ -2,8 +2,10 @@
 
 import logging
 import sys
+from collections import deque
 
 log = logging.getLogger("shoal")
+for_the_screen: deque[str] = deque(maxlen=16)  # said to the log, and not on the screen yet
 
 
 def set_up(prefix: str = "", level: int = logging.INFO) -> None:
@@ -13,6 +15,12 @@ def set_up(prefix: str = "", level: int = logging.INFO) -> None:
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+def warn_on_screen(message: str) -> None:
+    """Warn in the log and, under a supervisor, on the screen as well."""
+    log.warning(message)
+    for_the_screen.append(message)
 
 
 _said: set[str] = set()

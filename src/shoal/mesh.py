@@ -13,11 +13,12 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
-from shoal.comm.store import client, come_together, form_group, leave_group
+from shoal.comm.store import client, come_together, form_group, leave_group, listen
 from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import log
@@ -33,6 +34,15 @@ class Axes(NamedTuple):
     pipeline: int = 1
 
 
+class Servers(NamedTuple):
+    """The parameter servers of a generation, as a worker finds them."""
+
+    addresses: tuple[str, ...]
+    generation: int
+    secret: str  # of the run
+    is_lost: Callable[[], bool]  # whether a newer generation was announced
+
+
 class Mesh(NamedTuple):
     """Ranks that run one step together. Built anew for every generation."""
 
@@ -42,6 +52,7 @@ class Mesh(NamedTuple):
     pipeline: Group
     device: str
     counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
+    servers: Servers | None = None
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:
@@ -143,8 +154,11 @@ class LauncherSeat:
 
         if not dist.is_initialized():
             host, port = _master()
-            listens = world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-            store = client(host, port, self._form_timeout_s, listens=listens)
+            if world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+                store, _ = listen(host, port)
+                store.set_timeout(timedelta(seconds=self._form_timeout_s))
+            else:
+                store = client(host, port, self._form_timeout_s)
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             come_together(store, f"shoal/{restart}", world, self._form_timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))

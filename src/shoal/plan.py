@@ -16,7 +16,12 @@ import msgspec
 from shoal.errors import PlanError, nearest
 from shoal.plan_fit import Counts, fit
 from shoal.plan_keys import KEYS, NOT_YET, Value
-from shoal.plan_rules import STAGES_OF, refuse_contradictions, refuse_without_effect
+from shoal.plan_rules import (
+    STAGES_OF,
+    refuse_contradictions,
+    refuse_unbuilt_codec,
+    refuse_without_effect,
+)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -32,9 +37,13 @@ class Plan(msgspec.Struct, frozen=True):
     sync: str = "allreduce"
     servers: int = 1
     staleness: int | Literal["any"] = 0
+    combine: str = "mean"
+    damping: str = "none"
+    rates: str = "even"
     copies: int = 1
     local_steps: int = 1
     outer: str = "average"
+    fragments: int = 1
     sums: str = "exact"
     codec: str = "none"
     precision: str = "fp32"
@@ -120,6 +129,35 @@ class Plan(msgspec.Struct, frozen=True):
         return self.sums == "exact" and self.tensor == 1 and self.zero < 3
 
     @property
+    def outer_rates(self) -> tuple[float, float]:
+        """The rate and the momentum of the outer optimizer; an average moves all the way."""
+        _, *numbers = self.outer.split(":")
+        rate, momentum = map(float, numbers or (1, 0))
+        return rate, momentum
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether local steps are brought together as steps away from the last agreement."""
+        return self.outer != "average" or self.codec != "none" or self.fragments > 1
+
+    @property
+    def num_servers(self) -> int:
+        """Parameter servers, which come on top of the ranks."""
+        return self.servers if self.sync == "server" else 0
+
+    @property
+    def bound(self) -> int | None:
+        """How many batches a worker may be ahead; None for any number."""
+        return None if self.staleness == "any" else self.staleness
+
+    @property
+    def rate_factors(self) -> list[float]:
+        """What each replica's learning rate is multiplied with. Needs a resolved plan."""
+        if self.rates == "even":
+            return [1.0] * self.num_replicas
+        return [float(rate) for rate in self.rates.split(":")]
+
+    @property
     def cuts_model(self) -> bool:
         """Whether a replica of the model takes more than one rank."""
         return self.tensor > 1 or self.pipeline > 1
@@ -151,6 +189,7 @@ class Plan(msgspec.Struct, frozen=True):
                     f"{key}={getattr(self, key)} asks for {NOT_YET[key]}, which is not built yet. "
                     f"A plan is followed whole or not at all. Leave {key} out."
                 )
+        refuse_unbuilt_codec(self)
 
     def resolve(self, *, ranks: int | None, cores: int, batch_size: int) -> Self:
         """The same plan with `data` and `pieces` fixed, or the reason why it cannot be.

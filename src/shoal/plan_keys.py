@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 Value = int | str | None
 
+PACKED = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
+
 
 class Key(NamedTuple):
     """One key. `read` gives a value in its one canonical form, or raises ValueError."""
@@ -46,6 +48,22 @@ def _staleness(text: str) -> int | str:
     return text if text == "any" else _count(0)(text)
 
 
+def _combine(text: str) -> str:
+    name, _, share = text.partition(":")
+    if name == "trimmed" and 0 < float(share) < 0.5:
+        return f"trimmed:{float(share)}"
+    return _choice("mean", "median")(text)
+
+
+def _rates(text: str) -> str:
+    if text == "even":
+        return text
+    rates = [float(rate) for rate in text.split(":")]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(text)
+    return ":".join(str(rate) for rate in rates)
+
+
 def _outer(text: str) -> str:
     """`nesterov` is written out with its rate and momentum, so that equal plans are equal text."""
     name, *numbers = text.split(":")
@@ -66,7 +84,7 @@ def _codec(text: str) -> str:
         return f"topk:{float(number)}"
     if name == "powersgd":
         return f"powersgd:{_count()(number)}"
-    return _choice("none", "fp16", "bf16", "int8", "onebit")(text)
+    return _choice("none", *PACKED, "onebit")(text)
 
 
 # In the order in which a plan prints them, which is the order of the fields of `Plan`.
@@ -99,7 +117,24 @@ KEYS: dict[str, Key] = {
     "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
     "servers": Key("1 or more", "number of parameter servers", _count()),
     "staleness": Key(
-        "0 or more, or any", "number of steps a worker may be ahead of the slowest", _staleness
+        "0 or more, or any",
+        "number of batches a worker may be ahead of those that all have done (0: lockstep)",
+        _staleness,
+    ),
+    "combine": Key(
+        "mean, median, trimmed:F with 0 < F < 0.5",
+        "way in which servers make one gradient of those of the replicas",
+        _combine,
+    ),
+    "damping": Key(
+        "none, inverse",
+        "way in which updates count less that are made of old parameters",
+        _choice("none", "inverse"),
+    ),
+    "rates": Key(
+        "even, or a number above 0 for each replica, as in 1:1:0.5",
+        "factors of the replicas' learning rates",
+        _rates,
     ),
     "copies": Key("1 or more", "number of servers that hold each shard", _count()),
     "local_steps": Key("1 or more", "number of steps between two agreements", _count()),
@@ -108,6 +143,11 @@ KEYS: dict[str, Key] = {
         "way in which local steps are brought together",
         _outer,
     ),
+    "fragments": Key(
+        "1 or more",
+        "number of parts that local steps are brought together in, each while others compute",
+        _count(),
+    ),
     "sums": Key(
         "exact, ring",
         "order of summation: one tree over the pieces (the same bits on any number of ranks), "
@@ -115,7 +155,8 @@ KEYS: dict[str, Key] = {
         _choice("exact", "ring"),
     ),
     "codec": Key(
-        "none, fp16, bf16, int8, onebit, topk:F with 0 < F <= 1, powersgd:R with R of 1 or more",
+        "none, fp16, bf16, int8, int4, onebit, topk:F with 0 < F <= 1, "
+        "powersgd:R with R of 1 or more",
         "packing of gradients for the wire",
         _codec,
     ),
@@ -141,10 +182,5 @@ KEYS: dict[str, Key] = {
 # Keys whose default is all there is so far, with what another value would ask for. A technique that
 # gets built leaves this table.
 NOT_YET: dict[str, str] = {
-    "sync": "parameter servers",
-    "servers": "parameter servers",
-    "staleness": "parameter servers with bounded staleness",
     "copies": "replicated parameter servers",
-    "outer": "an outer optimizer",
-    "codec": "packed gradients",
 }

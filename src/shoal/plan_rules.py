@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plan_fit import refuse_pieces
+from shoal.plan_keys import PACKED
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -34,6 +35,11 @@ STAGES_OF: dict[str, tuple[int, float]] = {
 
 _PIPELINE = Need(lambda plan: plan.pipeline > 1, "without a pipeline", "add pipeline=2 or more")
 _SERVER = Need(lambda plan: plan.sync == "server", "without servers", "add sync=server")
+_STALE = Need(
+    lambda plan: plan.sync == "server" and plan.staleness != 0,
+    "in lockstep: all replicas step together, on parameters of now",
+    "add sync=server and staleness=1 or more",
+)
 
 # A key that is written, even with its default value, must do something.
 _NEEDS = {
@@ -47,6 +53,13 @@ _NEEDS = {
     "stages": _PIPELINE,
     "servers": _SERVER,
     "staleness": _SERVER,
+    "combine": Need(
+        lambda plan: plan.combine == "mean" or (plan.sync == "server" and plan.staleness == 0),
+        "without servers in lockstep: nobody sees the gradients of all replicas",
+        "add sync=server, and leave staleness out",
+    ),
+    "damping": _STALE,
+    "rates": _STALE,
     "copies": _SERVER,
     "local_steps": Need(
         lambda plan: (
@@ -62,6 +75,11 @@ _NEEDS = {
         lambda plan: plan.local_steps > 1,
         "with local_steps=1: replicas agree on every step",
         "add local_steps=2 or more",
+    ),
+    "fragments": Need(
+        lambda plan: plan.fragments == 1 or (plan.local_steps > 1 and plan.data != 1),
+        "without local steps of several replicas: nothing is sent that could be cut",
+        "use local_steps=2 and data=2 or more",
     ),
     "sums": Need(
         lambda plan: plan.sums == "exact" or not plan.zero,
@@ -88,6 +106,7 @@ def refuse_without_effect(plan: "Plan", keys: Iterable[str]) -> None:
 
 def refuse_contradictions(plan: "Plan") -> None:
     _refuse_schedule(plan)
+    _refuse_servers(plan)
     _refuse_local_steps(plan)
     if plan.copies > plan.servers:
         raise PlanError(
@@ -103,6 +122,48 @@ def refuse_contradictions(plan: "Plan") -> None:
     if plan.pieces is not None:
         refuse_pieces(plan.counts, plan.pieces)
         _refuse_uneven_pieces(plan, plan.pieces)
+
+
+def _refuse_servers(plan: "Plan") -> None:
+    if plan.sync != "server":
+        return
+    if plan.tensor * plan.pipeline > 1:
+        key = "tensor" if plan.tensor > 1 else "pipeline"
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with sync=server yet: a worker of a server is "
+            "one rank. Leave one of them out."
+        )
+    if plan.zero or plan.offload != "none":
+        key, value = ("zero", plan.zero) if plan.zero else ("offload", plan.offload)
+        raise PlanError(
+            f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
+            f"and no rank holds any to spare. Leave {key} out, or sync=server."
+        )
+    if plan.local_steps > 1:
+        raise PlanError(
+            f"local_steps={plan.local_steps} does not go with sync=server yet: a server steps on "
+            "every batch. Leave one of them out."
+        )
+    if plan.sums != "exact":
+        raise PlanError(
+            f"sums={plan.sums} does not go with sync=server, whose servers add up the pieces in "
+            "one order at no extra cost. Leave sums out."
+        )
+    if plan.data is not None and plan.rates != "even" and len(plan.rate_factors) != plan.data:
+        raise PlanError(
+            f"rates={plan.rates} does not go with data={plan.data}. Each replica has a rate of its "
+            f"own. Give {plan.data} of them, separated by colons, or leave rates out."
+        )
+    if plan.combine != "mean" and plan.data is not None and plan.data < 3:
+        raise PlanError(
+            f"combine={plan.combine} does not go with data={plan.data}. Of fewer than three "
+            "replicas nobody can tell which one is wrong. Use data=3 or more, or leave combine out."
+        )
+    if plan.precision == "fp16" and plan.staleness != 0:
+        raise PlanError(
+            f"precision=fp16 does not go with staleness={plan.staleness}. The loss scale of fp16 "
+            "is agreed on every step, and here workers agree on none. Use precision=bf16."
+        )
 
 
 def _refuse_schedule(plan: "Plan") -> None:
@@ -161,6 +222,35 @@ def _refuse_local_steps(plan: "Plan") -> None:
             "averages the replicas differ, so none can hold a part of the others' state. "
             "Leave one of them out."
         )
+    if plan.fragments > plan.local_steps:
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with local_steps={plan.local_steps}. Each "
+            "fragment is sent after a step of its own, once in that many steps. "
+            f"Use fragments={plan.local_steps} or fewer, or more local_steps."
+        )
+    if plan.codec != "none" and plan.sums == "ring":
+        raise PlanError(
+            f"sums=ring does not go with codec={plan.codec}. Rounding to a few bits makes whole "
+            "steps of last bits, so results in another order could not be compared. Leave sums "
+            "out: replicas that step alone send no sums."
+        )
+
+
+def refuse_unbuilt_codec(plan: "Plan") -> None:
+    """Packing is there for what local steps send, by rounding each element."""
+    if plan.codec == "none":
+        return
+    rounds = plan.codec in PACKED
+    if rounds and plan.local_steps > 1:
+        return
+    asked = "gradients packed on every step" if rounds else "a codec"
+    way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
+    if plan.sync == "server":
+        way_out = "leave sync=server out and " + way_out
+    raise PlanError(
+        f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
+        f"not at all. Leave codec out, or {way_out}."
+    )
 
 
 def _refuse_uneven_pieces(plan: "Plan", pieces: int) -> None:

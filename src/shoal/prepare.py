@@ -18,6 +18,7 @@ from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.plan import Plan
 from shoal.run import Run, call_model, make_batches
+from shoal.sync.outer import trained
 
 # In torch's words: a gradient was asked for in a forward that is run without them.
 _OWN_GRADIENT = ("does not require grad and does not have a grad_fn", "_will_engine_execute_node")
@@ -36,6 +37,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     _refuse_whole_tensors(run, plan, model)
     _refuse_tables_that_shrink(plan, model)
     _refuse_sparse_gradients(run, plan, model)
+    _refuse_too_many_fragments(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
@@ -110,6 +112,15 @@ def _refuse_sparse_gradients(run: Run, plan: Plan, model: nn.Module) -> None:
             f"{tables[0] or 'The model'} is an embedding with sparse gradients, and {obstacle}. "
             "Make the embedding with sparse=False; sparse ones train on one rank (data=1) alone, "
             "without clip and fp16, by SparseAdam or SGD(..., fused=False)."
+        )
+
+
+def _refuse_too_many_fragments(plan: Plan, model: nn.Module) -> None:
+    count = len(trained(model))
+    if plan.fragments > max(1, count):
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with a model that trains {count} parameters: "
+            f"a fragment is one of them at least. Use fragments={count} or fewer."
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.data.likeness import content_name
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.run import Run
 
@@ -67,7 +68,7 @@ def find_recipe(spec: str) -> Callable[..., Any]:
 
 
 def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Each plain value of a run and where it came from."""
+    """Each plain value of a run and where it came from; and what its data holds."""
     described = {}
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
@@ -77,6 +78,7 @@ def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any
         else:
             origin = "default" if plain and value == field.default else "recipe"
         described[field.name] = {"value": value if plain else _name_of(value), "from": origin}
+    described["data_content"] = {"value": content_name(run.data), "from": "data"}
     return described
 
 

@@ -2,8 +2,8 @@
 
 It walks the pieces of each batch in order in one process. It shares with the plans what defines a
 run (samples, random state, loss, how a piece treats buffers, the norm, the loss scale), which
-tests hold against plain torch. How pieces and replicas are brought together is written here a
-second time, on purpose. Under `local_steps` each replica is played in turn.
+tests hold against plain torch. How pieces and replicas are brought together is written a second
+time, on purpose (`reference_outer.py`). Under `local_steps` each replica is played in turn.
 """
 
 import functools
@@ -23,9 +23,8 @@ from shoal.numerics.norms import clip_factor, gradient_norm
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
+from shoal.reference_outer import Outer, Values, average, combined, tree_sum
 from shoal.run import Run, call_model, make_batches, objective
-
-Values = list[Tensor | None]
 
 
 class Snapshot(NamedTuple):
@@ -43,12 +42,19 @@ def train(run: Run, plan: Plan) -> Iterator[list[Snapshot]]:
     shares = [share(r, num_replicas, plan.num_pieces) for r in range(num_replicas)]
     replicas = [Replica(run, plan, pieces) for pieces in shares]
     batches = make_batches(run, plan.num_pieces)
+    outer = None
+    if plan.local_steps > 1 and plan.has_anchor:
+        outer = Outer([replica.model for replica in replicas], plan, run.num_steps())
     for step in range(run.num_steps()):
         batch = batches.at(step)
         told = [replica.step(batch) for replica in replicas]
         losses = [loss / weight for loss, weight in told]
+        if outer is not None:
+            outer.after(step + 1)
         if (step + 1) % plan.local_steps == 0 or step + 1 == run.num_steps():
-            average(replicas)
+            average([r.tensors(with_weights=outer is None) for r in replicas])
+            for replica in replicas:
+                replica.buffers.hold()
             losses = [sum(t[0] for t in told) / sum(t[1] for t in told)] * num_replicas
         yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
 
@@ -63,13 +69,16 @@ class Replica:
         self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
         self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.rule = plan.combine
+        self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; the sum of its loss and its weight."""
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
-            sums = tree_sum(functools.partial(self.piece, batch), self.pieces)
+            piece = functools.partial(self.piece, batch)
+            sums = tree_sum(piece, self.pieces) if self.rule == "mean" else self.combined(piece)
             loss, weight = sum(t[0] for t in self.told), sum(t[1] for t in self.told)
             scale = self.unit / (weight * self.loss_scale.value)
             if math.isfinite(loss) and self.update(batch.step, sums, scale):
@@ -77,6 +86,11 @@ class Replica:
                 return loss, weight
             if not self.loss_scale.overflow():
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
+
+    def combined(self, piece: Callable[[int], Values]) -> Values:
+        """Instead of the sum: what `combine` makes of the replicas' gradients."""
+        of_shares = functools.partial(tree_sum, piece)
+        return combined(of_shares, self.shares, len(self.parameters), self.rule)
 
     def piece(self, batch: Batch, index: int) -> Values:
         """What one piece gives: gradients, then the buffers it changed."""
@@ -113,37 +127,10 @@ class Replica:
         self.buffers.commit([None if sum_ is None else sum_ / n for sum_, n in pairs])
         return True
 
+    def tensors(self, with_weights: bool) -> list[Tensor]:
+        return [*(self.model.parameters() if with_weights else ()), *self.model.buffers()]
+
     def snapshot(self, loss: float) -> Snapshot:
         named = dict(self.model.named_parameters())
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
         return Snapshot(loss, gradients, named, dict(self.model.named_buffers()))
-
-
-def tree_sum(leaf: Callable[[int], Values], pieces: range) -> Values:
-    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due."""
-
-    def node(first: int, size: int) -> Values | None:
-        if first >= len(pieces):
-            return None
-        if size == 1:
-            return leaf(pieces[first])
-        left, right = node(first, size // 2), node(first + size // 2, size // 2)
-        if right is None:
-            return left
-        pairs = zip(left or [], right, strict=True)
-        return [b if a is None else a if b is None else a + b for a, b in pairs]
-
-    return node(0, 1 << max(0, (len(pieces) - 1).bit_length())) or []
-
-
-@torch.no_grad()
-def average(replicas: list[Replica]) -> None:
-    """Every replica takes the mean of the weights and buffers of all; one is its own mean."""
-    for alike in zip(*([*r.model.parameters(), *r.model.buffers()] for r in replicas), strict=True):
-        if alike[0].is_floating_point():
-            copies: list[Values] = [[tensor.clone()] for tensor in alike]
-            (total,) = tree_sum(copies.__getitem__, range(len(copies)))
-            for tensor in alike:
-                tensor.copy_(total / len(copies))  # type: ignore[operator]
-    for replica in replicas:
-        replica.buffers.hold()

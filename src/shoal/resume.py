@@ -1,7 +1,8 @@
 """What may change when a run goes on from a checkpoint, and what may not.
 
 The plan may, and with it the number of ranks. Of the Run, how long it is, its schedule, and when it
-saves and measures. Anything else would make it another run, and is refused by name.
+saves and measures. Anything else would make it another run, and is refused by name; so is other
+data, as far as it can be told from what the run began with.
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ MAY_CHANGE = (
     "plan",
     "cuts",
 )
+
+
+_CONTENT = "data_content"  # among a run's fields: what its data holds (`data/likeness.py`)
 
 
 def newest(store: Store) -> Manifest:
@@ -58,7 +62,7 @@ def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
     """Refuse to go on with another run; `own` is the plain description of this one."""
     for field, value in own.items():
         before = origin.run.get(field, value)
-        if field not in MAY_CHANGE and value != before:
+        if field not in (*MAY_CHANGE, _CONTENT) and value != before:
             raise UsageError(
                 f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
                 f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
@@ -79,6 +83,13 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
         raise UsageError(
             f"The data had {origin.num_samples} samples and has {len(run.data)} now, so no sample "
             "would be where it was in the order. Go on with the data that the run began with."
+        )
+    before, now = origin.run.get(_CONTENT), own[_CONTENT]
+    if before and now and before != now:
+        raise UsageError(
+            f"The data was {before!r} when the run began and is {now!r} now: as many samples, and "
+            "other ones. Go on with the data that the run began with (it may lie elsewhere), or "
+            "begin a new run in another directory; --from RUN begins with this one's weights."
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.data.loader import Batches, Piece
 from shoal.data.order import batches_per_epoch, check_end
 from shoal.data.orders import order_of
-from shoal.data.sources import LeavesOut
+from shoal.data.sources import LeavesOut, as_source
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
@@ -54,6 +54,9 @@ class Run:
                 )
         self._check_counts()
         check_end(self.end)
+        as_source(self.data)
+        if self.evaluate is not None:
+            as_source(self.evaluate, "evaluate")
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
@@ -79,6 +82,11 @@ class Run:
             return self.steps
         assert self.epochs is not None
         return self.epochs * batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
+
+    def meets_after(self, step: int) -> bool:
+        """Whether the whole state is wanted after `step`: to be evaluated, to be saved."""
+        saves = self.save_every is not None and step % self.save_every == 0
+        return saves or self.evaluates_after(step) or step == self.num_steps()
 
     def evaluates_after(self, step: int) -> bool:
         """Whether `step` is one to evaluate after: as often as the run says, and the last."""
@@ -133,6 +141,8 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     waiting = _waiting_for_all(chosen)
     if chosen.local_steps > 1:
         waiting = waiting or "local_steps"
+    if chosen.sync == "server":
+        waiting = waiting or "sync=server"
     if waiting and run.end == "pad":
         raise PlanError(
             f"{waiting} does not go with end='pad': the short batch at the end of an epoch may "

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -35,13 +35,12 @@ class RunDir:
         self._made: list[Path] = []  # what there was not before, in the order of making
         self._began = False
         try:
-            self.path = _next_free(recipe) if path is None else path
             if path is None:
-                self._made.append(self.path)
-            for folder in (self.path, self.path / "logs"):
-                if not folder.exists():
-                    folder.mkdir(parents=True)
-                    self._made.append(folder)
+                self.path, self._made = _next_free(recipe)
+            else:
+                self.path = path
+            if not (self.path / "logs").exists():
+                self._made += _make(self.path / "logs")
             self._lock = _lock(self.path)
         except OSError as error:
             raise UsageError(
@@ -93,16 +92,14 @@ class RunDir:
         """Remove what was made here; what others put there stays."""
         for name in LOGS_BEFORE_A_RUN:
             (self.path / "logs" / name).unlink(missing_ok=True)
-        for folder in reversed(self._made):
-            if not any(folder.iterdir()):
-                folder.rmdir()
+        _remove_empty(self._made)
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Hold a directory that is not the run's own, so that no other run uses it meanwhile."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        made = [] if path.is_dir() else _make(path)
         lock = _lock(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
@@ -111,6 +108,7 @@ def claimed(path: Path) -> Iterator[None]:
     finally:
         (path / OWNER).unlink(missing_ok=True)
         lock.close()
+        _remove_empty(made)
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -140,16 +138,29 @@ def _last_of(recipe: str) -> Path:
     return Path("runs") / f"{_stem(recipe)}-{max(numbers)}"
 
 
-def _next_free(recipe: str) -> Path:
-    """runs/<recipe>-<n>, created here so that two runs cannot choose the same."""
+def _next_free(recipe: str) -> tuple[Path, list[Path]]:
+    """runs/<recipe>-<n>, made here so that two runs cannot choose the same; and what was made."""
     number = 1
     while True:
         path = Path("runs") / f"{_stem(recipe)}-{number}"
         try:
-            path.mkdir(parents=True)
-            return path
+            return path, _make(path)
         except FileExistsError:
             number += 1
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a directory; which ones there are now that were not before, the outermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True)
+    return missing[::-1]
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove directories in which nothing is, the innermost first."""
+    with suppress(OSError):  # something is in it: another run, perhaps
+        for folder in reversed(made):
+            folder.rmdir()
 
 
 def _try_lock(file: IO[str]) -> bool:

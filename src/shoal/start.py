@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.objects import open_store
 from shoal.elastic.seat import seat_from_environment
-from shoal.errors import UsageError
+from shoal.errors import PlanError, UsageError
 from shoal.hooks import Hook
 from shoal.keeping import Keeper, Keeping, origin_of
 from shoal.mesh import LauncherSeat, Seat
@@ -54,6 +54,12 @@ def trainer(
         resolved = plan_to_go_on(run, None if plan is None else str(plan), world.num_ranks, origin)
     else:
         resolved = resolve(run, plan, world.num_ranks)
+    if resolved.num_servers:
+        raise PlanError(
+            f"The plan {str(resolved)!r} needs parameter servers, and nobody starts any for a "
+            "script. Train a recipe with `shoal train RECIPE --plan ...`, which does, or give "
+            "shoal.trainer a plan without sync=server."
+        )
     os.environ.update(environment_for(resolved.precision))
     seat: Seat = seat_from_environment(resolved) or LauncherSeat(world)
     keeper = None

@@ -1,6 +1,12 @@
-"""Tables and amounts for people to read."""
+"""Tables and amounts for people to read, and amounts that people write."""
 
+import re
 from collections.abc import Sequence
+
+from shoal.errors import UsageError
+
+_UNITS = ("", "K", "M", "G", "T")
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", re.ASCII | re.IGNORECASE)
 
 
 def in_units(num_bytes: float) -> str:
@@ -11,6 +17,25 @@ def in_units(num_bytes: float) -> str:
             break
         amount /= 1000
     return f"{num_bytes:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+
+
+def plural(count: int, word: str, words: str = "") -> str:
+    """A count of things; `words` is what many are called, if not `word` with an s."""
+    return f"{count} {word if count == 1 else words or word + 's'}"
+
+
+def num_bytes_of(amount: str | int, name: str) -> int:
+    """An amount such as 512MB, 1.5 GB, 2GiB or a number of bytes; `name` is who asks for it."""
+    if isinstance(amount, str):
+        found = _AMOUNT.fullmatch(amount.strip())
+        number, unit, is_binary = found.groups() if found else ("0", "", "")
+        scale = (1024 if is_binary else 1000) ** _UNITS.index((unit or "").upper())
+        num_bytes = int(float(number) * scale)
+    else:
+        num_bytes = amount if type(amount) is int else 0
+    if num_bytes < 1:
+        raise UsageError(f"{name}={amount!r} is no amount. Write 512MB, 4GB or a number of bytes.")
+    return num_bytes
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from shoal import handover
 from shoal.balancing import balance_of, rebalance
-from shoal.blame import not_finite, weights_are_finite
+from shoal.blame import no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
-from shoal.data.ledger import add_marks, mark
-from shoal.errors import GroupLost, PlanError, RecipeError
+from shoal.errors import GroupLost, PlanError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
@@ -61,7 +60,7 @@ class Trainer:
         self.prepared = prepare(run, plan) if prepared is None else prepared
         self.model = self.prepared.model
         self.num_steps = run.num_steps()
-        self.strategy = strategy_for(plan, self.num_steps)
+        self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
         self.loss_scale = LossScale(plan.precision)
         self.schedule = run.make_schedule()
         self.step = 0
@@ -177,7 +176,7 @@ class Trainer:
             asked = perf_counter()
             pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
-            tally.mark = add_marks([tally.mark, *(mark(piece.ids) for piece in pieces)])
+            tally.take(pieces)
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
@@ -202,8 +201,9 @@ class Trainer:
         self.stopped, self.answers, self._num_heard = agreed.stop, [], 0
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
+        out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.last_info = StepInfo(
-            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, agreed.mark
+            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, agreed.mark, out
         )
         rebalance(self, agreed.busy_s)
 
@@ -213,11 +213,11 @@ class Trainer:
         A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
         in the next loss, or in the last weights, and its step is the one that is blamed.
         """
+        if agreed.num_samples == 0:  # quarantine left them all out, and every rank knows it
+            self.strategy.buffers.restore()
+            return 0.0
         if not agreed.weight:
-            raise RecipeError(
-                f"Step {self.step + 1}: no sample of its batch counts. Their weights add up to 0, "
-                "or quarantine left them all out; clean the data of them, or use larger batches."
-            )
+            raise no_weight(self.step)
         scale = unit / (agreed.weight * self.loss_scale.value)
         norm = (agreed.norm or 0.0) * scale
         if not math.isfinite(agreed.loss) or not math.isfinite(norm):

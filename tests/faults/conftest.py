@@ -30,14 +30,18 @@ def start(pool: Pool, tmp_path: Path) -> Start:
     """Start the tiny run (or another of its file) with faults."""
 
     def begin(
-        *armed: str, recipe: str = "mlp", options: tuple[str, ...] = (), **settings: object
+        *armed: str,
+        recipe: str = "mlp",
+        plan: str = PLAN,
+        options: tuple[str, ...] = (),
+        **settings: object,
     ) -> Training:
         run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
         return faults.start(
             pool,
             f"{RECIPE}:{recipe}",
             run_dir,
-            plan=PLAN,
+            plan=plan,
             settings=settings,
             faults=armed,
             options=options,

@@ -241,10 +241,12 @@ def test_two_runs_at_once_share_and_agree(train, undisturbed: Trained) -> None:
 
 
 def test_a_full_disk_is_a_warning_in_training(train, undisturbed: Trained, tmp_path: Path) -> None:
-    trained = train("cache.disk:full:member=1", disk=tmp_path / "disk").wait()
+    armed = "cache.disk:full:member=1", "cache.disk:full:member=2"
+    trained = train(*armed, disk=tmp_path / "disk").wait()
     assert_same(trained, undisturbed)
     logs = "".join(path.read_text() for path in (trained.run_dir / "logs").glob("*.log"))
-    assert logs.count("Samples can no longer be kept") == 1
+    assert logs.count("Samples can no longer be kept") == 2
+    assert trained.errors.count("Samples can no longer be kept") == 1
 
 
 @contextmanager

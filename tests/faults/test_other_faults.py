@@ -157,7 +157,7 @@ def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
     os.kill(int(nursery), signal.SIGKILL)
     trained = training.wait()
     assert trained.exit_code == 1
-    assert "the process that ranks are forked from is gone" in trained.last_words
+    assert "ranks are forked from is gone: it was killed by SIGKILL" in trained.last_words
 
 
 def test_a_slow_rank_is_named_and_given_less_work(pool: Pool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.data import waiting
 from shoal.errors import GroupLost
 
 NUM_SAMPLES = 120
@@ -139,6 +140,45 @@ class Broken:
 def quarantined(pause: float = 0.0, file: str = "bad.jsonl", loaders: int = 0) -> shoal.Run:
     run = run_of(pause, loaders=loaders, steps=25)
     return dataclasses.replace(run, data=shoal.data.quarantine(Broken(run.data), file))
+
+
+class Emptied(Broken):
+    """The fourth dozen of samples cannot be loaded: a whole batch of them, taken in order."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index // 12 == 3:
+            raise ValueError(f"block {index} cannot be read")
+        return self.data[index]
+
+
+def emptied(file: str = "bad.jsonl", loaders: int = 0) -> shoal.Run:
+    run = run_of(0.0, loaders=loaders, steps=15, save_every=4)
+    data = shoal.data.quarantine(Emptied(run.data), file)
+    return dataclasses.replace(run, data=shoal.data.in_order(data))
+
+
+class Hopeless(Broken):
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("no sample can be loaded")
+
+
+def hopeless(file: str = "bad.jsonl") -> shoal.Run:
+    run = run_of(0.0)
+    return dataclasses.replace(run, data=shoal.data.quarantine(Hopeless(run.data), file))
+
+
+class Hanging(Broken):
+    def __getitem__(self, index: int) -> Any:
+        if index == 30:
+            time.sleep(60)
+        return self.data[index]
+
+
+def hanging(limit: float = 1.5, loaders: int = 0) -> shoal.Run:
+    """A sample never comes; what a wait is told of and ends after is made short."""
+    waiting.FIRST_S, waiting.LIMIT_S, waiting.LIMIT_PER_SAMPLE_S = 0.3, limit, 0.0
+    run = run_of(0.0, loaders=loaders, steps=10)
+    return dataclasses.replace(run, data=shoal.data.in_order(Hanging(run.data)))
 
 
 def joined(file: str = "bad.jsonl") -> shoal.Run:

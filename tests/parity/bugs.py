@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal import computing, prepare, training
 from shoal.comm.buckets import Buckets
+from shoal.comm.codecs import PackedMean
 from shoal.comm.collectives import Group, Pending
 from shoal.data.loader import Piece
 from shoal.numerics.norms import gradient_norm
@@ -19,6 +20,7 @@ from shoal.sync import rounds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.local import LocalSGD
+from shoal.sync.server.shard import Shard
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
 
@@ -240,6 +242,17 @@ def forgets_to_average() -> None:
     LocalSGD._average = lambda self: None  # type: ignore[method-assign]
 
 
+def loses_what_packing_drops() -> None:
+    """Rounded outer gradients whose rest is not kept for the next."""
+    original = PackedMean.__init__
+
+    def init(self: PackedMean, group: Group, codec: Any, flat: Any, owed: Any) -> None:
+        original(self, group, codec, flat, owed)
+        self.dropped.zero_()
+
+    PackedMean.__init__ = init  # type: ignore[method-assign]
+
+
 def loss_of_one_rank() -> None:
     """Gradients agree; the loss that is told is the own one."""
     original = Tail.read
@@ -265,6 +278,20 @@ def first_weights_differ() -> None:
     training.Trainer._settle = settle  # type: ignore[method-assign]
 
 
+def applied_twice() -> None:
+    """A server steps on the third update again."""
+    original = Shard.apply
+    calls: list[int] = []
+
+    def apply(self: Shard, *what: Any) -> None:
+        original(self, *what)
+        calls.append(1)
+        if len(calls) == 3:
+            original(self, *what)
+
+    Shard.apply = apply  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     "missing average": missing_average,
     "clip norm of one bucket": clip_norm_of_one_bucket,
@@ -282,7 +309,9 @@ BUGS: dict[str, Callable[[], None]] = {
     "frozen weight drifts": frozen_weight_drifts,
     "silence": silence,
     "talks all the time": talks_all_the_time,
+    "loses what packing drops": loses_what_packing_drops,
     "forgets to average": forgets_to_average,
     "loss of one rank": loss_of_one_rank,
     "first weights differ": first_weights_differ,
+    "applied twice": applied_twice,
 }

@@ -36,8 +36,13 @@ PLANS = [
     "data=2 tensor=2",
     "data=2 zero=3 tensor=2",
     "tensor=2 pipeline=2",
+    "data=2 sync=server servers=2",
 ]
+SERVED = PLANS[-1]
+STALE = f"{SERVED} staleness=1"  # has no one result: only its state is compared
 LOCAL = "data=2 local_steps=3"  # is not what one process trains: only its state is compared
+# At step 5, in the middle of a window, a fragment is under way.
+OUTER = "data=2 local_steps=4 outer=nesterov fragments=2 codec=int8"
 RING = ["data=1", "data=2 zero=3", "tensor=2 pipeline=2", "data=2 zero=1"]
 MODELS = ["gpt", "bert"]  # tied weights; parameter groups
 Runs = Callable[..., Trained]
@@ -125,6 +130,22 @@ def test_a_ring_of_plans(pool: Pool, runs: Runs, tmp_path: Path, before: str, af
     check(pool, runs, tmp_path, "gpt", before, after)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("data=1", SERVED), (SERVED, SERVED), (SERVED, "data=2 zero=1")]
+)
+def test_to_servers_and_back(
+    pool: Pool, runs: Runs, tmp_path: Path, before: str, after: str
+) -> None:
+    check(pool, runs, tmp_path, "gpt", before, after)
+
+
+@pytest.mark.parametrize(("before", "after"), [(SERVED, STALE), (STALE, "data=2")])
+def test_out_of_lockstep_the_state_is_whole(
+    pool: Pool, runs: Runs, tmp_path: Path, before: str, after: str
+) -> None:
+    check_moved(pool, runs, tmp_path, "gpt", before, after)
+
+
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3"])
 def test_the_same_plan_goes_on_with_the_same_bits(
     pool: Pool, runs: Runs, tmp_path: Path, plan: str
@@ -151,13 +172,22 @@ def test_other_models(pool: Pool, runs: Runs, tmp_path: Path, model: str) -> Non
         check(pool, runs, tmp_path / str(number), model, before, after)
 
 
-@pytest.fixture(scope="session")
-def apart(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of local SGD with a checkpoint between two averages, and nothing after it."""
-    run_dir = tmp_path_factory.mktemp("apart") / "run"
-    train(pool, "gpt", LOCAL, run_dir, MIDDLE + 1, "--set", f"save_every={MIDDLE}")
+def stopped_apart(pool: Pool, folder: Path, plan: str) -> Path:
+    """A run of local steps with a checkpoint between two agreements, and nothing after it."""
+    run_dir = folder / "run"
+    train(pool, "gpt", plan, run_dir, MIDDLE + 1, "--set", f"save_every={MIDDLE}")
     shutil.rmtree(run_dir / "checkpoints" / f"step-{MIDDLE + 1:08d}")
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def apart(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stopped_apart(pool, tmp_path_factory.mktemp("apart"), LOCAL)
+
+
+@pytest.fixture(scope="session")
+def outer(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stopped_apart(pool, tmp_path_factory.mktemp("outer"), OUTER)
 
 
 def test_replicas_get_their_own_back(pool: Pool, runs: Runs, apart: Path, tmp_path: Path) -> None:
@@ -178,3 +208,77 @@ def test_replicas_become_one(pool: Pool, apart: Path, tmp_path: Path, plan: str)
         mean = torch.stack([m.double() for m in mine]).mean(0).to(mine[0].dtype)
         expected = mean if mine[0].is_floating_point() else mine[0]
         assert torch.equal(one.whole(name), expected), name
+
+
+def moved(pool: Pool, run_dir: Path, there: Path, plan: str, model: str = "gpt") -> Opened:
+    """What another plan makes of a checkpoint, saved again at the same step."""
+    source = str(run_dir / "checkpoints" / f"step-{MIDDLE:08d}")
+    train(pool, model, plan, there, MIDDLE, "--from", source, "--take", "everything")
+    return opened(there, MIDDLE)
+
+
+def test_a_fragment_under_way_is_sent_again(
+    pool: Pool, runs: Runs, outer: Path, tmp_path: Path
+) -> None:
+    names = list(opened(outer, MIDDLE))
+    assert any(name.startswith("replica.1.outer.sent.") for name in names)
+    assert not all(
+        f"replica.1.outer.sent.{name[13:]}" in names for name in names if "anchor" in name
+    )
+    shutil.copytree(outer, tmp_path / "on")
+    check_goes_on(pool, runs, tmp_path / "on", "gpt", OUTER, OUTER)
+
+
+@pytest.mark.parametrize("plan", [OUTER, pytest.param(LOCAL, marks=pytest.mark.full)])
+def test_a_run_that_ends_where_it_began_saves_what_it_loaded(
+    pool: Pool, outer: Path, apart: Path, tmp_path: Path, plan: str
+) -> None:
+    """In the middle of a window, though its last step is one after which replicas are alike."""
+    source = outer if plan == OUTER else apart
+    found = compare(opened(source, MIDDLE), moved(pool, source, tmp_path / "there", plan))
+    assert not found.tensors, found.tensors
+
+
+def test_an_outer_state_moves_to_other_replicas(pool: Pool, outer: Path, tmp_path: Path) -> None:
+    """What all share is kept, what each has of its own becomes the mean."""
+    before = opened(outer, MIDDLE)
+    after = moved(pool, outer, tmp_path / "four", OUTER.replace("data=2", "data=4"))
+    num_seen = 0
+    for name in after:
+        kind = name.split(".")[:2]
+        if kind[0] == "outer":
+            assert torch.equal(after.whole(name), before.whole(name)), name
+            num_seen += 1
+        elif name.startswith("replica.3.outer.residual."):
+            own = [before.whole(name.replace("replica.3", f"replica.{n}")) for n in range(2)]
+            mean = torch.stack([value.double() for value in own]).mean(0).float()
+            assert torch.equal(after.whole(name), mean), name
+            num_seen += 1
+    assert num_seen > 40
+
+
+@pytest.mark.parametrize("plan", ["data=1", pytest.param(LOCAL, marks=pytest.mark.full)])
+def test_a_plan_without_an_outer_optimizer_leaves_its_state(
+    pool: Pool, outer: Path, tmp_path: Path, plan: str
+) -> None:
+    assert not [name for name in moved(pool, outer, tmp_path / "there", plan) if "outer" in name]
+
+
+@pytest.mark.parametrize("plan", ["data=1", pytest.param(LOCAL, marks=pytest.mark.full)])
+def test_an_outer_optimizer_begins_with_what_there_is(
+    pool: Pool, runs: Runs, apart: Path, tmp_path: Path, plan: str
+) -> None:
+    """The anchor is what all replicas have in common, or the mean; the momentum is 0."""
+    source = apart if plan == LOCAL else runs("gpt", plan, MIDDLE).run_dir
+    before = opened(source, MIDDLE)
+    after = moved(pool, source, tmp_path / "there", OUTER)
+    kept = [name.removeprefix("outer.momentum.") for name in after if "outer.momentum" in name]
+    assert len(kept) > 10
+    for name in kept:
+        assert not after.whole(f"outer.momentum.{name}").any()
+        if plan == LOCAL:
+            mine = [before.whole(f"replica.{n}.model.{name}").double() for n in range(2)]
+            mean = torch.stack(mine).mean(0).float()
+            assert torch.equal(after.whole(f"outer.anchor.{name}"), mean)
+        else:
+            assert torch.equal(after.whole(f"model.{name}"), before.whole(f"model.{name}"))

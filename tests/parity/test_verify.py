@@ -38,6 +38,14 @@ CAUGHT = [
     Caught("loss of one rank", "plain", "loss", ""),
     Caught("first weights differ", "plain", "loss", ""),
     Caught(
+        "loses what packing drops",
+        "plain",
+        "weight",
+        "0.weight",
+        plan="data=2 local_steps=2 codec=int4",
+        step=4,
+    ),
+    Caught(
         "forgets to average", "plain", "weight", "0.weight", plan="data=2 local_steps=2", step=2
     ),
 ]

@@ -2,8 +2,11 @@
 
 import pytest
 
+from shoal.numerics.fragments import Timetable
+from shoal.numerics.quantization import codec_of
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.local import LocalSGD
+from shoal.sync.outer import Rule
 from shoal.sync.sharded import Sharded
 from shoal.testing.conformance import NUM_STEPS, StrategyConformance
 
@@ -17,7 +20,16 @@ def ring(num_pieces: int) -> AllReduce:
 
 
 def local(num_pieces: int) -> LocalSGD:
-    return LocalSGD(num_pieces, local_steps=2, num_steps=NUM_STEPS)
+    return LocalSGD(num_pieces, Timetable(2, 1, NUM_STEPS))
+
+
+def nesterov(num_pieces: int) -> LocalSGD:
+    return LocalSGD(num_pieces, Timetable(2, 1, NUM_STEPS), rule=Rule(0.7, 0.9))
+
+
+def streamed(num_pieces: int) -> LocalSGD:
+    rule = Rule(0.7, 0.9, codec_of("int8"))
+    return LocalSGD(num_pieces, Timetable(4, 2, NUM_STEPS), rule=rule)
 
 
 def zero_1(num_pieces: int) -> Sharded:
@@ -66,3 +78,15 @@ class TestLocalSGD(StrategyConformance):
     @pytest.fixture
     def factory(self):
         return local
+
+
+class TestOuter(TestLocalSGD):
+    @pytest.fixture
+    def factory(self):
+        return nesterov
+
+
+class TestStreamed(TestLocalSGD):
+    @pytest.fixture
+    def factory(self):
+        return streamed

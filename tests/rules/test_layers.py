@@ -12,10 +12,8 @@ import pytest
 
 # The first name below `shoal`, and its layer.
 LAYERS = {
-    **dict.fromkeys(
-        ["errors", "logs", "optional", "hooks", "world", "faults", "memory", "tables"], 0
-    ),
-    "processes": 0,
+    **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults", "memory"], 0),
+    **dict.fromkeys(["tables", "processes", "files", "remote"], 0),
     **dict.fromkeys(
         ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
     ),
@@ -39,7 +37,7 @@ LAYERS = {
         ],
         3,
     ),
-    **dict.fromkeys(["blame", "evaluate", "reference"], 3),
+    **dict.fromkeys(["blame", "evaluate", "reference", "reference_outer"], 3),
     **dict.fromkeys(["start", "verify", "explain", "doctor", "elastic", "cluster", "tune"], 4),
     **dict.fromkeys(["dashboard", "cli"], 5),
 }

@@ -53,6 +53,10 @@ def raises() -> None:
                 raise LookupError("what this script was looking for")
 
 
+def asks_for_servers() -> None:
+    shoal.trainer(tiny.line(), plan="data=auto sync=server")
+
+
 def plain() -> None:
     """torch.distributed without Shoal."""
     dist.init_process_group("gloo")
@@ -83,6 +87,7 @@ if __name__ == "__main__":
         "saves": saves,
         "twice": twice,
         "raises": raises,
+        "asks-for-servers": asks_for_servers,
         "plain": plain,
         "nothing": nothing,
         "lacks-a-rank": lacks_a_rank,

@@ -60,6 +60,23 @@ BAD = {
     "a rank without parameters": Bad(
         f"{RECIPES}:single", "pipeline=2", "1 is the most. Every stage must use a parameter"
     ),
+    "too many fragments": Bad(
+        f"{RECIPES}:bare",
+        "data=2 local_steps=8 fragments=3",
+        "fragments=3 does not go with a model that trains 2 parameters: a fragment is one of them "
+        "at least. Use fragments=2 or fewer.",
+    ),
+    "servers and shards": Bad(
+        f"{RECIPES}:plain",
+        "data=2 sync=server zero=1",
+        "zero=1 does not go with sync=server: optimizer state lives on the servers, and no rank "
+        "holds any to spare. Leave zero out, or sync=server.",
+    ),
+    "servers with copies": Bad(
+        f"{RECIPES}:plain",
+        "data=2 sync=server servers=2 copies=2",
+        "copies=2 asks for replicated parameter servers, which is not built yet.",
+    ),
     "statistics in two stages": Bad(
         f"{RECIPES}:shared_statistics",
         "pipeline=2",
@@ -91,6 +108,12 @@ BAD = {
     ),
     "short batch in a pipeline": Bad(
         f"{RECIPES}:plain", "pipeline=2", "pipeline does not go with end='pad'", ("end=pad",)
+    ),
+    "short batch and servers": Bad(
+        f"{RECIPES}:plain",
+        "data=2 sync=server",
+        "sync=server does not go with end='pad': the short batch at the end of an epoch may leave",
+        ("end=pad",),
     ),
     "short batch in shards": Bad(
         f"{RECIPES}:plain", "data=2 zero=3", "zero=3 does not go with end='pad'", ("end=pad",)

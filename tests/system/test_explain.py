@@ -1,5 +1,6 @@
 """What `shoal explain` says, held against ranks that train; and the verb on the command line."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from shoal.comm.collectives import Group
 from shoal.explain.explain import Explanation, explain
 from shoal.mesh import Mesh
 from shoal.run import resolve
-from shoal.testing.faults import Trained
+from shoal.testing.faults import Trained, start
 from shoal.testing.ranks import Pool
 from shoal.training import Trainer
 from tests import zoo
 from tests.parity.runs import GivenSeat
 
 TINY = str(Path(__file__).with_name("tiny.py"))
+ZOO = str(Path(__file__).parents[1] / "zoo.py")
 FSDP = ("all-gather", "reduce-scatter")
 
 
@@ -143,6 +145,53 @@ def test_ranks_hold_and_send_what_was_said(pool: Pool, recipe: str, plan: str) -
         assert sum(m.num_bytes for m in by_fsdp) == real["by_fsdp"]
         assert sum(m.count for m in by_fsdp) == real["count_by_fsdp"]
         assert sum(m.num_bytes for m in rank.messages) == real["bytes_sent"]
+
+
+WINDOWS = [
+    ("cnn", "data=2 local_steps=3 outer=nesterov"),
+    ("gpt", "data=4 local_steps=2 outer=nesterov codec=int4"),
+    ("cnn", "data=2 local_steps=4 outer=nesterov fragments=3"),
+    ("gpt", "data=4 local_steps=4 outer=nesterov codec=int8 fragments=2"),
+    ("frozen", "data=2 local_steps=4 codec=bf16 fragments=2"),
+]
+
+
+def train_window(mesh: Mesh, recipe: str, plan: str) -> int:
+    """What this rank sends in its second window of local steps."""
+    run = getattr(zoo, recipe)()
+    resolved = resolve(run, plan, mesh.num_ranks)
+    with Trainer(run, resolved, GivenSeat(mesh)) as trainer:
+        infos = list(islice(trainer, 2 * resolved.local_steps))
+    return sum(info.bytes_sent for info in infos[resolved.local_steps :])
+
+
+@pytest.mark.parametrize(("recipe", "plan"), WINDOWS)
+def test_ranks_send_in_a_window_what_was_said(pool: Pool, recipe: str, plan: str) -> None:
+    run = getattr(zoo, recipe)()
+    told = explain(run, resolve(run, plan, None))
+    sent = [sum(message.num_bytes for message in rank.messages) for rank in told.ranks]
+    assert pool.run(train_window, told.num_ranks, recipe, plan) == sent
+    assert told.ranks[0].memory.extra.num_bytes > told.ranks[0].memory.gradients.num_bytes / 2
+
+
+# A bound lets workers say nothing to each other; with three pieces one of two has two rows to push.
+SERVED = [
+    ("cnn", "data=2 sync=server servers=2"),
+    ("gpt", "data=2 sync=server servers=3 pieces=4 staleness=2"),
+    pytest.param("gpt", "data=3 sync=server pieces=4", marks=pytest.mark.full),
+    pytest.param("cnn", "data=3 sync=server pieces=8 combine=median", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("recipe", "plan"), SERVED)
+def test_workers_push_what_was_said(pool: Pool, tmp_path: Path, recipe: str, plan: str) -> None:
+    run = getattr(zoo, recipe)()
+    told = explain(run, resolve(run, plan, None))
+    training = start(pool, f"{ZOO}:{recipe}", tmp_path / "run", plan=plan, settings={"steps": 3})
+    trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    sent = sum(message.num_bytes for rank in told.ranks for message in rank.messages)
+    assert trained.result["bytes_sent"] == 3 * sent
 
 
 # ---- the verb

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shoal import doctor
 from shoal.cli import doctor as command
-from shoal.doctor import Check
+from shoal.doctor import doctor
+from shoal.doctor.doctor import Check
 from shoal.metrics.meters import cpu_limit, memory_limit_bytes
 
 MB, GB = 2**20, 2**30

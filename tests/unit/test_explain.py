@@ -18,6 +18,7 @@ from shoal.explain.tensor import grouped
 from shoal.explain.words import in_words
 from shoal.parallel.tensor.cutting import Row
 from shoal.run import Run, resolve
+from shoal.sync.server.shard import Shard, layout_of, settings_of
 from shoal.tables import in_units, table
 
 WIDTH = 64
@@ -122,6 +123,48 @@ def test_zero_2_sends_after_every_piece_and_holds_no_whole_gradient() -> None:
     assert two.ranks[0].messages[0].num_bytes == 4 * one.ranks[0].messages[0].num_bytes
     assert "partial sum" in one.ranks[0].memory.extra.formula
     assert "partial sum" not in two.ranks[0].memory.extra.formula
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, torch.optim.Adafactor], ids=["cut", "whole"]
+)
+def test_servers_hold_the_state_that_workers_do_not(optimizer: Any) -> None:
+    run = layers(optimizer)
+    found = under("data=2 sync=server servers=3", run)
+    for rank in found.ranks:
+        assert rank.num_stepped == rank.memory.optimizer.num_bytes == 0
+        assert rank.messages[0].num_bytes == 4 * NUM_ELEMENTS
+    model = run.model()
+    for told in found.servers:
+        stepping = run.make_optimizer(model)
+        shard = Shard(model, stepping, layout_of(model, stepping, 3, 1), told.server)
+        touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
+        sums = {key: torch.zeros_like(value) for key, value in shard.values.items()}
+        shard.apply(sums, touched, 1.0, 1.0, settings_of(stepping))
+        tensors = [t for kept in stepping.state.values() for t in kept.values()]
+        state = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        assert told.memory.optimizer.num_bytes == state
+        assert told.memory.parameters.num_bytes == sum(v.nbytes for v in shard.values.values())
+        assert told.num_stepped == sum(run.numel() for run in shard.runs)
+    assert sum(told.num_stepped for told in found.servers) == NUM_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("bound", "num_rows", "kinds"),
+    [
+        ("", [1, 2, 2], ["gradients", "losses and flags"]),
+        ("staleness=any", [1, 1, 1], ["gradients"]),
+    ],
+)
+def test_workers_push_what_the_tree_keeps_apart(
+    bound: str, num_rows: list[int], kinds: list[str]
+) -> None:
+    """Of five pieces: two neighbours may stand in two subtrees of all five; alone they are one."""
+    found = under(f"data=3 sync=server pieces=5 {bound}", layers(batch_size=10))
+    assert [r.messages[0].num_bytes // (4 * NUM_ELEMENTS) for r in found.ranks] == num_rows
+    assert [message.what for message in found.ranks[0].messages] == kinds
+    words = in_words(found, "recipe")
+    assert "3 ranks = data 3, 1 server;" in words and "the rank and the server that have" in words
 
 
 def test_uneven_shares_of_pieces() -> None:
@@ -238,6 +281,7 @@ def test_a_table_has_straight_columns() -> None:
         "data=1 pipeline=2 schedule=zbv",
         "data=1 pipeline=3 schedule=interleaved microbatches=4",
         "data=2 pipeline=2 zero=3 microbatches=2 recompute=blocks",
+        "data=2 sync=server servers=2 staleness=3",
     ],
 )
 def test_the_record_travels_and_the_picture_is_sound(plan: str) -> None:

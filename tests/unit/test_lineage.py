@@ -139,3 +139,56 @@ def test_an_audit_of_nothing_assures_of_nothing(
         assert run_here(["data", "audit", str(run), *words]) == 2
         told = capsys.readouterr()
         assert "nothing to compare" in told.err and not told.out
+
+
+def bad_numbers(bad: str = "") -> Any:
+    import dataclasses
+
+    run = numbers()
+    return dataclasses.replace(run, data=quarantine(run.data, bad))
+
+
+@pytest.fixture
+def bad_run(tmp_path: Path) -> tuple[Path, Path]:
+    """A run of two steps that left out sample 5, and its quarantine file."""
+    bad = tmp_path / "bad.jsonl"
+    described = {"recipe": f"{__file__}:bad_numbers", "settings": {"bad": str(bad)}}
+    run = write(tmp_path / "run", 2, 8, **described)
+    data = bad_numbers(str(bad)).data
+    data.record(5, ValueError("odd"))
+    batches, lines = batches_of(read_record(run), data), []
+    for step in (1, 2):
+        ids = batches.at(step - 1).ids
+        line = {"step": step, "mark": mark(ids[ids != 5]), "left_out": int((ids == 5).sum())}
+        lines.append(json.dumps(line) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run, bad
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "bad.jsonl is not there, so it is not known which samples were left out (1 were"),
+        (b"", "1 samples were left out by the record, and the quarantine files name only 0"),
+        (b"garbage\n", "holds something other than a quarantine's lines"),
+        (b"after", "line 2 of the quarantine file"),
+    ],
+)
+def test_an_audit_tells_of_a_quarantine_file_that_is_gone_or_damaged(
+    bad_run: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    told: str,
+) -> None:
+    run, bad = bad_run
+    assert run_here(["data", "audit", str(run)]) == 0
+    if content is None:
+        bad.unlink()
+    else:
+        bad.write_bytes(bad.read_bytes() + b"garbage\n" if content == b"after" else content)
+    capsys.readouterr()
+    for words in ([], ["--json"]):
+        assert run_here(["data", "audit", str(run), *words]) == 1
+        said = capsys.readouterr()
+        first = json.loads(said.out)["problems"][0] if words else said.out
+        assert told in first and "Traceback" not in said.err

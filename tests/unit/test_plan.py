@@ -34,16 +34,34 @@ def pipelines(draw: st.DrawFn) -> dict[str, object]:
 
 
 @st.composite
+def fleets(draw: st.DrawFn) -> dict[str, object]:
+    """Parameter servers; the loss scale of fp16 needs workers that agree on every step."""
+    servers, staleness = draw(COUNT), draw(st.integers(0, 100) | st.just("any"))
+    return {
+        "sync": "server",
+        "servers": servers,
+        "copies": draw(st.integers(1, servers)),
+        "staleness": staleness,
+        "damping": draw(st.sampled_from(["none", *["inverse"] * (staleness != 0)])),
+        "precision": draw(st.sampled_from(["fp32", "bf16", *["fp16"] * (staleness == 0)])),
+    }
+
+
+@st.composite
 def ways_to_agree(draw: st.DrawFn, keys: dict[str, object]) -> dict[str, object]:
-    """Local steps on whole replicas, shards, or neither; the order of sums where it is a choice."""
+    """Whole replicas: servers or local steps; else shards, or the order of sums as a choice."""
     is_whole = keys["tensor"] == 1 and "pipeline" not in keys
+    if is_whole and keys["offload"] == "none" and draw(st.booleans()):
+        return draw(fleets())
     local_steps = draw(st.integers(1, 500)) if is_whole else 1
     if local_steps > 1:
         fraction = st.floats(0, 1, exclude_min=True)
         nesterov = st.builds("nesterov:{}:{}".format, fraction, st.floats(0, 0.99))
         outer = draw(st.sampled_from(["average", "nesterov"]) | nesterov)
         precision = draw(st.sampled_from(["fp32", "bf16"]))
-        return {"local_steps": local_steps, "outer": outer, "precision": precision}
+        fragments = draw(st.integers(1, local_steps))
+        found = {"local_steps": local_steps, "outer": outer, "precision": precision}
+        return found | {"fragments": fragments}
     zero = draw(st.integers(0, 2 if keys.get("schedule") in ("zero-bubble", "zbv") else 3))
     sums = "exact" if zero else draw(st.sampled_from(["exact", "ring"]))
     precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
@@ -56,22 +74,17 @@ def plans(draw: st.DrawFn) -> Plan:
     keys: dict[str, object] = {
         "data": draw(st.none() | st.integers(2, 64)),
         "tensor": draw(st.just(1) | COUNT),
-        "sync": draw(st.sampled_from(["allreduce", "server"])),
         "accumulate": draw(COUNT),
         "recompute": draw(st.sampled_from(["none", "blocks"])),
         "offload": draw(st.sampled_from(["none", "optimizer"])),
     }
     fraction = st.floats(0, 1, exclude_min=True)
-    codecs = st.sampled_from(["none", "fp16", "bf16", "int8", "onebit"])
+    codecs = st.sampled_from(["none", "fp16", "bf16", "int8", "int4", "onebit"])
     codecs |= st.builds("topk:{}".format, fraction) | st.builds("powersgd:{}".format, COUNT)
     keys["codec"] = draw(codecs)
     if draw(st.booleans()):
         keys |= draw(pipelines())
     keys |= draw(ways_to_agree(keys))
-    if keys["sync"] == "server":
-        keys["servers"] = draw(COUNT)
-        keys["copies"] = draw(st.integers(1, keys["servers"]))
-        keys["staleness"] = draw(st.integers(0, 100) | st.just("any"))
     if draw(st.booleans()):
         keys["pieces"] = draw(sound_pieces(Plan(**keys)))
     return Plan(**keys)
@@ -140,6 +153,12 @@ def test_a_plan_is_frozen() -> None:
         ("outer=nesterov:inf local_steps=2", "rate > 0"),
         ("outer=average:1 local_steps=2", "average, nesterov"),
         ("sync=server staleness=some", "0 or more, or any"),
+        ("sync=server combine=trimmed:0.5", "0 < F < 0.5"),
+        ("sync=server staleness=1 rates=1:0", "a number above 0"),
+        ("sync=server staleness=1 rates=1:0", "a number above 0 for each replica"),
+        ("sync=server staleness=1 rates=1:inf", "a number above 0 for each replica"),
+        ("sync=server staleness=1 damping=square", "none, inverse"),
+        ("sync=server combine=trimmed:0.5", "0 < F < 0.5"),
     ],
 )
 def test_bad_words_are_refused(text: str, says: str) -> None:
@@ -160,9 +179,16 @@ def test_bad_words_are_refused(text: str, says: str) -> None:
         ("staleness=0", "add sync=server"),
         ("servers=2", "add sync=server"),
         ("copies=2", "add sync=server"),
+        ("sync=server damping=inverse", "add sync=server and staleness=1 or more"),
+        ("sync=server rates=1:2", "add sync=server and staleness=1 or more"),
+        ("sync=server staleness=2 combine=median", "and leave staleness out"),
+        ("combine=trimmed:0.2", "add sync=server, and leave staleness out"),
         ("outer=average", "add local_steps=2 or more"),
         ("outer=nesterov", "add local_steps=2 or more"),
         ("local_steps=4 data=1", "use data=2 or more"),
+        ("fragments=2", "use local_steps=2 and data=2 or more"),
+        ("fragments=2 local_steps=4 data=1 outer=nesterov", "use local_steps=2 and data=2"),
+        ("codec=int4 local_steps=4 data=1 outer=nesterov", "use data=2 or more"),
         ("codec=int8 data=1", "use data=2 or more"),
         ("zero=1 data=2 sums=ring", "leave zero out"),
     ],
@@ -177,8 +203,25 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
     ("text", "way_out"),
     [
         ("sync=server servers=2 copies=3", "Use servers=3 or copies=2."),
+        ("sync=server tensor=2", "Leave one of them out."),
+        ("sync=server pipeline=2", "a worker of a server is one rank"),
+        ("sync=server zero=2", "Leave zero out, or sync=server."),
+        ("sync=server offload=optimizer", "Leave offload out, or sync=server."),
+        ("sync=server local_steps=4", "a server steps on every batch. Leave one of them out."),
+        ("sync=server sums=ring", "Leave sums out."),
+        ("data=3 sync=server staleness=1 rates=1:2", "Give 3 of them, separated by colons"),
+        ("data=2 sync=server combine=median", "Use data=3 or more, or leave combine out."),
+        ("sync=server precision=fp16 staleness=1", "Use precision=bf16."),
+        ("data=2 sync=server combine=median", "Use data=3 or more"),
+        ("data=4 combine=median", "add sync=server"),
+        ("data=4 sync=server staleness=1 combine=trimmed:0.1", "leave staleness out"),
+        ("data=2 sync=server damping=inverse", "staleness=1 or more"),
+        ("data=2 sync=server staleness=1 rates=1:1:1", "Give 2 of them"),
+        ("sync=server precision=fp16 staleness=any", "Use precision=bf16."),
         ("precision=fp16 local_steps=4", "Use precision=bf16."),
         ("zero=1 local_steps=4", "Leave one of them out."),
+        ("local_steps=4 fragments=5", "Use fragments=4 or fewer, or more local_steps."),
+        ("local_steps=4 codec=int8 sums=ring", "Leave sums out"),
         ("data=4 pieces=3", "Use pieces=4 or more, or data=3 or fewer."),
         ("data=2 accumulate=2 pieces=6", "data=2 x accumulate=2 = 4"),
         ("accumulate=3 pieces=4", "Leave one of them out."),
@@ -214,6 +257,8 @@ def test_contradictions_are_refused(text: str, way_out: str) -> None:
         "pipeline=2 schedule=zbv zero=2",
         "pipeline=2 schedule=interleaved zero=3 microbatches=3",
         "local_steps=4 precision=bf16",
+        "local_steps=4 fragments=4",
+        "local_steps=4 data=1 outer=nesterov",
         "data=1 zero=0 tensor=2",
     ],
 )
@@ -343,7 +388,12 @@ def test_counts_of_an_open_plan_are_refused() -> None:
         "pipeline=2 schedule=zbv",
         "data=2 zero=1",
         "data=2 zero=3",
+        "sync=server",
+        "data=2 sync=server servers=2 staleness=4",
+        "sync=server staleness=any precision=bf16",
+        "sync=server precision=fp16",
         "local_steps=4",
+        "local_steps=4 outer=nesterov:0.5:0.0 fragments=2 codec=int4",
         "recompute=blocks",
         "offload=optimizer",
     ],
@@ -358,10 +408,10 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "sync=server",
-        "sync=server staleness=any",
-        "local_steps=4 outer=nesterov",
+        "sync=server servers=2 copies=2",
         "codec=topk:0.01",
+        "codec=onebit local_steps=4",
+        "codec=int8",
     ],
 )
 def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
@@ -370,6 +420,27 @@ def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
         plan.refuse_missing()
     with pytest.raises(PlanError, match="not built yet"):
         plan.resolve(ranks=None, cores=8, batch_size=32)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("codec=int8 data=2", "Leave codec out, or add local_steps=2 or more."),
+        ("codec=topk:0.01 local_steps=4", "or use fp16, bf16, int8, int4 with local_steps."),
+    ],
+)
+def test_a_codec_that_is_not_built_has_a_way_out(text: str, way_out: str) -> None:
+    with pytest.raises(PlanError, match="not built yet") as refused:
+        Plan.parse(text).refuse_missing()
+    assert way_out in str(refused.value)
+
+
+def test_an_outer_step_of_an_average_goes_all_the_way() -> None:
+    assert Plan.parse("local_steps=4").outer_rates == (1.0, 0.0)
+    assert Plan.parse("local_steps=4 outer=nesterov:0.5").outer_rates == (0.5, 0.9)
+    assert not Plan.parse("local_steps=4").has_anchor
+    for more in ("outer=nesterov", "codec=int8", "fragments=2"):
+        assert Plan.parse(f"local_steps=4 {more}").has_anchor
 
 
 def test_keys_are_described_in_one_place() -> None:

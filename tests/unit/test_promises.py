@@ -68,6 +68,8 @@ def test_replicas_that_work_alone_are_silent() -> None:
     quiet = [Rank(bytes_sent=0)] * 2
     assert broken_promise(plan, quiet, MATRICES, speaks=False) == ""
     assert "work alone" in broken_promise(plan, [Rank()] * 2, MATRICES, speaks=False)
+    for told in (quiet, [Rank()] * 2):
+        assert broken_promise(plan, told, MATRICES, speaks=None) == "", "that depends on sizes"
 
 
 def test_attention_must_be_cut() -> None:

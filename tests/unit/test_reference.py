@@ -124,6 +124,55 @@ def test_replicas_of_local_steps_part_and_meet() -> None:
     assert losses == [False, True, False, True, True]
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_outer_step_is_sgd_with_nesterov_momentum(num_replicas: int) -> None:
+    """By torch's own optimizer, on the way that plain loops went in each window."""
+    run, window = run_of(steps=6), 2
+    anchor = [p.detach().clone() for p in run.make_model().parameters()]
+    outer = torch.optim.SGD(anchor, lr=0.5, momentum=0.8, nesterov=True)
+    models = [run.make_model() for _ in range(num_replicas)]
+    inner = [run.make_optimizer(model) for model in models]
+    batches = Batches(run.data, batch_size=8, num_pieces=num_replicas, seed=run.seed)
+    for step in range(6):
+        for number, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            piece = batches.at(step).piece(number)
+            optimizer.zero_grad()
+            run.loss(model(piece.inputs), piece.target).backward()
+            optimizer.step()
+        if (step + 1) % window == 0:
+            with torch.no_grad():
+                for p, *own in zip(anchor, *(m.parameters() for m in models), strict=True):
+                    p.grad = p - torch.stack(own).mean(0)
+                outer.step()
+                for model in models:
+                    for p, value in zip(model.parameters(), anchor, strict=True):
+                        p.copy_(value)
+    plan = f"data={num_replicas} local_steps={window} outer=nesterov:0.5:0.8"
+    for ours, theirs in zip(weights_after(run, plan), anchor, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_fragments_leave_in_turn_and_meet_at_the_end() -> None:
+    run, gaps = run_of(steps=6), []
+    plan = plan_of(run, "data=2 local_steps=4 fragments=2")
+    for replicas in reference.train(run, plan):
+        pairs = zip(*(replica.weights.values() for replica in replicas), strict=True)
+        gaps.append([float((a - b).detach().abs().max()) for a, b in pairs])
+    first, last = [row[0] for row in gaps], [row[-1] for row in gaps]
+    assert first[3] < first[2], "the first half was sent after step 2 and has arrived"
+    assert last[3] > last[2], "the second is sent only now"
+    assert gaps[-1] == [0.0] * len(gaps[-1])
+
+
+@pytest.mark.parametrize(("codec", "most"), [("bf16", 2e-3), ("int8", 2e-3), ("int4", 2e-2)])
+def test_packing_moves_weights_by_little(codec: str, most: float) -> None:
+    run = run_of(steps=8)
+    plan = "data=4 local_steps=2 outer=nesterov:0.7:0.5"
+    pairs = zip(weights_after(run, plan), weights_after(run, f"{plan} codec={codec}"), strict=True)
+    apart = [float((a - b).abs().max()) for a, b in pairs]
+    assert 0 < max(apart) < most
+
+
 def test_buffers_are_the_mean_over_pieces() -> None:
     run = run_of(model=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), steps=1)
     (after,) = next(reference.train(run, plan_of(run, "data=4")))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.data.transforms.quarantine import quarantine
-from shoal.errors import PlanError, RecipeError
+from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.evaluate import measure
 from shoal.plan import Plan
 from shoal.run import Run, resolve
@@ -68,6 +68,14 @@ def test_quarantine_is_refused_where_every_rank_needs_samples(
     else:
         with pytest.raises(PlanError, match="source to evaluate is in quarantine"):
             resolve(run, plan, 2)
+
+
+def test_a_generator_is_refused_where_it_is_given() -> None:
+    pairs = ((torch.zeros(2), torch.tensor(0.0)) for _ in range(12))
+    with pytest.raises(UsageError, match=r"data is a generator.*list\(...\).*__getitem__"):
+        run_on(pairs)
+    with pytest.raises(UsageError, match=r"evaluate is a generator"):
+        dataclasses.replace(run_on(Broken(range(0))), evaluate=pairs)
 
 
 def evaluated(source: Any, plan: str = "data=1") -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
-from shoal.rundir import RunDir
+from shoal.rundir import RunDir, claimed
 
 
 def test_a_free_name_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +53,19 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         RunDir(tmp_path / "file" / "run", "r")
+
+
+def test_of_a_refused_run_no_directory_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those around it that were made for it."""
+    monkeypatch.chdir(tmp_path)
+    with RunDir(None, "r.py:f"):
+        pass
+    (tmp_path / "mine").mkdir()
+    with RunDir(Path("mine/a/b"), "r.py:f"), claimed(Path("kept/checkpoints")):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with claimed(tmp_path / "used"):
+        (tmp_path / "used" / "step-1").mkdir()
+    assert (tmp_path / "used" / "step-1").is_dir()

@@ -4,7 +4,6 @@ Equal weights give equal bytes, so two runs can be compared with `cmp`. Where ra
 each sends what no lower rank holds to the one that writes.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from shoal.checkpoint.save import held_by_all, listed
 from shoal.checkpoint.types import first_names, why_not
 from shoal.comm.collectives import Group
 from shoal.faults import faultpoint
+from shoal.files import replacing
 from shoal.parallel.layout import Slice
 
 
@@ -65,10 +65,6 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, tensor in tensors.items():
         if why := why_not(tensor):
             raise SafetensorError(f"{name} is {why}, which no such file can hold")
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with replacing(path) as partial:
         save_file(dict(tensors), partial)
         faultpoint("model.written")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

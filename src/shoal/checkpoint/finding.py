@@ -14,9 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from shoal.checkpoint.manifest import MANIFEST, SEAL, BadCheckpoint
 from shoal.checkpoint.objects import local_path, open_store
-from shoal.checkpoint.remote import without_password
 from shoal.checkpoint.storage import Directory, Store
 from shoal.errors import UsageError
+from shoal.remote import without_password
 
 Kind = TypeVar("Kind")
 Where = str | Path  # a path, or a URL

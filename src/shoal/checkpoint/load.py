@@ -13,6 +13,7 @@ from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.types import bytes_of, type_of_name
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
+from shoal.sync.state import read_whole
 
 
 class Opened(Sealed):
@@ -45,9 +46,7 @@ class Opened(Sealed):
 
     def whole(self, name: str) -> torch.Tensor:
         """All of one tensor."""
-        made = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.fill(name, [Slice(made, self.shape(name), (0,) * made.dim())])
-        return made
+        return read_whole(self, name)
 
     def box(self, name: str, box: Box) -> memoryview:
         """The bytes of a box of a tensor."""

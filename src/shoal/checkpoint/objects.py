@@ -10,6 +10,8 @@ come down in windows; a reader never has a whole file in memory. Not for disks t
 `Directory` maps files instead of fetching them. Cost: a request per file and some ten more.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,13 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from shoal.checkpoint.chunks import MOST_CHUNK_BYTES
 from shoal.checkpoint.manifest import SEAL, BadCheckpoint
-from shoal.checkpoint.remote import PATIENCE, Patience, Remote, Windows
 from shoal.checkpoint.storage import Directory, Store
 from shoal.faults import faultpoint
+from shoal.remote import PATIENCE, Patience, Remote
 
 BLOCK_BYTES = 32 << 20  # S3 takes up to 10,000 parts of a file, and none below 5 MB but the last
 ABANDONED_S = 24 * 3600.0  # far more than a save may last, and than clocks differ
+MOST_WINDOW_BYTES = 8 * MOST_CHUNK_BYTES  # of all windows of a store together
 _DRAFT = ".draft-"
 
 
@@ -174,7 +178,7 @@ class ObjectFile:
 
     keeps = False  # a window goes when others come
 
-    def __init__(self, remote: Remote, windows: Windows, path: str):
+    def __init__(self, remote: Remote, windows: "Windows", path: str):
         self._windows, self._path = windows, path
         size = remote.size(path)
         if size is None:
@@ -191,3 +195,42 @@ class ObjectFile:
         # The first look is at the header, and nobody knows yet whether more is wanted.
         ahead, self._is_fresh = not self._is_fresh, False
         return self._windows.read(self._path, (start, start + length), self.num_bytes, ahead=ahead)
+
+
+class Windows:
+    """Parts of files that were fetched last; those of all readers of a store share a limit."""
+
+    def __init__(self, remote: Remote, most_bytes: int = MOST_WINDOW_BYTES):
+        self._remote, self._most_bytes = remote, most_bytes
+        self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: str, span: tuple[int, int], num_bytes: int, *, ahead: bool) -> memoryview:
+        """Bytes of a file of `num_bytes`; with `ahead`, what follows is fetched as well."""
+        start, stop = span
+        with self._lock:
+            for (name, first), content in reversed(self._held.items()):
+                if name == path and first <= start and stop <= first + len(content):
+                    self._held.move_to_end((name, first))
+                    return content[start - first : stop - first]
+        end = min(num_bytes, max(stop, start + MOST_CHUNK_BYTES)) if ahead else stop
+        try:
+            fetched = self._remote.part(path, start, end) if end > start else b""
+        except FileNotFoundError:
+            raise BadCheckpoint(f"{path} is missing; it was there a moment ago.") from None
+        if len(fetched) != end - start:
+            raise BadCheckpoint(
+                f"{path.rpartition('/')[2]}: of the bytes {start} to {end}, {len(fetched)} came. "
+                "It was changed since it was opened."
+            )
+        content = memoryview(bytearray(fetched))  # torch wants memory that it could write to
+        with self._lock:
+            self._held[path, start] = content
+            while sum(len(view) for view in self._held.values()) > self._most_bytes:
+                self._held.popitem(last=False)
+        return content[: stop - start]
+
+    def forget(self, folder: str) -> None:
+        with self._lock:
+            for key in [key for key in self._held if key[0].startswith(f"{folder}/")]:
+                del self._held[key]

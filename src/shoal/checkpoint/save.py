@@ -28,7 +28,6 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import Held, Placed, deal, place
 from shoal.checkpoint.manifest import File, Manifest, Origin, Progress
-from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
 from shoal.checkpoint.storage import Draft, Store
@@ -39,6 +38,7 @@ from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
+from shoal.remote import StoreError
 from shoal.sync.state import share_bytes
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.5

@@ -25,10 +25,10 @@ from shoal.checkpoint.manifest import (
     File,
     Tensor,
 )
-from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.retention import Known
 from shoal.checkpoint.signing import SIGNATURE, check, signing_key, unsigned
 from shoal.checkpoint.storage import Reader, Store
+from shoal.remote import StoreError
 
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
 MOST_SEAL_BYTES = 1024

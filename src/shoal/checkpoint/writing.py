@@ -19,10 +19,10 @@ from shoal.checkpoint.chunks import Held, Placed, header
 from shoal.checkpoint.finding import Where, split_url
 from shoal.checkpoint.manifest import Chunk, File, Manifest, Tensor
 from shoal.checkpoint.objects import local_path, open_store
-from shoal.checkpoint.remote import without_password
 from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
 from shoal.checkpoint.storage import Directory, Draft, Store
 from shoal.errors import UsageError
+from shoal.remote import without_password
 
 
 class Written(NamedTuple):

@@ -13,8 +13,8 @@ from shoal.checkpoint.sealed import Sealed
 from shoal.cli import options
 from shoal.cli.checkpoint_convert import convert
 from shoal.cli.checkpoint_diff import diff
+from shoal.cli.checkpoint_export import export, import_
 from shoal.cli.checkpoint_prune import prune
-from shoal.cli.convert import export, import_
 from shoal.cli.output import as_json, in_json, print_json, say
 from shoal.errors import UsageError, nearest
 from shoal.tables import in_units, table

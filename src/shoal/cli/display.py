@@ -4,6 +4,7 @@ It goes to standard error, so that standard output stays free for results. Witho
 live line becomes a plain line every few seconds.
 """
 
+import math
 import sys
 import time
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+
+from shoal.tables import plural
 
 PLAIN_EVERY_S = 5.0
 
@@ -32,19 +35,17 @@ class Display:
         self.unsaved: dict[int, list[str]] = {}
         self.unholdable = ""
         self.model_problem = ""
+        self._said: set[str] = set()
 
     def __call__(self, record: dict[str, Any]) -> None:
         match record["event"]:
             case "progress":
                 self._progress(record)
             case "exited" if record["status"] < 0:
-                self.say(
-                    f"[bold red]rank {record['rank']} {record['how']}[/] "
-                    f"after step {record['step']}"
-                )
+                self.say(f"[bold red]{_who(record)} {record['how']}[/] after step {record['step']}")
             case "recovered":
-                rank = record["rank"]
-                who = "" if rank is None else f"a spare took the seat of rank {rank}; "
+                seat = f"a spare took the seat of {_who(record)}; "
+                who = "" if record["rank"] is None else seat
                 self.say(
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"
@@ -66,13 +67,21 @@ class Display:
                 self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
             case "balanced":
                 self.say(_balanced(record))
+            case "emptied":
+                self._say_once("emptied", _emptied(record))
+            case "waiting":
+                self.say(_waiting(record))
+            case "warning":
+                self._say_once(record["text"], f"[bold yellow]{escape(record['text'])}[/]")
 
     def introduce(self, recipe: str, facts: dict[str, Any], where: str) -> None:
         """Say what is about to be trained."""
+        members = plural(facts["num_ranks"], "rank")
+        if facts["num_servers"]:
+            members += f", {plural(facts['num_servers'], 'server')}"
         self.say(
             f"{recipe}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
-            f"plan {facts['plan'] or 'data=1'}, {facts['num_ranks']} "
-            f"rank{'s' if facts['num_ranks'] > 1 else ''}, "
+            f"plan {facts['plan'] or 'data=1'}, {members}, "
             f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {where}"
         )
         if facts["begins"]:
@@ -88,6 +97,12 @@ class Display:
 
     def close(self) -> None:
         self._clear()
+
+    def _say_once(self, kind: str, text: str) -> None:
+        """Several ranks may have the same to say, and one of them many times."""
+        if kind not in self._said:
+            self._said.add(kind)
+            self.say(text)
 
     def _no_checkpoints(self, why: str) -> None:
         self.unholdable = why
@@ -112,8 +127,9 @@ class Display:
 
     def _line(self, record: dict[str, Any]) -> str:
         of = f"/{self.num_steps}" if self.num_steps else ""
+        loss = "none" if math.isnan(record["loss"]) else f"{record['loss']:.4f}"
         return (
-            f"step {record['step']}{of}  loss {record['loss']:.4f}  "
+            f"step {record['step']}{of}  loss {loss}  "
             f"{record['samples_per_s']:.0f} samples/s  "
             f"{100 * record['communication']:.0f} % in communication"
         )
@@ -124,6 +140,10 @@ class Display:
             self._width = 0
 
 
+def _who(record: dict[str, Any]) -> str:
+    return f"server {record['server']}" if "server" in record else f"rank {record['rank']}"
+
+
 def _going_on(record: dict[str, Any]) -> str:
     told = f"going on from step {record['step']}, saved under {record['plan'] or 'data=1'}"
     if record["pieces"] != record["pieces_now"]:
@@ -132,6 +152,20 @@ def _going_on(record: dict[str, Any]) -> str:
             f"not {record['pieces']}"
         )
     return told
+
+
+def _emptied(record: dict[str, Any]) -> str:
+    return (
+        f"[bold yellow]step {record['step']} changes nothing[/]: quarantine left out all "
+        f"{record['left_out']} samples of its batch. More such steps are told in events.jsonl alone"
+    )
+
+
+def _waiting(record: dict[str, Any]) -> str:
+    return (
+        f"[bold yellow]rank {record['rank']} waits for data since {record['seconds']} s[/], after "
+        f"step {record['step']}: {escape(record['samples'])}"
+    )
 
 
 def _balanced(record: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.doctor import Check, examine
+from shoal.doctor.doctor import Check, examine
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 

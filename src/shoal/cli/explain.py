@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import options
+from shoal.cli.output import say
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
         except NotLoaded as error:
             if error.trace:
                 click.echo(error.trace, err=True)
-            click.echo(f"shoal: {error}", err=True)
+            say(f"shoal: {error}", is_error=True)
             return error.exit_code
         finally:
             nursery.close()

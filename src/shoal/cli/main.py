@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from shoal.errors import ShoalError, nearest
+from shoal.errors import Ended, ShoalError, nearest
 
 _VERBS = {
     "train": "Train a recipe under a plan.",
@@ -93,4 +93,4 @@ def run_here(arguments: list[str]) -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+    raise Ended(128 + number)

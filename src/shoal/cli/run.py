@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
+from shoal.cli.output import say
 
 
 class Echo:
@@ -95,7 +96,6 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     if outcome.exit_code:
         if outcome.trace:
             click.echo(outcome.trace, err=True)
-        click.echo(
-            f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir.path / 'logs'}.", err=True
-        )
+        cause = outcome.cause.rstrip(".")
+        say(f"shoal: {cause}. Logs are in {run_dir.path / 'logs'}.", is_error=True)
     return int(outcome.exit_code)

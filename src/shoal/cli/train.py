@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from shoal.cli import options
-from shoal.errors import RUN_AGAIN, UsageError
+from shoal.cli.output import say
+from shoal.cli.report import report
+from shoal.errors import UsageError
 
 
 @click.command(epilog=options.plan_help())
@@ -155,6 +156,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     def members(found: dict[str, Any]) -> Membership:
         return Membership(
             found["num_ranks"],
+            num_servers=found["num_servers"],
             num_spares=given["spares"],
             heartbeat_timeout_s=given["heartbeat_timeout_s"],
             form_timeout_s=given["form_timeout_s"],
@@ -171,7 +173,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     except NotLoaded as error:
         if error.trace:
             click.echo(error.trace, err=True)
-        click.echo(f"shoal: {error}", err=True)
+        say(f"shoal: {error}", is_error=True)
         return error.exit_code
     display.close()
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
@@ -236,7 +238,6 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
         looked["unholdable"] = _unholdable(model, asked)
         return None if given["begin_from"] is None else _beginning(model, run, plain, given)
 
-    keep_statistics(run.data, run_dir)
     origin = origin_of(recipe, plain, plan, run)
     facts, rank_main = prepare_training(
         run,
@@ -246,6 +247,7 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
         begin=look_at,
         tensorboard=given["tensorboard"],
     )
+    keep_statistics(run.data, run_dir)  # once nothing is refused any more
     return facts | looked | {"run": fields}, rank_main
 
 
@@ -269,101 +271,3 @@ def _beginning(model: Any, run: Any, plain: dict[str, Any], given: dict[str, Any
     if found.origin is not None:
         refuse_other_data(plain, run, found.origin)
     return found
-
-
-def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
-    """Say how a run ended; the first failure comes last on screen."""
-    own = outcome.summaries.get(0, {})
-    lost = _not_saved(outcome, facts, own)
-    code = int(outcome.exit_code) or (1 if lost else 0)
-    model = run_dir / "model.safetensors"
-    result = {
-        "steps": outcome.step,
-        "loss": own.get("loss"),
-        "evaluation": own.get("evaluation"),
-        "samples_per_s": own.get("samples_per_s"),
-        "bytes_sent": sum(s["bytes_sent"] for s in outcome.summaries.values()),
-        "peak_memory_bytes": max(
-            (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
-        ),
-        "checkpoint": own.get("checkpoint"),
-        "not_saved": lost or None,
-        "model": str(model) if model.exists() and not facts["model_problem"] else None,
-        "recoveries": outcome.num_recoveries,
-        "steps_again": outcome.num_steps_again,
-        "plan": facts["plan"],
-        "run_dir": str(run_dir),
-        "exit_code": code,
-    }
-    if outcome.exit_code == 0:
-        click.echo(_in_words(result, own, facts), err=True)
-        if lost:
-            click.echo(f"shoal: {lost}", err=True)
-    else:
-        if outcome.trace:
-            click.echo(outcome.trace, err=True)
-        click.echo(_why_it_ended(outcome, run_dir), err=True)
-    if as_json:
-        _print_result(result)
-    return code
-
-
-def _not_saved(outcome: Any, facts: dict[str, Any], own: dict[str, Any]) -> str:
-    """Why a run that got to its end has no checkpoint of it; empty if it has, or never would."""
-    if outcome.exit_code or facts["unholdable"] or own.get("checkpoint") == outcome.step:
-        return ""
-    told = facts["unsaved"].get(outcome.step, ["nobody said why"])
-    reasons = dict.fromkeys(why.rstrip(".") for why in told)
-    return (
-        f"Step {outcome.step}, the last, could not be saved: {'; '.join(reasons)}. Mend that, and "
-        "go on from the checkpoint before it (--resume), if there is one."
-    )
-
-
-def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]) -> str:
-    times = own["times"]
-    total = sum(times.values()) or 1.0
-    shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())
-    if result["loss"] is None:
-        return f"All {facts['num_steps']} steps were done already. Ask for more with --set steps=N."
-    lines = [
-        f"done: {result['steps']} steps, {result['steps'] * facts['batch_size']} samples, "
-        f"loss {result['loss']:.4f}, {result['samples_per_s']:.0f} samples/s",
-    ]
-    if result["evaluation"]:
-        told = "  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items())
-        lines.append(f"evaluation: {told}")
-    lines += [
-        f"time of rank 0: {shares}",
-        f"sent {result['bytes_sent'] / 1e6:.1f} MB, peak memory "
-        f"{result['peak_memory_bytes'] / 1e6:.0f} MB a rank",
-        f"model: {result['model'] or _why_no_model(result, facts)}",
-    ]
-    if result["recoveries"]:
-        again = result["steps_again"]
-        told = f"{again} steps were done again" if again else "no step was done again"
-        lines.insert(1, f"lost ranks replaced: {result['recoveries']}; {told}")
-    return "\n".join(lines)
-
-
-def _why_no_model(result: dict[str, Any], facts: dict[str, Any]) -> str:
-    held = "" if result["checkpoint"] != result["steps"] else ". The checkpoint holds it: export it"
-    return f"model.safetensors was not written: {facts['model_problem'].rstrip('.')}{held}"
-
-
-def _why_it_ended(outcome: Any, run_dir: Path) -> str:
-    if outcome.stopped_by and not outcome.cause:
-        saved = (
-            f"It is saved; go on with the same command and --resume --run-dir {run_dir}"
-            if outcome.exit_code == RUN_AGAIN
-            else f"It could not be saved. Its record is in {run_dir}"
-        )
-        return f"shoal: stopped after step {outcome.step}, as asked. {saved}."
-    return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}."
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    try:
-        print(msgspec.json.encode(result).decode(), flush=True)
-    except OSError as error:
-        raise UsageError(f"The result could not be written to standard output: {error}.") from error

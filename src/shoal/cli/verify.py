@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from shoal.cli import options
+from shoal.cli.output import say
 from shoal.errors import UsageError
 
 
@@ -65,7 +66,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     except (NotLoaded, verification.RunFailed) as error:
         if error.trace:
             click.echo(error.trace, err=True)
-        click.echo(f"shoal: {error}", err=True)
+        say(f"shoal: {error}", is_error=True)
         return error.exit_code
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     click.echo(in_words(verdict, recipe), err=True)
@@ -76,11 +77,17 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
 
 
 def in_words(verdict: Any, recipe: str) -> str:
-    lines = [f"{recipe} under {verdict.plan!r} against one process, {verdict.num_steps} steps:"]
+    other = (
+        "a replay of its pushes and pulls in one process" if verdict.is_replay else "one process"
+    )
+    lines = [f"{recipe} under {verdict.plan!r} against {other}, {verdict.num_steps} steps:"]
     if verdict.held_share < 1:
         lines.append(f"  no rank holds more than {verdict.held_share:.0%} of the parameters")
     if verdict.passed and verdict.identical:
-        lines.append("SAME: losses, gradients, weights and buffers are identical, bit for bit.")
+        what = (
+            "losses and weights" if verdict.is_replay else "losses, gradients, weights and buffers"
+        )
+        lines.append(f"SAME: {what} are identical, bit for bit.")
         return "\n".join(lines)
     for what, relative in verdict.worst.items():
         lines.append(f"  {what:<9} differs by at most {relative:.2e}")

@@ -18,6 +18,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +95,7 @@ class Nursery:
         self._socket = ours
         self._reports = msgspec.msgpack.Decoder(Report)
         self.pids: dict[int, int] = {}
+        self._status: int | None = None  # once it has ended
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -124,14 +126,18 @@ class Nursery:
                 self.pids.pop(report.number, None)
         return report
 
-    def close(self) -> None:
-        """End the nursery; the kernel ends its children."""
-        self._socket.close()
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            return
+    def close(self) -> int:
+        """End the nursery, and with it its children; its exit code, or minus the signal.
+
+        Only the first time: its number may be another process's afterwards.
+        """
+        if self._status is None:
+            self._socket.close()
+            self._status = -signal.SIGKILL
+            with suppress(ProcessLookupError, ChildProcessError):  # where nobody keeps the dead
+                os.kill(self.pid, signal.SIGKILL)  # of no effect on one that has ended
+                self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
 
 
 def redirect_output(log: str | Path) -> None:
@@ -191,9 +197,18 @@ def _refuse(control: socket.socket, message: str, trace: str, exit_code: int) ->
 
 def _trace_of(error: ShoalError) -> str:
     """The traceback, if the recipe's code is the cause of the error."""
-    if error.__cause__ is None:
+    if says_all(error):
         return ""
     return "".join(traceback.format_exception(error.__cause__))
+
+
+def says_all(error: BaseException) -> bool:
+    """Whether the words of an error do without a traceback: ours, of nothing or of the system's
+    (a full disk, say)."""
+    if not isinstance(error, ShoalError):
+        return False
+    cause = error.__cause__
+    return cause is None or (isinstance(error, UsageError) and isinstance(cause, OSError))
 
 
 def _check_forkable() -> None:

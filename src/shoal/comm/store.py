@@ -1,13 +1,16 @@
 """Where ranks meet: the key-value store and the forming and leaving of a group.
 
-The store listens on loopback unless told otherwise, through a socket bound beforehand, because
-`TCPStore("127.0.0.1")` would listen on every interface. Groups are keyed by generation, so a late
-message of an older one finds nobody.
+The store listens at one address, of loopback unless told otherwise, through a socket bound
+beforehand, because `TCPStore("127.0.0.1")` would listen on every interface. Groups are keyed by
+generation, so a late message of an older one finds nobody.
 """
 
+import errno
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -15,36 +18,67 @@ from torch.distributed import distributed_c10d
 
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT
 from shoal.errors import FormError, GroupLost
+from shoal.logs import warn_once
 from shoal.world import World
 
 
-def listen(host: str = "127.0.0.1") -> tuple[dist.TCPStore, int]:
+def listen(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, int]:
     """A store that others join at `host`, and its port. It ends with this process."""
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    bound.bind((host, 0))
-    bound.listen(128)
-    port: int = bound.getsockname()[1]
+    try:
+        bound, own = _bound(host, port)
+    except OSError as error:
+        raise FormError(
+            f"Rank 0 cannot listen at {host}:{port}: {error.strerror}. Set MASTER_ADDR to an "
+            "address of its machine, and MASTER_PORT to a port that is free there."
+        ) from error
+    port = bound.getsockname()[1]
     store = dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+        own, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
     )
     return store, port
 
 
-def client(host: str, port: int, timeout_s: float, listens: bool = False) -> dist.TCPStore:
-    """Join a store; `listens` makes this process the one that holds it."""
+def client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Join a store."""
+    address = host
+    with suppress(OSError):  # a name that is not known yet is looked up until the deadline
+        _, address = _address_of(host)
     try:
         return dist.TCPStore(
-            host,
-            port,
-            is_master=listens,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, ValueError) as error:
         raise FormError(
             f"No store answers at {host}:{port} within {timeout_s:g} s "
             f"({str(error).splitlines()[0]}). Rank 0 holds it: is rank 0 running?"
         ) from error
+
+
+def _bound(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens where others look for `host`, and the address that it has here."""
+    family, address = _address_of(host)
+    # A host's own name often means loopback on that host, and another address elsewhere.
+    if host in (address, "localhost") or not ip_address(address).is_loopback:
+        try:
+            return socket.create_server((address, port), family=family, backlog=128), address
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    warn_once(
+        f"{host} is not an address that this machine has for others, so the store where ranks "
+        "meet listens on all interfaces. Set MASTER_ADDR to one that it has."
+    )
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    everywhere = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
+    return everywhere, "127.0.0.1"
+
+
+def _address_of(host: str) -> tuple[socket.AddressFamily, str]:
+    """IPv4 if there is one: who listens and who joins must choose alike, since torch tries one."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, str(place[0])
 
 
 def come_together(store: dist.Store, prefix: str, world: World, timeout_s: float) -> None:

@@ -25,6 +25,7 @@ _GAINS = {2: 0.5, _STEPS: 0.1}  # of a step's time to be won, after so many step
 def can_balance(plan: Plan) -> bool:
     """Whether work can move between replicas without a trace in the result. Pure."""
     exact = plan.sums == "exact" and plan.zero < 2 and plan.local_steps == 1
+    exact = exact and plan.sync == "allreduce"  # servers know workers by their pieces
     return exact and plan.num_pieces // plan.num_microbatches > plan.num_replicas > 1
 
 

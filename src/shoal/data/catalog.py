@@ -31,6 +31,7 @@ import xxhash
 from torch import Tensor
 
 from shoal.errors import UsageError, nearest
+from shoal.files import write_whole
 from shoal.logs import log
 from shoal.rundir import cache_directory
 
@@ -169,17 +170,9 @@ def _header(body: bytes | bytearray) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write all or nothing: readers and other writers never see a part of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            try:
-                file.write(content)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(path, content)
     except OSError as error:
         raise UsageError(_unusable(path, error)) from error
 

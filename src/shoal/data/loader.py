@@ -35,7 +35,9 @@ from shoal.data.sources import (
     collate_samples,
     fetch,
     good_samples,
+    position,
 )
+from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, UsageError
 
 _WINDOW_BYTES = 512 << 10
@@ -155,7 +157,8 @@ class Batches:
                 loaders.ask(key, ahead.epoch, self._ids_of(ahead, key.piece))
         if not loaders.has(now):  # no room: too much is still in use
             return self._load(batch.epoch, self._ids_of(batch, index))
-        inputs, target, ids = loaders.take(now)
+        with WAITING.on(self._ids_of(batch, index)):
+            inputs, target, ids = loaders.take(now)
         return Piece(_placed(inputs, self.device), _placed(target, self.device), len(ids), ids)
 
     def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
@@ -234,9 +237,7 @@ class PiecesInOrder:
         return (len(self._source) + self._size - 1) // self._size
 
     def __getitem__(self, index: int) -> Piece:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"piece {index} of {len(self)}")
-        start = index % len(self) * self._size
+        start = position(index, len(self), "piece") * self._size
         ids = np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
         return load(self._source, ids, self._collate, self.device)
 
@@ -258,15 +259,16 @@ def load(
 ) -> Piece:
     """Load the samples `ids` as one piece, on `device`; those that are left out are not in it."""
     samples = None
-    if hasattr(source, "record"):
-        assert isinstance(source, LeavesOut)
-        samples, ids = good_samples(source, ids, of)
-    if not len(ids):
-        return Piece(None, None, 0, ids)
-    if samples is not None:
-        inputs, target = collate_samples(samples, collate, ids)
-    else:
-        inputs, target = fetch(source, ids, collate, of)
+    with WAITING.on(ids):
+        if hasattr(source, "record"):
+            assert isinstance(source, LeavesOut)
+            samples, ids = good_samples(source, ids, of)
+        if not len(ids):
+            return Piece(None, None, 0, ids)
+        if samples is not None:
+            inputs, target = collate_samples(samples, collate, ids)
+        else:
+            inputs, target = fetch(source, ids, collate, of)
     return Piece(_placed(inputs, device), _placed(target, device), len(ids), ids)
 
 

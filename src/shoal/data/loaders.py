@@ -17,6 +17,7 @@ import select
 import signal
 import stat
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,9 +31,11 @@ from numpy.typing import NDArray
 
 from shoal.data.order import Ids
 from shoal.data.packing import pack, unpack
+from shoal.data.readers.records import SourceLost
 from shoal.data.sources import failed, named
+from shoal.data.waiting import overdue
 from shoal.errors import RecipeError, ShoalError
-from shoal.logs import log
+from shoal.logs import for_the_screen, log
 from shoal.processes import die_with_parent
 
 Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
@@ -41,6 +44,7 @@ _AHEAD = 2  # pieces that a loader has to load, or has loaded and nobody took ye
 _SLOTS = 6  # pieces that may be in memory at once, those that the rank still uses among them
 _PATIENCE_S = 30.0
 _CLOSING_S = 2.0
+_MOST_TRACE = 16_000  # characters
 
 
 class Key(NamedTuple):
@@ -78,12 +82,18 @@ class _Reply(msgspec.Struct, array_like=True):
     num_bytes: int
     error: str = ""
     kinds: list[str] = []  # the error's class and those above it, by name
+    trace: str = ""  # of what caused the error, if that was not ours
+    warnings: list[str] = []  # for the screen, which only the rank reaches
 
 
 class _Asked(NamedTuple):
     number: int
     epoch: int
     ids: Ids
+
+
+class InLoader(Exception):
+    """What an error of a loader came from: the traceback there, as text."""
 
 
 class Loaders:
@@ -203,14 +213,15 @@ class _Loader:
             _write(self._requests, msgspec.msgpack.encode(request))
 
     def _await(self, number: int) -> None:
-        waited_s = 0.0
+        since = time.monotonic()
         while number not in self._done:
             if select.select([self._replies], [], [], _PATIENCE_S)[0]:
                 self._hear()
                 continue
-            waited_s += _PATIENCE_S
-            some = named(self.waiting[number].ids)
-            log.warning("%s: being loaded since %.0f s", some, waited_s)
+            late = overdue(self.waiting[number].ids, time.monotonic() - since)
+            if late.is_lost:
+                raise SourceLost(str(late))
+            log.warning("%s: being loaded since %.0f s", late.samples, late.seconds)
 
     def _hear(self) -> None:
         chunk = os.read(self._replies, 1 << 16)
@@ -221,6 +232,7 @@ class _Loader:
         while (end := _end_of_message(self._buffer)) is not None:
             reply = msgspec.msgpack.decode(self._buffer[4:end], type=_Reply)
             self._buffer = self._buffer[end:]
+            for_the_screen.extend(reply.warnings)
             del self.waiting[reply.number]
             self._deaths.pop(reply.number, None)
             self._done[reply.number] = reply
@@ -291,7 +303,10 @@ def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]
             while head := stream.read(4):
                 body = stream.read(int.from_bytes(head, "little"))
                 request = msgspec.msgpack.decode(body, type=_Request)
-                _write(answers, msgspec.msgpack.encode(_answer(load, request, slots)))
+                for_the_screen.clear()
+                reply = _answer(load, request, slots)
+                reply.warnings = list(for_the_screen)
+                _write(answers, msgspec.msgpack.encode(reply))
         code = 0
     except BrokenPipeError:
         code = 0  # the rank is gone
@@ -305,10 +320,24 @@ def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
         packed = pack(load(request.epoch, ids))
         slots[request.slot].write(packed)
     except ShoalError as error:
-        return _Reply(request.number, 0, str(error), [kind.__name__ for kind in type(error).mro()])
-    except Exception as error:  # noqa: BLE001 (the source's own, told by the rank)
-        return _Reply(request.number, 0, failed(ids, error), [RecipeError.__name__])
+        kinds = [kind.__name__ for kind in type(error).mro()]
+        return _Reply(request.number, 0, _sendable(str(error)), kinds, _trace_of(error.__cause__))
+    except BaseException as error:  # noqa: BLE001 (the source's own, told by the rank)
+        said = _sendable(failed(ids, error))
+        return _Reply(request.number, 0, said, [RecipeError.__name__], _trace_of(error))
     return _Reply(request.number, len(packed))
+
+
+def _trace_of(error: BaseException | None) -> str:
+    """Its end, if it is long: there is the line that raised."""
+    if error is None:
+        return ""
+    return _sendable("".join(traceback.format_exception(error))[-_MOST_TRACE:])
+
+
+def _sendable(text: str) -> str:
+    """Without what UTF-8 has no bytes for, as names of files may hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _raised(reply: _Reply) -> ShoalError:
@@ -318,7 +347,10 @@ def _raised(reply: _Reply) -> ShoalError:
     """
     known = {kind.__name__: kind for kind in _kinds(ShoalError)}
     kind = next(known[name] for name in reply.kinds if name in known)
-    return kind.__new__(kind, reply.error)  # whatever a class asks for when it is made
+    error = kind.__new__(kind, reply.error)  # whatever a class asks for when it is made
+    if reply.trace:
+        error.__cause__ = InLoader(f"\n{reply.trace}")
+    return error
 
 
 def _kinds(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:

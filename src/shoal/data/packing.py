@@ -15,6 +15,7 @@ Cost: one copy of the arrays to pack, none to unpack. Not for objects with code 
 import math
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -31,10 +32,6 @@ _ALIGNMENT = 64
 _MOST_DEPTH = 32
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _NAMES = {kind: name for name, kind in TYPES.items()}
-
-with warnings.catch_warnings():  # torch says once that what looks into bytes must not be written to
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class BadSample(RecipeError):
@@ -135,25 +132,28 @@ class _Unpacker:
     def __init__(self, arrays: memoryview):
         self.arrays = arrays
 
-    def tree(self, value: Any) -> Any:
+    def tree(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, _PLAIN):
             return value
+        if depth > _MOST_DEPTH:
+            raise BadSample(f"its header is nested more than {_MOST_DEPTH} deep")
         match value:
             case ["tuple", *parts]:
-                return tuple(self.tree(part) for part in parts)
+                return tuple(self.tree(part, depth + 1) for part in parts)
             case ["list", *parts]:
-                return [self.tree(part) for part in parts]
+                return [self.tree(part, depth + 1) for part in parts]
             case ["dict", *parts] if len(parts) % 2 == 0:
-                return self.mapping(parts)
+                return self.mapping(parts, depth + 1)
             case ["tensor", str(kind), [*shape], int(offset)] if kind in TYPES:
                 return self.tensor(TYPES[kind], shape, offset)
             case ["array", str(kind), [*shape], int(offset)]:
                 return self.array(kind, shape, offset)
         raise BadSample("its header names something that no sample holds")
 
-    def mapping(self, parts: list[Any]) -> dict[Any, Any]:
+    def mapping(self, parts: list[Any], depth: int) -> dict[Any, Any]:
+        pairs = zip(parts[::2], parts[1::2])
         try:
-            return {self.tree(k): self.tree(v) for k, v in zip(parts[::2], parts[1::2])}
+            return {self.tree(k, depth): self.tree(v, depth) for k, v in pairs}
         except TypeError:
             raise BadSample("a key of its dict is no key") from None
 
@@ -161,6 +161,8 @@ class _Unpacker:
         content = self.content(shape, kind.itemsize, offset)
         if not content.nbytes:
             return torch.empty(shape, dtype=kind)
+        if content.readonly:
+            _quieten()
         return torch.frombuffer(content, dtype=kind).view(shape)
 
     def array(self, kind: str, shape: list[Any], offset: int) -> np.ndarray[Any, Any]:
@@ -179,6 +181,14 @@ class _Unpacker:
         if not 0 <= offset <= stop <= self.arrays.nbytes:
             raise BadSample(f"its array would end at {stop} of {self.arrays.nbytes} bytes")
         return self.arrays[offset:stop]
+
+
+@cache
+def _quieten() -> None:
+    """Let torch say where nobody hears it, once, that such a tensor must not be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def _aligned(offset: int) -> int:

@@ -9,8 +9,10 @@ Not for streams: without indexing there is no order that survives a restart. Cos
 `windows` keep no copy of the data they are given. Next: `loader.py`.
 """
 
-from collections.abc import Callable, Mapping
+import errno
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import index as as_int
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import Ended, RecipeError, ShoalError, UsageError
 
 Ids: TypeAlias = NDArray[np.int64]
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -72,10 +74,10 @@ class TensorSource:
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        _require_index(index, self.num_samples)
+        at = position(index, self.num_samples)
 
         def row(tensor: Tensor) -> Tensor:
-            return tensor[index]
+            return tensor[at]
 
         return map_tensors(row, self.inputs), map_tensors(row, self.target)
 
@@ -98,8 +100,7 @@ class WindowSource:
         return self.spans.shape[0]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        _require_index(index, len(self))
-        span = self.spans[index].long()
+        span = self.spans[position(index, len(self))].long()
         return span[:-1], span[1:]
 
     def take(self, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -151,27 +152,48 @@ def windows(text: Any, length: int) -> WindowSource:
     return WindowSource(tokens.unfold(0, length + 1, length))
 
 
-def as_source(data: Any) -> Source:
-    """`data` itself, when samples can be fetched from it by index; else an error that says why."""
+def position(index: int, length: int, what: str = "sample") -> int:
+    """The index from 0 on; -1 is the last. Iteration over a source ends by the IndexError."""
+    at = as_int(index)
+    if not -length <= at < length:
+        raise IndexError(f"{what} {at} of {length}")
+    return at % length
+
+
+def as_source(data: Any, name: str = "data") -> Source:
+    """`data` itself, when samples can be fetched from it by index; else an error that says why.
+
+    `name` is what the error calls it.
+    """
     if isinstance(data, Tensor) or (
         isinstance(data, tuple) and any(isinstance(part, Tensor) for part in data)
     ):
         raise UsageError(
-            f"data is a {type(data).__name__} of tensors, which does not say what is input and "
+            f"{name} is a {type(data).__name__} of tensors, which does not say what is input and "
             "what is target. Use shoal.data.tensors(inputs, target)."
         )
     if isinstance(data, IterableDataset):
         raise UsageError(
-            f"data is a stream ({type(data).__name__}). Samples are fetched by index, so that a "
+            f"{name} is a stream ({type(data).__name__}). Samples are fetched by index, so that a "
             "restart knows where it was; use a map-style dataset."
         )
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Source):
-        way_out = "Pass its dataset." if hasattr(data, "dataset") else "A list of pairs will do."
         raise UsageError(
-            f"data is a {type(data).__name__}. It must have len() and indexing by 0, 1, 2, ..., "
-            f"each sample a pair (inputs, target). {way_out}"
+            f"{name} is a {type(data).__name__}. It must have len() and indexing by 0, 1, 2, ..., "
+            f"each sample a pair (inputs, target). {_way_out(data)}"
         )
     return data
+
+
+def _way_out(data: Any) -> str:
+    if hasattr(data, "dataset"):
+        return "Pass its dataset."
+    if isinstance(data, Iterator):
+        return (
+            "An iterator gives its samples once, from the first on. Pass list(...) of it if they "
+            "fit into memory, or an object of a class with __len__ and __getitem__."
+        )
+    return "A list of pairs will do."
 
 
 @runtime_checkable
@@ -181,15 +203,33 @@ class LeavesOut(Source, Protocol):
     def record(self, index: int, error: Exception, /) -> None: ...
 
 
-NOT_THE_SAMPLE = (ConnectionError, TimeoutError, MemoryError)
-"""What says nothing of a sample: it may be a good one, so it is never left out for that."""
+AS_IT_IS = (ShoalError, KeyboardInterrupt, GeneratorExit, Ended)
+"""Raised on while samples are loaded: our own errors, and what ends the work from outside. All else
+is a sample's failure, `sys.exit()` too, which would end a rank as if all were done."""
+
+_OUTAGES = (ConnectionError, TimeoutError, MemoryError)
+# Of a disk, a mount or the process: the device fails, is gone or full, or no more can be opened.
+_OF_THE_DEVICE = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error says nothing of a sample: it may be a good one, so it is never left out."""
+    of_device = isinstance(error, OSError) and error.errno in _OF_THE_DEVICE
+    return isinstance(error, _OUTAGES) or of_device
 
 
 def not_reached(index: int, error: BaseException) -> ShoalError:
-    """What to raise for one of NOT_THE_SAMPLE: it ends the run, whatever the source leaves out."""
+    """What to raise for an outage: it ends the run, whatever the source leaves out."""
     return ShoalError(
         f"sample {index} was not reached: {type(error).__name__}: {error}. That is no fault of the "
-        "sample, so it is not left out; see to the connection or the memory, and start again."
+        "sample, so it is not left out; see to the connection, the disk or the memory, and start "
+        "again."
     )
 
 
@@ -198,7 +238,7 @@ def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any
     samples, good = [], []
     for index in ids:
         try:
-            sample = _sample(source, int(index), of)
+            sample = sample_of(source, int(index), of)
             _pair(sample, f"sample {index}")
         except RecipeError as error:
             source.record(int(index), error)
@@ -220,14 +260,18 @@ def fetch(
     if take is not None and (of is None or not hasattr(source, "vary")):
         try:
             return _pair(take(ids), "take()")
-        except ShoalError:
+        except AS_IT_IS:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_outage(error):
+                raise not_reached(int(ids[0]), error) from error
+            found = None
             if len(ids) > 1:
                 for at in range(len(ids)):  # find the one to name
                     fetch(source, ids[at : at + 1], None)
-            raise RecipeError(failed(ids, error)) from error
-    return collate_samples([_sample(source, int(index), of) for index in ids], collate, ids)
+                found = unlike([sample_of(source, int(index)) for index in ids], ids)
+            raise RecipeError(found or failed(ids, error)) from error
+    return collate_samples([sample_of(source, int(index), of) for index in ids], collate, ids)
 
 
 def collate_samples(
@@ -238,16 +282,16 @@ def collate_samples(
     if collate is not None:
         try:
             return _pair(collate(samples), "collate")
-        except ShoalError:
+        except AS_IT_IS:
             raise
-        except Exception as error:
+        except BaseException as error:
             raise RecipeError(f"collate failed on {failed(names, error)}") from error
     for index, sample in zip(names, samples, strict=True):
         _pair(sample, f"sample {index}")
     try:
         inputs, target = (default_collate([sample[part] for sample in samples]) for part in (0, 1))
     except Exception as error:
-        raise RecipeError(_unlike(samples, names) or failed(names, error)) from error
+        raise RecipeError(unlike(samples, names) or failed(names, error)) from error
     # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
     return _tuple_of_list(inputs), _tuple_of_list(target)
 
@@ -268,23 +312,28 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def _sample(source: Source, index: int, of: Pass | None) -> Any:
+def sample_of(source: Source, index: int, of: Pass | None = None) -> Any:
+    """A sample; a RecipeError if it is to blame, another ShoalError if it was not reached."""
     try:
         vary = None if of is None else getattr(source, "vary", None)
         return source[index] if vary is None else vary(index, of)
-    except ShoalError:
+    except AS_IT_IS:
         raise
-    except NOT_THE_SAMPLE as error:
-        raise not_reached(index, error) from error
-    except Exception as error:
+    except BaseException as error:
+        if is_outage(error):
+            raise not_reached(index, error) from error
         raise RecipeError(
             f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
             f"must work for each i below len(data); try data[{index}] by itself."
         ) from error
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
 def _pair(value: Any, origin: str) -> tuple[Any, Any]:
-    if isinstance(value, (tuple, list)) and len(value) == 2:
+    if _is_pair(value):
         return value[0], value[1]
     size = f" of {len(value)}" if isinstance(value, (tuple, list, Mapping)) else ""
     raise RecipeError(
@@ -293,30 +342,48 @@ def _pair(value: Any, origin: str) -> tuple[Any, Any]:
     )
 
 
-def _unlike(samples: list[Any], names: Ids) -> str | None:
-    """The first sample whose shapes differ from the first one's, in a sentence."""
-    shapes = [_shapes(sample) for sample in samples]
-    for index, shape in zip(names, shapes, strict=True):
-        if shape != shapes[0]:
-            return (
-                f"samples {names[0]} and {index} do not fit into one batch: {shapes[0]} and "
-                f"{shape}. Samples of a batch must be alike; pad them, or give the Run a "
-                "`collate` that does."
-            )
+def unlike(samples: list[Any], names: Ids) -> str | None:
+    """The first sample that is not made like the first one, and where, in a sentence."""
+    for index, sample in zip(names, samples, strict=True):
+        if not _is_pair(sample) or not _is_pair(samples[0]):
+            return None
+        for part, field in enumerate(("inputs", "target")):
+            found = _difference(samples[0][part], sample[part], field)
+            if found is not None:
+                return (
+                    f"samples {names[0]} and {index} do not fit into one batch: {found}. Samples "
+                    "of a batch must be alike. Pad them to one size (shoal.data.mapped), or give "
+                    "the Run a `collate` that pads each batch; shoal.data.by_length puts samples "
+                    "of like lengths together, so that little is padded."
+                )
     return None
 
 
-def _shapes(value: Any) -> str:
+def _difference(one: Any, other: Any, field: str) -> str | None:
+    """Where two values differ in form: the field, and what it is in each."""
+    if _form(one) != _form(other):
+        return f"{field} is {_form(one)} in the first and {_form(other)} in the other"
+    pairs: list[tuple[Any, Any, Any]] = []
+    if isinstance(one, Mapping):
+        pairs = [(name, part, other.get(name)) for name, part in one.items()]
+    elif isinstance(one, (tuple, list)):
+        pairs = [(at, part, other[at]) for at, part in enumerate(one)]
+    found = (_difference(a, b, f"{field}.{name}") for name, a, b in pairs)
+    return next((text for text in found if text is not None), None)
+
+
+def _form(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
-        return str(list(value.shape))
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_shapes(part)}" for name, part in value.items()) + "}"
+        return f"a dict of {', '.join(sorted(map(str, value)))}"
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_shapes, value)) + ")"
-    return type(value).__name__
+        return f"a {type(value).__name__} of {len(value)}"
+    return "a number" if isinstance(value, (int, float, np.number)) else type(value).__name__
 
 
-def failed(ids: Ids, error: Exception) -> str:
+def failed(ids: Ids, error: BaseException) -> str:
     """A sentence for samples that could not be loaded together."""
     return f"{named(ids)} could not be loaded: {type(error).__name__}: {error}"
 
@@ -329,9 +396,3 @@ def named(ids: Ids) -> str:
 
 def _tuple_of_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _require_index(index: int, length: int) -> None:
-    # Tensors accept -1 too, but iteration over a source must end at its length.
-    if not -length <= index < length:
-        raise IndexError(f"sample {index} of {length}")

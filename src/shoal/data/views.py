@@ -27,6 +27,8 @@ from shoal.data.sources import (
     Varied,
     as_source,
     map_tensors,
+    position,
+    unlike,
 )
 from shoal.errors import RecipeError, UsageError
 
@@ -83,6 +85,13 @@ class Joined:
         source.record(at, error)
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
+        try:
+            return self._gathered(ids)
+        except RecipeError as error:  # it may name samples by their numbers in a part
+            found = unlike([self[int(index)] for index in ids], ids)
+            raise (error if found is None else RecipeError(found)) from error.__cause__
+
+    def _gathered(self, ids: Ids) -> tuple[Any, Any]:
         which = np.searchsorted(self.starts, ids, side="right") - 1
         parts, places = [], []
         for number in np.unique(which):
@@ -98,11 +107,9 @@ class Joined:
         return _rows(inputs, turn), _rows(targets, turn)
 
     def _place(self, index: int) -> tuple[int, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        which = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return which, index - int(self.starts[which])
+        at = position(index, len(self))
+        which = int(np.searchsorted(self.starts, at, side="right")) - 1
+        return which, at - int(self.starts[which])
 
 
 def in_order(source: Any) -> View:

@@ -16,6 +16,8 @@ under random schedules. Its rules:
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.tables import plural
+
 MOST_FAILURES = 3
 ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
 
@@ -75,12 +77,13 @@ class Member:
 
 
 class Membership:
-    """`num_seats` places, filled by members that are numbered as they are spawned."""
+    """Places for ranks and servers, filled by members that are numbered as they are spawned."""
 
     def __init__(
         self,
-        num_seats: int,
+        num_ranks: int,
         *,
+        num_servers: int = 0,
         num_spares: int = 1,
         heartbeat_timeout_s: float = 10.0,
         form_timeout_s: float = 30.0,
@@ -88,8 +91,8 @@ class Membership:
         scripts: bool = False,
     ):
         """`scripts`: members run a program of their own, which may train several times or never,
-        and are done when they exit."""
-        self.num_seats = num_seats
+        and are done when they exit. Parameter servers have the last seats."""
+        self.num_ranks, self.num_seats = num_ranks, num_ranks + num_servers
         self.num_spares = num_spares
         self.recovers = True
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -106,6 +109,7 @@ class Membership:
         self._done: set[int] = set()
         self._replaced: list[tuple[int, str]] = []
         self._next_member = 0
+        self._formed_at = -1  # the step that the group which is forming goes on from
         self._resumed_at = 0  # the step from which the newest group went on
         self._failures = 0  # groups lost at that step
         self._new_failures = 0  # groups lost since that one formed; at which step is not known yet
@@ -119,6 +123,15 @@ class Membership:
         self._why_broken = ""
         self._deadline: float | None = None  # by which all must have come
         self._failed: tuple[GiveUp, float] | None = None  # an error, or a death's echo; and when
+
+    def server_of(self, seat: int) -> int | None:
+        """The number of the server whose seat this is; None if it is a rank's."""
+        return None if seat < self.num_ranks else seat - self.num_ranks
+
+    def name_of(self, seat: int) -> str:
+        """For people."""
+        server = self.server_of(seat)
+        return f"rank {seat}" if server is None else f"server {server}"
 
     def begin(self, now: float) -> list[Action]:
         spawns = [self._spawn(now) for _ in range(self.num_seats)]
@@ -156,6 +169,7 @@ class Membership:
             return []
         self.formed.add(member)
         self._advance(step)
+        step = self._formed_at = max(self._formed_at, step)  # a server has none of its own
         if self.formed != set(self.seats):
             return []
         self._wants_group, self._failed = False, None
@@ -211,8 +225,8 @@ class Membership:
         cause = gone.suspected or how_it_ended(status)
         if status >= 0 and not gone.suspected:
             code = status if self.scripts and status else 1
-            return self._give_up(f"rank {seat} {cause} before the run was done", code)
-        what = f"rank {seat} {cause}"
+            return self._give_up(f"{self.name_of(seat)} {cause} before the run was done", code)
+        what = f"{self.name_of(seat)} {cause}"
         if self.scripts and not self.recovers:
             return self._give_up(
                 f"{what}, and this plan cannot replace it: what it held existed once", 1
@@ -320,7 +334,7 @@ class Membership:
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1
         self._here, self.formed, self._done = set(), set(), set()
-        self._broken_at = None
+        self._broken_at, self._formed_at = None, -1
         self._deadline = now + self.form_timeout_s
         return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]
 
@@ -364,10 +378,13 @@ class Membership:
                 return True
             return self.generation >= 0 and number not in self.formed
 
-        missing = [str(seat) for seat, number in enumerate(self.seats) if waited_for(number)]
+        missing = [self.name_of(s) for s, number in enumerate(self.seats) if waited_for(number)]
+        num_servers = self.num_seats - self.num_ranks
+        beside = f" and {plural(num_servers, 'server')}" if num_servers else ""
         return (
-            f"the group of {self.num_seats} ranks did not form within {self.form_timeout_s:g} s: "
-            f"rank {', '.join(missing)} did not come; --form-timeout gives them longer"
+            f"the group of {plural(self.num_ranks, 'rank')}{beside} did not form within "
+            f"{self.form_timeout_s:g} s: {', '.join(missing)} did not come; --form-timeout gives "
+            "them longer"
         )
 
 

@@ -10,15 +10,18 @@ place.
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from shoal import logs
 from shoal.comm.collectives import Group
 from shoal.comm.sockets import open_sockets, shut_down
 from shoal.comm.store import abandon_group, client, form_group, leave_group
+from shoal.data.readers.records import SourceLost
+from shoal.data.waiting import WAITING
 from shoal.elastic import messages
 from shoal.elastic.messages import (
     Beat,
@@ -37,9 +40,12 @@ from shoal.elastic.messages import (
 from shoal.errors import FormError, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.mesh import Axes, Mesh
+from shoal.mesh import Axes, Mesh, Servers
 from shoal.plan import Plan
 from shoal.world import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 BEAT_S = 0.1
 TICK_MS = 20
@@ -51,9 +57,18 @@ class SupervisedSeat:
     """The trainer's seat under a supervisor. Its methods are called from the trainer's thread."""
 
     def __init__(
-        self, address: str, identity: str, *, recovers: bool = True, patience_s: float = 45.0
+        self,
+        address: str,
+        identity: str,
+        *,
+        recovers: bool = True,
+        num_servers: int = 0,
+        patience_s: float = 45.0,
     ):
-        self.recovers = recovers
+        """The last `num_servers` seats are those of parameter servers."""
+        self.recovers, self._num_servers = recovers, num_servers
+        self.secret = identity.partition(":")[2]  # of the run
+        self._is_ready = False
         self.summarise: Callable[[], dict[str, Any]] = dict
         self.progress: Callable[[], dict[str, Any] | None] = lambda: None
         self.generation = -1
@@ -75,8 +90,40 @@ class SupervisedSeat:
 
     def form(self, axes: Axes) -> Mesh:
         self._axes = axes
-        self._say(Ready(os.getpid(), self.recovers))
+        self._be_ready()
         return self._take_place(None)
+
+    def server_number(self) -> int | None:
+        """Wait for a first place: that of a parameter server, or None for a rank's."""
+        self._be_ready()
+        with self._changed:
+            self._changed.wait_for(lambda: self._leave or self._place is not None)
+            if self._place is None:
+                raise StopNow("the supervisor lets this rank go")
+            number = self._place.seat - (self._place.num_seats - self._num_servers)
+            return number if number >= 0 else None
+
+    def serve(self, address: str) -> int:
+        """As a server: enter the newest generation and let workers know where; its number."""
+        while True:
+            place = self._await_place(None)
+            if self._await_go(place):
+                break
+        store = client(place.store_host, place.store_port, timeout_s=4.0)
+        number = place.seat - (place.num_seats - self._num_servers)
+        store.set(_server_key(place.generation, number), address)
+        self._say(Formed(self.generation, -1))
+        self._say(Done(self.generation, -1, {}))  # whenever the ranks are
+        return self.generation
+
+    @property
+    def has_new_place(self) -> bool:
+        return self._leave or self._place_is_new()
+
+    def _be_ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._say(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
         self._say(Lost(self.generation, self.step, str(lost)))
@@ -156,23 +203,39 @@ class SupervisedSeat:
             return self._go == place.generation and not self._place_is_new()
 
     def _form(self, place: TakeSeat) -> Mesh:
-        world = World(place.seat, place.num_seats, place.seat, place.num_seats, "shoal")
+        num_ranks = place.num_seats - self._num_servers
+        world = World(place.seat, num_ranks, place.seat, num_ranks, "shoal")
         if place.num_seats == 1:
             return Mesh.form(Group(), self._axes, world.device)
         import torch.distributed as dist
 
         faultpoint("seat.forming", self.step)
         self._own, self._before = set(), set(open_sockets())
+        group = Group()
         try:
             # One client a generation: an old one may hang in a wait of its own.
             store = client(place.store_host, place.store_port, timeout_s=4.0)
-            timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-            form_group(store, f"generation/{place.generation}", world, timeout)
-            mesh = Mesh.form(Group(dist.group.WORLD), self._axes, world.device)
+            if num_ranks > 1:
+                timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+                form_group(store, f"generation/{place.generation}", world, timeout)
+                group = Group(dist.group.WORLD)
+            mesh = Mesh.form(group, self._axes, world.device)
+            return mesh._replace(servers=self._find_servers(store, place))
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None
-        return mesh
+
+    def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers | None:
+        if not self._num_servers:
+            return None
+        try:
+            addresses = [
+                store.get(_server_key(place.generation, number)).decode()
+                for number in range(self._num_servers)
+            ]
+        except RuntimeError as error:
+            raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
+        return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation
@@ -200,9 +263,23 @@ class SupervisedSeat:
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
                     line.send(messages.encode(Beat(self.step, self.progress())))
+                    for aside in self._asides():
+                        line.send(messages.encode(aside))
         finally:
             line.close()
             ear.close()
+
+    def _asides(self) -> Iterator[Note | Failed]:
+        """What a person should hear of, although the trainer's thread has no time to say it."""
+        while logs.for_the_screen:
+            yield Note("warning", {"text": logs.for_the_screen.popleft()})
+        late = WAITING.look()
+        if late is not None and late.is_lost:
+            yield Failed(self.step, str(late), "", SourceLost.exit_code)
+        elif late is not None:
+            told = {"samples": late.samples, "seconds": round(late.seconds), "step": self.step}
+            rank = None if self._place is None else self._place.seat
+            yield Note("waiting", told | {"rank": rank})
 
     def _take_in(self, message: messages.SupervisorMessage) -> None:
         with self._changed:
@@ -223,6 +300,11 @@ class SupervisedSeat:
         if self._place_is_new() or self._leave:
             before = self._before
             shut_down(self._own if before is None else set(open_sockets()) - before)
+
+
+def _server_key(generation: int, number: int) -> str:
+    """Under which a server's address stands in the store."""
+    return f"generation/{generation}/server/{number}"
 
 
 def report_failure(address: str, identity: str, failed: Failed) -> None:

@@ -103,7 +103,12 @@ class Supervisor:
                 self._watch({"event": "tick"})
             self._let_go()
         except (EOFError, BrokenPipeError):
-            self._give_up("the process that ranks are forked from is gone", 1)
+            how = membership.how_it_ended(self.nursery.close())
+            self._give_up(
+                f"the process that ranks are forked from is gone: it {how} (for want of memory, "
+                "perhaps: the system's log says so then). Go on with --resume",
+                1,
+            )
         finally:
             self._close()
             for number, handler in handlers.items():
@@ -139,13 +144,8 @@ class Supervisor:
                     if seat is not None and not self._over:
                         suspected = self.members.members[report.number].suspected
                         how = suspected or membership.how_it_ended(report.status)
-                        self._event(
-                            "exited",
-                            rank=seat,
-                            status=report.status,
-                            how=how,
-                            step=self.members.step,
-                        )
+                        what = {"status": report.status, "how": how, "step": self.members.step}
+                        self._event("exited", **self._who(seat), **what)
                     now = time.monotonic()
                     self._hear_members()  # what it said before it ended
                     self._act(self.members.exited(report.number, report.status, now))
@@ -176,7 +176,7 @@ class Supervisor:
             case Formed():
                 self._act(self.members.has_formed(member, message.generation, message.step, now))
             case Lost():
-                self._event("lost", rank=self._seat_of(member), why=message.why)
+                self._event("lost", **self._who(self._seat_of(member)), why=message.why)
                 self.members.lost(member, message.generation, now, message.why)
             case Beat():
                 if message.progress:
@@ -185,7 +185,7 @@ class Supervisor:
                 self._event(message.event, **message.what)
             case Done():
                 seat = self._seat_of(member)
-                if seat is not None:
+                if seat is not None and message.summary:
                     self.outcome.summaries[seat] = message.summary
                 if message.summary.get("stopped") and not self._stop_signal:
                     # A rank was told to end by somebody else, and all agreed to stop with it.
@@ -199,7 +199,7 @@ class Supervisor:
             return  # an echo of the first failure
         self._has_failed = True
         seat = self._seat_of(member)
-        who = "a spare" if seat is None else f"rank {seat}"
+        who = "a spare" if seat is None else self.members.name_of(seat)
         self.outcome.trace = message.trace
         where = "" if message.step < 0 else f" at step {message.step + 1}"
         cause, now = f"{who} failed{where}: {message.message}", time.monotonic()
@@ -244,14 +244,17 @@ class Supervisor:
 
     def _log_of(self, member: int) -> Path:
         """A member keeps its log: that of a spare is under its own name, whatever its seat."""
-        kind = "rank" if member < self.members.num_seats else "spare"
-        return self._run_dir / "logs" / f"{kind}-{member:03d}.log"
+        server = self.members.server_of(member)
+        name = f"rank-{member:03d}" if server is None else f"server-{server:03d}"
+        if member >= self.members.num_seats:
+            name = f"spare-{member:03d}"
+        return self._run_dir / "logs" / f"{name}.log"
 
     def _announce(self, plan: membership.Announce) -> None:
         for seat, member in enumerate(plan.seats):
             self._event(
                 "seat",
-                rank=seat,
+                **self._who(seat),
                 pid=self._pids[member],
                 generation=plan.generation,
                 log=self._log_of(member).name,
@@ -264,11 +267,11 @@ class Supervisor:
             ms = round((time.monotonic() - group.lost_at) * 1000, 1)
             self.outcome.num_recoveries += max(1, len(group.replaced))
             self.outcome.num_steps_again += max(0, group.num_steps_again)
-            for rank, cause in group.replaced or ((None, "the group broke"),):
+            for seat, cause in group.replaced or ((None, "the group broke"),):
                 self._event(
                     "recovered",
                     generation=group.generation,
-                    rank=rank,
+                    **self._who(seat),
                     cause=cause,
                     step=group.step,
                     ms=ms,
@@ -307,6 +310,11 @@ class Supervisor:
 
     def _seat_of(self, member: int) -> int | None:
         return self.members.seats.index(member) if member in self.members.seats else None
+
+    def _who(self, seat: int | None) -> dict[str, int | None]:
+        """A seat, as events name it: that of a server with the server's number as well."""
+        server = None if seat is None else self.members.server_of(seat)
+        return {"rank": seat} | ({} if server is None else {"server": server})
 
     def _event(self, event: str, **what: Any) -> None:
         record = {"event": event, "time": time.time(), **what}

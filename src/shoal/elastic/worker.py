@@ -18,7 +18,7 @@ from torch import nn
 from shoal import faults, logs
 from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
-from shoal.cluster.nursery import Birth, ChildMain
+from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
 from shoal.errors import ShoalError, StopNow
@@ -29,10 +29,16 @@ from shoal.keeping import Keeper, Keeping
 from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
+from shoal.numerics import schedules
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
+from shoal.sync.server.journal import Journal
+from shoal.sync.server.serve import Desk
+from shoal.sync.server.server import Server
+from shoal.sync.server.shard import Shard, layout_of
+from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
@@ -61,6 +67,7 @@ def prepare_training(
     facts = {
         "plan": str(plan),
         "num_ranks": plan.num_ranks,
+        "num_servers": plan.num_servers,
         "num_pieces": plan.num_pieces,
         "num_steps": run.num_steps(),
         "batch_size": run.batch_size,
@@ -78,7 +85,15 @@ def prepare_training(
             trainer = Trainer(run, plan, seat, prepared=prepared, keeper=keeper)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
-        return under_seat(birth, plan, train)
+        def work(seat: SupervisedSeat) -> None:
+            number = seat.server_number() if plan.num_servers else None
+            if number is None:
+                train(seat)
+            else:
+                journal = Journal(run_dir / "servers" / f"{number:03d}", seat.secret)
+                _serve(number, seat, run, plan, model, journal)
+
+        return under_seat(birth, plan, work)
 
     return facts, rank_main
 
@@ -128,7 +143,10 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # every thread's stack, into the log
     seat = SupervisedSeat(
-        birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], recovers=can_recover(plan)
+        birth.told["SHOAL_CONTROL"],
+        birth.told["SHOAL_MEMBER"],
+        recovers=can_recover(plan),
+        num_servers=plan.num_servers,
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -145,7 +163,7 @@ def _tell_failure(birth: Birth, step: int, error: Exception) -> int:
     """Report an error being handled to the supervisor; the exit code it means."""
     own = isinstance(error, ShoalError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    trace = "" if own and error.__cause__ is None else traceback.format_exc()
+    trace = "" if says_all(error) else traceback.format_exc()
     code = error.exit_code if isinstance(error, ShoalError) else 1
     failed = Failed(step, message[-8_000:], trace[-32_000:], code)
     report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed)
@@ -168,6 +186,10 @@ def _train(
     record, often = run_dir / "metrics.jsonl", trainer.run.save_every
     scribe = Scribe(record, lambda: trainer.is_scribe, sinks, often)
 
+    def tell_of_emptied(info: StepInfo) -> None:
+        if info.left_out == info.samples and trainer.is_scribe:
+            seat.tell("emptied", step=info.step, left_out=info.left_out)
+
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:
             tensors = trainer.whole_model()
@@ -181,9 +203,11 @@ def _train(
         **_summary(totals),
         "stopped": trainer.step < trainer.num_steps,
         "checkpoint": trainer.keeper.saved_step,
+        "staleness": _staleness(trainer),
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
-    trainer.hooks += [totals.add, scribe, *more_hooks(trainer, run_dir), keep_model]
+    own: list[Hook] = [totals.add, scribe, tell_of_emptied]
+    trainer.hooks += [*own, *more_hooks(trainer, run_dir), keep_model]
     try:
         with trainer:
             if trainer.is_scribe:
@@ -192,6 +216,40 @@ def _train(
                 pass
     finally:
         scribe.close()
+
+
+def _serve(
+    number: int,
+    seat: SupervisedSeat,
+    run: Run,
+    plan: Plan,
+    model: nn.Module,
+    journal: Journal,
+) -> None:
+    """Be a parameter server, in one generation after another, until the supervisor says leave."""
+    optimizer = run.make_optimizer(model)
+    schedules.remember_rates(optimizer)
+    layout = layout_of(model, optimizer, plan.num_servers, plan.copies)
+    server = Server(
+        Shard(model, optimizer, layout, number),
+        num_seats=plan.num_ranks,
+        num_pieces=plan.num_pieces,
+        bound=plan.bound,
+        secret=seat.secret,
+        rule=plan.combine,
+        journal=journal,
+    )
+    desk = Desk(server)
+    try:
+        while True:
+            server.begin(seat.serve(desk.address))
+            while not seat.has_new_place:
+                desk.turn()
+    except StopNow:
+        journal.remove()
+        raise
+    finally:
+        desk.close()
 
 
 def _progress(totals: Totals) -> dict[str, Any] | None:
@@ -218,6 +276,14 @@ def _summary(totals: Totals) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory_bytes(),
         "times": totals.times._asdict(),
     }
+
+
+def _staleness(trainer: Trainer) -> dict[str, Any] | None:
+    """How far ahead of the others this rank began its batches; None if it waited for them."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
+        return None
+    return strategy.staleness.summary()
 
 
 def _warm_up(run: Run, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """What a step costs one rank: the bytes it holds, and the messages it sends.
 
-The figures follow the strategies line by line (`sync/allreduce.py`, `sync/sharded.py`,
-`sync/fully.py`, `sync/local.py`, `computing.py`) on the sizes of `rank.py`. The bytes of
-a message are what leaves this rank: of an all-reduce over n ranks 2(n-1)/n of the tensor. Gathers
-of zero=3 are FSDP2's. Evaluation and the messages of a start or a recovery are not in it.
+The figures follow the strategies line by line (`sync/`, `computing.py`) on the sizes of `rank.py`;
+those of an outer optimizer are in `outer.py`. The bytes of a message are what leaves this rank: of
+an all-reduce over n ranks 2(n-1)/n of the tensor. Gathers of zero=3 are FSDP2's. Evaluation and the
+messages of a start or a recovery are not in it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from shoal.comm.buckets import WINDOW_BYTES
 from shoal.comm.collectives import Group, bytes_of_all_reduce
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, PieceSum, blocks_of
+from shoal.explain import outer
 from shoal.explain.rank import Facts, Rank
 from shoal.numerics.offload import PART_BYTES
 from shoal.parallel.pipeline.stages import rank_of_stage
@@ -123,6 +124,10 @@ def _extra(rank: Rank, gradients: int) -> Amount:
     num_sums = _num_sums(rank)
     words = [f"{num_sums} partial sum{'s' * (num_sums > 1)} of gradients"] if num_sums else []
     extra = num_sums * gradients
+    if plan.local_steps > 1 and plan.has_anchor:
+        num_bytes, named = outer.kept(rank)
+        extra += num_bytes
+        words.append(named)
     if rank.num_replicas > 1 and plan.local_steps == 1:
         window, largest = _in_flight(rank, gradients)
         if window:
@@ -138,11 +143,11 @@ def _num_sums(rank: Rank) -> int:
     """The whole gradients that are kept apart while pieces come."""
     plan, size, rounds = rank.plan, rank.plan.num_microbatches, len(rank.rounds)
     exact = plan.sums == "exact"
-    in_round = _most_sums(size) if exact and size > 1 else 0
+    in_round = most_sums(size) if exact and size > 1 else 0
     if rounds == 1 or plan.zero == 2 or not exact:
         return in_round
     alone = rank.num_replicas == 1 or plan.local_steps > 1
-    return in_round + _most_sums(rounds) - (alone and not in_round)  # the last is the gradient
+    return in_round + most_sums(rounds) - (alone and not in_round)  # the last is the gradient
 
 
 def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
@@ -173,7 +178,7 @@ def _extra_gathered(rank: Rank) -> Amount:
     return Amount(root + sum(blocks) + largest, words)
 
 
-def _most_sums(num_terms: int) -> int:
+def most_sums(num_terms: int) -> int:
     """How many sums the tree keeps at once while terms come, the one that comes included."""
     made, most = PieceSum(range(num_terms)), 0
     for _ in range(num_terms):
@@ -189,12 +194,12 @@ def messages(rank: Rank, norm_blocks: int) -> list[Message]:
     """What a rank sends in a step. `norm_blocks` are those that all ranks bring to the norm."""
     if rank.plan.local_steps > 1:
         return _averages(rank)
-    sent = [*_gradients(rank), *_pipeline(rank), *_tensor(rank), _tail(rank)]
+    sent = [*_gradients(rank), *_pipeline(rank), *_tensor(rank), tail(rank)]
     if rank.facts.clips and (_is_cut(rank.plan) or rank.plan.zero):
         sent.append(_all_reduce("gradient norm", "world", [norm_blocks * SINGLE], rank))
     if rank.plan.precision == "fp16" and (_is_cut(rank.plan) or rank.plan.zero):
         sent.append(_all_reduce("is it finite", "world", [rank.plan.num_ranks * DOUBLE], rank))
-    sent.append(_buffers(rank))
+    sent.append(changed_buffers(rank))
     return [message for message in sent if message.count]
 
 
@@ -316,7 +321,7 @@ def _tensor(rank: Rank) -> list[Message]:
     ]
 
 
-def _tail(rank: Rank) -> Message:
+def tail(rank: Rank) -> Message:
     """Losses, seconds and requests of all; of a data line, what was touched and changed."""
     plan = rank.plan
     counts = len(rank.trained), len(rank.facts.buffers)
@@ -330,27 +335,35 @@ def _tail(rank: Rank) -> Message:
     )
 
 
-def _buffers(rank: Rank) -> Message:
+def changed_buffers(rank: Rank) -> Message:
     changed = rank.changed_elements()
     rows = [(changed, DOUBLE)] if changed else []
     return _in_tree("changed buffers", rows, rank.piece_tree, rank)
 
 
 def _averages(rank: Rank) -> list[Message]:
-    """Of the steps on which weights are averaged; the others send nothing."""
-    n = rank.num_replicas
-    kinds: dict[int, int] = {}
+    """Of a window of local steps: of the one after which replicas agree, unless in fragments."""
+    n, plan, kinds = rank.num_replicas, rank.plan, {SINGLE: rank.facts.averaged_buffers}
     for p in rank.parameters:
-        if p.dtype.is_floating_point:
+        if p.dtype.is_floating_point and not plan.has_anchor:
             kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
-    kinds[SINGLE] = kinds.get(SINGLE, 0) + rank.facts.averaged_buffers
     rows = [(count, size) for size, count in kinds.items() if count]
-    what = f"weights, each {rank.plan.local_steps}th step"
+    what, times = "buffers" if plan.has_anchor else "weights", f"each {plan.local_steps}th step"
     sent = [
-        _in_tree(what, rows, blocks_by_rank(n, n), rank),
+        _in_tree(f"{what}, {times}", rows, blocks_by_rank(n, n), rank),
         _all_reduce("losses and flags", "data", [5 * n * DOUBLE], rank),
     ]
+    if plan.has_anchor:
+        sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))
     return [message for message in sent if message.count]
+
+
+def _outer_gradients(rank: Rank, what: str) -> Message:
+    """Of all fragments, each of which is sent in another step."""
+    if rank.plan.codec != "none":
+        return Message(what, "data", "all-to-all, gather", *outer.packed(rank))
+    tree = blocks_by_rank(rank.num_replicas, rank.num_replicas)
+    return _in_tree(what, outer.parcels(rank), tree, rank)
 
 
 def _in_tree(

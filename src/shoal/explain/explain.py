@@ -7,7 +7,7 @@ run of one piece that sends nothing. Activations are not predicted.
 
 Cost: one copy of the model, a handful of forwards, and one backward pass if `tensor` is above 1.
 Read next: `rank.py` for who holds what, `costs.py` for bytes and messages,
-`tensor.py` for the tensor axis.
+`tensor.py` for the tensor axis, `servers.py` for parameter servers.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.errors import RecipeError
 from shoal.explain.costs import Memory, Message, holders_of, memory, messages
 from shoal.explain.rank import Facts, Kept, Rank, Whole
+from shoal.explain.servers import ServerRow, server_rows, worker_memory, worker_messages
 from shoal.explain.tensor import Cuts, count_moves, cuts_of
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
@@ -91,6 +92,7 @@ class Explanation(msgspec.Struct, frozen=True):
     bubble: Bubble | None
     cuts: Cuts | None
     ranks: list[RankRow]
+    servers: list[ServerRow]
     notes: list[str]
 
 
@@ -123,6 +125,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         bubble=_bubble(plan, found) if found else None,
         cuts=cuts_of(tensor, facts, total) if tensor else None,
         ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
+        servers=server_rows(facts) if plan.num_servers else [],
         notes=_notes(plan, found),
     )
 
@@ -225,14 +228,15 @@ def _kept(value: Any, tiny: nn.Parameter) -> Kept | None:
 
 
 def _rank_row(rank: Rank, norm_blocks: int) -> RankRow:
+    is_worker = rank.plan.num_servers > 0
     return RankRow(
         *rank.place,
         stages=[stage.index for stage in rank.stages],
         num_pieces=len(rank.rounds) * rank.plan.num_microbatches,
         num_held=sum(p.num_elements for p in rank.parameters),
         num_stepped=rank.num_stepped,
-        memory=memory(rank),
-        messages=messages(rank, norm_blocks),
+        memory=worker_memory(rank) if is_worker else memory(rank),
+        messages=worker_messages(rank) if is_worker else messages(rank, norm_blocks),
     )
 
 
@@ -294,6 +298,16 @@ def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
         notes.append(
             "offload=optimizer: state lies in files and is mapped in for a part of the parameters "
             "at a time; a step reads and writes all of it once."
+        )
+    if plan.num_servers:
+        notes.append(
+            "Gradients and parameters count as sent also where they stay in memory that workers "
+            "and servers of a host share."
+        )
+    if plan.bound != 0:
+        notes.append(
+            f"staleness={plan.staleness}: each rank's pieces are a step of the optimizer, with a "
+            "learning rate that is their share of the batch."
         )
     if plan.precision != "fp32":
         notes.append(

@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 
 from shoal.explain.explain import Explanation, RankRow, StageRow
-from shoal.tables import in_units
+from shoal.tables import in_units, plural
 
 MOST_COLUMNS, MOST_ROWS, MOST_STAGES = 8, 8, 4
 BOX, GAP_Y, MARGIN, TOP = 250, 46, 24, 112
@@ -160,8 +160,17 @@ class _Picture:
             for message in rank.messages:
                 own[message.axis] = own.get(message.axis, 0) + message.num_bytes
             by_axis = {a: max(own.get(a, 0), by_axis.get(a, 0)) for a in {**by_axis, **own}}
-        told = [f"{in_units(size)} over {axis}" for axis, size in by_axis.items()]
+        told = [
+            f"{in_units(size)} {'to' if axis == 'servers' else 'over'} {axis}"
+            for axis, size in by_axis.items()
+        ]
         lines.append(f"A rank sends in a step at most: {', '.join(told) or 'nothing'}.")
+        if self.found.servers:
+            sent = max(m.num_bytes for row in self.found.servers for m in row.messages)
+            lines.append(
+                f"Not drawn: {plural(len(self.found.servers), 'server')}, which hold the optimizer "
+                f"state; each sends in a step at most {in_units(sent)} of parameters."
+            )
         hidden = self.num_columns * self.num_rows - self.columns * self.rows
         if hidden:
             lines.append(f"Not drawn: {hidden} more ranks.")

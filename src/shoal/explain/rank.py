@@ -151,6 +151,8 @@ class Rank:
     @property
     def num_stepped(self) -> int:
         """Elements that this rank's optimizer steps on."""
+        if self.plan.num_servers:
+            return 0
         if self.plan.zero in (1, 2):
             return sum(s.length for s in self.segments)
         return sum(p.num_elements for p in self.trained)

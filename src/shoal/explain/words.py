@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from shoal.explain.explain import Explanation, RankRow
 from shoal.explain.rank import Moves
+from shoal.explain.servers import ServerRow
 from shoal.explain.tensor import CutRow
-from shoal.tables import in_units, table
+from shoal.tables import in_units, plural, table
 
 
 def in_words(found: Explanation, recipe: str) -> str:
@@ -29,11 +30,12 @@ def _head(found: Explanation, recipe: str) -> str:
     each = f"{rounds} for each replica"
     if found.round_size > 1:
         each += f", in rounds of {found.round_size} through the pipeline"
+    servers = f", {plural(len(found.servers), 'server')}" if found.servers else ""
     frozen = found.num_parameters - found.num_trained
     return (
-        f"{recipe} under {found.plan or 'data=1'!r}: {_plural(found.num_ranks, 'rank')}"
-        f"{f' = {axes}' if axes else ''}; "
-        f"{_plural(found.num_pieces, 'piece')} of {_plural(found.piece_samples, 'sample')} a step, "
+        f"{recipe} under {found.plan or 'data=1'!r}: {plural(found.num_ranks, 'rank')}"
+        f"{f' = {axes}' if axes else ''}{servers}; "
+        f"{plural(found.num_pieces, 'piece')} of {plural(found.piece_samples, 'sample')} a step, "
         f"{each}; "
         f"{found.num_parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
     )
@@ -43,7 +45,7 @@ def _of_stages(found: Explanation) -> str:
     rows = [["rank", "stage", "from", "to", "parameters", "cost", "sends, per microbatch"]]
     for stage in found.stages:
         sends = (
-            f"{_plural(stage.num_sent, 'value')}, {in_units(stage.sent_bytes)}"
+            f"{plural(stage.num_sent, 'value')}, {in_units(stage.sent_bytes)}"
             if stage.num_sent
             else "-"
         )
@@ -98,8 +100,13 @@ def _moves(moves: Moves) -> str:
 
 def _of_memory(found: Explanation) -> str:
     rows = [["rank", "", "bytes", "what that is"]]
-    for rank in _heaviest(found, lambda rank: rank.memory.num_bytes):
-        memory = rank.memory
+    heaviest = [
+        (str(rank.rank), rank.memory)
+        for rank in _heaviest(found, lambda rank: rank.memory.num_bytes)
+    ]
+    for server in _of_servers(found):
+        heaviest.append((f"server {server.server}", server.memory))
+    for who, memory in heaviest:
         named = {
             "parameters": memory.parameters,
             "gradients": memory.gradients,
@@ -109,22 +116,25 @@ def _of_memory(found: Explanation) -> str:
         }
         for i, (name, amount) in enumerate(named.items()):
             if amount.num_bytes:
-                who = str(rank.rank) if i == 0 else ""
-                rows.append([who, name, in_units(amount.num_bytes), amount.formula])
+                first = who if i == 0 else ""
+                rows.append([first, name, in_units(amount.num_bytes), amount.formula])
         rows.append(["", "in all", in_units(memory.num_bytes), ""])
     return f"Memory of {_who(found)}, without activations\n{table(rows, (0, 2))}"
 
 
 def _of_messages(found: Explanation) -> str:
     rows = [["rank", "what", "axis", "how", "count", "bytes sent"]]
-    for rank in _heaviest(found, _sent):
-        for i, sent in enumerate(rank.messages):
-            who = str(rank.rank) if i == 0 else ""
+    senders = [(str(rank.rank), rank.messages) for rank in _heaviest(found, _sent)]
+    senders += [(f"server {row.server}", row.messages) for row in _of_servers(found)]
+    for who, messages in senders:
+        for i, sent in enumerate(messages):
+            first = who if i == 0 else ""
             rows.append(
-                [who, sent.what, sent.axis, sent.how, str(sent.count), in_units(sent.num_bytes)]
+                [first, sent.what, sent.axis, sent.how, str(sent.count), in_units(sent.num_bytes)]
             )
-        if rank.messages:
-            rows.append(["", "in all", "", "", "", in_units(_sent(rank))])
+        if messages:
+            total = sum(sent.num_bytes for sent in messages)
+            rows.append(["", "in all", "", "", "", in_units(total)])
     if len(rows) == 1:
         return "Messages: none, one rank talks to nobody"
     return f"Messages of {_who(found)}, each step\n{table(rows, (0, 4, 5))}"
@@ -140,7 +150,14 @@ def _heaviest(found: Explanation, weight: Callable[[RankRow], int]) -> list[Rank
     return [max((r for r in found.ranks if r.pipeline == p), key=weight) for p in places]
 
 
+def _of_servers(found: Explanation) -> list[ServerRow]:
+    """The server that has most, if there are any."""
+    return sorted(found.servers, key=lambda row: -row.memory.num_bytes)[:1]
+
+
 def _who(found: Explanation) -> str:
+    if found.servers:
+        return "the rank and the server that have most"
     if found.num_ranks == 1:
         return "the rank"
     if found.axes["pipeline"] == found.num_ranks:
@@ -148,10 +165,6 @@ def _who(found: Explanation) -> str:
     if found.axes["pipeline"] > 1:
         return "the rank that has most, at each place of the pipeline"
     return "the rank that has most"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _ends(counts: Sequence[int]) -> tuple[int, int]:

@@ -5,7 +5,6 @@ Every rank keeps the latest steps in memory; one of them, the scribe, writes the
 over, sees how far the file got, and writes on from what it remembers.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.files import write_whole
 from shoal.hooks import StepInfo
 from shoal.metrics.sinks import Background, JsonLines, Sink
 
@@ -61,9 +61,7 @@ class Scribe:
         lines = content.splitlines(keepends=True)
         kept = b"".join(line for line in lines if 0 < _step_of(line) <= step)
         if kept != content:  # a torn last line goes too, or the next one would be written into it
-            unfinished = self._path.with_suffix(".rewound")
-            unfinished.write_bytes(kept)
-            os.replace(unfinished, self._path)
+            write_whole(self._path, kept)
 
     def _take_over(self) -> None:
         self._written = last_step(self._path)
@@ -100,7 +98,30 @@ def as_record(info: StepInfo) -> Mapping[str, Any]:
         record["norm"] = info.norm
     if info.evaluation is not None:
         record["evaluation"] = info.evaluation
+    if info.left_out:
+        record["left_out"] = info.left_out
     return record
+
+
+class OnRecord(msgspec.Struct, frozen=True):
+    """What a line says of the samples of its step."""
+
+    samples: int = 0
+    left_out: int = 0
+
+
+def samples_on_record(path: Path) -> tuple[int, int]:
+    """Of all steps that a metrics file holds: samples trained on, and samples left out."""
+    trained = left_out = 0
+    decoder = msgspec.json.Decoder(OnRecord)
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            found = decoder.decode(line)
+        except msgspec.DecodeError:  # torn
+            continue
+        trained += found.samples - found.left_out
+        left_out += found.left_out
+    return trained, left_out
 
 
 def last_step(path: Path) -> int:

@@ -22,7 +22,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from shoal.errors import UsageError, nearest
+from shoal.files import write_whole
 from shoal.logs import warn_once
 from shoal.rundir import cache_directory
 
@@ -281,12 +281,10 @@ def _recall(path: Path) -> dict[str, str] | None:
 
 
 def _keep(path: Path, answer: dict[str, str]) -> None:
-    """Write whole or not at all; two processes that probe at once write the same."""
+    """Two processes that probe at once write the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(answer))
-        os.replace(file.name, path)
+        write_whole(path, msgspec.json.encode(answer))
     except OSError as error:
         warn_once(
             f"{path} could not be written ({error.strerror}), so bf16 is probed again each time. "

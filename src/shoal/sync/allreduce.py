@@ -33,6 +33,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class AllReduce:
     """`round_size` pieces are in a pipeline together and count as one term of the sum."""
 
+    in_lockstep, begins_at = True, 0
+
     def __init__(self, num_pieces: int, exact: bool = True, round_size: int = 1):
         self.num_pieces, self.round_size, self.exact = num_pieces, round_size, exact
 
@@ -104,10 +106,10 @@ class AllReduce:
         present = {n: p.grad for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.held.holding)
 
-    def state_dict(self) -> State:
+    def state_dict(self, served: bool = True) -> State:
         return self.held.state().state_dict()
 
-    def load_state_dict(self, source: Source, step: int) -> None:
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         self.held.load_state_dict(source)
 
     def _end_round(self, last: bool) -> None:

@@ -1,17 +1,38 @@
 """Which strategy a plan names."""
 
+from collections.abc import Callable
+
+from shoal.numerics.fragments import Timetable
+from shoal.numerics.quantization import codec_of
 from shoal.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
 from shoal.sync.local import LocalSGD
+from shoal.sync.outer import Rule
+from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.sharded import Sharded
 from shoal.sync.strategy import Strategy
 
 
-def strategy_for(plan: Plan, num_steps: int) -> Strategy:
+def strategy_for(
+    plan: Plan, num_steps: int, meets_after: Callable[[int], bool] = lambda step: True
+) -> Strategy:
+    """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
+    if plan.sync == "server":
+        return ThroughServers(
+            plan.num_pieces,
+            plan.bound,
+            copies=plan.copies,
+            checks=plan.precision == "fp16",
+            damps=plan.damping == "inverse",
+            rates=plan.rate_factors,
+            meets_after=meets_after,
+        )
     if plan.local_steps > 1:
-        return LocalSGD(plan.num_pieces, plan.local_steps, num_steps, exact)
+        timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
+        rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+        return LocalSGD(plan.num_pieces, timetable, exact, rule)
     if plan.zero == 3:
         return FullySharded(plan.num_pieces, round_size)
     if plan.zero:

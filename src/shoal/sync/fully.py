@@ -28,6 +28,8 @@ from shoal.sync.strategy import Agreed, Tally
 
 
 class FullySharded:
+    in_lockstep, begins_at = True, 0
+
     def __init__(self, num_pieces: int, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
         self.stepped: dict[str, nn.Parameter] = {}
@@ -87,10 +89,10 @@ class FullySharded:
         found = {n: p.grad for n, p in self.stepped.items() if p.grad is not None}
         return slices(found, self.held.holding)
 
-    def state_dict(self) -> State:
+    def state_dict(self, served: bool = True) -> State:
         return self.held.state().state_dict()
 
-    def load_state_dict(self, source: Source, step: int) -> None:
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         self.held.load_state_dict(source)
 
     def _counts(self, name: str) -> bool:

@@ -7,6 +7,7 @@ whole batch. Between two averages a replica's weights exist once, so its death e
 and requests are agreed on when weights are; in between, a replica reports its own.
 
 Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step.
+Read next: `outer.py`, where an outer optimizer takes the place of the average.
 """
 
 from contextlib import AbstractContextManager
@@ -19,8 +20,10 @@ from shoal.comm.reduce import TreeReduce
 from shoal.data.ledger import add_marks
 from shoal.data.split import share
 from shoal.mesh import Mesh
+from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import WHOLE, Holding, Slice
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.outer import Outer, Rule
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
 from shoal.sync.rounds import blocks_by_rank
 from shoal.sync.state import Source, State
@@ -28,12 +31,17 @@ from shoal.sync.strategy import Agreed, Tally
 
 
 class LocalSGD:
-    def __init__(self, num_pieces: int, local_steps: int, num_steps: int, exact: bool = True):
-        self.num_pieces = num_pieces
-        self.local_steps = local_steps
-        self.num_steps = num_steps
-        self.exact = exact
+    """Without a `rule` weights are averaged, all at once."""
+
+    in_lockstep, begins_at = True, 0
+
+    def __init__(
+        self, num_pieces: int, timetable: Timetable, exact: bool = True, rule: Rule | None = None
+    ):
+        self.num_pieces, self.timetable, self.exact = num_pieces, timetable, exact
+        self.outer = None if rule is None else Outer(rule, timetable)
         self.step = 0
+        self._alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
 
     def attach(
@@ -49,15 +57,21 @@ class LocalSGD:
         alone = Group()
         self.inner.attach(model, optimizer, mesh._replace(world=alone, data=alone), holding)
         self.model, self.buffers = model, self.inner.buffers
+        if self.outer is not None:
+            self.outer.attach(model, self.group)
 
     def detach(self) -> None:
         self.inner.detach()
+        if self.outer is not None:
+            self.outer.detach()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        if first and self.outer is not None:
+            self.outer.send_again()
         return self.inner.microbatch(first, last)
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        own = self.inner.exchange(tally, want_norm)
+        own = self.inner.exchange(tally, want_norm)._replace(num_samples=None)
         self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
             return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, mark=None)
@@ -78,6 +92,9 @@ class LocalSGD:
         self.step += 1
         self._marked = 0 if averages else self._mark
         self._knows_marks |= averages
+        self._alike = self.timetable.alike(self.step)
+        if self.outer is not None:
+            self.outer.after(self.step)
         if averages:
             self._average()
         return True
@@ -85,34 +102,44 @@ class LocalSGD:
     def gradients(self) -> dict[str, list[Slice]]:
         return self.inner.gradients()
 
-    def state_dict(self) -> State:
+    def state_dict(self, served: bool = True) -> State:
         """What replicas do not share carries the replica's number."""
         state = self.inner.state_dict()
         own = of_replica("", self.group.rank)
         tensors = {
-            name if self._averages(self.step) and name.startswith("model.") else own + name: parts
+            name if self._alike and name.startswith("model.") else own + name: parts
             for name, parts in state.tensors.items()
         }
+        if self.outer is not None:
+            tensors |= self.outer.state_dict(own)
         return State(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
-    def load_state_dict(self, source: Source, step: int) -> None:
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         self.step = step
         self._marked, self._knows_marks = 0, self._averages(step)
         same = source.plain.get(REPLICAS) == self.group.num_ranks
-        self.inner.load_state_dict(Merged(source, self.group.rank if same else None), step)
+        own = Merged(source, self.group.rank if same else None)
+        self.inner.load_state_dict(own, step)
+        first = next((f"model.{name}" for name, _ in self.model.named_parameters()), "")
+        self._alike = not same or first in source
+        if self.outer is not None:
+            self.outer.load_state_dict(own, Merged(source), step)
 
     def _averages(self, step: int) -> bool:
-        """Whether weights are the same everywhere after this step."""
-        return step % self.local_steps == 0 or step == self.num_steps
+        """Whether replicas agree on losses and buffers, and without fragments on weights."""
+        return self.timetable.ends_window(step)
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Every rank must reach this."""
+        """Of buffers, and of weights without an outer optimizer. Every rank must reach this."""
         num_ranks = self.group.num_ranks
         if num_ranks == 1:
             return
         tree = TreeReduce(self.group, blocks_by_rank(num_ranks, num_ranks))
-        for tensors in _by_kind([*self.model.parameters(), *self.model.buffers()]):
+        averaged = [*self.model.buffers()]
+        if self.outer is None:
+            averaged = [*self.model.parameters(), *averaged]
+        for tensors in _by_kind(averaged):
             reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
             reduction.fold()
             mean = reduction.finish().div_(num_ranks)

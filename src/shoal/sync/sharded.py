@@ -59,6 +59,8 @@ class Sending(NamedTuple):
 
 
 class Sharded:
+    in_lockstep, begins_at = True, 0
+
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
         self._sending_of = Sending.each_round if scatter_each else Sending.once
@@ -131,10 +133,10 @@ class Sharded:
                 found.setdefault(name, []).extend(parts)
         return found
 
-    def state_dict(self) -> State:
+    def state_dict(self, served: bool = True) -> State:
         return self.held.state().state_dict()
 
-    def load_state_dict(self, source: Source, step: int) -> None:
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         self.held.load_state_dict(source)
 
     def _put_on_shelves(self) -> None:

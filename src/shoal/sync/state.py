@@ -9,7 +9,7 @@ are not part of the state.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -41,6 +41,13 @@ class Source(Protocol):
     def fill(self, name: str, places: Sequence[Slice]) -> None:
         """Put a logical tensor's values where a rank holds parts of it."""
         ...
+
+
+def read_whole(source: Source, name: str) -> Tensor:
+    """All of one logical tensor."""
+    made = torch.empty(source.shape(name), dtype=source.dtype(name))
+    source.fill(name, [whole(made)])
+    return made
 
 
 class Run(NamedTuple):
@@ -141,8 +148,7 @@ class HeldState:
             return value
         ((kind, content),) = value.items()
         if kind == _TENSOR:
-            made = torch.empty(source.shape(path), dtype=source.dtype(path))
-            source.fill(path, [whole(made)])
+            made = read_whole(source, path)
             return made if p is None or not made.dim() else made.to(p.device)
         if kind == _ALIKE:
             assert p is not None
@@ -155,6 +161,44 @@ class HeldState:
             return {key: self._take(part, f"{path}.{key}", source, p) for key, part in content}
         parts = [self._take(part, f"{path}.{i}", source, p) for i, part in enumerate(content)]
         return tuple(parts) if kind == _TUPLE else parts
+
+
+def cut_state(source: Source, runs: Iterable[tuple[Run, tuple[int, ...]]]) -> State:
+    """What of a state belongs to some runs of elements, each given with its shape; a copy."""
+    tensors: dict[str, list[Slice]] = {}
+    plain = {name: source.plain[name] for name in (_KIND, _GROUPS)}
+    wholes = list(_marked(plain[_GROUPS], _GROUPS))
+    for run, shape in runs:
+        path = f"optimizer.{run.name}"
+        alike = [f"model.{run.name}"]
+        if path in source.plain:
+            plain[path] = source.plain[path]
+            marked = list(_marked(plain[path], path))
+            alike += [name for name, kind in marked if kind == _ALIKE]
+            wholes += [(name, kind) for name, kind in marked if kind == _TENSOR]
+        for name in alike:
+            made = torch.empty(shape, dtype=source.dtype(name))
+            parts = run.parts(made, WHOLE)
+            source.fill(name, parts)
+            tensors.setdefault(name, []).extend(parts)
+    for name, _ in wholes:
+        tensors[name] = [whole(read_whole(source, name))]
+    return State(tensors, plain)
+
+
+def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The names of the tensors that belong into what is plain, and of which kind each is."""
+    if not isinstance(value, dict):
+        return
+    ((kind, content),) = value.items()
+    if kind in (_TENSOR, _ALIKE):
+        yield path, kind
+    elif kind == _DICT:
+        for key, part in content:
+            yield from _marked(part, f"{path}.{key}")
+    elif kind in (_LIST, _TUPLE):
+        for number, part in enumerate(content):
+            yield from _marked(part, f"{path}.{number}")
 
 
 class Given:
@@ -209,29 +253,49 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
     return payload.numpy().tobytes()
 
 
+def pack_state(state: State) -> tuple[bytes, list[Tensor]]:
+    """What is plain, the names and the shapes as bytes; and the tensors, in that order."""
+    listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
+    entries = [
+        _Entry(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
+        for n, s in listed
+    ]
+    header = msgspec.msgpack.encode((state.plain, entries))
+    return header, [s.tensor.detach().contiguous() for _, s in listed]
+
+
+def unpack_state(header: bytes, frames: Sequence[memoryview]) -> State:
+    """The state, from what `pack_state` made of it; a copy."""
+    plain, entries = _read_header(header)
+    tensors: dict[str, list[Slice]] = {}
+    for entry, frame in zip(entries, frames, strict=True):
+        payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        tensors.setdefault(entry.name, []).append(_part(entry, payload))
+    return State(tensors, plain)
+
+
 def share_state(group: Group, source: int, state: State) -> State:
     """Give the source's state to all; the others' argument is not looked at.
 
     One message for what is plain, the names and the shapes, one for all the bytes. Every rank must
     call it.
     """
-    listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
-    entries = [
-        _Entry(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
-        for n, s in listed
-    ]
-    header = share_bytes(group, source, msgspec.msgpack.encode((state.plain, entries)))
+    header, parts = pack_state(state)
+    header = share_bytes(group, source, header)
     if group.rank == source:
-        parts = [s.tensor.contiguous().reshape(-1).view(torch.uint8) for _, s in listed]
-        group.broadcast(torch.cat(parts).cpu(), source)
+        group.broadcast(torch.cat([p.reshape(-1).view(torch.uint8) for p in parts]).cpu(), source)
         return state
-    plain, entries = msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
+    plain, entries = _read_header(header)
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
     group.broadcast(payload, source)
     tensors: dict[str, list[Slice]] = {}
-    for name, part in _unpack(entries, payload):
-        tensors.setdefault(name, []).append(part)
+    for entry, part in zip(entries, payload.split([_num_bytes(e) for e in entries]), strict=True):
+        tensors.setdefault(entry.name, []).append(_part(entry, part))
     return State(tensors, plain)
+
+
+def _read_header(header: bytes) -> tuple[dict[str, Any], list[_Entry]]:
+    return msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
 
 
 def _num_bytes(entry: _Entry) -> int:
@@ -239,9 +303,7 @@ def _num_bytes(entry: _Entry) -> int:
     return torch.Size(entry.shape).numel() * dtype.itemsize
 
 
-def _unpack(entries: list[_Entry], payload: Tensor) -> Iterator[tuple[str, Slice]]:
-    parts = payload.split([_num_bytes(e) for e in entries])
-    for entry, part in zip(entries, parts, strict=True):
-        # A part may start anywhere, a view wants alignment: copy.
-        tensor = part.clone().view(getattr(torch, entry.dtype)).view(entry.shape)
-        yield entry.name, Slice(tensor, entry.global_shape, entry.offset)
+def _part(entry: _Entry, payload: Tensor) -> Slice:
+    # A part may start anywhere, a view wants alignment: copy.
+    tensor = payload.clone().view(getattr(torch, entry.dtype)).view(entry.shape)
+    return Slice(tensor, entry.global_shape, entry.offset)

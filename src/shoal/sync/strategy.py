@@ -7,6 +7,8 @@ gradients with. A step that `update` answers with False was not made, and is tri
 `attach` comes first and again after `detach`, when a group was lost and another was formed.
 """
 
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -14,6 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.data.ledger import add_marks, mark
+from shoal.data.loader import Piece
 from shoal.mesh import Mesh
 from shoal.parallel.layout import Holding, Slice
 from shoal.sync.buffers import BufferMeans
@@ -30,6 +34,12 @@ class Tally:
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
     stop: bool = False  # this rank was asked to stop
     mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
+    num_samples: int = 0  # in them, without those that were left out
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Mark and count the samples that were really loaded."""
+        self.mark = add_marks([self.mark, *(mark(piece.ids) for piece in pieces)])
+        self.num_samples += sum(piece.num_samples for piece in pieces)
 
     def add(self, loss: Tensor, weight: float | Tensor, is_mean: bool) -> None:
         self.losses.append(loss)
@@ -56,15 +66,21 @@ class Agreed(NamedTuple):
     stop: bool
     is_mean: bool  # so that a rank without samples in a short batch knows it too
     mark: int | None  # of all samples since the last one; None if only own ones are known
+    num_samples: int | None  # of the step, loaded by all; None if only own ones are known
 
     @property
     def loss(self) -> float:
-        """The weighted mean over the pieces; summed in order, so the same on every rank."""
-        return sum(self.sums) / sum(self.weights)
+        """The weighted mean over the pieces; summed in order, so the same on every rank.
+
+        NaN of a batch without samples, which has none.
+        """
+        return sum(self.sums) / sum(self.weights) if any(self.weights) else math.nan
 
 
 class Strategy(Protocol):
     buffers: BufferMeans  # told of each forward by `microbatch`, or by a pipeline
+    in_lockstep: bool  # whether no rank commits a step before all have computed it
+    begins_at: int  # after which step a newcomer in this seat goes on, as far as servers know
 
     def attach(
         self,
@@ -102,10 +118,11 @@ class Strategy(Protocol):
         """What this rank holds of the gradient after an update: as it was scaled and stepped on."""
         ...
 
-    def state_dict(self) -> State:
-        """What this rank holds of the job's state, by canonical names."""
+    def state_dict(self, served: bool = True) -> State:
+        """What this rank holds of the job's state, by canonical names; if `served`, that is also
+        what it takes to or from servers. Every rank must call it."""
         ...
 
-    def load_state_dict(self, source: Source, step: int) -> None:
-        """Take over the state after `step`."""
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
+        """Take over the state after `step`; if not `served`, servers have theirs already."""
         ...

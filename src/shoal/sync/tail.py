@@ -1,9 +1,10 @@
 """The small numbers of a step, agreed on by all ranks in one message.
 
-Losses and weights by piece, seconds and marks by rank, requests to stop; and, among the ranks that
-hold the same part of the model, which parameters were touched and which buffers changed. Each entry
-has one contributor or is a count, so that the sum is exact in any order. In a mesh whose replicas
-take several ranks these are two messages, since the second half concerns one line of ranks only.
+Losses and weights by piece, seconds and marks by rank, samples, requests to stop; and, among the
+ranks that hold the same part of the model, which parameters were touched and which buffers changed.
+Each entry has one contributor or is a count, so that the sum is exact in any order. In a mesh whose
+replicas take several ranks these are two messages, since the second half concerns one line of ranks
+only.
 """
 
 import torch
@@ -18,7 +19,7 @@ def tail_lengths(
     num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
 ) -> tuple[list[int], list[int]]:
     """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
-    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 2]
+    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 3]
     return of_all, [num_parameters, num_buffers]
 
 
@@ -39,8 +40,9 @@ class Tail:
             sums[pieces.start : pieces.stop] = torch.tensor(own_sums, dtype=torch.float64)
             weights[pieces.start : pieces.stop] = torch.tensor(own_weights, dtype=torch.float64)
             marks[self._mesh.rank] = tally.mark
+            flags[2] = tally.num_samples
         busy[self._mesh.rank] = tally.busy_s
-        flags.copy_(torch.tensor([tally.stop, tally.is_mean]))
+        flags[:2] = torch.tensor([tally.stop, tally.is_mean])
         used.copy_(torch.tensor(touched))
         moved.copy_(torch.tensor(num_changes))
 
@@ -54,9 +56,10 @@ class Tail:
 
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
         """What all know now; the touched parameters, and the pieces that changed each buffer."""
-        sums, weights, busy, marks, (stop, is_mean), used, moved = (
+        sums, weights, busy, marks, (stop, is_mean, count), used, moved = (
             part.tolist() for part in self._flat.split(self._of_all + self._of_part)
         )
-        mark = add_marks(marks)
-        agreed = Agreed(sums, weights, sum(weights), None, busy, stop > 0, is_mean > 0, mark)
+        flags = stop > 0, is_mean > 0
+        known = add_marks(marks), int(count)
+        agreed = Agreed(sums, weights, sum(weights), None, busy, *flags, *known)
         return agreed, [count > 0 for count in used], moved

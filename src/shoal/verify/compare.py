@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal import reference
 from shoal.errors import RecipeError
+from shoal.numerics.fragments import Timetable
 from shoal.numerics.precision import noise, tolerance
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
@@ -65,6 +66,7 @@ class Verdict(msgspec.Struct):
     first: Divergence | None = None
     complaint: str = ""  # the plan did not do what it says
     plan: str = ""  # as it was resolved
+    is_replay: bool = False  # compared with what was pushed and pulled, played again
 
     @property
     def passed(self) -> bool:
@@ -87,6 +89,9 @@ class Step:
         self.loss = content.pop("loss")
         self.bytes_sent = int(content.pop("bytes_sent"))
         self.num_stepped = int(content.pop("stepped"))  # elements the optimizer steps on
+        # Out of lockstep: the versions that servers gave, made of the step's gradient, gave next.
+        trace: list[list[int]] = content.pop("trace", torch.zeros(3, 0)).tolist()
+        self.pulled, self.applied, self.next = trace
         self._parts: dict[tuple[str, str], list[tuple[Box, Tensor]]] = {}
         for key, tensor in content.items():
             kind, name, place = key.split("/")
@@ -107,6 +112,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     limit = tolerance(plan.precision)
     verdict = Verdict(limit, limit if plan.sums_in_order else CLOSE * limit)
     comparisons: list[Comparison] = []
+    timetable = Timetable(plan.local_steps, plan.fragments, run.num_steps())
     try:
         excused = excused_from_cuts(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
@@ -119,7 +125,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
             if not verdict.complaint:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
                 verdict.held_share = held_share(told, shapes)
-                speaks = step % plan.local_steps == 0 or step == run.num_steps()
+                speaks = timetable.speaks(step)
                 idle = shapes.keys() - snapshots[0].gradients.keys()
                 broken = broken_promise(plan, told, shapes, speaks, idle, excused)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
@@ -136,7 +142,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     return verdict
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Of a tensor, in a rank's step."""
 
     step: int
@@ -156,7 +162,7 @@ class Comparison:
     def step(self, step: int, ranks: Mapping[int, Step], own: reference.Snapshot) -> None:
         for rank, told in ranks.items():
             loss = torch.tensor([own.loss], dtype=torch.float64)
-            _note(self.verdict, _Place(step, rank, "loss", ""), told.loss, loss)
+            note(self.verdict, Place(step, rank, "loss", ""), told.loss, loss)
         norm = torch.sqrt(
             sum((_wide(g).abs().square().sum() for g in own.gradients.values()), torch.zeros(()))
         )
@@ -168,7 +174,7 @@ class Comparison:
             slack = max(slack, self._weight(step, name, ranks, weight))
         for name, buffer in own.buffers.items():
             for place, block, theirs in self._held(step, "buffer", name, ranks, buffer):
-                _note(self.verdict, place, theirs, block.of(buffer), slack=slack)
+                note(self.verdict, place, theirs, block.of(buffer), slack=slack)
 
     def _gradient(
         self,
@@ -181,9 +187,9 @@ class Comparison:
         gradient, mask = own.gradients.get(name), self.judged[name]
         covered = torch.zeros(mask.shape, dtype=torch.bool)
         for rank, told in ranks.items():
-            place, parts = _Place(step, rank, "gradient", name), told.parts("gradient", name)
+            place, parts = Place(step, rank, "gradient", name), told.parts("gradient", name)
             expected = gradient is not None and told.parts("held", name)
-            if self.plan.zero in (1, 2):  # the gradient's parts are not the weight's
+            if self.plan.zero in (1, 2) or self.plan.num_servers:  # its parts are not the weight's
                 expected = gradient is not None and parts
             if bool(parts) != bool(expected):
                 _diverge(self.verdict, place, math.inf)
@@ -193,7 +199,7 @@ class Comparison:
                 mine, here = block.of(gradient), block.of(mask)
                 here &= (mine.abs() >= noise(self.plan.precision) * norm) | (mine == theirs)
                 block.of(covered).fill_(True)
-                _note(self.verdict, place, theirs, mine, scale=norm)
+                note(self.verdict, place, theirs, mine, scale=norm)
         if gradient is not None and not bool(covered.all()):
             self._miss(step, f"gradient of {name}")
 
@@ -205,18 +211,18 @@ class Comparison:
             if mine.numel():
                 difference = (_wide(theirs) - _wide(mine)).abs()
                 slack = max(slack, float(torch.where(mask, 0.0, difference).max()))
-            _note(self.verdict, place, theirs, mine, mask=mask)
+            note(self.verdict, place, theirs, mine, mask=mask)
         return slack
 
     def _held(
         self, step: int, what: str, name: str, ranks: Mapping[int, Step], whole: Tensor
-    ) -> Iterator[tuple[_Place, Box, Tensor]]:
+    ) -> Iterator[tuple[Place, Box, Tensor]]:
         """The parts of a tensor that ranks hold; complains if together they are not all of it."""
         covered = torch.zeros(whole.shape, dtype=torch.bool)
         for rank, told in ranks.items():
             for block, theirs in told.parts("held", name):
                 block.of(covered).fill_(True)
-                yield _Place(step, rank, what, name), block, theirs
+                yield Place(step, rank, what, name), block, theirs
         if not bool(covered.all()):
             self._miss(step, f"{what} {name}")
 
@@ -225,9 +231,9 @@ class Comparison:
             self.verdict.complaint = f"at step {step} no rank holds all of the {what}"
 
 
-def _note(
+def note(
     verdict: Verdict,
-    place: _Place,
+    place: Place,
     theirs: Tensor,
     own: Tensor,
     *,
@@ -256,7 +262,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _diverge(verdict: Verdict, place: _Place, relative: float) -> None:
+def _diverge(verdict: Verdict, place: Place, relative: float) -> None:
     verdict.identical = False
     _keep_worst(verdict, place.what, relative)
     if verdict.first is None:

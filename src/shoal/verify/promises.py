@@ -43,21 +43,21 @@ def broken_promise(
     plan: Plan,
     told: Sequence[Told],
     shapes: Mapping[str, Sequence[int]],
-    speaks: bool,
+    speaks: bool | None,
     idle: Container[str] = (),
     excused: Container[str] = (),
 ) -> str:
     """A sentence on what a plan did not do; empty if it did all.
 
-    `speaks`: replicas agree in this step; `idle`: parameters that it did not train; `excused`:
-    those that `tensor` may leave whole.
+    `speaks`: replicas agree in this step (None: they may); `idle`: parameters that it did not
+    train; `excused`: those that `tensor` may leave whole.
     """
     total = sum(math.prod(shape) for shape in shapes.values())
     largest = max(math.prod(shape) for shape in shapes.values())
     num_model_ranks = plan.tensor * plan.pipeline
     for rank, step in enumerate(told):
         held = step.num_held(list(shapes))
-        if plan.num_ranks > 1 and speaks != (step.bytes_sent > 0):
+        if plan.num_ranks > 1 and speaks not in (None, step.bytes_sent > 0):
             return (
                 f"rank {rank} sent {step.bytes_sent} bytes in a step in which replicas "
                 f"{'agree' if speaks else 'work alone'}"

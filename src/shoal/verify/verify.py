@@ -7,7 +7,6 @@ of gradients, weights and buffers; the reference runs beside it in a process of 
 Cost: the time of both runs, and disk for a few steps of the model's state.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,13 @@ from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome
 from shoal.elastic.worker import prepare_training, use_threads
 from shoal.errors import ShoalError
+from shoal.files import replacing
 from shoal.hooks import StepInfo
 from shoal.run import Run, resolve
+from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
+from shoal.verify.replay import Replay
 
 AHEAD = 4  # steps that a rank may be ahead of the comparison
 
@@ -53,7 +55,14 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
     def run_reference() -> tuple[dict[str, Any], ChildMain]:
         use_threads()
         run = load()
-        verdict = compare(run, resolve(run, plan, None), directory)
+        resolved = resolve(run, plan, None)
+        if resolved.bound == 0:
+            verdict = compare(run, resolved, directory)
+        else:
+            try:
+                verdict = Replay(run, resolved, directory).play()
+            finally:
+                finished(directory).touch()
         return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
 
     def prepare() -> tuple[dict[str, Any], ChildMain]:
@@ -67,7 +76,9 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
             prepare,
             run_dir,
             watch=lambda record: None,
-            members=lambda found: Membership(found["num_ranks"], num_spares=0),
+            members=lambda found: Membership(
+                found["num_ranks"], num_servers=found["num_servers"], num_spares=0
+            ),
             prepared=facts.update,
         )
         if outcome.exit_code:
@@ -119,11 +130,15 @@ class Recorder:
         groups = self._trainer.optimizer.param_groups
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
         content |= name_slices("held", self._trainer.spread.held())
-        content |= name_slices("gradient", self._trainer.strategy.gradients())
+        strategy = self._trainer.strategy
+        if isinstance(strategy, ThroughServers) and not strategy.in_lockstep:
+            content["trace"] = torch.tensor(strategy.trace)
+        else:
+            content |= name_slices("gradient", strategy.gradients())
         path = path_of(self._directory, info.step, rank)
-        partial = path.with_suffix(".partial")
-        save_file({name: tensor.contiguous().clone() for name, tensor in content.items()}, partial)
-        os.replace(partial, path)
+        whole = {name: tensor.contiguous().clone() for name, tensor in content.items()}
+        with replacing(path) as partial:
+            save_file(whole, partial)
 
     def _wait_for_reader(self, step: int, rank: int) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shoal.checkpoint.foreign.opening import locate
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.storage import Directory
-from shoal.cli.convert import FORMATS, export, import_
+from shoal.cli.checkpoint_export import FORMATS, export, import_
 from shoal.errors import ShoalError
 from shoal.recipe import load_recipe
 from tests.unit.checkpoint.conftest import Said
@@ -242,7 +242,7 @@ def test_wrong_words_get_one_sentence(checkpoint: Path, recipe: str, tmp_path: P
         ((export, checkpoint, out, "--to", "pt2"), "needs the model"),
         ((export, checkpoint, out, "--to", "dcp", "--shard-size", "1GB"), "no effect"),
         ((export, checkpoint, out, "--to", "dcp", "--set", "width=3"), "no effect"),
-        ((export, checkpoint, out, "--to", "huggingface", "--shard-size", "much"), "is no size"),
+        ((export, checkpoint, out, "--to", "huggingface", "--shard-size", "much"), "is no amount"),
         ((export, checkpoint, tmp_path, "--to", "dcp"), "there already"),
         (
             (export, checkpoint, out, "--to", "huggingface", "--like", recipe),
@@ -275,7 +275,7 @@ def test_names_do_not_steer_the_terminal(
 FULL = """
 import resource, sys
 import torch
-from shoal.cli.convert import export, import_
+from shoal.cli.checkpoint_export import export, import_
 from shoal.errors import UsageError
 
 checkpoint, out, recipe = sys.argv[1:]

@@ -14,7 +14,6 @@ import shoal
 from shoal.checkpoint.finding import name_of
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin, Progress
-from shoal.checkpoint.remote import StoreError
 from shoal.checkpoint.retention import Keep
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import known_of
@@ -26,6 +25,7 @@ from shoal.errors import UsageError
 from shoal.keeping import Keeper, Keeping, NotSaved
 from shoal.mesh import LauncherSeat, Mesh
 from shoal.parallel.layout import whole
+from shoal.remote import StoreError
 from shoal.resume import newest, refuse_used
 from shoal.run import Run, resolve
 from shoal.testing.ranks import Pool

@@ -1,31 +1,21 @@
 """What is special about checkpoints in an object store, on one in memory."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from shoal.checkpoint.manifest import MANIFEST, SEAL, BadCheckpoint
-from shoal.checkpoint.objects import ObjectStore, open_store
-from shoal.checkpoint.remote import Patience, Remote, StoreError, Windows
+from shoal.checkpoint.objects import ObjectStore, Windows, open_store
 from shoal.checkpoint.storage import Directory
 from shoal.errors import UsageError
+from shoal.processes import PerProcess
+from shoal.remote import Patience, Remote, StoreError
 from shoal.testing.stores import CONTENT, FILE, NAME, OTHER, PART, content_of, fill, save
 
 HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 MEMORY = "memory://objects"
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    with suppress(FileNotFoundError):
-        system.rm("/objects", recursive=True)
 
 
 def test_a_young_draft_is_not_swept(memory: Any) -> None:
@@ -157,6 +147,21 @@ def test_a_file_that_shrinks_while_it_is_read_is_seen(memory: Any) -> None:
         reader.read(0, 100)
 
 
+def test_a_file_that_vanishes_while_it_is_read_is_seen(memory: Any) -> None:
+    store = ObjectStore(MEMORY)
+    save(store)
+    reader = store.open(NAME, FILE)
+    memory.rm_file(f"/objects/{NAME}/{FILE}")
+    with pytest.raises(BadCheckpoint, match=f"{FILE} is missing"):
+        reader.read(0, 100)
+
+
+def test_a_part_of_what_is_not_there_is_not_found(memory: Any) -> None:
+    """Whose file it was, and what to call that, only who asks can say."""
+    with pytest.raises(FileNotFoundError):
+        Remote(MEMORY, {}, HASTY).part("x", 0, 8)
+
+
 class Flaky:
     """A back end that fails a number of times."""
 
@@ -172,7 +177,7 @@ class Flaky:
 
 def ask(flaky: Flaky, monkeypatch: pytest.MonkeyPatch) -> bytes | None:
     remote = Remote(MEMORY, {}, HASTY)
-    monkeypatch.setattr(remote, "_connected", lambda: flaky)
+    monkeypatch.setattr(remote, "_back_end", PerProcess(lambda: (flaky, "")))
     return remote.get("x")
 
 

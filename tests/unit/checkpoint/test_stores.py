@@ -1,12 +1,10 @@
 """Stores: one suite for all, and what is special about objects behind a network.
 
-S3 is moto's server on loopback (`conftest.py`).
+S3 is moto's server on loopback (`tests/unit/conftest.py`).
 """
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ import torch
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import MANIFEST, SEAL, Origin, Progress
 from shoal.checkpoint.objects import ObjectStore, open_store
-from shoal.checkpoint.remote import Patience, StoreError
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.storage import Directory
 from shoal.comm.collectives import Group
 from shoal.parallel.layout import whole
+from shoal.remote import Patience, StoreError
 from shoal.testing.gates import Gate
 from shoal.testing.stores import (
     CONTENT,
@@ -41,9 +39,9 @@ HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 MEMORY = "memory://stores"
 
 
-def s3(options: dict[str, Any], **more: Any) -> ObjectStore:
+def s3(s3_options: dict[str, Any], **more: Any) -> ObjectStore:
     settings = {"block_bytes": BLOCK_BYTES, "abandoned_s": 0.0, "patience": HASTY} | more
-    return ObjectStore("s3://bucket/run/checkpoints", options, **settings)
+    return ObjectStore("s3://bucket/run/checkpoints", s3_options, **settings)
 
 
 def damage_at(root: str, system: Any) -> Any:
@@ -68,14 +66,6 @@ class TestDirectory(StoreConformance):
         return Place(lambda: Directory(tmp_path / "checkpoints"), damage)
 
 
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    with suppress(FileNotFoundError):
-        system.rm("/stores", recursive=True)
-
-
 class TestMemory(StoreConformance):
     @pytest.fixture
     def place(self, memory: Any) -> Place:
@@ -87,15 +77,15 @@ class TestMemory(StoreConformance):
 
 class TestS3(StoreConformance):
     @pytest.fixture
-    def place(self, options: dict[str, Any]) -> Place:
-        system = fsspec.filesystem("s3", use_listings_cache=False, **options)
-        return Place(lambda: s3(options), damage_at("bucket/run/checkpoints", system))
+    def place(self, s3_options: dict[str, Any]) -> Place:
+        system = fsspec.filesystem("s3", use_listings_cache=False, **s3_options)
+        return Place(lambda: s3(s3_options), damage_at("bucket/run/checkpoints", system))
 
 
-def test_a_large_file_goes_up_in_parts(options: dict[str, Any], gate: Gate) -> None:
+def test_a_large_file_goes_up_in_parts(s3_options: dict[str, Any], gate: Gate) -> None:
     content = os.urandom(2 * BLOCK_BYTES + 12345)
     parts = [content[start : start + 3_000_000] for start in range(0, len(content), 3_000_000)]
-    store = s3(options)
+    store = s3(s3_options)
     draft = store.begin(NAME, "a1")
     draft.write(FILE, iter(parts))
     uploads = [line for line in gate.requests if b"partNumber=" in line]
@@ -116,8 +106,8 @@ def insistence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("insistence")
-def test_a_lost_connection_is_tried_again(options: dict[str, Any], gate: Gate) -> None:
-    store = s3(options)
+def test_a_lost_connection_is_tried_again(s3_options: dict[str, Any], gate: Gate) -> None:
+    store = s3(s3_options)
     draft = store.begin(NAME, "a1")
     fill(draft)
     gate.num_resets = 2
@@ -131,25 +121,25 @@ def test_a_lost_connection_is_tried_again(options: dict[str, Any], gate: Gate) -
 
 
 @pytest.mark.usefixtures("insistence")
-def test_an_upload_that_breaks_off_is_sent_again(options: dict[str, Any], gate: Gate) -> None:
+def test_an_upload_that_breaks_off_is_sent_again(s3_options: dict[str, Any], gate: Gate) -> None:
     content = os.urandom(2 * BLOCK_BYTES)
-    draft = s3(options).begin(NAME, "a1")
+    draft = s3(s3_options).begin(NAME, "a1")
     gate.num_resets, gate.num_bytes = 2, 30_000  # in the middle of a part
     draft.write(FILE, [content])
     assert gate.num_resets == 0
-    assert content_of(s3(options)) == content
-    system = fsspec.filesystem("s3", **options)
+    assert content_of(s3(s3_options)) == content
+    system = fsspec.filesystem("s3", **s3_options)
     assert not system.list_multipart_uploads("bucket"), "what broke off was not given up"
 
 
-def test_a_server_that_stays_away_is_an_error(options: dict[str, Any], gate: Gate) -> None:
-    store = s3(options, patience=HASTY._replace(num_tries=2))
+def test_a_server_that_stays_away_is_an_error(s3_options: dict[str, Any], gate: Gate) -> None:
+    store = s3(s3_options, patience=HASTY._replace(num_tries=2))
     draft = store.begin(NAME, "a1")
     fill(draft)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     away = s3(
-        options | {"endpoint_url": f"http://127.0.0.1:{port}"},
+        s3_options | {"endpoint_url": f"http://127.0.0.1:{port}"},
         patience=HASTY._replace(num_tries=2),
     )
     with pytest.raises(StoreError, match=r"cannot list s3://bucket.*tried 2 times") as raised:
@@ -162,26 +152,22 @@ def test_a_server_that_stays_away_is_an_error(options: dict[str, Any], gate: Gat
     assert store.names() == []
 
 
-def test_a_missing_bucket_is_named(options: dict[str, Any]) -> None:
-    store = ObjectStore("s3://no-such-bucket/run", options, patience=HASTY)
+def test_a_missing_bucket_is_named(s3_options: dict[str, Any]) -> None:
+    store = ObjectStore("s3://no-such-bucket/run", s3_options, patience=HASTY)
     assert store.names() == []
     with pytest.raises(StoreError, match=r"s3://no-such-bucket/run .* Create the bucket"):
         store.begin(NAME, "a1")
 
 
-def test_the_environment_says_where(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", options["endpoint_url"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+@pytest.mark.usefixtures("s3_environment")
+def test_the_environment_says_where() -> None:
     save(open_store("s3://bucket/elsewhere"))
     assert open_store("s3://bucket/elsewhere/").names() == [NAME]
 
 
-def test_a_fork_makes_its_own_connections(options: dict[str, Any]) -> None:
+def test_a_fork_makes_its_own_connections(s3_options: dict[str, Any]) -> None:
     """Ranks are forks of a process that may have looked into the store."""
-    store = s3(options)
+    store = s3(s3_options)
     save(store)
     child = os.fork()
     if not child:
@@ -195,9 +181,11 @@ def test_a_fork_makes_its_own_connections(options: dict[str, Any]) -> None:
     assert store.names() == [NAME, OTHER]
 
 
-def test_a_checkpoint_is_saved_and_loaded_over_s3(options: dict[str, Any], tmp_path: Path) -> None:
-    check_round_trip(s3(options))
-    system = fsspec.filesystem("s3", use_listings_cache=False, **options)
+def test_a_checkpoint_is_saved_and_loaded_over_s3(
+    s3_options: dict[str, Any], tmp_path: Path
+) -> None:
+    check_round_trip(s3(s3_options))
+    system = fsspec.filesystem("s3", use_listings_cache=False, **s3_options)
     system.get("bucket/run/checkpoints/", str(tmp_path / "copied"), recursive=True)
     Opened(Directory(tmp_path / "copied"), NAME).verify()
 

@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.beginning import find_beginning
+from shoal.checkpoint.foreign.opening import fetched
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.objects import open_store
 from shoal.cli.main import run_here
 from shoal.parallel.layout import whole
+from shoal.remote import Remote
 from shoal.sync.state import Given, State
-from tests.unit.checkpoint.conftest import Said, environment_of
+from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import make
 
 FIRST, SECOND = "step-00000010", "step-00000020"
@@ -137,6 +139,24 @@ def test_what_is_fetched_again_is_verified_again(memory_url: str, tmp_path: Path
         list(opened.bytes_of_file(0))
 
 
+def test_what_vanishes_while_it_is_fetched_is_named(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe_file("/urls/m.safetensors", bytes(100))
+    real = Remote.part
+
+    def part(self: Remote, path: str, start: int, stop: int) -> bytes:
+        memory.rm_file("/urls/m.safetensors")
+        return real(self, path, start, stop)
+
+    monkeypatch.setattr(Remote, "part", part)
+    with (
+        pytest.raises(BadCheckpoint, match=r"m\.safetensors changed while it was fetched\. Try"),
+        fetched("memory://urls/m.safetensors"),
+    ):
+        pass
+
+
 class TestInMemory(Verbs):
     @pytest.fixture
     def url(self, memory_url: str) -> str:
@@ -168,7 +188,8 @@ def line() -> shoal.Run:
 
 
 @pytest.mark.full
-def test_a_command_begins_with_it(s3_url: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("s3_environment")
+def test_a_command_begins_with_it(s3_url: str, tmp_path: Path) -> None:
     run = fill(s3_url, tmp_path)
     (tmp_path / "line.py").write_text(RECIPE)
     words = ["train", "line.py:line", "--plan", "data=2", "--run-dir", "r", "--from", run]
@@ -178,7 +199,6 @@ def test_a_command_begins_with_it(s3_url: str, options: dict[str, Any], tmp_path
         text=True,
         timeout=50,
         cwd=tmp_path,
-        env={**os.environ, **environment_of(options)},
     )
     assert done.returncode == 0, done.stderr
     assert f"{SECOND} is taken" in done.stderr

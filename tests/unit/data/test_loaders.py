@@ -4,19 +4,21 @@ import errno
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.checkpoint.remote import StoreError
 from shoal.data.loader import Batches
 from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Pass
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.remote import StoreError
 from shoal.testing.leaks import descendants, wait_until
 
 
@@ -110,8 +112,40 @@ def test_a_sample_that_raises_is_named(make) -> None:
         list(walk(batches, range(6), (0, 1, 2, 3)))
 
 
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_the_line_that_raised_is_shown(make, loaders: int) -> None:
+    batches = make(Slow(broken=7), loaders)
+    places = ((step, piece) for step in range(6) for piece in range(4))
+    step, piece = next(at for at in places if 7 in batches.at(at[0]).ids_of(at[1]))
+    with pytest.raises(RecipeError) as caught:
+        batches.at(step).piece(piece)
+    shown = "".join(traceback.format_exception(caught.value))
+    line = next(
+        at
+        for at, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "raise ValueError(" in text
+    )
+    assert f'File "{__file__}", line {line}, in __getitem__' in shown
+    assert "ValueError: no good: 7" in shown
+    assert shown.rstrip().endswith("try data[7] by itself.")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_leaving_in_a_loader_is_the_samples_failure(make, error: BaseException) -> None:
+    others = descendants(os.getpid())
+    batches = make(Failing(error), 1)
+    with pytest.raises(RecipeError, match=rf"sample.*{type(error).__name__}"):
+        batches.at(0).piece(0)
+    assert len(descendants(os.getpid()) - others) == 1  # and the loader lives
+
+
+def test_an_error_may_hold_any_text(make) -> None:
+    with pytest.raises(RecipeError, match=r"no file: a\\udcff"):
+        make(Failing(ValueError("no file: a\udcff")), 1).at(0).piece(0)
+
+
 class Failing(Slow):
-    def __init__(self, error: Exception):
+    def __init__(self, error: BaseException):
         super().__init__()
         self.error = error
 

@@ -1,5 +1,6 @@
 """Sources: fetching many samples equals fetching each; what does not fit is named."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data.catalog import Text
 from shoal.data.sources import Source, as_source, collate_samples, fetch, tensors, windows
-from shoal.errors import RecipeError, UsageError
+from shoal.errors import Ended, RecipeError, UsageError
 
 
 @given(st.integers(2, 200), st.integers(1, 20), st.data())
@@ -90,7 +91,8 @@ class Stream(IterableDataset[int]):
         ({"a": 1}, "is a dict"),
         (DataLoader([1, 2, 3]), "Pass its dataset"),  # type: ignore[arg-type]
         (None, "len\\(\\) and indexing"),
-        (iter([1]), "len\\(\\) and indexing"),
+        (iter([1]), r"len\(\) and indexing.* Pass list\(...\) of it.* __len__ and __getitem__"),
+        (((torch.zeros(2), i) for i in range(9)), r"is a generator.* Pass list\(...\) of it"),
     ],
 )
 def test_what_is_no_source_is_refused_with_a_way_out(data: Any, says: str) -> None:
@@ -107,8 +109,85 @@ def test_a_list_is_a_source() -> None:
 
 def test_samples_of_unlike_shape_are_named() -> None:
     data = [(torch.zeros(3), 0), (torch.zeros(3), 0), (torch.zeros(4), 0)]
-    with pytest.raises(RecipeError, match=r"samples 1 and 2 .*\[3\].*\[4\].*collate"):
+    with pytest.raises(
+        RecipeError, match=r"samples 1 and 2 .* inputs is a tensor \[3\].*\[4\].*collate.*by_length"
+    ):
         fetch(as_source(data), np.array([1, 2]), None)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (({"a": torch.zeros(3), "b": (1, torch.zeros(2))}, 0), r"inputs\.b\.1 is .*\[5\].*\[2\]"),
+        (({"a": torch.zeros(3)}, 0), r"inputs is a dict of a, b .* a dict of a in the other"),
+        (({"a": np.zeros(3), "b": (1, torch.zeros(5))}, 0), r"inputs\.a is a tensor .* an array"),
+        (({"a": torch.zeros(3), "b": (1, torch.zeros(5))}, "x"), "target is a number .* str"),
+    ],
+)
+def test_the_field_in_which_samples_differ_is_named(other: Any, says: str) -> None:
+    one = ({"a": torch.zeros(3), "b": (1, torch.zeros(5))}, 0)
+    with pytest.raises(RecipeError, match=rf"samples 4 and 2 do not fit.*: {says}"):
+        fetch(as_source([one, one, other, one, one]), np.array([4, 3, 2]), None)
+
+
+class Stacks:
+    """Gathers by itself, and in torch's words says what does not fit."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(7 if index == 6 else 3), index
+
+    def take(self, ids: Any) -> Any:
+        rows = [self[int(index)] for index in ids]
+        return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
+
+
+def test_samples_that_a_source_cannot_gather_are_named() -> None:
+    with pytest.raises(RecipeError, match=r"samples 5 and 6 do not fit .*\[3\].*\[7\]"):
+        fetch(Stacks(), np.array([5, 2, 6]), None)
+
+
+class Leaves:
+    """A sample whose code ends the process, or is ended."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise self.error
+        return torch.zeros(2), 0
+
+
+class TakesAndLeaves(Leaves):
+    def take(self, ids: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [Leaves, TakesAndLeaves])
+def test_leaving_in_a_sample_is_its_failure(kind: Any) -> None:
+    """Or a rank would end there as if all were done."""
+    for error in (SystemExit(0), asyncio.CancelledError()):
+        with pytest.raises(RecipeError, match=rf"sample.* 1 .*{type(error).__name__}"):
+            fetch(kind(error), np.array([1]), None)
+
+    def leave(samples: Any) -> Any:
+        raise SystemExit(0)
+
+    with pytest.raises(RecipeError, match=r"collate failed on samples 0, 2 .*SystemExit"):
+        fetch(kind(SystemExit(0)), np.array([0, 2]), leave)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Ended(143)])
+def test_who_is_asked_to_leave_may(error: BaseException) -> None:
+    for source in (Leaves(error), TakesAndLeaves(error)):
+        with pytest.raises(type(error)):
+            fetch(source, np.array([1]), None)
 
 
 def test_a_sample_that_is_no_pair_is_named() -> None:

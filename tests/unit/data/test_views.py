@@ -1,11 +1,14 @@
 """Sources made of sources."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from shoal.data.loader import Batches
 from shoal.data.sources import Pass, tensors
+from shoal.data.transforms.mapping import mapped
 from shoal.data.views import by_length, in_order, join, mix, some, weighted
 from shoal.errors import RecipeError, UsageError
 
@@ -59,8 +62,44 @@ def test_join_without_take() -> None:
 
 
 def test_unlike_sources_are_refused() -> None:
-    with pytest.raises(RecipeError, match="unlike samples"):
+    with pytest.raises(RecipeError, match=r"samples 0 and 4 .* inputs is a dict of x, y .* tensor"):
         mix([numbered(0, 4), tensors(torch.zeros(4), torch.zeros(4))]).take(np.arange(8))
+    whole = tensors(torch.zeros(4), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(RecipeError, match=r"samples 1 and 7 .* target is .* int64 .* float32"):
+        mix([whole, tensors(torch.zeros(4), torch.zeros(4))]).take(np.array([1, 7]))
+
+
+class Ragged:
+    """Asked for many at once; the last is longer."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        return torch.zeros(9 if index == 3 else 2), 0
+
+    def many(self, ids):
+        return [self[int(index)] for index in ids]
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_unlike_samples_have_the_numbers_of_the_whole(loaders: int) -> None:
+    parts = [mapped(Ragged(), lambda sample: sample) for _ in range(2)]
+    assert all(hasattr(part, "take") for part in parts)
+    batches = Batches(mix(parts), batch_size=8, loaders=loaders)
+    wrong = r"samples (\d) and (\d) do not fit into one batch: inputs is a tensor \[\d\]"
+    try:
+        with pytest.raises(RecipeError, match=wrong) as caught:
+            batches.at(0).piece(0)
+    finally:
+        batches.close()
+    found = re.search(wrong, str(caught.value))
+    assert found is not None
+    first, other = int(found[1]), int(found[2])
+    ids = batches.at(0).ids.tolist()
+    assert first == ids[0] and len({first % 4 == 3, other % 4 == 3}) == 2
+    long = [index for index in ids if (index % 4 == 3) != (first % 4 == 3)]
+    assert other == long[0]  # of the second part too, and not one of the first
 
 
 def test_by_length_wants_the_batch_size_of_the_run() -> None:

@@ -474,6 +474,26 @@ def test_a_group_that_does_not_form_names_the_missing() -> None:
     assert "did not form within 30 s: rank 1 did not come" in end.cause
 
 
+def test_a_server_is_called_one() -> None:
+    members = Membership(2, num_servers=2, form_timeout_s=30.0)
+    members.begin(0.0)
+    for number in (0, 1, 2):
+        members.ready(number, 1.0)
+    members.heartbeat_timeout_s = 1000.0
+    assert [members.name_of(seat) for seat in range(4)] == [
+        "rank 0",
+        "rank 1",
+        "server 0",
+        "server 1",
+    ]
+    (end,) = members.tick(31.5)
+    assert "the group of 2 ranks and 2 servers did not form within 30 s: server 1" in end.cause
+    members = Membership(1, num_servers=1)
+    members.begin(0.0)
+    (end,) = members.exited(1, 3, 1.0)
+    assert end.cause == "server 0 exited with code 3 before the run was done"
+
+
 def cut(**settings: object) -> Membership:
     """Two ranks at work, of which neither can do without the other."""
     members = Membership(2, **settings)

@@ -6,7 +6,7 @@ what other programs wrote is read from a disk, and fetched to one first where it
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from shoal.checkpoint.foreign.weights import Foreign, Weights
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.objects import BLOCK_BYTES, local_path
-from shoal.checkpoint.remote import PATIENCE, Remote, without_password
 from shoal.errors import UsageError
+from shoal.remote import PATIENCE, Remote, without_password
 from shoal.world import cores
 
 _KINDS = (
@@ -105,10 +105,7 @@ def _fetch(remote: Remote, file: str, folder: Path) -> None:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         with open(folder / file, "xb") as made:
             for start in range(0, size, BLOCK_BYTES):
-                part = remote.part(file, start, min(size, start + BLOCK_BYTES))
-                made.write(part)
-            if made.tell() != size:
-                raise BadCheckpoint(f"{file} changed while it was fetched.")
+                made.write(_part(remote, file, start, min(size, start + BLOCK_BYTES)))
     except UsageError:
         raise
     except OSError as error:
@@ -116,6 +113,14 @@ def _fetch(remote: Remote, file: str, folder: Path) -> None:
             f"{file} cannot be fetched to {folder}: {error.strerror}. Let TMPDIR name a place with "
             "enough room."
         ) from error
+
+
+def _part(remote: Remote, file: str, start: int, stop: int) -> bytes:
+    with suppress(FileNotFoundError):
+        content = remote.part(file, start, stop)
+        if len(content) == stop - start:
+            return content
+    raise BadCheckpoint(f"{file} changed while it was fetched. Try again when it is written.")
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -16,9 +16,9 @@ from shoal.checkpoint.manifest import ITEM_BYTES, BadCheckpoint
 from shoal.checkpoint.types import name_of_type
 from shoal.errors import RecipeError
 from shoal.parallel.boxes import Box, tile, whole_box
-from shoal.parallel.layout import Slice
+from shoal.parallel.layout import Slice, whole
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
-from shoal.sync.state import Source
+from shoal.sync.state import Source, read_whole
 
 MODEL = "model."
 
@@ -104,9 +104,7 @@ class Foreign:
 
     def whole(self, name: str) -> Tensor:
         """All of one tensor."""
-        made = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.fill(name, [Slice(made, self.shape(name), (0,) * made.dim())])
-        return made
+        return read_whole(self, name)
 
 
 class Model:
@@ -139,12 +137,10 @@ class Model:
         return self._source.shape(self._full(name))
 
     def whole(self, name: str) -> Tensor:
-        made = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.fill(name, made)
-        return made
+        return read_whole(self._source, self._full(name))
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        self.fill_part(name, Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim()))
+        self.fill_part(name, whole(tensor))
 
     def fill_part(self, name: str, place: Slice) -> None:
         self._source.fill(self._full(name), [place])

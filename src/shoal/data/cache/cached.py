@@ -18,8 +18,6 @@ Cost: packing and hashing when made; two copies and a hash when found. Not for s
 are quicker to make than to copy, such as rows of tensors in memory.
 """
 
-import operator
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,13 +35,12 @@ from shoal.data.cache.ranges import MOST, Ranges
 from shoal.data.cache.redis import redis_layer
 from shoal.data.cache.rows import Rows, Unlike
 from shoal.data.packing import BadSample, pack, unpack
-from shoal.data.sources import Ids, Source, Varied, as_source, collate_samples
+from shoal.data.sources import Ids, Source, Varied, as_source, collate_samples, position
 from shoal.errors import RecipeError, UsageError
+from shoal.tables import num_bytes_of
 
 _PATIENCE_S = 2.0  # for a sample that another process is making
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.002
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT]?)(i?)B)?", re.ASCII)
 
 
 def cached(
@@ -114,11 +111,7 @@ class Cached:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        return next(self._samples([index]))[1]
+        return next(self._samples([position(index, len(self))]))[1]
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
         rows = Rows(len(ids))
@@ -205,18 +198,3 @@ class Cached:
 
     def _key(self, index: int) -> bytes:
         return xxhash.xxh3_128_digest(self._prefix + index.to_bytes(8, "little"))
-
-
-def num_bytes_of(amount: str | int, name: str) -> int:
-    """An amount such as 512MB, 1.5 GB, 2GiB or a number of bytes."""
-    if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
-        return amount
-    found = _AMOUNT.fullmatch(amount.strip()) if isinstance(amount, str) else None
-    if found is None or not float(found[1]):
-        raise UsageError(
-            f"{name}={amount!r} is no amount of memory. Write 512MB, 4GB or a number of bytes."
-        )
-    unit = (found[2] or "").replace("K", "k")
-    if found[3]:
-        return int(float(found[1]) * 1024 ** list(_UNITS).index(unit))
-    return int(float(found[1]) * _UNITS[unit])

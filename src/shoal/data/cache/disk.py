@@ -27,7 +27,7 @@ from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since,
 from shoal.data.cache.ranges import Ranges
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
-from shoal.logs import log, warn_once
+from shoal.logs import warn_on_screen, warn_once
 from shoal.tables import in_units
 
 LEAST_BYTES = 10**6
@@ -135,7 +135,7 @@ class Disk:
             with suppress(OSError):
                 os.unlink(part)
             self._is_writable = False
-            log.warning(
+            warn_on_screen(
                 f"Samples can no longer be kept in {self._directory}: {error.strerror}. Those that "
                 "are there are still read; make room, or give cached() another disk."
             )

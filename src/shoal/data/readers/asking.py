@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from shoal.checkpoint.remote import Patience
 from shoal.data.readers.records import SourceLost
+from shoal.errors import ShoalError
+from shoal.remote import Patience
 
 Answer = TypeVar("Answer")
 
@@ -20,17 +21,21 @@ def ask(
     may_pass: Callable[[Exception], bool],
     patience: Patience,
     what: str,
+    way_out: str,
 ) -> Answer:
-    """What `act` returns, at last; `what` names the server and the question."""
+    """What `act` returns, at last; `what` names the server and the question.
+
+    `way_out` is the advice for what will not pass by itself.
+    """
     for failures in range(1, patience.num_tries + 1):
         try:
             return act()
-        except SourceLost:
+        except ShoalError:
             raise
         except Exception as error:
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if not may_pass(error):
-                raise SourceLost(f"{what}: {said}.") from error
+                raise SourceLost(f"{what}: {said}. {way_out}") from error
             if failures == patience.num_tries:
                 raise SourceLost(
                     f"{what}: {said}. It was tried {failures} times. Check that the server runs "

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.orders import order_of
-from shoal.data.readers.records import BadRecord, name_content, position, require_columns
-from shoal.data.sources import Ids, map_tensors
+from shoal.data.readers.records import BadRecord, name_content, require_columns
+from shoal.data.sources import Ids, map_tensors, position
 from shoal.errors import UsageError
 from shoal.optional import require
 

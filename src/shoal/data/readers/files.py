@@ -6,32 +6,39 @@ that uses them, at most 64 at a time, and reads name their offset (`pread`), so 
 not disturb each other.
 
 A local read costs two system calls. One behind a URL costs two requests, the bytes and then a look
-at the object; requests are repeated a few times while they fail (`checkpoint/remote.py`).
+at the object; requests are repeated a few times while they fail (`remote.py`).
 """
 
 import errno
 import io
 import os
+import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
-from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.checkpoint.remote import PATIENCE, Patience, Remote, StoreError, without_password
 from shoal.data.readers.records import SourceLost, name_content
 from shoal.errors import UsageError
+from shoal.processes import PerProcess
+from shoal.remote import PATIENCE, Patience, Remote, StoreError, without_password
 
 PathLike: TypeAlias = str | os.PathLike[str]
 MOST_HANDLES = 64
 BLOCK_BYTES = 8 << 20
+_GLANCE_BYTES = 4 << 10
+_PACKED = {  # by how a file begins; no text does
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh[1-9]1AY",
+    "xz": rb"\xfd7zXZ",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "zip": rb"PK\x03\x04",
+}
 _MARKS = ("ETag", "etag", "md5", "checksum", "LastModified", "last_modified", "mtime", "created")
-
-Made = TypeVar("Made")
 
 
 class Stamp(NamedTuple):
@@ -39,31 +46,6 @@ class Stamp(NamedTuple):
 
     num_bytes: int
     mark: int  # a hash of the time or the tag
-
-
-class _Slot(Generic[Made]):
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.made: Made | None = None
-
-
-class PerProcess(Generic[Made]):
-    """Something that each process makes for itself, when it first asks.
-
-    What a parent made stays referenced in the child and is never closed by it. The locks are of
-    the process too: one that a thread held while another forked would never be free.
-    """
-
-    def __init__(self, make: Callable[[], Made]):
-        self._make = make
-        self._slots: dict[int, _Slot[Made]] = {}
-
-    def get(self) -> Made:
-        slot = self._slots.get(os.getpid()) or self._slots.setdefault(os.getpid(), _Slot())
-        with slot.lock:
-            if slot.made is None:
-                slot.made = self._make()
-            return slot.made
 
 
 class Files:
@@ -89,6 +71,16 @@ class Files:
     def identity(self, kind: str, *settings: object) -> str:
         """A name for what is read: files by their names, sizes and times, and how they are read."""
         return name_content(kind, *settings, *zip(self.names, self.stamps, strict=True))
+
+    def content_name(self) -> str:
+        """The same wherever the files lie: of all their sizes, of a few some blocks as well."""
+        hashed = xxhash.xxh3_64(repr([stamp.num_bytes for stamp in self.stamps]).encode())
+        for number in sorted({0, len(self) // 2, len(self) - 1}):
+            last = max(0, self.num_bytes(number) - _GLANCE_BYTES)
+            for start in (0, last // 2, last):
+                stop = min(start + _GLANCE_BYTES, self.num_bytes(number))
+                hashed.update(self.read(number, start, stop))
+        return hashed.hexdigest()
 
     def num_bytes(self, number: int) -> int:
         return self.stamps[number].num_bytes
@@ -140,7 +132,7 @@ class Web:
             content = remote.part(path, start, stop) if stop > start else b""
             if remote.stamp(path) != stamp or len(content) != stop - start:
                 raise changed(without_password(url))
-        except (FileNotFoundError, BadCheckpoint):
+        except FileNotFoundError:
             raise gone(without_password(url)) from None
         except StoreError as error:
             raise SourceLost(str(error)) from error
@@ -165,7 +157,7 @@ class Web:
 
 
 class _Objects(Remote):
-    """Adds to the requests of a checkpoint's store what tells versions apart."""
+    """Adds to the requests what tells versions of an object apart."""
 
     def stamp(self, path: str) -> Stamp:
         return _stamp_of(self._ask("look at", path, lambda system, at: system.info(at)), path)
@@ -255,6 +247,19 @@ class _Opened(io.RawIOBase):
 
     def readall(self) -> bytes:
         return self.read()
+
+
+def refuse_compressed(files: Files, number: int, record: str) -> None:
+    """Refuse a file that was packed as a whole; `record` is what would be looked for in it."""
+    start = files.read(number, 0, min(8, files.num_bytes(number)))
+    for kind, magic in _PACKED.items():
+        if re.match(magic, start, re.DOTALL):
+            raise UsageError(
+                f"{files.names[number]} is compressed by {kind}. A {record} in the middle could "
+                "only be read by unpacking all before it. Unpack the file once and name what comes "
+                "out; if that is too large, make shards of it (shoal data build --compress zstd), "
+                "which are compressed block by block."
+            )
 
 
 def is_url(path: str) -> bool:

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.readers.files import PathLike
-from shoal.data.readers.records import BadRecord, position
+from shoal.data.readers.records import BadRecord
 from shoal.data.readers.tree import Tree
+from shoal.data.sources import position
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
 from shoal.optional import require
@@ -80,6 +81,9 @@ class ImageFolder:
 
     def identity(self) -> str:
         return self._tree.identity("images", self.classes, self.mode, self.most_pixels)
+
+    def content_name(self) -> str:
+        return self._tree.content_name()
 
 
 class BadImage(ValueError):

@@ -6,7 +6,8 @@
 The index is two numbers a record, so any record is one read away whatever stands before it. A
 newline between quotes belongs to its record: quotes are counted, and a newline after an odd number
 of them does not end anything. That holds as long as quotes open only where a field begins, which
-is checked. Lines end in a newline, with or without a carriage return before it.
+is checked. Lines end in a newline, with or without a carriage return before it; a file whose lines
+end in a carriage return alone, or that is compressed, is refused.
 
 Blank lines are left out of JSON. A line is parsed when it is asked for, so a bad one is a
 `BadRecord` with its file and line, and the others stay usable. NaN and Infinity are not JSON and
@@ -25,11 +26,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.readers.files import Files, PathLike
-from shoal.data.readers.records import BadRecord, name_content, position
+from shoal.data.readers.files import Files, PathLike, refuse_compressed
+from shoal.data.readers.records import BadRecord, name_content
+from shoal.data.sources import position
 from shoal.errors import UsageError
 
 _NEWLINE, _RETURN = 10, 13
+_LOOKED_AT_BYTES = 1 << 20  # for how lines end
 _MARK = b"\xef\xbb\xbf"  # what some editors put before UTF-8
 
 
@@ -136,12 +139,18 @@ class LineRecords:
 
     def _scan(self, number: int, quotes: Quotes | None = None) -> Spans:
         """The lines of a file."""
+        refuse_compressed(self.files, number, "line")
+        start = self.files.read(number, 0, min(_LOOKED_AT_BYTES, self.files.num_bytes(number)))
+        if b"\r" in start and b"\n" not in start:
+            raise UsageError(
+                f"{self.files.names[number]}: lines end with CR alone, so all of it would be one "
+                "line. Convert it once with: tr '\\r' '\\n' < OLD > NEW, and name the new file."
+            )
         try:
             spans = spans_of(self._hashed(number), quotes)
         except Stray as stray:
             raise UsageError(self._stray(number, stray.offset)) from None
-        start = self.files.read(number, 0, min(3, self.files.num_bytes(number)))
-        if len(spans.starts) and self.encoding == "utf-8" and start == _MARK:
+        if len(spans.starts) and self.encoding == "utf-8" and start.startswith(_MARK):
             spans.starts[0] = 3
         return spans
 

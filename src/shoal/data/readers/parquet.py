@@ -26,11 +26,12 @@ from shoal.data.readers.columns import (
     is_numeric,
     values_of,
 )
-from shoal.data.readers.files import Files, PathLike, PerProcess
+from shoal.data.readers.files import Files, PathLike
 from shoal.data.readers.records import BadRecord, Indices, positions, require_columns
 from shoal.data.sources import Ids
 from shoal.errors import ShoalError, UsageError
 from shoal.optional import require
+from shoal.processes import PerProcess
 
 
 class ParquetRows:
@@ -87,6 +88,9 @@ class ParquetRows:
 
     def identity(self) -> str:
         return self.files.identity("parquet", self.columns)
+
+    def content_name(self) -> str:
+        return self.files.content_name()
 
     def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.sources import Ids, Source
+from shoal.data.sources import Ids, Source, position
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 
 Indices: TypeAlias = Ids | Sequence[int]
@@ -38,16 +38,8 @@ class Many(Source, Protocol):
     def many(self, ids: Ids, /) -> list[Any]: ...
 
 
-def position(index: int, length: int) -> int:
-    """The index from 0 on; -1 is the last. Iteration over a source ends by the IndexError."""
-    at = as_int(index)
-    if not -length <= at < length:
-        raise IndexError(f"sample {at} of {length}")
-    return at % length
-
-
 def positions(ids: Indices, length: int) -> Ids:
-    """The same for many."""
+    """What `position` gives, for many."""
     if not isinstance(ids, np.ndarray):
         ids = np.array([as_int(index) for index in ids], dtype=np.int64)
     outside = (ids < -length) | (ids >= length)
@@ -83,7 +75,6 @@ class Names:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        content = self._content[self._ends[index] : self._ends[index + 1]]
+        at = position(index, len(self), "name")
+        content = self._content[self._ends[at] : self._ends[at + 1]]
         return content.decode("utf-8", "surrogateescape")

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.checkpoint.remote import PATIENCE, Patience, without_password
 from shoal.data.readers.asking import ask
-from shoal.data.readers.files import PerProcess
 from shoal.data.readers.records import BadRecord, Indices, SourceLost, positions
 from shoal.data.sources import Ids
 from shoal.errors import UsageError
 from shoal.optional import require
+from shoal.processes import PerProcess
+from shoal.remote import PATIENCE, Patience, without_password
 
 Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time
@@ -43,6 +43,7 @@ class _Server:
             self._may_pass,
             self._patience,
             f"Redis at {without_password(self._url)} cannot be asked for {name!r}",
+            "Check the user and the password in the URL, and what lies under this key.",
         )
 
     def require(self, name: str, kind: str) -> None:

@@ -9,7 +9,9 @@ some hundred keys. So rows that are added later are not seen, and one that was r
 `BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
 
 Cost: a key a row in memory, 8 bytes if they are numbers. A question is answered within `timeout_s`
-or counts as failed; `patience` says how often it is repeated.
+or counts as failed; `patience` says how often it is repeated. Only what may pass is: a connection
+that broke, a database that is locked. What is wrong with the question itself (a table or column
+that does not exist, say) is told at once.
 
 DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
 session is a thread that makes one connection and answers one question after the other; who asks
@@ -17,6 +19,7 @@ waits for a bounded time. A session that failed or did not answer is given up, a
 opens another. Each process has its own. Cost: a change of threads for each question.
 """
 
+import os
 import queue
 import re
 import sys
@@ -29,9 +32,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from shoal.checkpoint.remote import PATIENCE, Patience
 from shoal.data.readers.asking import ask
-from shoal.data.readers.files import PerProcess
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
@@ -40,6 +41,8 @@ from shoal.data.readers.records import (
     require_columns,
 )
 from shoal.errors import UsageError
+from shoal.processes import PerProcess
+from shoal.remote import PATIENCE, Patience
 
 Connect: TypeAlias = Callable[[], Any]
 Answer = TypeVar("Answer")
@@ -47,6 +50,20 @@ _Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] |
 
 _PLAIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 _MOST_KEYS = 500  # in one question; some databases allow 999
+# Of SQLite: busy, locked, interrupted, an error of the disk, a lock that another holds too long.
+_SQLITE_MAY_PASS = (5, 6, 9, 10, 15)
+# Classes of SQLSTATE: connection, rollback, resources, state of an object, operator, system.
+_STATES_MAY_PASS = ("08", "40", "53", "55", "57", "58")
+# What drivers without such codes call an error of the connection, and is none that would pass.
+_LASTING = re.compile(
+    r"no such (table|column|function)|unknown (table|column|database)|does(n't| not) exist|"
+    r"syntax error|authentication failed|access denied|no password|permission denied",
+    re.IGNORECASE,
+)
+_WAY_OUT = (
+    "Check the names of the table and its columns, and the database, the user and the password "
+    "that `connect` uses."
+)
 _MARKS = {"qmark": "?", "format": "%s", "pyformat": "%s", "numeric": ":{number}"}
 
 
@@ -71,6 +88,7 @@ class _Database:
             _may_pass,
             self._patience,
             what,
+            _WAY_OUT,
         )
 
 
@@ -79,6 +97,8 @@ class SqlRows:
 
     def __init__(self, database: _Database, origin: str, key: str, columns: Sequence[str] | None):
         self._database, self._origin, self._key = database, origin, key
+        self._place = ""
+        self._place = self._asked_first(_place_of, f"{self} cannot be read")
         self._style, known = self._look()
         require_columns([key, *(columns or ())], known, str(self))
         twice = sorted({name for name in known if known.count(name) > 1})
@@ -92,7 +112,8 @@ class SqlRows:
         return len(self._keys)
 
     def __str__(self) -> str:
-        return f"the table {self._origin}" if _PLAIN.fullmatch(self._origin) else "the query"
+        origin = f"the table {self._origin}" if _PLAIN.fullmatch(self._origin) else "the query"
+        return f"{origin} of {self._place}" if self._place else origin
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.many([index])[0]
@@ -142,10 +163,7 @@ class SqlRows:
                 names = [column[0] for column in cursor.description]
             return getattr(_module_of(connection), "paramstyle", None), names
 
-        try:
-            style, names = self._database.ask(question, f"{self} cannot be read")
-        except SourceLost as error:
-            raise UsageError(str(error)) from error
+        style, names = self._asked_first(question, f"{self} cannot be read")
         if style not in _MARKS:
             raise UsageError(
                 f"the driver marks parameters in the style {style!r}. Known are "
@@ -159,8 +177,12 @@ class SqlRows:
             with _answered(connection, text) as cursor:
                 return [row[0] for row in _rows(cursor)]
 
+        return self._asked_first(question, f"the keys of {self} cannot be read")
+
+    def _asked_first(self, question: Callable[[Any], Answer], what: str) -> Answer:
+        """Ask before the run: what fails is for the user to mend."""
         try:
-            return self._database.ask(question, f"the keys of {self} cannot be read")
+            return self._database.ask(question, what)
         except SourceLost as error:
             raise UsageError(str(error)) from error
 
@@ -296,10 +318,50 @@ def _module_of(connection: Any) -> Any:
     return None
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether the connection is to blame and not the question: by the names that DB-API gives."""
-    if isinstance(error, _NoAnswer | _Refused | OSError):
+def _place_of(connection: Any) -> str:
+    """The file or server behind a connection, as far as its driver tells.
+
+    Refuses a database of SQLite that no other process would see, or that was not there.
+    """
+    if getattr(_module_of(connection), "__name__", "") == "sqlite3":
+        return _file_of(connection)
+    info = getattr(connection, "info", None)  # of psycopg
+    names = [getattr(info, name, None) for name in ("host", "port", "dbname")]
+    return "{}:{}/{}".format(*names) if all(names) else ""
+
+
+def _file_of(connection: Any) -> str:
+    cursor = connection.cursor()
+    cursor.row_factory = None  # the user's own may give rows of any kind
+    files = [row[2] for row in cursor.execute("PRAGMA database_list") if row[2]]
+    cursor.close()
+    if not files:
+        raise UsageError(
+            "`connect` opens a database in memory, which each connection has for itself: ranks "
+            "would find it empty. Write it to a file, and let `connect` open that."
+        )
+    if not os.path.exists(files[0]) or not os.path.getsize(files[0]):
+        raise UsageError(
+            f"the database {files[0]} is empty: SQLite makes a new one where there is none. Check "
+            "the path that `connect` opens, and remove the empty file if it is not yours."
+        )
+    return str(files[0])
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the connection is to blame and not the question: by the driver's code for the error,
+    or else by the names that DB-API gives."""
+    if isinstance(error, _Refused):
+        return _may_pass(error.__cause__)
+    if isinstance(error, _NoAnswer | OSError):
         return True
-    return any(
-        kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(error).__mro__
-    )
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if not kinds & {"OperationalError", "InterfaceError"}:
+        return False
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return code & 0xFF in _SQLITE_MAY_PASS
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    if state:
+        return str(state).startswith(_STATES_MAY_PASS)
+    return _LASTING.search(str(error)) is None

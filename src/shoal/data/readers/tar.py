@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.data.readers.files import Files, PathLike
-from shoal.data.readers.records import Names, position
+from shoal.data.readers.files import Files, PathLike, refuse_compressed
+from shoal.data.readers.records import Names
+from shoal.data.sources import position
 from shoal.errors import UsageError
 from shoal.logs import log
 
@@ -40,7 +41,6 @@ _KINDS = {
     tarfile.FIFOTYPE: "a pipe",
     tarfile.GNUTYPE_SPARSE: "a sparse file",
 }
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Member(NamedTuple):
@@ -86,10 +86,13 @@ class TarSamples:
     def identity(self) -> str:
         return self.files.identity("tar")
 
+    def content_name(self) -> str:
+        return self.files.content_name()
+
     def _samples(self, number: int, most_bytes: int) -> Iterator[tuple[str, dict[str, Member]]]:
         """The samples of a file in the order in which their first members come."""
         name = self.files.names[number]
-        _refuse_compressed(self.files, number)
+        refuse_compressed(self.files, number, "member")
         samples: dict[str, dict[str, Member]] = {}
         num_left_out = 0
         for member in _members(self.files, number, most_bytes):
@@ -127,17 +130,6 @@ def _stem(path: str) -> tuple[str, str]:
     folder, slash, name = path.rpartition("/")
     stem, _, ending = name.partition(".")
     return f"{folder}{slash}{stem}", ending.lower() if stem else ""
-
-
-def _refuse_compressed(files: Files, number: int) -> None:
-    start = files.read(number, 0, min(8, files.num_bytes(number)))
-    for magic, kind in _COMPRESSED.items():
-        if start.startswith(magic):
-            raise UsageError(
-                f"{files.names[number]} is compressed by {kind}. A member in the middle could only "
-                "be read by unpacking all before it; decompress the file once, or make shards of "
-                "it, which are compressed sample by sample."
-            )
 
 
 class _Bad(Exception):

@@ -6,12 +6,11 @@ Needs no torch. Next: `reading.py` for samples, `verifying.py` for all blocks of
 """
 
 import mmap
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ContextManager
+from typing import Any
 
 import xxhash
 
@@ -23,20 +22,9 @@ from shoal.data.shard_files.format import (
     shard_name,
 )
 from shoal.optional import require
+from shoal.processes import PerProcess
 
 KEPT_BYTES = 32 << 20  # of inflated blocks, in each set that is open
-
-
-class ForkSafeLock:
-    """A lock that is free in a fork, where nobody lives who could give it back."""
-
-    def __init__(self) -> None:
-        self._lock, self._pid = threading.RLock(), os.getpid()
-
-    def __call__(self) -> ContextManager[Any]:
-        if self._pid != os.getpid():
-            self._lock, self._pid = threading.RLock(), os.getpid()
-        return self._lock
 
 
 class OpenShard:
@@ -86,7 +74,7 @@ class Inflated:
     def __init__(self, most_bytes: int = KEPT_BYTES):
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._locked = ForkSafeLock()
+        self._locked = PerProcess(threading.RLock).get
 
     def block(self, shard: OpenShard, block: int) -> bytes:
         key = (shard.number, block)

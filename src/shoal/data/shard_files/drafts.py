@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.checkpoint.remote import Remote
 from shoal.checkpoint.storage import Directory
 from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.fetching import PATIENCE_S, part, within
@@ -35,6 +34,7 @@ from shoal.data.shard_files.format import (
 )
 from shoal.data.shard_files.places import Bucket, Folder
 from shoal.errors import UsageError
+from shoal.remote import Remote
 
 UPLOAD_BYTES = 32 << 20
 SLOWEST_BYTES_PER_S = 100_000  # an upload that is slower is given up

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.data.sources import LeavesOut, Source
+from shoal.data.sources import LeavesOut, Source, sample_of
 from shoal.errors import RecipeError, ShoalError
 from shoal.processes import die_with_parent
 
@@ -73,7 +73,7 @@ def feed(
 
 def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | bytearray]:
     try:
-        return _SAMPLE, encode(load(source, number))
+        return _SAMPLE, encode(sample_of(source, number))
     except Unlike:
         return _UNLIKE, b""
     except ShoalError as error:
@@ -81,19 +81,6 @@ def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | 
         if not isinstance(error, RecipeError):  # a server is gone, say: no sample is to blame
             return _NOT_REACHED, why.encode()
         return (_LEFT_OUT if isinstance(source, LeavesOut) else _FAILED), why.encode()
-
-
-def load(source: Source, number: int) -> Any:
-    """A sample; a RecipeError if it is to blame, another ShoalError if it was not reached."""
-    try:
-        return source[number]
-    except ShoalError:
-        raise
-    except Exception as error:
-        raise RecipeError(
-            f"sample {number} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
-            f"must work for each i below len(data); try data[{number}] by itself."
-        ) from error
 
 
 def _from_workers(source: Source, encode: Encode, first: int, num_workers: int) -> Messages:

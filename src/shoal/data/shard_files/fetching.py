@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.checkpoint.remote import Remote
 from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.format import BadShards, Index, shard_name
 from shoal.errors import UsageError
+from shoal.processes import PerProcess
+from shoal.remote import Remote
 
 CACHE_BYTES = 16 << 30
 PART_BYTES = 8 << 20
@@ -45,6 +45,8 @@ class Copies:
 
     def __init__(self, directory: Path, most_bytes: int = CACHE_BYTES):
         self.directory, self._most_bytes = directory, most_bytes
+        self._coming: dict[str, int] = {}  # bytes of what threads of this process fetch now
+        self._room = PerProcess(threading.Lock).get
 
     def copy(
         self, remote: Remote, index: Index, number: int, kept: Collection[str]
@@ -58,8 +60,13 @@ class Copies:
             with _alone(self.directory / f".lock-{wanted}"):
                 num_bytes = index.num_bytes(index.shards[number])
                 if not _is_there(path, num_bytes):
-                    gone = self._make_room(num_bytes, {wanted, *kept})
-                    self._fetch(remote, index, number, path)
+                    with self._room():
+                        self._coming[wanted] = num_bytes
+                        gone = self._make_room(sum(self._coming.values()), {wanted, *kept})
+                    try:
+                        self._fetch(remote, index, number, path)
+                    finally:
+                        del self._coming[wanted]
                 os.utime(path)
             return path, gone
         except OSError as error:
@@ -124,7 +131,7 @@ def part(remote: Remote, name: str, start: int, stop: int) -> bytes:
     """Bytes of a remote file, all of them."""
     try:
         content = within(f"read {remote}/{name}", lambda: remote.part(name, start, stop))
-    except BadCheckpoint:
+    except FileNotFoundError:
         raise BadShards(f"{name} is missing from {remote}.") from None
     if len(content) != stop - start:
         raise BadShards(

@@ -4,11 +4,11 @@
     shoal.data.shards("s3://bucket/tokens", cache_dir="/scratch/shards")
 
 Shards of a directory are mapped, those behind a URL are first copied to a local directory of
-limited size. A block is hashed when it is first touched; its samples are then given out as copies,
-so nobody can write into the map. A sample whose shard is missing, cut short or damaged is a
-`LostSample` with its number, the shard and the reason; under `shoal.data.quarantine` a run goes on
-without it. A store that does not answer, or a cache whose disk is full, is `SourceLost` and ends
-the run: it says nothing of the sample.
+limited size, up to four of a batch beside each other. A block is hashed when it is first touched;
+its samples are then given out as copies, so nobody can write into the map. A sample whose shard is
+missing, cut short or damaged is a `LostSample` with its number, the shard and the reason; under
+`shoal.data.quarantine` a run goes on without it. A store that does not answer, or a cache whose
+disk is full, is `SourceLost` and ends the run: it says nothing of the sample.
 
 Cost: one copy of what is asked for. A first pass also hashes all blocks, at some 10 GB/s. A lone
 first sample reads a block of 64 KiB. A file that is truncated while it is mapped ends the process
@@ -17,8 +17,10 @@ Next: `format.py`, `region.py`; docs/how-to/shards.md.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +34,16 @@ from shoal.data.orders import Blocks
 from shoal.data.packing import BadSample, unpack
 from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import layout
-from shoal.data.shard_files.blocks import ForkSafeLock, Inflated, OpenShard, halves, mapped, opened
+from shoal.data.shard_files.blocks import Inflated, OpenShard, halves, mapped, opened
 from shoal.data.shard_files.fetching import CACHE_BYTES
 from shoal.data.shard_files.format import BadShards, Index, Rows, first_samples, shard_name
-from shoal.data.shard_files.places import Place, open_place, read_index
+from shoal.data.shard_files.places import Local, Place, open_place, read_index
 from shoal.data.shard_files.region import GRANULE, Region
-from shoal.data.sources import Ids
+from shoal.data.sources import Ids, position
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.processes import PerProcess
 
+_AT_ONCE = 4  # shards that are fetched beside each other
 _NUM_TRIES = 3  # to open a local copy
 _AGAIN_AFTER_S = 60.0  # a shard that did not come is asked for again after this
 _NUM_NAMED = 3  # of the shards that are missing
@@ -64,7 +68,7 @@ class ShardSource:
         self._open: dict[int, OpenShard] = {}
         # When and why a shard could not be opened; the words, for an error keeps its callers alive.
         self._failed: dict[int, tuple[float, type[UsageError], str]] = {}
-        self._locked = ForkSafeLock()
+        self._locked = PerProcess(threading.RLock).get
 
     def __len__(self) -> int:
         return self.index.num_samples
@@ -80,11 +84,6 @@ class ShardSource:
     def order(self) -> Blocks:
         """Shuffled among some shards at a time, so that reading stays local."""
         return Blocks([shard.num_samples for shard in self.index.shards])
-
-    def _at(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return index % len(self)
 
     def _while_used(self) -> ContextManager[Any]:
         """Held while a shard's bytes are copied, where another thread may have its file removed."""
@@ -128,16 +127,38 @@ class ShardSource:
                 try:
                     self._open[number] = self._opened(number, needed)
                 except UsageError as error:
-                    kind = BadShards if isinstance(error, BadShards) else UsageError
-                    self._failed[number] = (time.monotonic(), kind, str(error))
+                    self._note_failure(number, error)
                     raise
             return self._open[number]
+
+    def _fetch(self, numbers: Collection[int], needed: Collection[int]) -> None:
+        """Have remote shards copied, some at a time; what fails is told when it is looked at."""
+        with self._locked():
+            absent = [n for n in numbers if n not in self._open and n not in self._failed]
+            if self.place.keeps or len(absent) < 2:
+                return
+
+            def fetch(number: int) -> Local | UsageError:
+                try:
+                    return self.place.local(self.index, number, needed)
+                except UsageError as error:
+                    return error
+
+            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shoal-fetch") as threads:
+                for number, found in zip(absent, threads.map(fetch, absent), strict=True):
+                    if isinstance(found, UsageError):
+                        self._note_failure(number, found)
+                    else:
+                        self._close_all(found.gone)
+
+    def _note_failure(self, number: int, error: UsageError) -> None:
+        kind = BadShards if isinstance(error, BadShards) else UsageError
+        self._failed[number] = (time.monotonic(), kind, str(error))
 
     def _opened(self, number: int, needed: Collection[int]) -> OpenShard:
         for tries in range(1, _NUM_TRIES + 1):
             found = self.place.local(self.index, number, needed)
-            for gone in found.gone:
-                self._close(gone)
+            self._close_all(found.gone)
             try:
                 return self._map(number, found.path)
             except OSError as error:  # removed, perhaps, by another process that needed room
@@ -154,6 +175,10 @@ class ShardSource:
 
     def _close(self, number: int) -> None:
         self._open.pop(number, None)
+
+    def _close_all(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self._close(number)
 
     def _refuse_failed(self, number: int) -> None:
         if number in self._failed:
@@ -173,7 +198,7 @@ class PackedSource(ShardSource):
         self._inflated = Inflated() if index.compression is not None else None
 
     def __getitem__(self, index: int) -> Any:
-        sample = self._at(index)
+        sample = position(index, len(self))
         number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         at = sample - int(self._firsts[number])
         with self._while_used():
@@ -206,7 +231,7 @@ class RowSource(ShardSource):
             self.take = self._take
 
     def __getitem__(self, index: int) -> Any:
-        ids = np.asarray([self._at(index)], dtype=np.int64)
+        ids = np.asarray([position(index, len(self))], dtype=np.int64)
         return layout.sample_of(self._rows, self._copied(ids)[0])
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
@@ -275,6 +300,7 @@ class MappedRows(RowSource):
         while not is_ready.all():
             needed = frozenset((ids // self._rows.shard_rows).tolist())
             unready = ids[~is_ready]
+            self._fetch(np.unique(unready // self._rows.shard_rows).tolist(), needed)
             for number, block, here in self._by_block(unready):
                 self._check(number, block, int(unready[here[0]]), needed)
             is_ready = self._is_ready[blocks]  # again: a shard may have been closed for another
@@ -310,7 +336,11 @@ class InflatedRows(RowSource):
 
     def _copied(self, ids: Ids) -> Tensor:
         rows = np.empty((len(ids), self._rows.row_bytes), dtype=np.uint8)
+        numbers = np.unique(ids // self._rows.shard_rows).tolist()
         for number, block, here in self._by_block(ids):
+            if numbers and number == numbers[0]:  # the first of the next few
+                self._fetch(numbers[:_AT_ONCE], numbers[:_AT_ONCE])
+                del numbers[:_AT_ONCE]
             with self._while_used():
                 raw = self._raw(number, block, int(ids[here[0]]))
             content = np.frombuffer(raw, np.uint8).reshape(-1, self._rows.row_bytes)

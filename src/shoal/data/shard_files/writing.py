@@ -29,7 +29,7 @@ from shoal.data.packing import pack
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
 from shoal.data.shard_files.drafts import NOTE, BucketDraft, FolderDraft, draft_at
-from shoal.data.shard_files.feeding import Unlike, feed, load
+from shoal.data.shard_files.feeding import Unlike, feed
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     FORMAT,
@@ -41,7 +41,7 @@ from shoal.data.shard_files.format import (
     shard_name,
 )
 from shoal.data.shard_files.places import open_place
-from shoal.data.sources import LeavesOut, Source, as_source
+from shoal.data.sources import LeavesOut, Source, as_source, sample_of
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.logs import log
@@ -178,7 +178,7 @@ class _Build:
     def _is_of_source(self, done: Finished) -> bool:
         for number, wanted in ((done.first, done.first_hash), (done.last, done.last_hash)):
             try:
-                content = self._encode(load(self._source, number))
+                content = self._encode(sample_of(self._source, number))
             except (RecipeError, Unlike):
                 return False
             if xxhash.xxh3_128_hexdigest(content) != wanted:
@@ -247,7 +247,7 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
     is_rows, digest = True, xxhash.xxh3_128()
     for number in np.unique(np.linspace(0, len(source) - 1, _NUM_PROBES).astype(np.int64)):
         try:
-            sample = load(source, int(number))
+            sample = sample_of(source, int(number))
         except RecipeError:
             if isinstance(source, LeavesOut):
                 continue

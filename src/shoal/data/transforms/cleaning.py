@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from shoal.data.orders import KnowsParts, Order
 from shoal.data.packing import pack, unpack
-from shoal.data.sources import Ids, Pass, Source, Takes, as_source
+from shoal.data.sources import AS_IT_IS, Ids, Pass, Source, Takes, as_source
 from shoal.data.transforms.fingerprint import digest, identity_of, key_of
 from shoal.data.transforms.layers import Layer, applied, loads
 from shoal.data.transforms.quarantine import Note, add_missing, blaming, kinds_of, shorten, usable
 from shoal.data.transforms.schema import Complaint, Schema, complaint_of
 from shoal.data.transforms.shares import Job, result_of
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import RecipeError, UsageError
 from shoal.logs import log
 
 Unique = Callable[[Any], Any] | Literal["all"]
@@ -192,9 +192,9 @@ class _Judge:
         except RecipeError as error:
             cause = error.__cause__ or error
             raise _Bad(type(cause).__name__, str(error)) from error
-        except ShoalError:
+        except AS_IT_IS:
             raise
-        except Exception as error:
+        except BaseException as error:
             reason = f"sample {index} failed: {type(error).__name__}: {error}"
             raise _Bad(type(error).__name__, reason) from error
 

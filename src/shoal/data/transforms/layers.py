@@ -13,17 +13,19 @@ import numpy as np
 
 from shoal.data.readers.records import Many
 from shoal.data.sources import (
-    NOT_THE_SAMPLE,
+    AS_IT_IS,
     Ids,
     LeavesOut,
     Pass,
     Source,
     Varied,
     as_source,
+    is_outage,
     not_reached,
+    position,
 )
 from shoal.data.transforms.drawing import Change, name_of
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import RecipeError, UsageError
 
 ANY_PASS = Pass(0, 0)
 """The pass of `source[i]`, which is the same each time: evaluation, statistics, a look at it."""
@@ -56,7 +58,7 @@ class Layer:
         return self._sample(index, of)
 
     def _sample(self, index: int, of: Pass | None) -> Any:
-        at = self._below(place_of(index, len(self)))
+        at = self._below(position(index, len(self)))
         vary = None if of is None else getattr(self.source, "vary", None)
         sample = self.source[at] if vary is None else vary(at, of)
         return self._change(sample, at, of or ANY_PASS)
@@ -88,20 +90,13 @@ def applied(function: Change, index: int, *arguments: Any) -> Any:
         raise RecipeError(f"sample {index}: {name_of(function)}: {error}") from error
     except UsageError as error:  # it was given something wrong, whatever the sample
         raise UsageError(f"{name_of(function)}: {error}") from error
-    except ShoalError:
+    except AS_IT_IS:
         raise
-    except NOT_THE_SAMPLE as error:
-        raise not_reached(index, error) from error
-    except Exception as error:
+    except BaseException as error:
+        if is_outage(error):
+            raise not_reached(index, error) from error
         what = f"{type(error).__name__}: {error}"
         raise RecipeError(f"sample {index}: {name_of(function)} failed: {what}") from error
-
-
-def place_of(index: int, length: int) -> int:
-    """The index counted from the front; an IndexError, which ends iteration, if there is none."""
-    if not -length <= index < length:
-        raise IndexError(f"sample {index} of {length}")
-    return int(index) % length
 
 
 def loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], Any]]]:

@@ -20,13 +20,17 @@ from typing import Any
 import msgspec
 
 from shoal.data.packing import BadSample
-from shoal.data.sources import NOT_THE_SAMPLE, Pass, not_reached
+from shoal.data.sources import Pass, is_outage, not_reached
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.data.transforms.layers import Layer, below
-from shoal.errors import RecipeError, UsageError
+from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
 
 _MOST_REASON = 2000  # characters
+
+
+class BadQuarantine(UsageError):
+    """A quarantine file is damaged, or is none."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -101,7 +105,7 @@ def usable(path: str | Path) -> Path:
         with path.open("rb") as file:
             first = file.readline(8 * _MOST_REASON)
         if first and not _is_note(first):
-            raise UsageError(
+            raise BadQuarantine(
                 f"{path} holds something other than a quarantine's lines. Name a file of its own."
             )
     return path
@@ -133,7 +137,7 @@ def read_notes(path: Path) -> list[Note]:
         return []
     for number, line in enumerate(lines, 1):
         if not _is_note(line):
-            raise UsageError(
+            raise BadQuarantine(
                 f"line {number} of the quarantine file {path} is damaged, so it is not known which "
                 "samples were left out. Mend it, with the help of the run's logs, or remove it."
             )
@@ -156,8 +160,10 @@ def blaming(index: int) -> Iterator[None]:
         yield
     except BadSample as error:
         raise RecipeError(f"sample {index}: {error}") from error
-    except NOT_THE_SAMPLE as error:
-        raise not_reached(index, error) from error
+    except Exception as error:
+        if is_outage(error) and not isinstance(error, ShoalError):
+            raise not_reached(index, error) from error
+        raise
 
 
 def _append(path: Path, line: bytes) -> None:

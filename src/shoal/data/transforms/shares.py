@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from shoal.errors import UsageError
+from shoal.files import write_whole
 from shoal.logs import log
 from shoal.processes import die_with_parent
 from shoal.rundir import cache_directory
@@ -84,24 +85,6 @@ def shares_of(num_samples: int) -> list[range]:
     """Neighbouring samples, in order: cut by their number alone, so that all cut alike."""
     size = max(_LEAST_SHARE, -(-num_samples // _MOST_SHARES))
     return [range(at, min(at + size, num_samples)) for at in range(0, num_samples, size)]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file all or nothing: readers and other writers never see a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, content)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.name)
-            raise
 
 
 def _work_out(job: Job, folder: Path, workers: int) -> bytes:
@@ -174,7 +157,7 @@ class _Claims:
                 if not is_mine:
                     log.warning("%s: share %d is overdue; doing it here", self.job.what, number)
                 part = self.job.work(self.shares[number])
-                _write(self.path(number), _header(part) + part)
+                write_whole(self.path(number), _header(part) + part)
                 return True
         except FileNotFoundError:
             if self.kept.exists():  # another process merged the parts and took them away

@@ -24,13 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.sources import NOT_THE_SAMPLE, Source, as_source, not_reached
+from shoal.data.sources import AS_IT_IS, Source, as_source, is_outage, not_reached
 from shoal.data.transforms.exact import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import key_of
 from shoal.data.transforms.layers import loads
-from shoal.data.transforms.shares import Job, result_of, write_whole
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.data.transforms.shares import Job, result_of
+from shoal.errors import RecipeError, UsageError
+from shoal.files import write_whole
 
 Fields: TypeAlias = Sequence[str] | Mapping[str, int | None]
 
@@ -62,7 +63,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Write to a JSON file, all or nothing."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
-            write_whole(Path(path).absolute(), text + b"\n")
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            write_whole(Path(path), text + b"\n")
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -159,11 +161,11 @@ def measure(
                 tally.collect(_numbers(place, sample, tally.axis))
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be measured: {error}") from error
-        except ShoalError:
+        except AS_IT_IS:
             raise
-        except NOT_THE_SAMPLE as error:
-            raise not_reached(index, error) from error
-        except Exception as error:
+        except BaseException as error:
+            if is_outage(error):
+                raise not_reached(index, error) from error
             what = f"{type(error).__name__}: {error}"
             raise RecipeError(f"sample {index} cannot be measured: {what}") from error
     for tally in tallies.values():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.data.cache import cached as cached_module
-from shoal.data.cache.cached import Cached, cached, num_bytes_of
+from shoal.data.cache.cached import Cached, cached
 from shoal.data.loader import Batches
 from shoal.data.sources import Pass, Source, fetch, tensors
 from shoal.errors import RecipeError, UsageError
@@ -306,19 +306,6 @@ def test_a_tensor_source_needs_no_key(keep) -> None:
     kept = keep(source, key=None)
     inputs, target = kept.take(np.array([9, 1]))
     assert inputs.tolist() == [9.0, 1.0] and target.tolist() == [9, 1]
-
-
-def test_amounts() -> None:
-    amounts = [1, "1", "1B", "1GB", "1.5 GB", "512MB", "2GiB", "3kB", "3KB", " 1TB "]
-    expected = [1, 1, 1, 10**9, 15 * 10**8, 512 * 10**6, 2**31, 3000, 3000, 10**12]
-    assert [num_bytes_of(amount, "memory") for amount in amounts] == expected
-
-
-def test_what_is_no_amount_is_refused() -> None:
-    wrong: list[Any] = ["", "GB", "-1GB", "1 GBit", "1e9", "0", "1,5GB", "0GB", "\u0661GB"]
-    for amount in (*wrong, 0, -5, True, 1.5):
-        with pytest.raises(UsageError, match="is no amount"):
-            num_bytes_of(amount, "memory")
 
 
 @settings(max_examples=40)

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -52,11 +51,9 @@ class TestImages(SourceConformance):
 @pytest.mark.full
 class TestImagesBehindAUrl(SourceConformance):
     @pytest.fixture
-    def case(self, folder: Path) -> Any:
-        system = fsspec.filesystem("memory")
-        system.put(f"{folder}/", "/shoal-images/", recursive=True)
-        yield Case(lambda: images("memory://shoal-images"), EXPECTED)
-        system.rm("/shoal-images", recursive=True)
+    def case(self, folder: Path, memory: Any) -> Case:
+        memory.put(f"{folder}/", "/shoal-images/", recursive=True)
+        return Case(lambda: images("memory://shoal-images"), EXPECTED)
 
 
 def test_classes_are_sorted_and_can_be_given(folder: Path) -> None:

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -62,10 +61,9 @@ class TestRows(SourceConformance):
 
 class TestPairs(SourceConformance):
     @pytest.fixture
-    def case(self, paths: list[Path]) -> Any:
-        system = fsspec.filesystem("memory")
+    def case(self, paths: list[Path], memory: Any) -> Case:
         for path in paths:
-            system.put(str(path), f"/shoal-parquet/{path.name}")
+            memory.put(str(path), f"/shoal-parquet/{path.name}")
         expected = [
             (
                 (torch.tensor([row, row + 0.5]), torch.tensor([row, 1, 2], dtype=torch.int16)),
@@ -74,8 +72,7 @@ class TestPairs(SourceConformance):
             for row in range(9)
         ]
         urls = [f"memory://shoal-parquet/{path.name}" for path in paths]
-        yield Case(lambda: parquet(urls).pairs(("x", "fixed"), {"label": "y"}), expected)
-        system.rm("/shoal-parquet", recursive=True)
+        return Case(lambda: parquet(urls).pairs(("x", "fixed"), {"label": "y"}), expected)
 
 
 def test_a_pass_decodes_each_group_once(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.readers.records import position, positions
+from shoal.data.readers.records import positions
+from shoal.data.sources import position
 
 
 @given(st.integers(1, 9), st.lists(st.integers(-9, 8)))

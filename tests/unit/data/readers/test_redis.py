@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.checkpoint.remote import Patience
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.redis import redis_list, redis_stream
 from shoal.errors import UsageError
+from shoal.remote import Patience
 from shoal.testing.servers import Server, start_redis
 from shoal.testing.sources import Case, SourceConformance
 

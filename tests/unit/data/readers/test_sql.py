@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.checkpoint.remote import Patience
 from shoal.data.readers.records import BadRecord, SourceLost
-from shoal.data.readers.sql import sql
+from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
+from shoal.remote import Patience
 from shoal.testing.leaks import wait_until
 from shoal.testing.servers import PASSWORD, Server, start_postgres
 from shoal.testing.sources import Case, SourceConformance
@@ -128,8 +128,8 @@ def test_credentials_and_names_of_postgres(postgres: Server) -> None:
     bad = postgres.url.replace(PASSWORD, "wrong")
     with pytest.raises(UsageError, match=r"(?s)password authentication failed") as caught:
         sql(lambda: psycopg.connect(bad), "samples", key="id", patience=HASTY)
-    assert "wrong" not in str(caught.value)
-    with pytest.raises(UsageError, match='"sample" does not exist'):
+    assert "wrong" not in str(caught.value) and "tried" not in str(caught.value)
+    with pytest.raises(UsageError, match=r'table sample of 127.*"sample" does not exist.*Check'):
         sql(to_postgres(postgres), "sample", key="id")
     with pytest.raises(UsageError, match=r"no column 'nam'. Did you mean 'name'"):
         sql(to_postgres(postgres), "samples", key="id", columns=["nam"])
@@ -138,20 +138,92 @@ def test_credentials_and_names_of_postgres(postgres: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"table": "sampels", "key": "id"}, "the table sampels cannot be read: no such table"),
+        (
+            {"table": "sampels", "key": "id"},
+            r"the table sampels of .*data\.db cannot be read: no such table.* Check the names",
+        ),
         ({"table": "samples", "key": "ids"}, "no column 'ids'. Did you mean 'id'"),
         ({"table": "samples; DROP TABLE x", "key": "id"}, "no plain name"),
         ({"table": "samples", "key": "id", "columns": ["a b"]}, "the column 'a b' is no plain"),
         ({"key": "id"}, "a table or a query"),
         ({"table": "samples", "query": "SELECT 1", "key": "id"}, "a table or a query"),
-        ({"query": "SELEC * FROM samples", "key": "id"}, "the query cannot be read: near"),
+        ({"query": "SELEC * FROM samples", "key": "id"}, r"the query of .* cannot be read: near"),
+        ({"query": "SELECT nam FROM samples", "key": "nam"}, r"no such column: nam\. Check"),
         ({"query": "SELECT 1 AS id FROM samples", "key": "id"}, "has 1 more than once"),
         ({"table": "samples", "key": "data"}, "has a null in the column data"),
     ],
 )
 def test_wrong_questions_are_refused(path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    """At once: to ask again would not help."""
+    with pytest.raises(UsageError, match=rf"^(?!.* was tried).*{said}"):
         sql(to(path), patience=HASTY, **arguments)
+
+
+def test_a_table_that_goes_away_is_told_at_once(path: Path) -> None:
+    source = sql(to(path), "samples", key="id", patience=HASTY)
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE samples")
+    database.close()
+    with pytest.raises(
+        SourceLost, match=r"rows of the table samples of .*no such table: samples\. Check"
+    ):
+        source[0]
+
+
+def test_a_database_that_is_locked_is_asked_again(path: Path) -> None:
+    source = sql(
+        lambda: sqlite3.connect(path, timeout=0), "samples", key="id", patience=Patience(60, 0.05)
+    )
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(lambda: source[0])
+        time.sleep(0.2)
+        assert not answer.done()
+        other.execute("COMMIT")
+        assert answer.result() == EXPECTED[0]
+    other.close()
+
+
+@pytest.mark.parametrize("name", [":memory:", "", "file:x?mode=memory&cache=shared"])
+def test_a_database_in_memory_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"a database in memory.*Write it to a file"):
+        sql(lambda: sqlite3.connect(name, uri=True), "samples", key="id")
+
+
+def test_a_database_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^the database .*missing\.db is empty.*Check the path"):
+        sql(to(tmp_path / "missing.db"), "samples", key="id")
+    with pytest.raises(UsageError, match=r"no connection: unable to open database file\. Check"):
+        sql(to(tmp_path / "no" / "a.db"), "samples", key="id", patience=HASTY)
+
+
+def test_a_mistake_in_connect_is_told_at_once() -> None:
+    def connect() -> Any:
+        raise KeyError("PGHOST")
+
+    with pytest.raises(UsageError, match=r"no connection: 'PGHOST'\. Check"):
+        sql(connect, "samples", key="id", patience=HASTY)
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "passes"),
+    [
+        ("(1054, \"Unknown column 'nam' in 'field list'\")", None, False),
+        ("(1045, \"Access denied for user 'a'\")", None, False),
+        ("(2013, 'Lost connection to MySQL server during query')", None, True),
+        ("the connection is closed", None, True),
+        ('connection to server on socket "/run/a" failed: No such file', None, True),
+        ("terminating connection due to administrator command", "57P01", True),
+        ("password authentication failed", "28P01", False),
+        ("too many connections", "53300", True),
+    ],
+)
+def test_what_may_pass_by_any_driver(words: str, state: str | None, passes: bool) -> None:
+    class OperationalError(Exception):
+        sqlstate = state
+
+    assert _may_pass(OperationalError(words)) is passes
 
 
 def test_a_removed_row_is_named_and_an_added_one_is_not_seen(path: Path) -> None:
@@ -160,7 +232,9 @@ def test_a_removed_row_is_named_and_an_added_one_is_not_seen(path: Path) -> None
         database.execute("DELETE FROM samples WHERE id = 5")
         database.execute("INSERT INTO samples VALUES (3, 'three', NULL, NULL)")
     database.close()
-    with pytest.raises(BadRecord, match=r"the table samples with id = 5 \(sample 1\) is gone"):
+    with pytest.raises(
+        BadRecord, match=r"the table samples of .*data\.db with id = 5 \(sample 1\) is gone"
+    ):
         source[1]
     assert len(source) == 3 and source[2] == EXPECTED[2]
 

@@ -1,7 +1,10 @@
 """Lines, JSON lines and CSV: found by an index, named by line when they are bad."""
 
+import bz2
 import csv as standard
+import gzip
 import io
+import lzma
 import os
 from pathlib import Path
 from typing import Any
@@ -143,6 +146,32 @@ def test_what_is_no_table_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         csv(written(tmp_path / "a.csv", content), **options)
+
+
+@pytest.mark.parametrize("content", [b'a,b\r"1",2\r', b'{"a": 1}\r{"a": 2}', b"x\r" * (1 << 20)])
+def test_lines_that_end_with_a_carriage_return_alone_are_refused(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = written(tmp_path / "a.txt", content)
+    for read in (lines, jsonl, csv):
+        with pytest.raises(UsageError, match=r"a\.txt: lines end with CR alone.*tr '\\r' '\\n'"):
+            read(path)
+
+
+def test_a_carriage_return_within_a_line_is_part_of_it(tmp_path: Path) -> None:
+    assert list(lines(written(tmp_path / "a.txt", "10 %\r20 %\ndone\r\n"))) == [
+        "10 %\r20 %",
+        "done",
+    ]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_file_is_refused(tmp_path: Path, pack: Any) -> None:
+    path = written(tmp_path / "a.csv.packed", pack(b"a,b\n1,2\n"))
+    for read in (lines, jsonl, csv):
+        with pytest.raises(UsageError, match=r"a\.csv\.packed is compressed.*Unpack.*data build"):
+            read(path)
+    assert list(lines(written(tmp_path / "a.txt", "BZhang\nPKW\n"))) == ["BZhang", "PKW"]
 
 
 def test_files_of_one_source_have_one_header(tmp_path: Path) -> None:

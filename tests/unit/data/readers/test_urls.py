@@ -1,24 +1,20 @@
 """Readers on files behind URLs: in memory, and on S3 over real connections that may break.
 
-S3 is moto's server on loopback behind a gate, through s3fs.
+S3 is moto's server on loopback (`tests/unit/conftest.py`).
 """
 
-import gc
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import fsspec
 import fsspec.asyn
 import pytest
 
-from shoal.checkpoint.remote import Patience, without_password
 from shoal.data.readers.csv import csv
 from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
+from shoal.remote import Patience, without_password
 from shoal.testing.gates import Gate
 from shoal.testing.sources import Case, SourceConformance
 
@@ -28,68 +24,29 @@ EXPECTED = [{"a": 1}, {"a": 2}, "three"]
 
 
 @pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    with suppress(FileNotFoundError):
-        system.rm("/shoal-urls", recursive=True)
-
-
-@pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    server = pytest.importorskip("moto.server", reason="needs the extra test")
-    # Its threads stay for good, and are not leaks of the test that happens to start them.
-    threads = ThreadPoolExecutor(1)
-    threads.submit(int).result()
-    fsspec.asyn.get_loop().set_default_executor(threads)
-    served = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    served.start()
-    made = Gate(served.get_host_and_port())
-    yield made
-    made.close()
-    served.stop()
-
-
-@pytest.fixture
-def options(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield settings
-    gc.collect()  # clients of s3fs are closed by the collector
-
-
-@pytest.fixture(scope="module")
-def settings(gate: Gate) -> dict[str, Any]:
+def options(s3_options: dict[str, Any]) -> dict[str, Any]:
     """What s3fs needs, for a bucket with one file."""
-    found = {
-        "session": pytest.importorskip("aiobotocore.session").get_session(),
-        "endpoint_url": f"http://127.0.0.1:{gate.port}",
-        "key": "nobody",
-        "secret": "nothing",
-        "client_kwargs": {"region_name": "eu-central-1"},
-        "config_kwargs": {"retries": {"max_attempts": 0}},
-    }
-    system = fsspec.filesystem("s3", use_listings_cache=False, **found)
-    system.mkdir("readers")
-    system.pipe_file("readers/in/a.jsonl", CONTENT)
-    return found
+    system = fsspec.filesystem("s3", use_listings_cache=False, **s3_options)
+    system.pipe_file("bucket/in/a.jsonl", CONTENT)
+    return s3_options
 
 
 @pytest.mark.full
 class TestS3(SourceConformance):
     @pytest.fixture
     def case(self, options: dict[str, Any]) -> Case:
-        return Case(lambda: jsonl("s3://readers/in/a.jsonl", options=options), EXPECTED)
+        return Case(lambda: jsonl("s3://bucket/in/a.jsonl", options=options), EXPECTED)
 
 
 @pytest.mark.full
 def test_a_broken_connection_is_repeated_and_then_named(
     gate: Gate, options: dict[str, Any]
 ) -> None:
-    files = Files("s3://readers/in/a.jsonl", options, HASTY)
+    files = Files("s3://bucket/in/a.jsonl", options, HASTY)
     gate.num_resets = 2
     assert files.read(0, 0, 8) == CONTENT[:8]
     gate.num_resets = 50
-    with pytest.raises(SourceLost, match=r"cannot read s3://readers/in/a.jsonl: .*tried 3 times"):
+    with pytest.raises(SourceLost, match=r"cannot read s3://bucket/in/a.jsonl: .*tried 3 times"):
         files.read(0, 0, 8)
     gate.num_resets = 0
     assert files.read(0, 9, 18) == CONTENT[9:18]
@@ -99,17 +56,17 @@ def test_a_broken_connection_is_repeated_and_then_named(
 def test_an_object_that_changed_or_vanished_is_lost(options: dict[str, Any]) -> None:
     """Also one of the same length, written within a second."""
     system = fsspec.filesystem("s3", use_listings_cache=False, **options)
-    system.pipe_file("readers/in/b.txt", b"one\ntwo\n")
-    source = lines("s3://readers/in/b.txt", options=options)
+    system.pipe_file("bucket/in/b.txt", b"one\ntwo\n")
+    source = lines("s3://bucket/in/b.txt", options=options)
     assert source[1] == "two"
-    system.pipe_file("readers/in/b.txt", b"one\nTWO\n")
-    with pytest.raises(SourceLost, match=r"s3://readers/in/b.txt changed"):
+    system.pipe_file("bucket/in/b.txt", b"one\nTWO\n")
+    with pytest.raises(SourceLost, match=r"s3://bucket/in/b.txt changed"):
         source[1]
-    system.rm_file("readers/in/b.txt")
-    with pytest.raises(SourceLost, match=r"s3://readers/in/b.txt cannot be opened any more"):
+    system.rm_file("bucket/in/b.txt")
+    with pytest.raises(SourceLost, match=r"s3://bucket/in/b.txt cannot be opened any more"):
         source[0]
-    with pytest.raises(UsageError, match=r"s3://readers/in/b.txt does not exist"):
-        lines("s3://readers/in/b.txt", options=options)
+    with pytest.raises(UsageError, match=r"s3://bucket/in/b.txt does not exist"):
+        lines("s3://bucket/in/b.txt", options=options)
 
 
 @pytest.mark.full
@@ -122,8 +79,8 @@ def test_missing_credentials_are_named_at_once(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     without = {"endpoint_url": options["endpoint_url"], "anon": False}
-    with pytest.raises(UsageError, match=r"cannot look at s3://readers.*(?i:credentials)"):
-        lines("s3://readers/in/a.jsonl", options=without)
+    with pytest.raises(UsageError, match=r"cannot look at s3://bucket.*(?i:credentials)"):
+        lines("s3://bucket/in/a.jsonl", options=without)
 
 
 def test_local_and_remote_files_make_one_source(memory: Any, tmp_path: Any) -> None:

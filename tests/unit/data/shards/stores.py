@@ -1,27 +1,16 @@
 """A store in memory for the tests, and what is in it."""
 
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
-from shoal.checkpoint.remote import Patience
 from shoal.data.shard_files import places
+from shoal.remote import Patience
 from tests.unit.data.shards.made import NUM, Small, same
 
 HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 URL = "memory://sets/out"
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    with suppress(FileNotFoundError):
-        system.rm("/sets", recursive=True)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from shoal.data.shard_files import drafts
 from shoal.data.shard_files.places import Folder, read_index
 from shoal.data.shard_files.verifying import faults
 from shoal.data.shard_files.writing import build
-from shoal.errors import RecipeError, UsageError
+from shoal.errors import RecipeError, ShoalError, UsageError
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, in_a_fork, kill, make
 
 CALLS = ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "stat")
@@ -132,13 +132,13 @@ def test_a_changed_source_begins_anew(tmp_path: Path) -> None:
         made.deadly = deadly
         return made
 
-    with pytest.raises(RecipeError, match=r"sample 45 of 60 failed: OSError: .*the disk is gone"):
+    with pytest.raises(ShoalError, match=r"sample 45 was not reached: OSError: .*the disk is gone"):
         build(source(0, True), tmp_path / "out", shard_bytes=700)
     assert len(os.listdir(tmp_path)) == 1, "finished shards are kept"
     build(source(1, False), tmp_path / "out", shard_bytes=700)  # the samples in between differ
     assert os.listdir(tmp_path) == ["out"]
     for settings in ({"shard_bytes": 900}, {"compress": "zstd"}, {"identity": "other"}):
-        with pytest.raises(RecipeError):
+        with pytest.raises(ShoalError):
             build(source(0, True), tmp_path / "b", shard_bytes=700)
         build(source(0, False), tmp_path / "b", **({"shard_bytes": 700} | settings))
         build(source(0, False), tmp_path / "c", **({"shard_bytes": 700} | settings))

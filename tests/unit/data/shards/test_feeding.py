@@ -85,8 +85,17 @@ def test_any_error_of_a_sample_is_its_own(tmp_path: Path, index: int) -> None:
 
 def test_a_worker_shows_what_it_died_of(tmp_path: Path, capfd) -> None:
     with pytest.raises(RecipeError, match=r"loads sample 30 died \(exit code 1\)"):
-        build(Gone(30, SystemExit("enough")), tmp_path / "out", workers=2)
-    assert "SystemExit: enough" in capfd.readouterr().err
+        build(Gone(30, KeyboardInterrupt("enough")), tmp_path / "out", workers=2)
+    assert "KeyboardInterrupt: enough" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exit_in_a_sample_does_not_end_a_build_as_if_it_were_done(
+    tmp_path: Path, workers: int
+) -> None:
+    with pytest.raises(RecipeError, match="sample 30 of 60 failed: SystemExit: 0"):
+        build(Gone(30, SystemExit(0)), tmp_path / "out", workers=workers)
+    assert not (tmp_path / "out").exists()
 
 
 def test_workers_do_not_outlive_a_build_that_is_killed(tmp_path: Path) -> None:

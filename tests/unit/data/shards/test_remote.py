@@ -1,15 +1,11 @@
 """Sets behind a URL: built there, copied as they are read, within limits and bounded in time.
 
-S3 is moto's server on loopback, behind a gate that can break connections: real requests over real
-sockets, through s3fs.
+S3 is moto's server on loopback (`tests/unit/conftest.py`).
 """
 
-import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ import fsspec.asyn
 import numpy as np
 import pytest
 
-from shoal.checkpoint.remote import Remote, StoreError
 from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import fetching
 from shoal.data.shard_files.format import BadShards
@@ -27,11 +22,12 @@ from shoal.data.shard_files.reading import LostSample, shards
 from shoal.data.shard_files.verifying import faults
 from shoal.data.sources import good_samples
 from shoal.data.transforms.quarantine import quarantine
+from shoal.remote import Remote, StoreError
 from shoal.testing.gates import Gate
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same
-from tests.unit.data.shards.stores import URL, check, hasty, memory, objects
+from tests.unit.data.shards.stores import URL, check, hasty, objects
 
-__all__ = ["hasty", "memory"]
+__all__ = ["hasty"]
 
 
 @pytest.mark.parametrize("compress", [None, "zstd"])
@@ -166,6 +162,47 @@ def test_a_shard_that_does_not_come_is_given_up(
             thread.join(10)
 
 
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_shards_of_a_batch_are_fetched_beside_each_other(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, compress: str | None
+) -> None:
+    make("rows", URL, compress, shard_bytes=480)
+    source = shards(URL, tmp_path / "copies")
+    under_way, most, lock = [0], [0], threading.Lock()
+    part = Remote.part
+
+    def counted(self: Remote, path: str, start: int, stop: int) -> bytes:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.02)
+        try:
+            return part(self, path, start, stop)
+        finally:
+            with lock:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(Remote, "part", counted)
+    ids = np.random.default_rng(0).permutation(NUM)
+    assert source.take(ids)[1].tolist() == (ids % 7).tolist()
+    assert len(source.index.shards) > 4 and most[0] == 4
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_a_bad_shard_among_several_is_named(
+    tmp_path: Path, memory: Any, compress: str | None
+) -> None:
+    """And what threads fetch together stays within the limit, but for what the batch needs."""
+    make("rows", URL, compress, shard_bytes=480)
+    memory.pipe_file("/sets/out/shard-00002.bin", b"short")
+    source = shards(URL, tmp_path / "copies", strict=False)
+    first = int(source._firsts[2])
+    with pytest.raises(LostSample, match=f"sample {first} of .*shard-00002.bin"):
+        source.take(np.arange(NUM))
+    others = np.array([i for i in range(NUM) if not first <= i < int(source._firsts[3])])
+    assert source.take(others)[1].tolist() == (others % 7).tolist()
+
+
 def test_a_disk_that_cannot_hold_copies(tmp_path: Path, memory: Any) -> None:
     make("rows", URL)
     (tmp_path / "copies").touch()
@@ -223,64 +260,30 @@ def test_what_was_left_behind_is_cleared(
     assert not old.exists() and young.exists()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, int]]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    threaded = pytest.importorskip("moto.server", reason="needs the extra test")
-    # Its threads stay for good, and are not leaks of the test that happens to start them.
-    threads = ThreadPoolExecutor(1)
-    threads.submit(int).result()
-    fsspec.asyn.get_loop().set_default_executor(threads)
-    served = threaded.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    served.start()
-    yield served.get_host_and_port()
-    served.stop()
-
-
-@pytest.fixture
-def gate(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A bucket that is empty, where the environment says it is."""
-    made = Gate(server)
-    for name, value in {
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{made.port}",
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "nothing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",  # we insist, not the back end
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("shards")
-    yield made
-    made.num_resets = 0
-    fsspec.filesystem("s3", skip_instance_cache=True).rm("shards", recursive=True)
-    gc.collect()
-    made.close()
-
-
+@pytest.mark.usefixtures("s3_environment")
 def test_s3(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    make("rows", "s3://shards/sets/out")
+    make("rows", "s3://bucket/sets/out")
     make("rows", tmp_path / "wanted")
-    source = shards("s3://shards/sets/out", tmp_path / "copies")
+    source = shards("s3://bucket/sets/out", tmp_path / "copies")
     gate.num_resets = 2
     check(source, "rows")
     assert gate.num_resets == 0
     system = fsspec.filesystem("s3", skip_instance_cache=True)
     for name, content in files(tmp_path / "wanted").items():
-        assert system.cat_file(f"shards/sets/out/{name}") == content
-    place = open_place("s3://shards/sets/out", None, 1)
+        assert system.cat_file(f"bucket/sets/out/{name}") == content
+    place = open_place("s3://bucket/sets/out", None, 1)
     assert not list(faults(place, read_index(place)))
     with pytest.raises(StoreError, match="Create the bucket first"):
         make("rows", "s3://elsewhere/out")
-    away = shards("s3://shards/sets/out", tmp_path / "others")
+    away = shards("s3://bucket/sets/out", tmp_path / "others")
     gate.num_resets = 1000
     with pytest.raises(SourceLost, match=r"tried 4 times"):
         away[0]
 
 
-def test_credentials_may_be_missing(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("s3_environment")
+def test_credentials_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patched.delenv(name)
@@ -288,4 +291,4 @@ def test_credentials_may_be_missing(
         patched.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
         patched.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         with pytest.raises(StoreError, match="Check the credentials"):
-            make("rows", "s3://shards/sets/out")
+            make("rows", "s3://bucket/sets/out")

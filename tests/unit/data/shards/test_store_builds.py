@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from shoal.checkpoint.remote import Remote
 from shoal.data.shard_files import drafts, fetching
 from shoal.data.shard_files.format import INDEX, SEAL, BadShards
 from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.verifying import faults
 from shoal.errors import UsageError
+from shoal.remote import Remote
 from tests.unit.data.shards.made import files, make
-from tests.unit.data.shards.stores import URL, check, hasty, memory, objects
+from tests.unit.data.shards.stores import URL, check, hasty, objects
 
-__all__ = ["hasty", "memory"]
+__all__ = ["hasty"]
 
 
 def test_an_interrupted_build_goes_on_there(

@@ -1,8 +1,10 @@
 """Quarantine: bad samples are left out of their piece and written down, once, in whole lines."""
 
+import errno
 import json
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from shoal.errors import RecipeError, ShoalError, UsageError
 class Some:
     """Sixteen samples, some of which fail in their own way."""
 
-    def __init__(self, failing: dict[int, Exception]):
+    def __init__(self, failing: Mapping[int, BaseException]):
         self.failing = failing
 
     def __len__(self) -> int:
@@ -65,12 +67,57 @@ def test_training_goes_on_without_them(tmp_path: Path, num_pieces: int) -> None:
     assert all(line["source"] == "Some" for line in found)
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("x"), TimeoutError("x"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("x"),
+        TimeoutError("x"),
+        MemoryError(),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.EMFILE, "Too many open files"),
+    ],
+)
 def test_what_is_not_the_samples_fault_ends_the_run(tmp_path: Path, error: Exception) -> None:
     source = quarantine(Some({2: error}), tmp_path / "bad.jsonl")
     with pytest.raises(ShoalError, match="sample 2 was not reached") as caught:
         Batches(source, batch_size=16).at(0).piece(0)
     assert not isinstance(caught.value, RecipeError)
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+def test_a_missing_or_broken_file_and_an_exit_are_the_samples_fault(tmp_path: Path) -> None:
+    failing: dict[int, BaseException] = {
+        2: FileNotFoundError(errno.ENOENT, "No such file"),
+        4: OSError("image file is truncated"),
+        6: SystemExit(0),
+    }
+    source = quarantine(Some(failing), tmp_path / "bad.jsonl")
+    assert Batches(source, batch_size=16).at(0).piece(0).num_samples == 13
+    errors = {line["index"]: line["error"] for line in lines(tmp_path / "bad.jsonl")}
+    assert errors == {2: "FileNotFoundError", 4: "OSError", 6: "SystemExit"}
+
+
+def test_so_it_is_for_those_who_look_at_all_samples(tmp_path: Path) -> None:
+    leaving, outage = Some({6: SystemExit(0)}), Some({6: OSError(errno.EIO, "Input/output error")})
+    with pytest.raises(RecipeError, match=r"sample 6 .*SystemExit"):
+        statistics(leaving, ["inputs"], identity="leaving")
+    with pytest.raises(RecipeError, match=r"sample 6 .*SystemExit"):
+        clean(leaving, repair=tuple, identity="leaving")
+    assert len(clean(leaving, quarantine=tmp_path / "bad.jsonl", identity="leaving")) == 15
+    for look in (
+        lambda: statistics(outage, ["inputs"], identity="outage"),
+        lambda: clean(outage, quarantine=tmp_path / "none.jsonl", identity="outage"),
+    ):
+        with pytest.raises(ShoalError, match="sample 6 was not reached: OSError") as caught:
+            look()
+        assert not isinstance(caught.value, RecipeError)
+    with pytest.raises(RecipeError, match=r"sample 2: leave failed: SystemExit"):
+        mapped(Some({}), leave)[2]
+
+
+def leave(sample: Any) -> Any:
+    raise SystemExit(0)
 
 
 def broken_off(sample: Any) -> Any:

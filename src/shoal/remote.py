@@ -4,25 +4,22 @@ fsspec knows the back ends and some repeat requests themselves; this puts one ru
 them. A request is tried a bounded number of times with growing pauses. What fails in the end is a
 `StoreError` that says which object, what happened and how often it was tried. An upload that
 breaks off is abandoned, never completed: fsspec's own `close` would publish half a file.
+Checkpoints (`checkpoint/objects.py`), shards and files of data are read and written through it.
 """
 
 import errno
-import os
+import functools
 import random
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.checkpoint.chunks import MOST_CHUNK_BYTES
-from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.errors import UsageError, nearest
 from shoal.optional import require
+from shoal.processes import PerProcess
 
-MOST_WINDOW_BYTES = 8 * MOST_CHUNK_BYTES  # of all windows of a store together
 _EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
 _LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError)
@@ -63,11 +60,9 @@ class Remote:
     """The objects below a URL, by their path from there."""
 
     def __init__(self, url: str, options: Mapping[str, Any], patience: Patience):
-        self._url, self._options, self._patience = url.rstrip("/"), dict(options), patience
-        self._lock = threading.Lock()
-        self._system: Any = None
-        self._pid = -1
-        self._root = ""
+        self._url, self._patience = url.rstrip("/"), patience
+        # A fork makes its own: connections and their thread stay behind.
+        self._back_end = PerProcess(functools.partial(_connect, self._url, dict(options)))
         _check_back_end(url)
 
     def __str__(self) -> str:
@@ -115,14 +110,10 @@ class Remote:
             return None
 
     def part(self, path: str, start: int, stop: int) -> bytes:
-        try:
-            return bytes(
-                self._ask(
-                    "read", path, lambda system, at: system.cat_file(at, start=start, end=stop)
-                )
-            )
-        except FileNotFoundError:
-            raise BadCheckpoint(f"{path} is missing; it was there a moment ago.") from None
+        """Bytes of an object, fewer where it ends; raises FileNotFoundError if there is none."""
+        return bytes(
+            self._ask("read", path, lambda system, at: system.cat_file(at, start=start, end=stop))
+        )
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small object, in one request."""
@@ -155,7 +146,8 @@ class Remote:
         """Do a request until it succeeds, fails for good, or was tried often enough."""
         for failures in range(1, self._patience.num_tries + 1):
             try:
-                return act(self._connected(), self._path(path))
+                system, _ = self._back_end.get()
+                return act(system, self._path(path))
             except (FileNotFoundError, UsageError):
                 raise
             except Exception as error:
@@ -175,60 +167,21 @@ class Remote:
         number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
         return StoreError(number, f"cannot {verb} {target}: {said.rstrip('.')}. {way_out}")
 
-    def _connected(self) -> Any:
-        """The back end. A fork makes its own: connections and their thread stay behind."""
-        with self._lock:
-            if self._pid != os.getpid():
-                from fsspec.core import url_to_fs
-
-                self._system, self._root = url_to_fs(
-                    self._url,
-                    **{"use_listings_cache": False, "skip_instance_cache": True} | self._options,
-                )
-                self._pid = os.getpid()
-            return self._system
-
     def _path(self, path: str) -> str:
-        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+        _, root = self._back_end.get()
+        return f"{root.rstrip('/')}/{path}" if path else root
 
     def _paths(self, paths: Iterable[str]) -> list[str]:
         return [self._path(path) for path in paths]
 
 
-class Windows:
-    """Parts of files that were fetched last; those of all readers of a store share a limit."""
+def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """The back end, and the path there of what the URL names."""
+    from fsspec.core import url_to_fs
 
-    def __init__(self, remote: Remote, most_bytes: int = MOST_WINDOW_BYTES):
-        self._remote, self._most_bytes = remote, most_bytes
-        self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: str, span: tuple[int, int], num_bytes: int, *, ahead: bool) -> memoryview:
-        """Bytes of a file of `num_bytes`; with `ahead`, what follows is fetched as well."""
-        start, stop = span
-        with self._lock:
-            for (name, first), content in reversed(self._held.items()):
-                if name == path and first <= start and stop <= first + len(content):
-                    self._held.move_to_end((name, first))
-                    return content[start - first : stop - first]
-        end = min(num_bytes, max(stop, start + MOST_CHUNK_BYTES)) if ahead else stop
-        fetched = self._remote.part(path, start, end) if end > start else b""
-        if len(fetched) != end - start:
-            raise BadCheckpoint(
-                f"{path.rpartition('/')[2]}: of the bytes {start} to {end}, {len(fetched)} came. "
-                "It was changed since it was opened."
-            )
-        content = memoryview(bytearray(fetched))  # torch wants memory that it could write to
-        with self._lock:
-            self._held[path, start] = content
-            while sum(len(view) for view in self._held.values()) > self._most_bytes:
-                self._held.popitem(last=False)
-        return content[: stop - start]
-
-    def forget(self, folder: str) -> None:
-        with self._lock:
-            for key in [key for key in self._held if key[0].startswith(f"{folder}/")]:
-                del self._held[key]
+    fresh = {"use_listings_cache": False, "skip_instance_cache": True}
+    system, root = url_to_fs(url, **fresh | options)
+    return system, str(root)
 
 
 def _check_back_end(url: str) -> None:

@@ -5,41 +5,35 @@ argument, so the judgement is tested without the machine. A *problem* stops or b
 *note* is worth knowing, the rest is ok. `shoal doctor` prints them.
 
 It looks at this machine alone: run it on each host of a cluster. Cost: some seconds, most of them
-to import torch; the measurements start child processes with a deadline that talk over loopback.
-Read next: `shoal.cli.doctor`, `shoal.numerics.precision`.
+to import torch; the measurements start child processes with a deadline.
+Read next: `all_reduce.py`, `shoal.cli.doctor`, `shoal.numerics.precision`.
 """
 
-import ctypes
 import importlib.metadata
 import os
 import platform
 import re
 import resource
 import shutil
-import signal
 import socket
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import psutil
 
+from shoal.doctor.all_reduce import MESSAGE_BYTES, MeasurementFailed, measure
 from shoal.errors import UsageError
-from shoal.metrics.meters import Stopwatch, cpu_limit, memory_limit_bytes
+from shoal.metrics.meters import cpu_limit, memory_limit_bytes
 from shoal.numerics.precision import bf16_environment, bf16_speed
 from shoal.rundir import cache_directory
 from shoal.world import cores
 
 Verdict = Literal["ok", "note", "problem"]
 
-DEADLINE_S = 40
-MESSAGE_BYTES = 16 * 2**20
 _MB, _GB = 2**20, 2**30
 
 
@@ -297,101 +291,10 @@ def check_all_reduce() -> Check:
     if name is None:
         return Check("all-reduce", "problem", "not measured: no loopback", "See network.")
     try:
-        answer = _run_pair(name)
+        seconds = measure(name)
     except MeasurementFailed as error:
         advice = "Ranks of this host cannot talk; is loopback behind a firewall, the machine busy?"
         return Check("all-reduce", "problem", f"2 ranks on {name}: {error}", advice)
-    rate = MESSAGE_BYTES / answer["large_s"] / 1e9
-    latency = f"{answer['small_s'] * 1e6:.0f} us for 4 bytes"
+    rate = MESSAGE_BYTES / seconds["large_s"] / 1e9
+    latency = f"{seconds['small_s'] * 1e6:.0f} us for 4 bytes"
     return Check("all-reduce", "ok", f"2 ranks on {name}: {latency}, {rate:.2f} GB/s at 16 MB")
-
-
-class MeasurementFailed(Exception):
-    """A measuring child did not answer in time, or died; the message says which."""
-
-
-def _run_pair(interface: str) -> dict[str, float]:
-    """Rank 0's answer. The ranks meet at a store held here; none is left behind, come what may."""
-    from shoal.comm import store as stores
-
-    roots = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": interface,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(root for root in roots if root),
-    }
-    deadline = time.monotonic() + DEADLINE_S
-    store, port = stores.listen()
-    ranks: list[subprocess.Popen[str]] = []
-    try:
-        for rank in range(2):
-            child = subprocess.Popen(
-                [sys.executable, "-m", "shoal.doctor", str(rank), str(port)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            ranks.append(child)
-        failed = _first_failure(ranks, deadline)
-    finally:
-        for child in ranks:
-            child.kill()
-        outputs = [child.communicate() for child in ranks]
-        del store  # stops listening
-    if failed is not None:
-        lines = outputs[failed][1].strip().splitlines()
-        code = ranks[failed].returncode
-        raise MeasurementFailed(f"rank {failed}: {lines[-1] if lines else f'exit code {code}'}")
-    return msgspec.json.decode(outputs[0][0], type=dict[str, float])
-
-
-def _first_failure(ranks: list[subprocess.Popen[str]], deadline: float) -> int | None:
-    """Wait until all have ended well, or one has not: the other then waits for it in vain."""
-    while True:
-        codes = [child.poll() for child in ranks]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank
-        if None not in codes:
-            return None
-        if time.monotonic() > deadline:
-            raise MeasurementFailed(f"no answer within {DEADLINE_S} s")
-        time.sleep(0.02)
-
-
-def _measure_as(rank: int, port: int) -> dict[str, float]:
-    """One rank of the pair: the median seconds of a small and of a large all-reduce."""
-    import torch
-    import torch.distributed as dist
-
-    from shoal.comm import store as stores
-
-    limit_s = DEADLINE_S * 0.75
-    dist.init_process_group(
-        "gloo",
-        store=stores.client("127.0.0.1", port, limit_s),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=limit_s),
-    )
-    seconds = {}
-    for name, size, repeats in (("small_s", 1, 300), ("large_s", MESSAGE_BYTES // 4, 8)):
-        message, laps, watch = torch.zeros(size), [], Stopwatch()
-        for _ in range(repeats):
-            watch.start()
-            dist.all_reduce(message)
-            laps.append(watch.lap())
-        seconds[name] = statistics.median(laps)
-    dist.destroy_process_group()
-    return seconds
-
-
-if __name__ == "__main__":
-    signal.alarm(DEADLINE_S)  # ends this process even if its parent is gone ...
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ... and here as soon as it is
-    answer = _measure_as(*map(int, sys.argv[1:]))
-    sys.stdout.write(msgspec.json.encode(answer).decode())

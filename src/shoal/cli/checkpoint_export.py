@@ -1,6 +1,5 @@
 """`shoal checkpoint export` and `import`: weights for other programs, and from them."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from shoal.checkpoint.objects import local_path
 from shoal.cli import options
 from shoal.cli.output import say
 from shoal.errors import UsageError
-from shoal.tables import in_units
+from shoal.tables import in_units, num_bytes_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,22 +20,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
 _PROGRAMS = ("pt2", "onnx")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", re.IGNORECASE)
-
-
-def _read_size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    unit = found[2].upper() if found else ""
-    if unit and not unit.endswith("B"):
-        unit += "B"
-    size = int(float(found[1]) * _UNITS.get(unit, 1)) if found else 0
-    if size < 1:
-        raise click.BadParameter(f"{text!r} is no size. Write it like 5GB or 200MB.")
-    return size
-
 
 like = click.option(
     "--like",
@@ -54,9 +37,7 @@ like = click.option(
 @options.settings
 @click.option(
     "--shard-size",
-    "shard_bytes",
     metavar="SIZE",
-    callback=_read_size,
     help="The largest file of --to huggingface. Default: 5GB.",
 )
 def export(
@@ -65,7 +46,7 @@ def export(
     form: str,
     recipe: str | None,
     settings: dict[str, str],
-    shard_bytes: int | None,
+    shard_size: str | None,
 ) -> None:
     """Write the weights of CHECKPOINT to OUT, for other programs.
 
@@ -84,10 +65,11 @@ def export(
     """
     if form in _PROGRAMS and recipe is None:
         raise UsageError(f"--to {form} needs the model. Name its recipe: --like file.py:function.")
-    if shard_bytes is not None and form != "huggingface":
+    if shard_size is not None and form != "huggingface":
         raise UsageError(f"--shard-size has no effect with --to {form}. Leave it out.")
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
+    shard_bytes = None if shard_size is None else num_bytes_of(shard_size, "--shard-size")
     path = local_path(out)
     if path is None:
         raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")

@@ -1,0 +1,201 @@
+"""`async-straggler`: time to a loss when workers do not wait for the slow one of four.
+
+The devices are emulated (`devices.py`), the last five times slower, and every batch is cut into a
+piece for each: nothing can be moved to the fast ones, and whoever is in lockstep waits. Arms: plain
+`data=4`; servers in lockstep (`staleness=0`); servers whose workers run up to 4 batches ahead; and
+servers whose workers run as they can (`staleness=any`). All train the same batches with the same
+rate. Worker 0 looks at the same held-out samples after each of its steps, which costs no device's
+time, and the clock stops when their loss is at the target; the start of processes is not in it.
+
+What to expect: with `any`, three devices go at full speed and one at a fifth, so at most 4.0 times
+lockstep. A bound helps against passing delays: behind a worker that is always slow, the others soon
+wait at the bound for its pace. Where a batch can be cut finer, lockstep moves the work itself
+(`straggler`), and loses no step to staleness.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+
+from bench import harness, ranks, serving
+from bench.devices import WIDTH, OnDevice
+from bench.harness import Row
+from shoal.data.sources import tensors
+from shoal.errors import GroupLost
+from shoal.mesh import Axes, LauncherSeat, Mesh
+from shoal.prepare import prepare
+from shoal.run import Run, resolve
+from shoal.sync.server.strategy import ThroughServers
+from shoal.training import Trainer
+from shoal.world import World
+
+NUM_RANKS, BATCH, NUM_HELD_OUT = 4, 64, 512
+SAMPLE_S = 0.003  # a third of it forward
+SLOWER, LIMIT = 5, 4.0
+RATE, TARGET = 1.0, 0.25
+MOST_STEPS = 64  # of lockstep, which needs about 50
+PLANS = {
+    "data": f"data={NUM_RANKS}",
+    "lockstep": f"data={NUM_RANKS} sync=server staleness=0",
+    "bounded": f"data={NUM_RANKS} sync=server staleness=4",
+    "any": f"data={NUM_RANKS} sync=server staleness=any",
+}
+FLOORS = {"any": 1.5, "bounded": 0.95}
+
+
+def make_run(rank: int) -> Run:
+    sample_s = SAMPLE_S / 3 * (SLOWER if rank == NUM_RANKS - 1 else 1)
+    inputs = _inputs()[NUM_HELD_OUT:]
+    return Run(
+        model=lambda: OnDevice(sample_s),
+        loss=mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=RATE),
+        data=tensors(inputs, inputs.roll(1, 1)),
+        batch_size=BATCH,
+        steps=1 << 20,
+    )
+
+
+def _inputs() -> torch.Tensor:
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(NUM_HELD_OUT + 32 * BATCH, WIDTH, generator=random)
+
+
+def serve(plan: str) -> None:
+    """Be the server."""
+    run = make_run(0)
+    resolved = resolve(run, plan, NUM_RANKS)
+    model = prepare(run, resolved).model
+    bound, optimizer = resolved.bound, run.make_optimizer(model)
+    serving.serve(model, optimizer, num_pieces=resolved.num_pieces, bound=bound)
+
+
+# ---- in the ranks
+
+
+class Found(msgspec.Struct):
+    """When worker 0 was at the target, after how many of its steps; and how stale all were."""
+
+    seconds: float | None = None
+    steps: int = 0
+    loss: float = 0.0
+    stale_mean: float = 0.0
+    stale_most: int = 0
+
+
+class ServedSeat(LauncherSeat):
+    """A launcher's seat, from which one server is in reach until `is_over`."""
+
+    def __init__(self, world: World, address: str, is_over: Callable[[], bool]):
+        super().__init__(world)
+        self.servers = serving.reached_at(address)._replace(is_lost=is_over) if address else None
+
+    def form(self, axes: Axes) -> Mesh:
+        return super().form(axes)._replace(servers=self.servers)
+
+
+def train(world: World, plan: str, address: str, over: str) -> Found:
+    """Train to the target. Every rank must call it."""
+    run, flag = make_run(world.rank), Path(over)
+    resolved = resolve(run, plan, world.num_ranks)
+    in_lockstep = not address or resolved.bound == 0
+    seat = ServedSeat(world, address, lambda: not in_lockstep and flag.exists())
+    trainer = Trainer(run, resolved, seat)
+    held_out = _inputs()[:NUM_HELD_OUT]
+    found = Found()
+    with suppress(GroupLost), trainer:  # who waits for others when it is over is told so
+        dist.barrier()
+        started = perf_counter()
+        for info in trainer:
+            if world.rank == 0 and found.seconds is None:
+                with torch.no_grad():
+                    guess = trainer.model.layers(held_out)  # type: ignore[operator]
+                    found.loss = mse_loss(guess, held_out.roll(1, 1)).item()
+                found.steps = info.step
+                if found.loss <= TARGET:
+                    found.seconds = perf_counter() - started
+                    flag.touch()
+            if info.step == MOST_STEPS if in_lockstep else flag.exists():
+                break
+    if isinstance(trainer.strategy, ThroughServers):
+        _add_staleness(found, trainer.strategy)
+    return found
+
+
+def _add_staleness(found: Found, strategy: ThroughServers) -> None:
+    """Of all ranks together. Every rank must call it."""
+    seen = strategy.staleness
+    summed = torch.tensor([seen.count, seen.mean * seen.count], dtype=torch.float64)
+    most = torch.tensor(seen.largest)
+    dist.all_reduce(summed)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    found.stale_mean, found.stale_most = float(summed[1] / summed[0]), int(most)
+
+
+# ---- in the bench
+
+
+def run_arm(plan: str) -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        over = f"{folder}/over"
+        if "sync=server" not in plan:
+            return ranks.start("async_straggler", NUM_RANKS, Found, plan, "", over)
+        with serving.started("bench.async_straggler", plan) as address:
+            return ranks.start("async_straggler", NUM_RANKS, Found, plan, address, over)
+
+
+def measure(quick: bool) -> Iterator[Row]:
+    found: dict[str, list[Found]] = {arm: [] for arm in PLANS}
+    for _ in range(1 if quick else 3):
+        for arm, plan in PLANS.items():
+            found[arm].append(run_arm(plan))
+    for arm, all_ in found.items():
+        for one in all_:
+            if one.seconds is None:
+                note = f"{arm}: no loss of {TARGET} after {one.steps} steps, but {one.loss:.3f}"
+                yield Row(name="async-straggler", floor=FLOORS["any"], note=note)
+                return
+    for arm, floor in FLOORS.items():
+        yield _row(arm, floor, found)
+
+
+def _row(arm: str, floor: float, found: dict[str, list[Found]]) -> Row:
+    took = {name: [one.seconds or 0.0 for one in all_] for name, all_ in found.items()}
+    median = {name: harness.spread(seconds).median for name, seconds in took.items()}
+    best = min(("data", "lockstep"), key=median.__getitem__)
+    against = harness.spread(harness.ratios(took[best], took[arm]))
+    control = harness.spread(harness.ratios(took["lockstep"], took["data"])).median
+    own = found[arm]
+    mean = harness.spread([one.stale_mean for one in own]).median
+    most = max(one.stale_most for one in own)
+    steps = "/".join(str(one.steps) for one in own)
+    return Row(
+        name=f"async-straggler/{arm}",
+        value=against.median,
+        low=against.low,
+        high=against.high,
+        num_pairs=against.num_pairs,
+        floor=floor,
+        peer=f"{PLANS[best]} {median[best]:.1f} s",
+        ceiling=f"{LIMIT:.1f}x, nobody waits and nothing is stale",
+        note=f"{PLANS[arm]} {median[arm]:.1f} s to a loss of {TARGET}, {steps} steps of worker 0; "
+        f"stale by {mean:.1f} batches, at most {most}; servers in lockstep take {control:.2f} "
+        "of data's time; emulated devices",
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(*sys.argv[2:])
+    elif ranks.is_rank():
+        ranks.serve(train)
+    else:
+        harness.main(measure)

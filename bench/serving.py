@@ -1,0 +1,82 @@
+"""Parameter servers for a bench: processes that it starts, and the servers they are.
+
+`started` runs a bench's own module with the word `serve`, and gives the address that it printed;
+`serve` is what the module then does. No supervisor is there: nobody dies here.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bench import harness
+from shoal.mesh import Servers
+from shoal.sync.server.journal import Journal
+from shoal.sync.server.serve import Desk
+from shoal.sync.server.server import Server
+from shoal.sync.server.shard import Shard, layout_of
+
+SECRET = "bench"
+
+
+@contextmanager
+def started(module: str, *words: str) -> Iterator[str]:
+    """A process that serves, by the address it printed; it ends with the block."""
+    environment = {k: v for k, v in harness.child_environment().items() if k != "RANK"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "serve", *words],
+        env=environment,
+        cwd=harness.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"{module} serve {' '.join(words)} did not start; see above.")
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def reached_at(address: str) -> Servers:
+    """One server, as a worker finds it."""
+    return Servers((address,), 0, SECRET, lambda: False)
+
+
+def serve(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_pieces: int,
+    bound: int | None,
+    journal: Path | None = None,
+) -> None:
+    """Be a server with a seat for each piece, until whoever started this process is gone."""
+    torch.set_num_threads(1)
+    server = Server(
+        Shard(model, optimizer, layout_of(model, optimizer, 1, 1), 0),
+        num_seats=num_pieces,
+        num_pieces=num_pieces,
+        bound=bound,
+        secret=SECRET,
+        journal=None if journal is None else Journal(journal, SECRET),
+    )
+    server.begin(0)
+    desk = Desk(server)
+    say(desk.address)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        desk.turn()
+
+
+def say(address: str) -> None:
+    """Tell whoever started this process where to reach it."""
+    print(address, flush=True)

@@ -1,0 +1,153 @@
+"""How a run ended, in words for people and as one JSON object for scripts."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from shoal.cli.output import say
+from shoal.errors import RUN_AGAIN, UsageError
+from shoal.tables import plural
+
+
+def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
+    """Say how a run ended; the first failure comes last on screen."""
+    from shoal.metrics.scribe import samples_on_record
+
+    own = outcome.summaries.get(0, {})
+    lost = _not_saved(outcome, facts, own)
+    num_samples, num_left_out = samples_on_record(run_dir / "metrics.jsonl")
+    problem = lost or _nothing_trained(outcome, num_samples, num_left_out)
+    code = int(outcome.exit_code) or (1 if problem else 0)
+    model = run_dir / "model.safetensors"
+    result = {
+        "steps": outcome.step,
+        "samples": num_samples,
+        "quarantined": num_left_out,
+        "loss": own.get("loss"),
+        "evaluation": own.get("evaluation"),
+        "samples_per_s": own.get("samples_per_s"),
+        "bytes_sent": sum(s["bytes_sent"] for s in outcome.summaries.values()),
+        "peak_memory_bytes": max(
+            (s["peak_memory_bytes"] for s in outcome.summaries.values()), default=None
+        ),
+        "checkpoint": own.get("checkpoint"),
+        "not_saved": lost or None,
+        "model": str(model) if model.exists() and not facts["model_problem"] else None,
+        "recoveries": outcome.num_recoveries,
+        "staleness": _staleness(outcome),
+        "steps_again": outcome.num_steps_again,
+        "plan": facts["plan"],
+        "run_dir": str(run_dir),
+        "exit_code": code,
+    }
+    if outcome.exit_code == 0:
+        click.echo(_in_words(result, own, facts), err=True)
+        if problem:
+            say(f"shoal: {problem}", is_error=True)
+    else:
+        if outcome.trace:
+            click.echo(outcome.trace, err=True)
+        say(_why_it_ended(outcome, run_dir), is_error=True)
+    if as_json:
+        _print_result(result)
+    return code
+
+
+def _staleness(outcome: Any) -> dict[str, Any] | None:
+    """What the ranks saw of it, together; None where they agree on every step."""
+    from shoal.sync.server.clock import Staleness
+
+    seen = [s["staleness"] for s in outcome.summaries.values() if s.get("staleness")]
+    if not seen:
+        return None
+    together = Staleness()
+    for one in seen:
+        together.merge(Staleness(one["histogram"]))
+    return together.summary()
+
+
+def _not_saved(outcome: Any, facts: dict[str, Any], own: dict[str, Any]) -> str:
+    """Why a run that got to its end has no checkpoint of it; empty if it has, or never would."""
+    if outcome.exit_code or facts["unholdable"] or own.get("checkpoint") == outcome.step:
+        return ""
+    told = facts["unsaved"].get(outcome.step, ["nobody said why"])
+    reasons = dict.fromkeys(why.rstrip(".") for why in told)
+    return (
+        f"Step {outcome.step}, the last, could not be saved: {'; '.join(reasons)}. Mend that, and "
+        "go on from the checkpoint before it (--resume), if there is one."
+    )
+
+
+def _nothing_trained(outcome: Any, num_samples: int, num_left_out: int) -> str:
+    """What is wrong with a run that got to its end on no sample at all; empty if it had some."""
+    if outcome.exit_code or num_samples or not num_left_out:
+        return ""
+    return (
+        f"Quarantine left out all {num_left_out} samples, so nothing was trained. Its file says "
+        "why each of them failed; mend that, and begin anew."
+    )
+
+
+def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]) -> str:
+    times = own["times"]
+    total = sum(times.values()) or 1.0
+    shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())
+    if not own["steps"]:
+        return f"All {facts['num_steps']} steps were done already. Ask for more with --set steps=N."
+    lines = [
+        f"done: {result['steps']} steps, {_samples(result)}, loss {_loss(result)}, "
+        f"{result['samples_per_s']:.0f} samples/s",
+    ]
+    if result["evaluation"]:
+        told = "  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items())
+        lines.append(f"evaluation: {told}")
+    lines += [
+        f"time of rank 0: {shares}",
+        f"sent {result['bytes_sent'] / 1e6:.1f} MB, peak memory "
+        f"{result['peak_memory_bytes'] / 1e6:.0f} MB a rank",
+        f"model: {result['model'] or _why_no_model(result, facts)}",
+    ]
+    if seen := result["staleness"]:
+        mean, largest = f"{seen['mean']:.2f}", plural(seen["largest"], "batch", "batches")
+        lines.insert(-1, f"staleness: {mean} on the mean, {largest} at the most")
+    if result["recoveries"]:
+        again = result["steps_again"]
+        told = f"{again} steps were done again" if again else "no step was done again"
+        lost = "ranks and servers" if facts["num_servers"] else "ranks"
+        lines.insert(1, f"lost {lost} replaced: {result['recoveries']}; {told}")
+    return "\n".join(lines)
+
+
+def _samples(result: dict[str, Any]) -> str:
+    out = result["quarantined"]
+    return f"{result['samples']} samples" + (f" ({out} more left out by quarantine)" if out else "")
+
+
+def _loss(result: dict[str, Any]) -> str:
+    return "none in the last step" if math.isnan(result["loss"]) else f"{result['loss']:.4f}"
+
+
+def _why_no_model(result: dict[str, Any], facts: dict[str, Any]) -> str:
+    held = "" if result["checkpoint"] != result["steps"] else ". The checkpoint holds it: export it"
+    return f"model.safetensors was not written: {facts['model_problem'].rstrip('.')}{held}"
+
+
+def _why_it_ended(outcome: Any, run_dir: Path) -> str:
+    if outcome.stopped_by and not outcome.cause:
+        saved = (
+            f"It is saved; go on with the same command and --resume --run-dir {run_dir}"
+            if outcome.exit_code == RUN_AGAIN
+            else f"It could not be saved. Its record is in {run_dir}"
+        )
+        return f"shoal: stopped after step {outcome.step}, as asked. {saved}."
+    return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}."
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    try:
+        print(msgspec.json.encode(result).decode(), flush=True)
+    except OSError as error:
+        raise UsageError(f"The result could not be written to standard output: {error}.") from error

@@ -1,0 +1,380 @@
+"""Messages between workers and parameter servers: a typed record and raw tensors, over ZeroMQ.
+
+A message is one small frame, the head, and a frame for each tensor, which is sent from where it
+lies. The head holds the record as MessagePack, the frames' lengths and one XXH3-64 over all of
+it, so a frame that was damaged, cut or mixed up on the way is refused before anything is made of
+it. What comes in is bounded before memory is taken for it, and nothing is unpickled.
+
+Without keys only loopback is used. With keys (CURVE) every byte is encrypted, and only processes
+that hold the run's key get in, at several times the cost a byte. The checksum finds accidents;
+against people it is the keys that help. Processes of one host move tensors through
+`shared_memory.py` instead.
+"""
+
+import ipaddress
+import os
+import re
+import resource
+import socket as sockets
+import stat
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import xxhash
+import zmq
+from torch import Tensor
+from zmq.utils import z85
+
+from shoal.errors import ShoalError, UsageError
+
+VERSION = 1
+MOST_FRAMES = 10_000
+MOST_HEAD_BYTES = 1 << 20
+MOST_FILES = 1 << 16  # connections and files of one process
+MOST_WAITING = 1024  # connections that all come at once
+HANDSHAKE_MS = 10_000  # after which a peer that says nothing is put out
+
+_MAGIC = b"SHL"
+_ADDRESS = re.compile(r"tcp://(\[[^][/@;]+]|[^][:/@;]+):([0-9]{1,5})")
+_START = struct.Struct("<3sBQ")  # magic, version, digest of all that follows
+
+T = TypeVar("T")
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+
+class BadFrame(ShoalError):
+    """A message that is refused; what was wrong with it, in a sentence."""
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    lengths: list[int]  # of the frames that follow
+    message: msgspec.Raw
+
+
+_decode_body = msgspec.msgpack.Decoder(_Body).decode
+
+
+def pack(
+    message: msgspec.Struct, payload: Sequence[Tensor | bytes] = ()
+) -> list[bytes | memoryview]:
+    """The frames to send. Tensors lie contiguous on the CPU, and must not change until sent."""
+    frames = [bytes_of(part) for part in payload]
+    body = msgspec.msgpack.encode(
+        _Body([len(frame) for frame in frames], msgspec.Raw(msgspec.msgpack.encode(message)))
+    )
+    head = _START.pack(_MAGIC, VERSION, _digest([body, *frames])) + body
+    _check_limits(1 + len(frames), len(head))
+    return [head, *frames]
+
+
+def unpack(
+    frames: Sequence[zmq.Frame | bytes], decoder: msgspec.msgpack.Decoder[T], most_bytes: int
+) -> tuple[T, list[memoryview]]:
+    """The record and the payload, as views of the frames; BadFrame for whatever is not as sent."""
+    if not frames:
+        raise BadFrame("A message without frames came. Run the same version of Shoal everywhere.")
+    head, *payload = (_view(frame) for frame in frames[: MOST_FRAMES + 1])
+    _check_limits(len(frames), len(head))
+    body, digest = _open_head(head)
+    try:
+        found = _decode_body(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadFrame(f"The head of a message cannot be read: {error}.") from error
+    if sum(found.lengths) > most_bytes:
+        raise BadFrame(
+            f"A message says that it holds {sum(found.lengths):,} bytes; {most_bytes:,} are "
+            "allowed. Run the same recipe and plan everywhere."
+        )
+    lengths = [len(frame) for frame in payload]
+    if found.lengths != lengths:
+        raise BadFrame(
+            f"A message says that frames of {_some(found.lengths)} bytes follow, and there are "
+            f"{_some(lengths)}: it was cut or mixed up on the way."
+        )
+    if _digest([body, *payload]) != digest:
+        raise BadFrame("A message was damaged on the way: its checksum differs.")
+    try:
+        return decoder.decode(found.message), payload
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BadFrame(
+            f"A message is none that is known here: {error}. Run the same version of Shoal "
+            "everywhere."
+        ) from error
+
+
+def tensor_of(frame: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
+    """A frame as a flat tensor: a view, unless its bytes are read-only or lie badly."""
+    if frame.nbytes != numel * dtype.itemsize:
+        raise BadFrame(
+            f"A frame of {frame.nbytes:,} bytes came where {numel:,} elements of "
+            f"{dtype.itemsize} bytes were to be. Run the same recipe and plan everywhere."
+        )
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(bytearray(frame) if frame.readonly else frame, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype)
+
+
+def bytes_of(part: Tensor | bytes) -> bytes | memoryview:
+    if isinstance(part, bytes):
+        return part
+    assert part.device.type == "cpu" and part.is_contiguous()
+    return part.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _view(frame: zmq.Frame | bytes) -> memoryview:
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+
+
+def _digest(parts: Sequence[bytes | memoryview]) -> int:
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+def _check_limits(num_frames: int, head_bytes: int) -> None:
+    if num_frames > MOST_FRAMES:
+        raise BadFrame(
+            f"A message has {num_frames:,} frames; {MOST_FRAMES:,} are allowed. Put several "
+            "tensors into one frame."
+        )
+    if head_bytes > MOST_HEAD_BYTES:
+        raise BadFrame(
+            f"The head of a message has {head_bytes:,} bytes; {MOST_HEAD_BYTES:,} are allowed. "
+            "Tensors go into frames of their own."
+        )
+
+
+def _open_head(head: memoryview) -> tuple[memoryview, int]:
+    """What follows the start of a head, and the digest it must have."""
+    if len(head) < _START.size or head[: len(_MAGIC)] != _MAGIC:
+        raise BadFrame("A message came that is not one of Shoal's: something else uses this port.")
+    _, version, digest = _START.unpack_from(head)
+    if version != VERSION:
+        raise BadFrame(
+            f"A message came in version {version} of the protocol, and this process speaks "
+            f"{VERSION}. Install one version of Shoal everywhere."
+        )
+    return head[_START.size :], digest
+
+
+def _some(lengths: list[int]) -> str:
+    shown = ", ".join(str(length) for length in lengths[:5])
+    return f"[{shown}, ... {len(lengths):,} in all]" if len(lengths) > 5 else f"[{shown}]"
+
+
+# ---- keys
+
+
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the processes of a run prove themselves with, each as 40 characters of Z85."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:  # a log or a traceback must not show the secrets
+        return f"Keys(server_public={self.server_public!r}, client_public={self.client_public!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("server_public", self.server_public), ("client_public", self.client_public)]
+
+
+def make_keys(path: Path) -> Keys:
+    """New keys, in a new file that only this user may read."""
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    keys = Keys(*(half.decode() for half in (*server, *client)))
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write the run's keys to {path}: {error.strerror}. Each run makes keys of its "
+            "own, in a file that is not there yet and a directory that is."
+        ) from error
+    try:
+        with open(fd, "wb") as file:
+            os.fchmod(fd, 0o600)
+            file.write(msgspec.json.encode(keys))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UsageError(
+            f"Cannot write the run's keys to {path}: {error.strerror}. Make room on that disk, or "
+            "name another directory."
+        ) from error
+    return keys
+
+
+def load_keys(path: Path) -> Keys:
+    """The keys that `make_keys` wrote; refused if anyone else may read them."""
+    try:
+        # Not blocking, or a pipe in the place of the file would be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            mode, content = os.fstat(fd).st_mode, os.read(fd, 4096)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot read the run's keys in {path}: {error.strerror}. Give the file that the run "
+            "wrote, as the user who started it."
+        ) from error
+    if stat.S_ISREG(mode) and mode & 0o077:
+        raise UsageError(
+            f"Others may read the run's keys in {path} (mode {stat.S_IMODE(mode):04o}). Run "
+            f"`chmod 600 {path}`, or make new keys if other people use this machine."
+        )
+    try:
+        keys = msgspec.json.decode(content, type=Keys)
+        is_whole = (
+            zmq.curve_public(keys.server_secret.encode()) == keys.server_public.encode()
+            and zmq.curve_public(keys.client_secret.encode()) == keys.client_public.encode()
+        )
+    except (msgspec.MsgspecError, zmq.ZMQError, ValueError):
+        is_whole = False
+    if not (is_whole and stat.S_ISREG(mode)):
+        raise UsageError(
+            f"{path} does not hold the keys of a run, or they are damaged. Give the file that the "
+            "run wrote; if this is it, remove it and start the run again."
+        )
+    return keys
+
+
+# ---- sockets
+
+
+def listen(context: Context, host: str, keys: Keys | None, most_bytes: int) -> tuple[Socket, str]:
+    """A ROUTER on a free port of `host`, and the address that others connect to.
+
+    `most_bytes` bounds each frame of a payload, before memory is taken for it. End the context
+    with `destroy` or `term`: the thread that checks keys ends with it.
+    """
+    _refuse_strangers(host, keys)
+    ip = _resolve(host)
+    _allow_many_files()
+    socket = context.socket(zmq.ROUTER)
+    try:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes again takes its own place
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes + MOST_HEAD_BYTES)  # the head is a frame too
+        socket.setsockopt(zmq.BACKLOG, MOST_WAITING)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if keys is not None:
+            _check_clients(context)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
+            socket.setsockopt(zmq.ZAP_DOMAIN, keys.client_public.encode())
+            # Else everybody gets in who knows the server's public key, if no thread checks.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.IPV6, ":" in ip)
+        socket.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
+    except zmq.ZMQError as error:
+        socket.close()
+        raise UsageError(
+            f"Cannot listen on {host}: {error.strerror}. Give an address of this machine; "
+            "`ip address` lists them."
+        ) from error
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(context: Context, address: str, identity: bytes, keys: Keys | None) -> Socket:
+    """A DEALER to a listening socket. It connects when it can, and again whenever it must."""
+    assert 0 < len(identity) < 256 and identity[0], "ZeroMQ's rule for identities"
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[2]) < 1 << 16:  # ZeroMQ would cut off the rest
+        raise UsageError(f"{address!r} is not an address. Write it as tcp://host:port.")
+    host = found[1].strip("[]")
+    _refuse_strangers(host, keys)
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise UsageError(
+            f"Cannot connect to {address}: {error.strerror}. Write it as tcp://host:port."
+        ) from error
+    return socket
+
+
+def _refuse_strangers(host: str, keys: Keys | None) -> None:
+    try:
+        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_own = False  # a name may lead anywhere
+    if keys is None and not is_own:
+        raise UsageError(
+            f"{host} can be reached from other machines, so the run's keys are needed. Make them "
+            "with `make_keys` and give them to every process, or use 127.0.0.1."
+        )
+
+
+def _resolve(host: str) -> str:
+    """A number for a name, since ZeroMQ takes a name for that of a network interface."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{host!r} is not a name or address of a machine: {error}. Give an address of this "
+            "machine; `ip address` lists them."
+        ) from error
+
+
+def _allow_many_files() -> None:
+    """Each connection is an open file, and many systems begin with 1,024 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_clients(context: Context) -> None:
+    """Have a thread answer ZeroMQ's question (ZAP) whether a client's key is let in.
+
+    One answers for all sockets of a context, since each names the key it lets in as its domain.
+    """
+    # A shadow, so that `context.destroy` does not close the socket under the thread.
+    door: Socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    try:
+        door.setsockopt(zmq.LINGER, 0)
+        door.bind("inproc://zeromq.zap.01")
+    except zmq.ZMQError as error:
+        door.close()
+        if error.errno != zmq.EADDRINUSE:
+            raise
+    else:
+        threading.Thread(target=_answer, args=(door,), name="shoal-keys", daemon=True).start()
+
+
+def _answer(door: Socket) -> None:
+    """Until the context ends. ZeroMQ has made sure that the client holds the key's other half."""
+    with door:
+        while True:
+            try:
+                version, request, domain, _, _, mechanism, *proof = door.recv_multipart()
+                is_in = mechanism == b"CURVE" and [domain] == [z85.encode(key) for key in proof]
+                verdict = [b"200", b"", b"client"] if is_in else [b"400", b"unknown key", b""]
+                door.send_multipart([version, request, *verdict, b""])
+            except zmq.ContextTerminated:
+                return

@@ -1,0 +1,77 @@
+"""What this process waits for: samples that a source has not given yet, and since when.
+
+A source may hang: a mount that does not answer, a lock, a loop without end. The thread that loads
+cannot tell, so it notes what it asks for (`WAITING`), and another one that lives anyway looks at
+the note: under a supervisor the one that sends heartbeats. It tells of a wait after 10 s and at
+doubling times, and ends the run after 15 minutes, or half a minute a sample if that is more: what
+loads that slowly is taken for lost.
+
+Not for a script under another launcher, where no such thread is; with loaders, the rank itself
+counts. Cost: two assignments each time that samples are loaded.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from shoal.data.sources import Ids, named
+
+FIRST_S = 10.0
+LIMIT_S = 900.0
+LIMIT_PER_SAMPLE_S = 30.0
+
+
+class Overdue(NamedTuple):
+    """Samples that have not come, as a message names them."""
+
+    samples: str
+    seconds: float
+    is_lost: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples}: nothing came for {self.seconds:.0f} s, which is the limit. The "
+            "source, or the disk or server behind it, hangs; see to it, try such a sample by "
+            "itself, and go on with --resume."
+        )
+
+
+class Waiting:
+    """Used by the thread that loads; `look` by another."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Ids, float] | None = None  # since when
+        self._told_of: tuple[Ids, float] | None = None
+        self._next_s = FIRST_S  # after which it is told of again
+
+    @contextmanager
+    def on(self, ids: Ids) -> Iterator[None]:
+        """Around the loading of samples."""
+        before, self._asked = self._asked, (ids, time.monotonic())
+        try:
+            yield
+        finally:
+            self._asked = before
+
+    def look(self) -> Overdue | None:
+        """A wait that is to be told of now, once at each of the times that it is told at."""
+        asked = self._asked
+        if asked is None:
+            return None
+        if asked is not self._told_of:
+            self._told_of, self._next_s = asked, FIRST_S
+        found = overdue(asked[0], time.monotonic() - asked[1])
+        if found.seconds < self._next_s and not found.is_lost:
+            return None
+        self._next_s *= 2
+        return found
+
+
+def overdue(ids: Ids, seconds: float) -> Overdue:
+    """How a wait of so many seconds for these samples is judged."""
+    limit_s = max(LIMIT_S, LIMIT_PER_SAMPLE_S * len(ids))
+    return Overdue(named(ids), seconds, seconds >= limit_s)
+
+
+WAITING = Waiting()

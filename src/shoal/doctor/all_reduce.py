@@ -1,0 +1,116 @@
+"""How long two ranks of this machine take to add something up, measured over loopback.
+
+Two child processes with a deadline of their own, so that a machine on which ranks cannot talk costs
+the doctor some seconds and no hang.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from shoal.metrics.meters import Stopwatch
+from shoal.processes import die_with_parent
+
+DEADLINE_S = 40
+MESSAGE_BYTES = 16 * 2**20
+
+
+class MeasurementFailed(Exception):
+    """A measuring child did not answer in time, or died; the message says which."""
+
+
+def measure(interface: str) -> dict[str, float]:
+    """Seconds that a small and a large message take, in the median.
+
+    The ranks meet at a store held here; none is left behind, come what may.
+    """
+    from shoal.comm import store as stores
+
+    roots = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(root for root in roots if root),
+    }
+    deadline = time.monotonic() + DEADLINE_S
+    store, port = stores.listen()
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(2):
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(rank), str(port)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(child)
+        failed = _first_failure(ranks, deadline)
+    finally:
+        for child in ranks:
+            child.kill()
+        outputs = [child.communicate() for child in ranks]
+        del store  # stops listening
+    if failed is not None:
+        lines = outputs[failed][1].strip().splitlines()
+        code = ranks[failed].returncode
+        raise MeasurementFailed(f"rank {failed}: {lines[-1] if lines else f'exit code {code}'}")
+    return msgspec.json.decode(outputs[0][0], type=dict[str, float])
+
+
+def _first_failure(ranks: list[subprocess.Popen[str]], deadline: float) -> int | None:
+    """Wait until all have ended well, or one has not: the other then waits for it in vain."""
+    while True:
+        codes = [child.poll() for child in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            raise MeasurementFailed(f"no answer within {DEADLINE_S} s")
+        time.sleep(0.02)
+
+
+def _measure_as(rank: int, port: int) -> dict[str, float]:
+    """One rank of the pair."""
+    import torch
+    import torch.distributed as dist
+
+    from shoal.comm import store as stores
+
+    limit_s = DEADLINE_S * 0.75
+    dist.init_process_group(
+        "gloo",
+        store=stores.client("127.0.0.1", port, limit_s),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=limit_s),
+    )
+    seconds = {}
+    for name, size, repeats in (("small_s", 1, 300), ("large_s", MESSAGE_BYTES // 4, 8)):
+        message, laps, watch = torch.zeros(size), [], Stopwatch()
+        for _ in range(repeats):
+            watch.start()
+            dist.all_reduce(message)
+            laps.append(watch.lap())
+        seconds[name] = statistics.median(laps)
+    dist.destroy_process_group()
+    return seconds
+
+
+if __name__ == "__main__":
+    signal.alarm(DEADLINE_S)  # ends this process even if its parent is gone ...
+    if sys.platform == "linux":
+        die_with_parent(os.getppid())  # ... and here as soon as it is
+    answer = _measure_as(*map(int, sys.argv[1:]))
+    sys.stdout.write(msgspec.json.encode(answer).decode())

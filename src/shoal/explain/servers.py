@@ -1,0 +1,89 @@
+"""What parameter servers cost: what a worker sends and holds, and what each server does.
+
+By the layout that workers and servers agree on themselves (`sync/server/layout.py`). Counted are
+gradients and parameters, also where they are not sent but read in memory that a host shares; the
+few bytes of the questions around them are not.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.comm.tree import blocks_of
+from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
+from shoal.explain.rank import Facts, Local, Rank
+from shoal.sync.server.layout import Layout, lay_out
+
+
+class ServerRow(msgspec.Struct, frozen=True):
+    """One server: the elements that its optimizer steps on, what it holds, sends in a step."""
+
+    server: int
+    num_stepped: int
+    memory: Memory
+    messages: list[Message]
+
+
+def worker_memory(rank: Rank) -> Memory:
+    """A worker keeps no state of the optimizer; its gradients stand where servers read them."""
+    layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
+    sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
+    sizes = zip(layout.shelves, layout.itemsizes, strict=True)
+    largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
+    rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
+    words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
+    return Memory(
+        Amount(sum(p.num_bytes for p in rank.parameters), "what this rank holds"),
+        Amount(layout.row_places(num_rows)[-1], rows),
+        Amount(0, "on the servers"),
+        Amount(2 * rank.buffer_bytes(), "all, and a copy to go back to"),
+        Amount(sums * sum(p.num_bytes for p in rank.trained) or largest, words),
+    )
+
+
+def worker_messages(rank: Rank) -> list[Message]:
+    layout = _layout(rank.facts, rank.trained)
+    num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
+    sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
+    if rank.plan.bound == 0:  # else workers tell each other nothing
+        sent += [tail(rank), changed_buffers(rank)]
+    return [message for message in sent if message.count]
+
+
+def server_rows(facts: Facts) -> list[ServerRow]:
+    trained = Rank(facts, 0).trained
+    layout = _layout(facts, trained)
+    return [_server_row(facts, trained, layout, n) for n in range(facts.plan.num_servers)]
+
+
+def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: int) -> ServerRow:
+    keys = layout.held_by(number)
+    held = sum(layout.keys[key].num_bytes for key in keys)
+    num_stepped = state = 0
+    for segment in (s for key in keys for s in layout.segments(key)):
+        p = trained[segment.parameter]
+        shape = p.shape if segment.length == p.num_elements else (segment.length,)
+        num_stepped += segment.length
+        state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+    memory = Memory(
+        Amount(layout.value_places(number)[-1], "its part of all"),
+        Amount(held, "of the last step"),
+        Amount(state, f"of {num_stepped:,} elements"),
+        Amount(0, "at the workers"),
+        Amount(held, "sums over pieces"),
+    )
+    num_ranks = facts.plan.num_ranks
+    told = Message("parameters", "workers", "pull", num_ranks, num_ranks * held)
+    return ServerRow(number, num_stepped, memory, [told])
+
+
+def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
+    sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
+    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers, facts.plan.copies)
+
+
+def _num_rows(rank: Rank) -> int:
+    """The sums that a worker pushes apart, for the servers to add up in the order of the tree."""
+    if rank.plan.bound == 0:
+        return len(rank.tree[rank.place.data])
+    return len(blocks_of(range(len(rank.rounds))))

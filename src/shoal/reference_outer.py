@@ -1,0 +1,158 @@
+"""How the reference brings pieces and replicas together: written a second time, on purpose.
+
+Sums in the order of one tree, the average of replicas, and the outer optimizer with its packing and
+its fragments, all in one process. Only what defines the result is shared with the strategies: how a
+codec rounds, and which parameters are a fragment.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+
+from shoal.numerics.fragments import deal
+from shoal.numerics.quantization import Blocks, Halves, codec_of
+from shoal.plan import Plan
+
+Values = list[Tensor | None]
+
+
+def tree_sum(leaf: Callable[[int], Values], pieces: range) -> Values:
+    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due."""
+
+    def node(first: int, size: int) -> Values | None:
+        if first >= len(pieces):
+            return None
+        if size == 1:
+            return leaf(pieces[first])
+        left, right = node(first, size // 2), node(first + size // 2, size // 2)
+        if right is None:
+            return left
+        pairs = zip(left or [], right, strict=True)
+        return [b if a is None else a if b is None else a + b for a, b in pairs]
+
+    return node(0, 1 << max(0, (len(pieces) - 1).bit_length())) or []
+
+
+def combined(
+    sum_of: Callable[[range], Values], shares: Sequence[range], num_gradients: int, rule: str
+) -> Values:
+    """As many gradients as sums say, and sums of what follows them: of each replica's gradient the
+    mean, of these in each element the median, or the mean of what a trimmed one keeps."""
+    sums = [sum_of(share) for share in shares]
+    num_pieces, results = sum(map(len, shares)), tree_sum(sums.__getitem__, range(len(sums)))
+    name, _, share = rule.partition(":")
+    num_dropped = (len(shares) - 1) // 2
+    if name == "trimmed":
+        num_dropped = min(num_dropped, math.ceil(Fraction(share) * len(shares)))
+    for i in range(num_gradients):
+        if (total := results[i]) is None:
+            continue
+        rows = [torch.zeros_like(total) if (row := own[i]) is None else row for own in sums]
+        means = [row / len(part) for row, part in zip(rows, shares, strict=True)]
+        kept = torch.stack(means).sort(dim=0).values[num_dropped : len(shares) - num_dropped]
+        results[i] = kept.double().mean(0).to(total.dtype) * num_pieces
+    return results
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    terms: list[Values] = [[tensor] for tensor in tensors]
+    (total,) = tree_sum(terms.__getitem__, range(len(terms)))
+    assert total is not None
+    return total / len(terms)
+
+
+@torch.no_grad()
+def average(replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Tensors of every replica become the mean over all; one is its own mean."""
+    for alike in zip(*replicas, strict=True):
+        if alike[0].is_floating_point():
+            mean = mean_of(alike)
+            for tensor in alike:
+                tensor.copy_(mean)
+
+
+class Part:
+    """Parameters of a fragment that are of one type, of each replica, and what all share."""
+
+    def __init__(self, replicas: list[list[nn.Parameter]], codec: Halves | Blocks | None):
+        self.replicas, self.codec = replicas, codec
+        self.anchor = joined(replicas[0])
+        self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)
+        self.momentum = torch.zeros_like(self.anchor, dtype=self.dtype)
+        self.owed, self.residuals = self.momentum.clone(), [self.momentum.clone() for _ in replicas]
+        self.sent: list[Tensor] = []
+
+    def send(self) -> None:
+        self.sent = [joined(own) for own in self.replicas]
+
+    def merge(self, rate: float, momentum: float, keep_progress: bool) -> None:
+        step = mean = self._mean([self.anchor.to(self.dtype) - sent for sent in self.sent])
+        if momentum:
+            self.momentum = self.momentum * momentum + mean
+            step = mean + self.momentum * momentum
+        self.anchor = (self.anchor.to(self.dtype) - step * rate).to(self.anchor.dtype)
+        for own, sent in zip(self.replicas, self.sent, strict=True):
+            values = self.anchor
+            if keep_progress:
+                values = joined(own) + (self.anchor.to(self.dtype) - sent)
+            for p, value in zip(own, values.split([p.numel() for p in own]), strict=True):
+                p.copy_(value.view(p.shape))
+        self.sent = []
+
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
+        """Of what arrives of them."""
+        if self.codec is None:
+            return mean_of(gradients)
+        whole = [g + residual for g, residual in zip(gradients, self.residuals, strict=True)]
+        packed = [self._packed(g) for g in whole]
+        self.residuals = [g - kept for g, kept in zip(whole, packed, strict=True)]
+        mean = mean_of(packed) + self.owed
+        self.owed = mean - self._packed(mean)
+        return self._packed(mean).to(self.dtype)
+
+    def _packed(self, flat: Tensor) -> Tensor:
+        assert self.codec is not None
+        return self.codec.decode(self.codec.encode(flat), flat.numel())
+
+
+class Outer:
+    """The outer optimizer of all replicas, which are given as models."""
+
+    def __init__(self, models: Sequence[nn.Module], plan: Plan, num_steps: int):
+        self.plan, self.num_steps = plan, num_steps
+        trained = [
+            [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+            for model in models
+        ]
+        self.fragments: list[list[Part]] = []
+        for run in deal([p.nbytes for p in trained[0]], plan.fragments):
+            kinds: dict[torch.dtype, list[int]] = {}
+            for i in run:
+                kinds.setdefault(trained[0][i].dtype, []).append(i)
+            parts = [[[own[i] for i in which] for own in trained] for which in kinds.values()]
+            self.fragments.append([Part(part, codec_of(plan.codec)) for part in parts])
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        window, num_fragments = self.plan.local_steps, self.plan.fragments
+        delay = window // num_fragments if num_fragments > 1 else 0
+        rate, momentum = self.plan.outer_rates
+        is_last = step == self.num_steps
+        for number, parts in enumerate(self.fragments):
+            age = (step - (number + 1) * window // num_fragments) % window
+            for part in parts:
+                if part.sent and (age == delay or is_last):
+                    part.merge(rate, momentum, keep_progress=True)
+                if age == 0 or is_last:
+                    part.send()
+                if age == 0 and (is_last or not delay):
+                    part.merge(rate, momentum, keep_progress=False)
+                elif is_last:  # in the middle of its window: the mean
+                    part.merge(1.0, 0.0, keep_progress=False)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

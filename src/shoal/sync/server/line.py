@@ -1,0 +1,126 @@
+"""A worker's conversation with its servers: questions out, answers in, each matched by a number.
+
+A question that is not answered in a while is sent again, since a connection may have broken under
+it; servers do what is asked once. It is waited for as long as the group is whole: who waits for a
+peer's gradients waits for the peer. Sending is safe from any thread, waiting from one.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+import zmq
+from torch import Tensor
+
+from shoal.comm.wire import BadFrame, connect, pack, unpack
+from shoal.errors import GroupLost, ShoalError
+from shoal.mesh import Servers
+from shoal.sync.server.messages import Refused, ServerMessage, WorkerMessage
+
+TICK_MS = 50
+AGAIN_S = 2.0
+MOST_BYTES = 1 << 40  # a worker trusts the servers it greeted
+
+_DECODER: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+
+class NotServed(ShoalError):
+    """A server refused what this worker asked."""
+
+
+class Line:
+    def __init__(self, servers: Servers, seat: int):
+        self.servers, self.num_bytes = servers, 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = f"{seat}.{servers.generation}.{os.urandom(8).hex()}".encode()
+        self._sockets = [connect(self._context, a, identity, None) for a in servers.addresses]
+        self._poller = zmq.Poller()
+        for socket in self._sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._numbers = count(1)
+        self._asked: dict[int, tuple[int, list[bytes | memoryview], float]] = {}
+        self._answers: dict[int, tuple[ServerMessage, list[memoryview]]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def tell(
+        self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
+    ) -> None:
+        """Send what nobody answers."""
+        self._send(server, self._message(kind, payload, what)[1])
+
+    def ask(
+        self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
+    ) -> int:
+        """Send a question; its number is what to wait for."""
+        request, frames = self._message(kind, payload, what)
+        self._asked[request] = server, frames, time.monotonic()
+        self._send(server, frames)
+        return request
+
+    def answer(self, request: int) -> tuple[Any, list[memoryview]]:
+        """Wait for an answer; GroupLost if the group breaks before it comes."""
+        while request not in self._answers:
+            self._receive()
+            if self.servers.is_lost():
+                raise GroupLost("another generation was announced")
+            self._ask_again()
+        message, payload = self._answers.pop(request)
+        if isinstance(message, Refused):
+            where = self.servers.addresses[self._asked.pop(request, (0,))[0]]
+            if message.is_stale:
+                raise GroupLost(message.why)
+            raise NotServed(f"The server at {where} refused: {message.why}.")
+        return message, payload
+
+    def _message(
+        self, kind: type[WorkerMessage], payload: Sequence[Tensor], what: dict[str, Any]
+    ) -> tuple[int, list[bytes | memoryview]]:
+        request = next(self._numbers)
+        message = kind(generation=self.servers.generation, request=request, **what)
+        return request, pack(message, payload)
+
+    def take_bytes(self) -> int:
+        """How many have left since the last time."""
+        taken, self.num_bytes = self.num_bytes, 0
+        return taken
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, server: int, frames: list[bytes | memoryview]) -> None:
+        self.num_bytes += sum(len(frame) for frame in frames[1:])  # of tensors, as elsewhere
+        socket = self._sockets[server]
+        with self._lock:
+            while not socket.poll(TICK_MS, zmq.POLLOUT):  # it is gone, and much was sent to it
+                if self.servers.is_lost():
+                    raise GroupLost("another generation was announced")
+            socket.send_multipart(frames, copy=sum(map(len, frames)) < 65_536)
+
+    def _receive(self) -> None:
+        for socket, _ in self._poller.poll(TICK_MS):
+            with self._lock:
+                frames = socket.recv_multipart(copy=False)
+            try:
+                message, payload = unpack(frames, _DECODER, MOST_BYTES)
+            except BadFrame:
+                continue  # damaged on the way: it will be asked for again
+            if message.request in self._asked:
+                if not isinstance(message, Refused):
+                    del self._asked[message.request]
+                self._answers[message.request] = message, payload
+
+    def _ask_again(self) -> None:
+        now = time.monotonic()
+        for request, (server, frames, asked) in self._asked.items():
+            if now - asked > AGAIN_S and request not in self._answers:
+                self._asked[request] = server, frames, now
+                self._send(server, frames)

@@ -1,0 +1,158 @@
+"""What workers and servers say to each other: typed records, tensors in frames beside them.
+
+A question carries a number that its answer repeats, so that a question sent twice, or an answer
+that comes late, does no harm; what it asks for is done once, since pieces of a batch are applied
+once. Everything carries the generation, and a message of another one is refused.
+
+What is tall and what is wide: a *row* is the sum over one block of pieces of all gradients of a
+shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
+"""
+
+from typing import Any
+
+import msgspec
+
+from shoal.comm.shared_memory import Place
+from shoal.comm.tree import Block
+
+
+class FromWorker(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
+    generation: int
+    request: int
+
+
+class Hello(FromWorker, frozen=True, tag="hello"):
+    """I sit in this seat. `rows` is where my rows stand, if we share memory."""
+
+    seat: int
+    secret: str
+    layout: str
+    num_rows: int
+    rows: Place | None
+
+
+class Push(FromWorker, frozen=True, tag="push"):
+    """Rows of one key for some blocks of a batch: beside this, or in the shared memory.
+
+    Nobody answers; a `Sum` or `Apply` whose rows did not come is answered with `Missing`.
+    """
+
+    batch: int
+    attempt: int
+    key: int
+    blocks: list[Block]
+    touched: list[bool]
+    is_shared: bool
+
+
+class Sum(FromWorker, frozen=True, tag="sum"):
+    """Answer when the pieces from `first` to `last` of a batch are here: norms, and are all
+    finite."""
+
+    batch: int
+    attempt: int
+    first: int
+    last: int
+    want_norms: bool
+    want_finite: bool
+
+
+class Apply(FromWorker, frozen=True, tag="apply"):
+    """Step on these pieces' gradients times `scale`, with learning rates times `factor`; less, if
+    `pulled` is said, the more updates came since that version."""
+
+    batch: int
+    attempt: int
+    first: int
+    last: int
+    scale: float
+    factor: float
+    pulled: int | None
+    settings: list[dict[str, Any]]
+
+
+class Pull(FromWorker, frozen=True, tag="pull"):
+    """Give me the parameters for this batch, as soon as I may begin it; or, if `meets`, when all
+    before it are applied."""
+
+    batch: int
+    meets: bool
+
+
+class Stop(FromWorker, frozen=True, tag="stop"):
+    """I was asked to stop: choose a step after which all do."""
+
+    batch: int
+
+
+class Dump(FromWorker, frozen=True, tag="dump"):
+    """Your whole state; or the gradients of the last step."""
+
+    gradients: bool = False
+
+
+class Load(FromWorker, frozen=True, tag="load"):
+    """Take over this state after `step`."""
+
+    step: int
+    packed: bytes
+
+
+class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
+    request: int
+
+
+class Welcome(FromServer, frozen=True, tag="welcome"):
+    """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
+    are not put there but read at `values`, where they stand."""
+
+    is_shared: bool
+    values: Place | None
+    committed: int
+    next_batch: int
+
+
+class Missing(FromServer, frozen=True, tag="missing"):
+    """These keys' rows are not here. Push them again, then ask again."""
+
+    keys: list[int]
+
+
+class Summed(FromServer, frozen=True, tag="summed"):
+    """With the norms of the sums' blocks in a frame, if they were wanted."""
+
+    finite: bool
+
+
+class Applied(FromServer, frozen=True, tag="applied"):
+    """`version`: how many updates came before this one; -1 if it was made before."""
+
+    version: int
+
+
+class Values(FromServer, frozen=True, tag="values"):
+    """The parameters, key by key: in frames, or in the shared memory."""
+
+    committed: int
+    version: int  # updates that they are made of
+    stop_at: int | None
+    is_shared: bool
+
+
+class Done(FromServer, frozen=True, tag="done"):
+    """It is so."""
+
+
+class Dumped(FromServer, frozen=True, tag="dumped"):
+    packed: bytes
+
+
+class Refused(FromServer, frozen=True, tag="refused"):
+    """`is_stale`: you belong to another generation."""
+
+    why: str
+    is_stale: bool = False
+
+
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Stop | Dump | Load
+ServerMessage = Welcome | Missing | Summed | Applied | Values | Done | Dumped | Refused

@@ -1,0 +1,146 @@
+"""Gradients that came and are not applied yet, and their sums.
+
+A push brings a row for each block of a worker's pieces, of one key of a batch. A row that comes
+again takes the place of the one before, and one of an attempt that was given up is dropped. Sums
+over all pieces follow the tree (`comm/tree.py`); rows are never changed, since they may stand in a
+worker's memory, which pushes them again if this server dies.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from shoal.comm.spares import Spares
+from shoal.comm.tree import Block, fold
+from shoal.sync.server.combining import combine
+
+
+@dataclass
+class _Batch:
+    attempts: dict[Block, int] = field(default_factory=dict)
+    rows: dict[int, dict[Block, Tensor]] = field(default_factory=dict)  # by key
+    touched: dict[int, dict[Block, Sequence[bool]]] = field(default_factory=dict)  # by key
+    totals: dict[int, Tensor] = field(default_factory=dict)  # by key, of all pieces
+    lent: list[Tensor] = field(default_factory=list)  # memory of sums
+
+
+class Rows:
+    """`eager` sums a key as soon as the rows of all pieces are here, while workers compute.
+
+    `rule` says what becomes of the rows of all pieces (`combining.py`), which are those of
+    replicas with these `shares`.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        num_pieces: int,
+        eager: bool,
+        rule: str = "mean",
+        shares: Sequence[range] = (),
+    ):
+        self.keys, self._num_pieces, self._eager = keys, num_pieces, eager
+        self._rule, self._shares = rule, shares
+        self._batches: dict[int, _Batch] = {}
+        self._spares = Spares()
+
+    def keep(
+        self,
+        batch: int,
+        attempt: int,
+        key: int,
+        rows: Mapping[Block, Tensor],
+        touched: Sequence[bool],
+    ) -> None:
+        """Put rows of one key away; `touched` says which of its parameters they are of."""
+        kept = self._batches.setdefault(batch, _Batch())
+        for block in rows:
+            known = kept.attempts.get(block, attempt)
+            if known > attempt:
+                return  # a late message of an attempt that was given up
+            if known < attempt:
+                self._drop(kept, block)
+            kept.attempts[block] = attempt
+        kept.rows.setdefault(key, {}).update(rows)
+        kept.touched.setdefault(key, {}).update(dict.fromkeys(rows, touched))
+        kept.totals.pop(key, None)
+        everything = range(self._num_pieces)
+        if self._eager and _covers(kept, key, everything, attempt):
+            kept.totals[key] = self._total(kept, key, everything)
+
+    def missing(self, batch: int, pieces: range, attempt: int) -> list[int]:
+        """The keys of which not all of these pieces are here."""
+        kept = self._batches.get(batch, _Batch())
+        return [key for key in self.keys if not _covers(kept, key, pieces, attempt)]
+
+    def sums(self, batch: int, pieces: range) -> dict[int, Tensor]:
+        """Over some pieces, none of which is missing; by key."""
+        kept = self._batches.get(batch, _Batch())
+        known = kept.totals if len(pieces) == self._num_pieces else {}
+        return {
+            key: known[key] if key in known else self._total(kept, key, pieces) for key in self.keys
+        }
+
+    def touched(self, batch: int, pieces: range) -> dict[int, list[bool]]:
+        """By key, which of its parameters some of these pieces touched; none is missing."""
+        found = {}
+        for key in self.keys:
+            told = self._batches[batch].touched[key].items()
+            found[key] = list(map(any, zip(*(own for block, own in told if block.first in pieces))))
+        return found
+
+    def forget(self, batch: int, pieces: range, committed: int) -> None:
+        """Let go of what was applied, and of all batches before `committed`."""
+        kept = self._batches.get(batch, _Batch())
+        for block in [block for block in kept.attempts if block.first in pieces]:
+            self._drop(kept, block)
+        for tensor in kept.lent:
+            self._spares.give(tensor)
+        kept.totals, kept.lent = {}, []
+        for number in [number for number in self._batches if number < committed]:
+            del self._batches[number]
+
+    def _drop(self, kept: _Batch, block: Block) -> None:
+        for rows in kept.rows.values():
+            rows.pop(block, None)
+        for touched in kept.touched.values():
+            touched.pop(block, None)
+
+    def clear(self) -> None:
+        self._batches = {}
+
+    def _total(self, kept: _Batch, key: int, pieces: range) -> Tensor:
+        own = {block: row for block, row in kept.rows[key].items() if block.first in pieces}
+        made: list[Tensor] = []
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            if any(left is one for one in made):
+                return left.add_(right)
+            made.append(self._spares.take(left.numel(), left))
+            return torch.add(left, right, out=made[-1])
+
+        def sum_of(some: range) -> Tensor:
+            return reduce(add, (own[block] for block in sorted(own) if block.first in some))
+
+        if len(pieces) < self._num_pieces:
+            total = sum_of(pieces)
+        elif self._rule == "mean":
+            total = fold(own, self._num_pieces, add)
+        else:
+            shares = [share for share in self._shares if share]
+            sums = [sum_of(share) for share in shares]
+            total = combine(self._rule, sums, [len(share) for share in shares])
+            total.mul_(self._num_pieces)  # to stand for all of them, as a sum does
+        kept.lent += made
+        return total
+
+
+def _covers(kept: _Batch, key: int, pieces: range, attempt: int) -> bool:
+    """Whether the rows of an attempt are those of all pieces."""
+    blocks: Iterable[Block] = kept.rows.get(key, {})
+    found = sorted(b for b in blocks if b.first in pieces and kept.attempts[b] == attempt)
+    ends = [pieces.start, *(block.first + block.num_pieces for block in found)]
+    return ends[-1] == pieces.stop and all(b.first == end for b, end in zip(found, ends))

@@ -1,0 +1,56 @@
+"""The process of a parameter server, under a seat that comes after those of the ranks."""
+
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from shoal.comm.wire import BadFrame, listen, pack, unpack
+from shoal.sync.server.messages import Refused, WorkerMessage
+from shoal.sync.server.server import Answer, Server
+
+TICK_MS = 20
+SLACK_BYTES = 1 << 20  # for the head of a message
+_DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+class Desk:
+    """A server's socket. Call `turn` again and again."""
+
+    def __init__(self, server: Server, host: str = "127.0.0.1"):
+        self.server = server
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._most_bytes = server.most_bytes + SLACK_BYTES
+        self._socket, self.address = listen(self._context, host, None, self._most_bytes)
+
+    def turn(self) -> None:
+        """Answer what came, or wait a moment."""
+        if not self._socket.poll(TICK_MS):
+            return
+        while self._socket.poll(0):
+            sender, *frames = self._socket.recv_multipart(copy=False)
+            for answer in self._take_in(sender.bytes, frames):
+                self._send(answer)
+
+    def _take_in(self, sender: bytes, frames: Sequence[zmq.Frame]) -> list[Answer]:
+        try:
+            message, payload = unpack(frames, _DECODER, self._most_bytes)
+        except BadFrame as bad:  # its number is not to be trusted; who asked will ask again
+            return [Answer(sender, Refused(request=0, why=str(bad)))]
+        return self.server.take_in(sender, message, payload)
+
+    def _send(self, answer: Answer) -> None:
+        frames = [answer.to, *pack(answer.message, answer.payload)]
+        # In lockstep parameters change only when whoever asked for them has them, and pushes again.
+        # Otherwise they may at any time, so a copy leaves.
+        is_small = sum(map(len, frames)) < 65_536
+        try:
+            self._socket.send_multipart(
+                frames, zmq.NOBLOCK, copy=is_small or self.server.bound != 0
+            )
+        except zmq.ZMQError:
+            return  # it is gone, or does not read: it will ask again
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()

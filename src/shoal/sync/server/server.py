@@ -1,0 +1,383 @@
+"""A parameter server: takes in rows of gradients, steps on their sums, hands parameters out.
+
+It decides nothing by time. What it does with a message follows from the clock (`clock.py`): pieces
+of a batch are applied once, whoever sends them and how often; a worker is given parameters when the
+bound lets it begin. With bound 0 a sum is over all pieces of a batch, in the order of the tree
+(`comm/tree.py`), so that training through servers has the bits of training without; otherwise each
+worker's pieces are a step of their own.
+
+`Server` has no socket: `take_in` is given a message and says what to answer. `serve.py` runs it.
+"""
+
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from shoal.comm.shared_memory import NotShared, Segment
+from shoal.comm.tree import Block, blocks_of
+from shoal.comm.wire import BadFrame, tensor_of
+from shoal.data.split import shares
+from shoal.faults import faultpoint
+from shoal.sync.server.clock import Clock
+from shoal.sync.server.journal import Journal
+from shoal.sync.server.messages import (
+    Applied,
+    Apply,
+    Done,
+    Dump,
+    Dumped,
+    FromServer,
+    Hello,
+    Load,
+    Missing,
+    Pull,
+    Push,
+    Refused,
+    Stop,
+    Sum,
+    Summed,
+    Values,
+    Welcome,
+    WorkerMessage,
+)
+from shoal.sync.server.records import Told, redo, snapshot_record, update_record
+from shoal.sync.server.rows import Rows
+from shoal.sync.server.shard import Shard
+from shoal.sync.state import pack_state
+
+
+class Answer(NamedTuple):
+    """To a worker, by its address on the socket."""
+
+    to: bytes
+    message: FromServer
+    payload: Sequence[Tensor | bytes] = ()
+
+
+@dataclass
+class Guest:
+    """A worker that greeted in this generation."""
+
+    pieces: range  # of each batch, that are its own
+    blocks: list[Block]  # which it pushes as one row each
+    rows: Segment | None
+    pulled: int = 0  # the number of the last question for parameters that was answered
+    loaded: int = 0  # and of the last state that it sent
+
+
+class Server:
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        num_seats: int,
+        num_pieces: int,
+        bound: int | None,
+        secret: str,
+        rule: str = "mean",
+        journal: Journal | None = None,
+    ):
+        """With a journal, go on where a predecessor was when it died."""
+        self.shard, self.layout = shard, shard.layout
+        self.num_seats, self.num_pieces, self.bound = num_seats, num_pieces, bound
+        self.clock = Clock(num_pieces, bound)
+        self._secret, self._digest = secret, shard.layout.digest
+        own = shares(num_pieces, num_seats)
+        self._rows = Rows(shard.keys, num_pieces, bound == 0, rule, own)
+        self._begun, self._stop_at = 0, None  # type: int, int | None
+        self._num_updates = 0
+        self._told: dict[int, Told] = {}  # the last, by first piece
+        self.journal = journal
+        for header, frames in journal.read() if journal is not None else ():
+            self.clock, told = redo(header, frames, shard, self.clock)
+            self._told |= {one.first: one for one in told}
+        self._begun = self.clock.committed
+        self.begin(-1)
+
+    def begin(self, generation: int) -> None:
+        """Workers greet anew; what they pushed and did not apply, they push again."""
+        self.generation = generation
+        self.guests: dict[bytes, Guest] = {}
+        self._rows.clear()
+        # A worker waits for one answer of a kind at most.
+        self._waiting: dict[tuple[bytes, type[Sum | Pull]], Sum | Pull] = {}
+
+    def take_in(
+        self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
+    ) -> list[Answer]:
+        """Do what a message asks for. Whatever is wrong with it is said to its sender alone."""
+        if message.generation != self.generation:
+            why = f"this is generation {self.generation}, not {message.generation}"
+            return [Answer(sender, Refused(request=message.request, why=why, is_stale=True))]
+        try:
+            return [*self._take_in(sender, message, payload), *self._serve_waiting()]
+        except (BadFrame, ValueError) as error:
+            return [Answer(sender, Refused(request=message.request, why=str(error)))]
+
+    def _take_in(
+        self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
+    ) -> Iterator[Answer]:
+        if isinstance(message, Hello):
+            yield Answer(sender, self._greet(sender, message))
+            return
+        guest = self.guests.get(sender)
+        if guest is None:
+            raise ValueError("who are you? Greet first")
+        match message:
+            case Push():
+                self._keep(guest, message, payload)
+            case Apply():
+                yield Answer(sender, self._apply(guest, message))
+            case Sum() if not self.clock.is_new(message.batch, self._pieces(guest, message)):
+                yield self._summed_before(sender, message)
+            case Sum() if missing := self._missing(guest.pieces, guest, message):
+                # What a worker pushed came before what it asks, or will not come.
+                yield Answer(sender, Missing(request=message.request, keys=missing))
+            case Sum() | Pull():
+                self._refuse_early(guest, message.batch)
+                waits = self._waiting.get((sender, type(message)), message)
+                if message.request >= waits.request:  # or else it is late, and nobody waits for it
+                    self._waiting[sender, type(message)] = message
+            case Stop():
+                self._stop_at = self._stop_at or self._begun + 2
+                yield Answer(sender, Done(request=message.request))
+            case Dump():
+                state = (
+                    self.shard.gradient_state() if message.gradients else self.shard.state_dict()
+                )
+                packed, tensors = pack_state(state)
+                yield Answer(sender, Dumped(request=message.request, packed=packed), tensors)
+            case Load():
+                if message.request > guest.loaded:  # or else it came twice
+                    self._load(message, payload)
+                    guest.loaded = message.request
+                yield Answer(sender, Done(request=message.request))
+
+    def _greet(self, sender: bytes, hello: Hello) -> Welcome:
+        if hello.secret != self._secret:
+            raise ValueError("the key is another run's")
+        if hello.layout != self._digest:
+            raise ValueError("your parameters are laid out differently; is it the same recipe?")
+        if not 0 <= hello.seat < self.num_seats:
+            raise ValueError(f"there is no seat {hello.seat} among {self.num_seats}")
+        pieces = shares(self.num_pieces, self.num_seats)[hello.seat]
+        blocks = self._blocks(pieces)
+        if hello.num_rows != len(blocks):
+            raise ValueError(f"seat {hello.seat} has {len(blocks)} rows, not {hello.num_rows}")
+        if sender not in self.guests:  # or else it came twice
+            self.guests[sender] = Guest(pieces, blocks, self._open(hello))
+        rows = self.guests[sender].rows
+        return Welcome(
+            request=hello.request,
+            is_shared=rows is not None,
+            values=self.shard.segment.place if rows is not None and self.bound == 0 else None,
+            committed=self.clock.committed,
+            next_batch=self.clock.next_of(lambda batch: pieces),
+        )
+
+    def _blocks(self, pieces: range) -> list[Block]:
+        """What a worker adds up itself: subtrees of the whole in lockstep, else of its pieces."""
+        if self.bound == 0:
+            return blocks_of(pieces)
+        own = blocks_of(range(len(pieces)))
+        return [Block(b.first + pieces.start, b.num_pieces) for b in own]
+
+    def _open(self, hello: Hello) -> Segment | None:
+        if hello.rows is None:
+            return None
+        num_bytes = self.layout.row_places(hello.num_rows)[-1]
+        if hello.rows.num_bytes < num_bytes:
+            raise ValueError(f"{hello.num_rows} rows do not fit in the memory that is shared")
+        try:
+            return Segment.open(hello.rows, num_bytes + mmap.PAGESIZE)
+        except NotShared:
+            return None  # of another host or container: rows will come in frames
+
+    def _refuse_early(self, guest: Guest, batch: int) -> None:
+        """A worker comes to a batch by its own pieces of the one before.
+
+        One that is further than that was here with a server whose journal is lost.
+        """
+        if batch < 0:
+            raise ValueError(f"there is no batch {batch}")
+        if batch > self.clock.committed and self.clock.is_new(batch - 1, guest.pieces):
+            raise ValueError(
+                f"it was asked for batch {batch}, and of batch {batch - 1} it has nothing. If it "
+                "took the place of one that died, what that did is lost: go on from the newest "
+                "checkpoint, with the same command and --resume"
+            )
+
+    def _keep(self, guest: Guest, push: Push, payload: Sequence[memoryview]) -> None:
+        """Put rows away until they are applied; what was applied before is left."""
+        if push.key not in self.shard.values:
+            raise ValueError(f"key {push.key} is not held here")
+        values, batch = self.shard.values[push.key], push.batch
+        if len(push.touched) != len(self.layout.segments(push.key)):
+            raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
+        if push.blocks != guest.blocks or push.attempt < 0:
+            raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
+        if not self.clock.is_new(batch, guest.pieces):
+            return
+        self._refuse_early(guest, batch)
+        if not self.clock.may_begin(batch):
+            raise ValueError(f"batch {batch} may not be begun yet")
+        faultpoint("server.push", batch)
+        found = self._rows_of(guest, push, values, payload)
+        rows = dict(zip(push.blocks, found, strict=True))
+        self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+
+    def _rows_of(
+        self, guest: Guest, push: Push, values: Tensor, payload: Sequence[memoryview]
+    ) -> list[Tensor]:
+        if not push.is_shared:
+            if len(payload) != len(push.blocks):
+                raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
+            return [tensor_of(frame, values.dtype, values.numel()) for frame in payload]
+        if guest.rows is None or payload:
+            raise ValueError("rows are in shared memory or in frames, and here in neither or both")
+        return [self._place(guest, push.key, row) for row in range(len(push.blocks))]
+
+    def _place(self, guest: Guest, number: int, row: int) -> Tensor:
+        """Where a key stands in a row of a guest's memory."""
+        assert guest.rows is not None
+        key = self.layout.keys[number]
+        place = self.layout.row_places(len(guest.blocks))[key.shelf]
+        length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
+        start = place + row * length + key.start * key.itemsize
+        flat = guest.rows.bytes[start : start + key.num_bytes]
+        return flat.view(self.shard.values[number].dtype)
+
+    def _damped(self, apply: Apply) -> Apply:
+        """An update made of old parameters counts less: by one more for each batch since then.
+
+        Zhang et al. 2016, arXiv 1511.05950.
+        """
+        if apply.pulled is None:
+            return apply
+        num_batches = (self._num_updates - apply.pulled) / self.num_seats
+        return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
+
+    def _apply(self, guest: Guest, apply: Apply) -> FromServer:
+        pieces = self._pieces(guest, apply)
+        if not self.clock.is_new(apply.batch, pieces):
+            return Applied(request=apply.request, version=-1)  # it came twice
+        if missing := self._missing(pieces, guest, apply):
+            return Missing(request=apply.request, keys=missing)
+        apply = self._damped(apply)
+        if not math.isfinite(apply.scale) or not 0 < apply.factor < math.inf:
+            raise ValueError(f"nobody steps with scale {apply.scale} and factor {apply.factor}")
+        self.shard.refuse_settings(apply.settings)
+        faultpoint("server.apply", apply.batch)
+        sums = self._rows.sums(apply.batch, pieces)
+        touched = self._rows.touched(apply.batch, pieces)
+        try:
+            self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
+        except ValueError as error:  # nobody goes on from half a step
+            raise RuntimeError(f"The optimizer's step failed: {error}") from error
+        self.clock.apply(apply.batch, pieces)
+        faultpoint("server.unwritten", apply.batch)
+        if self.journal is not None:
+            # Before it is answered: an update that a worker knows of outlives this process.
+            if self.journal.is_long:
+                self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
+            else:
+                told = [one for one in self._told.values() if one.batch == apply.batch]
+                self.journal.append(*update_record(apply, sums, touched, told))
+        faultpoint("server.applied", apply.batch)
+        self._rows.forget(apply.batch, pieces, self.clock.committed)
+        self._num_updates += 1
+        return Applied(request=apply.request, version=self._num_updates - 1)
+
+    @property
+    def most_bytes(self) -> int:
+        """That one message may hold: the rows of a key, or a state of this server."""
+        keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
+        rows = max(keys, default=0) * self.num_pieces
+        return max(rows, sum(keys) * 16)  # parameters, and what optimizers keep of them
+
+    def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
+        """Those that are stepped on together: all in lockstep, else a worker's own."""
+        pieces = range(self.num_pieces) if self.bound == 0 else guest.pieces
+        if (message.first, message.last) != (pieces.start, pieces.stop):
+            raise ValueError(
+                f"pieces {message.first} to {message.last} were meant, and {pieces.start} to "
+                f"{pieces.stop} are stepped on together"
+            )
+        return pieces
+
+    def _missing(self, pieces: range, guest: Guest, message: Sum | Apply) -> list[int]:
+        """The keys of which some rows are not here, of a batch that may have been begun."""
+        self._refuse_early(guest, message.batch)
+        return self._rows.missing(message.batch, pieces, message.attempt)
+
+    def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
+        clock = Clock(self.num_pieces, self.bound, load.step)
+        self.shard.take_over(load.packed, payload)
+        self.clock = clock
+        self._rows.clear()
+        self._begun, self._told = load.step, {}
+        if self.journal is not None:
+            self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
+
+    def _serve_waiting(self) -> Iterator[Answer]:
+        for (sender, kind), message in list(self._waiting.items()):
+            answer = (
+                self._values(sender, message)
+                if isinstance(message, Pull)
+                else self._summed(sender, message)
+            )
+            if answer is not None:
+                del self._waiting[sender, kind]
+                yield answer
+
+    def _values(self, sender: bytes, pull: Pull) -> Answer | None:
+        if not self.clock.may_begin(pull.batch):
+            return None
+        if pull.meets and self.clock.committed < pull.batch:
+            return None
+        faultpoint("server.pull", pull.batch)
+        guest = self.guests[sender]
+        self._begun = max(self._begun, pull.batch)
+        shared = guest.rows is not None
+        is_new, guest.pulled = pull.request > guest.pulled, max(pull.request, guest.pulled)
+        # Where they stand they may change under the reader. A question that came twice may find
+        # the next gradients in these rows.
+        if shared and self.bound != 0 and is_new:
+            for key, value in self.shard.values.items():
+                self._place(guest, key, 0).copy_(value)
+        values = Values(
+            request=pull.request,
+            committed=self.clock.committed,
+            version=self._num_updates,
+            stop_at=self._stop_at,
+            is_shared=shared,
+        )
+        return Answer(sender, values, () if shared else list(self.shard.values.values()))
+
+    def _summed_before(self, sender: bytes, sum_: Sum) -> Answer:
+        """They were applied before the answer came through."""
+        told = self._told.get(sum_.first)
+        if told is None or told.batch != sum_.batch:
+            raise ValueError(f"batch {sum_.batch} is over")
+        return _summed(sender, sum_, told)
+
+    def _summed(self, sender: bytes, sum_: Sum) -> Answer | None:
+        pieces = self._pieces(self.guests[sender], sum_)
+        if self._rows.missing(sum_.batch, pieces, sum_.attempt):
+            return None
+        norms, finite = b"", True
+        if sum_.want_norms or sum_.want_finite:
+            sums = self._rows.sums(sum_.batch, pieces)
+            norms = self.shard.norms(sums).numpy().tobytes()
+            finite = all(bool(total.isfinite().all()) for total in sums.values())
+        self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms)
+        return _summed(sender, sum_, self._told[sum_.first])
+
+
+def _summed(sender: bytes, sum_: Sum, told: Told) -> Answer:
+    return Answer(sender, Summed(request=sum_.request, finite=told.finite), [told.norms])

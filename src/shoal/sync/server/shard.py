@@ -1,0 +1,226 @@
+"""A server's part of the job: the parameters it answers for, and the optimizer that steps on them.
+
+The parameters stand in memory that workers of the same host may read. The optimizer is the
+recipe's own, stepping on runs of the parameters as it does under ZeRO; its settings come with
+every step from the workers, whose hooks and schedules may have changed them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.shared_memory import Segment
+from shoal.numerics.norms import block_norms
+from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
+from shoal.parallel.layout import Slice
+from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.state import Given, HeldState, Run, Source, State, unpack_state
+
+Settings = list[dict[str, Any]]
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that servers hold."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def layout_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, copies: int
+) -> Layout:
+    sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in trained(model)]
+    return lay_out(sizes, is_element_wise(optimizer), num_servers, copies)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """What a step depends on beside its parameters: rates, decay, betas."""
+    return [
+        {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names") and _is_plain(value)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, bool | int | float | str | None)
+
+
+class Shard:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, number: int
+    ):
+        self.layout, self.optimizer = layout, optimizer
+        self.keys = layout.held_by(number)
+        self._named = trained(model)
+        places = layout.value_places(number)
+        self.segment = Segment.create(max(1, places[-1]))
+        self.values: dict[int, Tensor] = {}
+        self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
+        for key, place in zip(self.keys, places, strict=False):
+            dtype, num_bytes = self._dtype_of(key), layout.keys[key].num_bytes
+            self.values[key] = self.segment.bytes[place : place + num_bytes].view(dtype)
+        self._swap_optimizer()
+        self._step = stepper(optimizer)
+
+    def _dtype_of(self, key: int) -> torch.dtype:
+        first = self.layout.shelves[self.layout.keys[key].shelf].indices[0]
+        return self._named[first][1].dtype
+
+    def _swap_optimizer(self) -> None:
+        """Let the optimizer step on this server's runs instead of the parameters."""
+        self.runs: dict[Tensor, Run] = {}
+        self._places: dict[nn.Parameter, tuple[int, int, slice]] = {}
+        parts: dict[nn.Parameter, list[Part]] = {p: [] for _, p in self._named}
+        for key in self.keys:
+            for number, segment in enumerate(self.layout.segments(key)):
+                name, p = self._named[segment.parameter]
+                where = slice(segment.place, segment.place + segment.length)
+                shape = p.shape if segment.length == p.numel() else (segment.length,)
+                self.values[key][where].copy_(p.detach().reshape(-1)[segment.start : segment.stop])
+                run = nn.Parameter(self.values[key][where].view(shape))
+                self.runs[run] = Run(name, p.shape, segment.start)
+                self._places[run] = key, number, where
+                parts[p].append(Part(run, partial(_take, segment.start, shape)))
+        swap_parameters(self.optimizer, parts.get)
+
+    def norms(self, sums: Mapping[int, Tensor]) -> Tensor:
+        """Of the blocks of these gradients."""
+        return block_norms(
+            sums[key][s.place : s.place + s.length]
+            for key in self.keys
+            for s in self.layout.segments(key)
+        )
+
+    def apply(
+        self,
+        sums: Mapping[int, Tensor],
+        touched: Mapping[int, Sequence[bool]],
+        scale: float,
+        factor: float,
+        settings: Settings,
+    ) -> None:
+        """Step on gradients, of which those that no piece touched do not exist."""
+        self._set(settings, factor)
+        gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
+        for run, (key, number, where) in self._places.items():
+            is_there = key in sums and touched[key][number]
+            run.grad = gradients[key][where].view(run.shape) if is_there else None
+        self._step()
+
+    def _takes_as_they_are(self, scale: float) -> bool:
+        """Whether a step can read the sums where they stand, which saves a pass over memory.
+
+        Fused kernels leave gradients alone; others may change them, and sums are written down
+        after the step and may stand in a worker's memory.
+        """
+        return scale == 1.0 and all(g.get("fused") is True for g in self.optimizer.param_groups)
+
+    def _scale(self, sums: Mapping[int, Tensor], scale: float) -> dict[int, Tensor]:
+        for key, gradient in sums.items():
+            if key not in self._scaled:
+                self._scaled[key] = torch.empty_like(gradient)
+            torch.mul(gradient, scale, out=self._scaled[key])
+        return self._scaled
+
+    def refuse_settings(self, settings: Settings) -> None:
+        """ValueError if these are not the optimizer's kind of settings. Nothing is changed."""
+        groups = self.optimizer.param_groups
+        if len(settings) != len(groups):
+            raise ValueError(
+                f"settings came for {len(settings)} groups, and there are {len(groups)}"
+            )
+        for group, values in zip(groups, settings, strict=True):
+            for name, value in values.items():
+                if name == "params" or not _is_alike(value, group.get(name)):
+                    raise ValueError(f"{name} of the optimizer cannot be set to {value!r}")
+
+    def _set(self, settings: Settings, factor: float) -> None:
+        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
+            for name, value in values.items():
+                old = group.get(name)
+                if name == "lr":
+                    value *= factor
+                if isinstance(old, Tensor):
+                    old.fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(old, tuple) else value
+
+    @torch.no_grad()
+    def take_over(self, packed: bytes, frames: Sequence[memoryview]) -> None:
+        """A state that another sent, as a whole or, with a ValueError, not at all."""
+        values = {key: value.clone() for key, value in self.values.items()}
+        state = dict(self.optimizer.state)
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        try:
+            self.load_state_dict(Given(unpack_state(packed, frames)))
+        except Exception as error:  # it may be wrong in any way
+            for key, value in values.items():
+                self.values[key].copy_(value)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
+            for group, old in zip(self.optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(old)
+            raise ValueError(f"a state came that does not fit: {error}") from error
+
+    def state_dict(self) -> State:
+        held = HeldState({}, self.optimizer, self.runs).state_dict()
+        for name, part in self._parts({run: run.detach() for run in self.runs}):
+            held.tensors.setdefault(f"model.{name}", []).append(part)
+        return held
+
+    def gradient_state(self) -> State:
+        """The gradients of the last step, in the form of a state, until the next ones come."""
+        tensors: dict[str, list[Slice]] = {}
+        present = {run: run.grad for run in self.runs if run.grad is not None}
+        for name, part in self._parts(present):
+            tensors.setdefault(name, []).append(part)
+        return State(tensors, {})
+
+    @torch.no_grad()
+    def load_state_dict(self, source: Source) -> None:
+        for run, own in self.runs.items():
+            parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)
+            source.fill(f"model.{own.name}", parts)
+        HeldState({}, self.optimizer, self.runs).load_state_dict(source)
+
+    def _parts(self, tensors: Mapping[Tensor, Tensor]) -> Iterable[tuple[str, Slice]]:
+        holding = HeldState({}, self.optimizer, self.runs).holding
+        for run, tensor in tensors.items():
+            for part in self.runs[run].parts(tensor, holding):
+                yield self.runs[run].name, part
+
+
+def _is_alike(value: Any, own: Any) -> bool:
+    """Whether a value that came is of the kind of one's own, and a number that can be used."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, list):
+        many = [None] * len(value) if own is None else own
+        is_fit = isinstance(many, tuple | list) and len(many) == len(value)
+        return is_fit and all(map(_is_alike, value, many))
+    if own is None:  # open here, or not known here
+        return isinstance(value, bool | int | float | str | None) and is_finite
+    if isinstance(own, bool):
+        return isinstance(value, bool | None)
+    if isinstance(own, Tensor):
+        most = torch.finfo(own.dtype).max if own.is_floating_point() else 2**31 - 1
+        return own.numel() == 1 and isinstance(value, int | float) and -most <= value <= most
+    if isinstance(own, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and (is_finite or value == own)
+    return isinstance(value, type(own))
+
+
+def _take(start: int, shape: Sequence[int], tensor: Tensor) -> Tensor:
+    length = torch.Size(shape).numel()
+    return tensor.reshape(-1)[start : start + length].view(shape)

@@ -1,0 +1,370 @@
+"""Parameter servers: gradients are pushed to them, they step, and parameters are pulled.
+
+Each server holds a part of the parameters and the optimizer's state of it; a worker holds neither
+that state nor the sums. A bucket leaves as soon as it is full. With bound 0 servers add up the
+pieces of all workers in the tree's order and step once, so that the result is that of data
+parallel, bit for bit. With a bound, or none, each worker's pieces are a step of their own, with a
+learning rate that is their share of the batch; a worker goes on while it is at most so many batches
+ahead, and all meet only where the whole state is wanted: at a save, an evaluation, the end.
+
+When to use it: workers of unlike speed, or optimizer state that does not fit beside the model. When
+not: like workers on a fast link, where an all-reduce moves no more and needs no servers.
+Cost: the gradients' bytes out and the parameters' in, per worker and step.
+
+Li et al. 2014, "Scaling distributed machine learning with the parameter server"; Ho et al. 2013.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.buckets import Bucket, Buckets
+from shoal.comm.collectives import Group
+from shoal.comm.tree import Block, PieceSum
+from shoal.comm.wire import tensor_of
+from shoal.data.split import share
+from shoal.mesh import Mesh
+from shoal.numerics.norms import norm_of_blocks
+from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
+from shoal.sync.replicas import Merged
+from shoal.sync.rounds import Around, Held
+from shoal.sync.server.clock import Staleness
+from shoal.sync.server.line import Line
+from shoal.sync.server.memory import Memory
+from shoal.sync.server.messages import (
+    Apply,
+    Dump,
+    Hello,
+    Load,
+    Missing,
+    Pull,
+    Push,
+    Stop,
+    Sum,
+    Welcome,
+    WorkerMessage,
+)
+from shoal.sync.server.shard import layout_of, settings_of, trained
+from shoal.sync.state import Run, Source, State, cut_state, pack_state, unpack_state
+from shoal.sync.strategy import Agreed, Tally
+
+
+class ThroughServers:
+    """`meets_after` says after which steps all workers wait for one another."""
+
+    def __init__(
+        self,
+        num_pieces: int,
+        bound: int | None,
+        *,
+        copies: int = 1,
+        checks: bool = False,
+        damps: bool = False,
+        rates: Sequence[float] = (),
+        meets_after: Callable[[int], bool] = lambda step: True,
+    ):
+        self.num_pieces, self.bound, self.copies, self.checks = num_pieces, bound, copies, checks
+        self.in_lockstep, self.meets_after = bound == 0, meets_after
+        self._damps, self._rates = damps, rates
+        self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
+        self._stop_at: int | None = None
+        self.staleness = Staleness()  # of the batches that were begun
+        self._memory: Memory | None = None
+        self._versions: list[int] = []  # of the parameters at hand, by server
+        self._attached = ExitStack()  # what is to be closed
+        self.trace: tuple[list[int], ...] = ()  # versions: pulled, made by the step, pulled next
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        holding: Holding = WHOLE,
+    ) -> None:
+        assert mesh.servers is not None
+        self.mesh, self.group, self.holding = mesh, mesh.data, holding
+        self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
+        self.held = self._hold(model, optimizer)
+        self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
+        self.named = trained(model)
+        self.parameters = [p for _, p in self.named]
+        self.gradient_sum = PieceSum(self.rounds.own)
+        first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
+        self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
+        self.layout = layout_of(model, optimizer, len(mesh.servers.addresses), self.copies)
+        self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
+        self.line = Line(mesh.servers, self.group.rank)
+        self._attached.callback(self.line.close)
+        self._versions = self._versions or [0] * len(self.line)
+        self._greet()
+        assert self._memory is not None
+        buckets = self._memory.buckets(self.parameters)
+        self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
+        self._attached.callback(self.buckets.close)
+        self._around = Around(self.rounds, self._end_round)
+
+    def detach(self) -> None:
+        self.buffers.restore()
+        self._attached.close()
+
+    def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        if first:
+            for p in self.parameters:
+                p.grad = None
+            self.gradient_sum.begin()
+            self.buffers.begin()
+            self.buckets.begin()
+        if last:
+            self.buckets.arm(self.gradient_sum)
+        self._around.last = last
+        return self._around
+
+    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+        if self.blocks:
+            self.buckets.send_rest()
+        if self.in_lockstep:
+            asked = self._ask_sums(range(self.num_pieces), want_norm)
+            agreed, _ = self.rounds.agree(tally, self.buckets.touched)
+        else:
+            asked = self._ask_sums(self.own, want_norm) if want_norm else []
+            agreed = self._agree_alone(tally)
+        norms = [tensor_of(f, torch.float32, len(f) // 4) for f in self._read_sums(asked)]
+        if not want_norm:
+            return agreed
+        return agreed._replace(norm=norm_of_blocks(torch.cat(norms)))
+
+    def update(self, scale: float, check: bool = True) -> bool:
+        if check and not self._finite:
+            self.buffers.restore()
+            self._attempt += 1
+            return False
+        pieces = range(self.num_pieces) if self.in_lockstep else self.own
+        rate = self._rates[self.group.rank] if self._rates else 1.0
+        what = {
+            **self._which(pieces),
+            "scale": scale,
+            "factor": rate * len(pieces) / self.num_pieces,
+            "settings": settings_of(self.held.optimizer),
+        }
+        applied = [
+            self._ask(server, Apply, **what, pulled=version if self._damps else None)
+            for server, version in enumerate(self._versions)
+        ]
+        pulled = self._versions
+        versions = [answer.version for answer, _ in self._answers(applied)]
+        self._pull(self.batch + 1, self._meets_after(self.batch + 1))
+        self.trace = pulled, versions, self._versions
+        self.batch, self._attempt = self.batch + 1, 0
+        self.buffers.commit()
+        self.mesh.world.bytes_sent += self.line.take_bytes()
+        return True
+
+    def gradients(self) -> dict[str, list[Slice]]:
+        return self._dump(gradients=True).tensors
+
+    def state_dict(self, served: bool = True) -> State:
+        """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
+        state = self._dump(gradients=False) if served else State({}, {})
+        if served and not self.in_lockstep and self.group.rank:
+            return state  # workers differ in their buffers: those of rank 0 are kept
+        for name, tensor in self._not_served() if served else self._all_held():
+            state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
+        """The ranks in turn send the servers what is theirs; then all pull it."""
+        source = Merged(source)
+        for name, tensor in self._not_served() if served else self._all_held():
+            source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
+        self.batch, self._attempt = step, 0
+        if served:
+            self._load_servers(source)
+        if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
+            self._pull(step, meets=served)
+        self.buffers.hold()
+
+    def _load_servers(self, source: Source) -> None:
+        asked = []
+        for server in self._served_here():
+            packed, tensors = pack_state(cut_state(source, self._runs_of(server)))
+            asked.append(self.line.ask(server, Load, tensors, step=self.batch, packed=packed))
+        for request in asked:
+            self.line.answer(request)
+        self.group.gather_numbers([self.batch])  # all have theirs
+
+    def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+        """The rounds of a worker that agrees with the others on each step, or with nobody."""
+        if self.in_lockstep:
+            return Held(model, optimizer, self.mesh, self.holding, self.num_pieces, 1)
+        alone = self.mesh._replace(world=Group(), data=Group())
+        return Held(model, optimizer, alone, self.holding, len(self.own), 1)
+
+    def _greet(self) -> None:
+        num_rows = len(self.blocks)
+        if self._memory is None or self._memory.num_rows != num_rows:
+            self._memory = Memory(self.layout, num_rows, self.parameters)
+        welcomes = self._answers(
+            self._ask_all(
+                Hello,
+                seat=self.group.rank,
+                secret=self.line.servers.secret,
+                layout=self.layout.digest,
+                num_rows=num_rows,
+                rows=self._memory.place,
+            )
+        )
+        self._memory.open([welcome for welcome, _ in welcomes])
+        self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
+
+    def _where_to_begin(self, welcomes: list[Welcome]) -> int:
+        """The first batch of which not all servers have this seat's pieces."""
+        if self.in_lockstep:
+            return max(welcome.committed for welcome in welcomes)
+        return min(welcome.next_batch for welcome in welcomes)
+
+    def _agree_alone(self, tally: Tally) -> Agreed:
+        if tally.stop and self._stop_at is None:
+            self.line.answer(self.line.ask(0, Stop, batch=self.batch))
+        return self.rounds.agree_alone(tally)._replace(
+            busy_s=[tally.busy_s] * self.group.num_ranks,
+            stop=self._stop_at == self.batch + 1,
+            mark=None,
+            num_samples=None,
+        )
+
+    def _end_round(self, last: bool) -> None:
+        if not last:
+            self.gradient_sum.push([p.grad for p in self.parameters])
+            for p in self.parameters:
+                p.grad = None
+
+    def _push_bucket(self, bucket: Bucket) -> "_Pushed":
+        for key in self.layout.of_shelf(len(self.buckets.sent)):
+            self._push(key)
+        return _Pushed()
+
+    def _push(self, key: int) -> None:
+        assert self._memory is not None
+        server, own = self.layout.holders[key][0], self.layout.keys[key]
+        rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
+        is_shared = self._memory.shares_with(server)
+        self.line.tell(
+            server,
+            Push,
+            () if is_shared else rows,
+            batch=self.batch,
+            attempt=self._attempt,
+            key=key,
+            blocks=self.blocks,
+            touched=[self.buckets.touched[s.parameter] for s in self._segments[key]],
+            is_shared=is_shared,
+        )
+        if is_shared:
+            self.line.num_bytes += own.num_bytes * len(rows)
+
+    def _which(self, pieces: range) -> dict[str, int]:
+        return {
+            "batch": self.batch,
+            "attempt": self._attempt,
+            "first": pieces.start,
+            "last": pieces.stop,
+        }
+
+    def _ask_sums(self, pieces: range, want_norm: bool) -> list["_Asked"]:
+        return self._ask_all(
+            Sum, **self._which(pieces), want_norms=want_norm, want_finite=self.checks
+        )
+
+    def _read_sums(self, asked: list["_Asked"]) -> Iterator[memoryview]:
+        """Wait until every server has all rows, which is the vote; the norms that they found."""
+        self._finite = True
+        for summed, frames in self._answers(asked):
+            self._finite &= summed.finite
+            yield from frames
+
+    def _meets_after(self, step: int) -> bool:
+        return self.meets_after(step) or self._stop_at == step
+
+    def _pull(self, batch: int, meets: bool) -> None:
+        """Take the parameters for a batch, as soon as it may be begun."""
+        assert self._memory is not None
+        asked = self._ask_all(Pull, batch=batch, meets=meets)
+        answers = self._answers(asked)
+        self._versions = [values.version for values, _ in answers]
+        for server, (values, frames) in enumerate(answers):
+            self._memory.take_values(server, frames)
+            if server == 0:
+                self._stop_at = values.stop_at
+                self.staleness.add(batch - values.committed)
+
+    def _ask_all(self, kind: type[WorkerMessage], **what: Any) -> list["_Asked"]:
+        return [self._ask(server, kind, **what) for server in range(len(self.line))]
+
+    def _ask(self, server: int, kind: type[WorkerMessage], **what: Any) -> "_Asked":
+        return server, self.line.ask(server, kind, **what), kind, what
+
+    def _answers(self, asked: list["_Asked"]) -> list[tuple[Any, list[memoryview]]]:
+        """In the servers' order; rows that one misses are pushed again."""
+        found = []
+        for server, request, kind, what in asked:
+            answer, frames = self.line.answer(request)
+            while isinstance(answer, Missing):
+                for key in answer.keys:
+                    self._push(key)
+                answer, frames = self.line.answer(self.line.ask(server, kind, **what))
+            found.append((answer, frames))
+        return found
+
+    def _served_here(self) -> list[int]:
+        """The servers whose state passes through this rank."""
+        return list(range(self.group.rank, len(self.line), self.group.num_ranks))
+
+    def _dump(self, gradients: bool) -> State:
+        """Every rank must call it, and nobody goes on before all have theirs."""
+        state = State({}, {})
+        try:
+            for server in self._served_here():
+                asked = self.line.ask(server, Dump, gradients=gradients)
+                dumped, frames = self.line.answer(asked)
+                found = unpack_state(dumped.packed, frames)
+                state.plain.update(found.plain)
+                for name, parts in found.tensors.items():
+                    state.tensors.setdefault(name, []).extend(parts)
+        finally:
+            self.group.gather_numbers([0])
+        return state
+
+    def _runs_of(self, server: int) -> Iterator[tuple[Run, tuple[int, ...]]]:
+        """What a server steps on, with its shape."""
+        for key in self.layout.held_by(server):
+            for s in self._segments[key]:
+                name, p = self.named[s.parameter]
+                shape = tuple(p.shape) if s.length == p.numel() else (s.length,)
+                yield Run(name, p.shape, s.start), shape
+
+    def _all_held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.held.model.named_parameters()
+        yield from self.held.model.named_buffers()
+
+    def _not_served(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, and weights that nothing trains."""
+        served = {name for name, _ in self.named}
+        yield from ((n, p) for n, p in self.held.model.named_parameters() if n not in served)
+        yield from self.held.model.named_buffers()
+
+
+_Asked = tuple[int, int, type[WorkerMessage], dict[str, Any]]  # server, question's number, question
+
+
+class _Pushed:
+    """What became of a bucket that was pushed: servers add it up."""
+
+    def fold(self) -> None:
+        """It is not ours to add up."""
+
+    def drain(self) -> None:
+        """Nothing touches the bucket but whoever fills it."""

@@ -1,0 +1,148 @@
+"""Deaths under parameter servers: nothing acknowledged is lost, nothing is applied twice.
+
+In lockstep that is seen in the bits: they are those of the undisturbed run without servers. Members
+0 to 2 are the workers, 3 and 4 the servers, and 5 the spare.
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from shoal.testing.faults import (
+    Trained,
+    check_ledger,
+    check_recovered,
+    check_same,
+    check_survivors,
+)
+
+NUM_STEPS = 60
+LOCKSTEP = "data=3 sync=server servers=2"
+SERVER_POINTS = [
+    "server.push",
+    "server.apply",
+    "server.unwritten",
+    "server.applied",
+    "server.pull",
+]
+
+
+def check(trained: Trained, undisturbed: Trained, replaced: list[int]) -> None:
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    check_survivors(trained, replaced)
+    if replaced:
+        check_recovered(trained, dict.fromkeys(replaced, "killed by SIGKILL"))
+    for event in trained.events("recovered"):
+        assert event.get("server") == (event["rank"] - 3 if event["rank"] > 2 else None)
+    assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
+
+
+def test_servers_change_nothing(start, undisturbed: Trained) -> None:
+    check(start(plan=LOCKSTEP).wait(), undisturbed, [])
+
+
+@pytest.mark.parametrize(
+    ("point", "server"),
+    [
+        pytest.param(point, server, marks=[] if i % 2 == server % 2 else [pytest.mark.full])
+        for i, point in enumerate(SERVER_POINTS)
+        for server in (3, 4)
+    ],
+)
+def test_a_server_killed_within_a_step(start, undisturbed, point: str, server: int) -> None:
+    trained = start(f"{point}:kill:member={server}:step=20", plan=LOCKSTEP).wait()
+    check(trained, undisturbed, [server])
+    assert f"server {server - 3} was killed by SIGKILL after step" in trained.errors
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        pytest.param(point, rank, marks=[] if i == rank else [pytest.mark.full])
+        for i, point in enumerate(
+            ["step.begin", "step.computed", "step.exchanged", "step.committed"]
+        )
+        for rank in range(3)
+    ],
+)
+def test_a_worker_killed_within_a_step(start, undisturbed, point: str, rank: int) -> None:
+    trained = start(f"{point}:kill:member={rank}:step=20", plan=LOCKSTEP).wait()
+    check(trained, undisturbed, [rank])
+
+
+@pytest.mark.parametrize(("point", "member"), [("seat.here", 3), ("seat.forming", 1)])
+def test_a_kill_while_the_first_group_forms(start, undisturbed, point: str, member: int) -> None:
+    trained = start(f"{point}:kill:member={member}", plan=LOCKSTEP).wait()
+    check(trained, undisturbed, [member])
+
+
+@pytest.mark.parametrize("point", ["server.push", "server.applied"])
+def test_a_server_and_a_worker_at_once(start, undisturbed, point: str) -> None:
+    armed = [f"{point}:kill:member=4:step=20", "step.exchanged:kill:member=1:step=20"]
+    trained = start(*armed, plan=LOCKSTEP).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.timeout(900)
+def test_kills_at_random_moments(start, undisturbed, num_kills: int) -> None:
+    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
+    draws = random.Random(seed)
+    for attempt in range(num_kills):
+        training = start(pause=0.01, plan=LOCKSTEP)
+        training.wait_for_seats()
+        time.sleep(draws.uniform(0.0, 0.5))
+        training.signal_rank(draws.randrange(5), signal.SIGKILL)
+        trained = training.wait()
+        check_same(trained, undisturbed)
+        check_ledger(trained, NUM_STEPS)
+        assert trained.result["recoveries"] == 1, f"kill {attempt} of seed {seed}"
+
+
+@pytest.mark.parametrize("bound", ["staleness=2", "staleness=any"])
+@pytest.mark.parametrize(
+    "fault",
+    ["step.computed:kill:member=1:step=20", "server.applied:kill:member=4:step=20"],
+)
+def test_out_of_lockstep_the_others_go_on(start, bound: str, fault: str) -> None:
+    trained = start(fault, plan=f"{LOCKSTEP} {bound}").wait()
+    assert trained.exit_code == 0, trained.errors
+    assert trained.result["recoveries"] == 1
+    assert trained.result["staleness"]["count"] > 0 and "staleness: " in trained.errors
+    assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("bound", ["staleness=2", "staleness=any"])
+def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> None:
+    training = start(pause=0.02, plan=f"{LOCKSTEP} {bound}")
+    training.wait_for_step(5)
+    os.kill(training.command.pid, signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 75, trained.errors
+    step = trained.result["checkpoint"]
+    assert step == trained.result["steps"] < NUM_STEPS
+    again = start(plan=LOCKSTEP, options=("--resume", "--run-dir", str(trained.run_dir)))
+    assert again.wait().exit_code == 0
+    steps = [record["step"] for record in trained.steps()]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
+def test_when_every_worker_is_lost_the_checkpoint_is_what_is_left(start) -> None:
+    armed = [f"step.exchanged:kill:member={rank}:step=20" for rank in range(3)]
+    trained = start(*armed, plan=LOCKSTEP, options=("--set", "save_every=10")).wait()
+    assert trained.exit_code != 0
+    assert "--resume" in trained.last_words
+
+
+def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
+    options = ("--heartbeat-timeout", "1")
+    trained = start("server.apply:stop:member=3:step=20", plan=LOCKSTEP, options=options).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    check_survivors(trained, [3])

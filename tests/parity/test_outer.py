@@ -1,0 +1,65 @@
+"""Local steps under an outer optimizer, packed and in fragments: the bits of one process.
+
+Codecs round, and rounding makes a whole step of a last bit; so nothing less than the same bits is
+accepted, which both sides have since they add in one order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.testing.ranks import Pool
+from tests.parity.runs import train
+
+ZOO = str(Path(__file__).parents[1] / "zoo.py")
+UNLIKE = str(Path(__file__).with_name("unlike.py"))
+# Each with a recipe and the steps, of which the last window is cut short.
+QUICK = [
+    ("data=2 local_steps=4 outer=nesterov", f"{ZOO}:mlp", 6),
+    ("data=3 local_steps=4 outer=nesterov:0.5:0.8 codec=int8 fragments=2", f"{UNLIKE}:noisy", 11),
+    ("data=4 local_steps=3 codec=int4", f"{UNLIKE}:frozen", 7),
+]
+PLANS = [
+    "data=2 local_steps=4 outer=nesterov",
+    "data=2 local_steps=4 fragments=4",
+    "data=4 local_steps=8 outer=nesterov codec=int8",
+    "data=2 local_steps=6 outer=nesterov codec=int4 fragments=3",
+    "data=4 local_steps=7 outer=nesterov codec=bf16 fragments=2 accumulate=2",
+    "data=2 local_steps=4 outer=nesterov codec=fp16 precision=bf16",
+    "data=1 local_steps=4 outer=nesterov:0.5",
+]
+
+
+def check_same(found: Any, steps: int) -> None:
+    assert found.exit_code == 0, found.errors
+    assert found.verdict["passed"] and found.verdict["num_steps"] == steps
+    assert found.verdict["identical"], found.errors
+
+
+@pytest.mark.parametrize(("plan", "recipe", "steps"), QUICK)
+def test_replicas_train_what_the_reference_does(
+    verify: Any, plan: str, recipe: str, steps: int
+) -> None:
+    check_same(verify(recipe, plan, steps=steps), steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("recipe", ["mlp", "cnn", "gpt"])
+def test_many_steps(verify: Any, recipe: str, plan: str) -> None:
+    check_same(verify(f"{ZOO}:{recipe}", plan, steps=20), 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["tied", "frozen", "unused", "double", "groups", "recurrent"])
+def test_models_unlike_one_another(verify: Any, recipe: str) -> None:
+    plan = "data=3 local_steps=4 outer=nesterov codec=int4 fragments=2"
+    check_same(verify(f"{UNLIKE}:{recipe}", plan, steps=11), 11)
+
+
+def test_packed_outer_gradients_send_less_and_end_alike(pool: Pool) -> None:
+    plain = pool.run(train, 2, "network", "data=2 local_steps=4 outer=nesterov")
+    first, second = pool.run(train, 2, "network", "data=2 local_steps=4 outer=nesterov codec=int4")
+    assert all(tensor.equal(second["model"][name]) for name, tensor in first["model"].items())
+    assert first["bytes"] < plain[0]["bytes"] / 2

@@ -1,0 +1,94 @@
+"""The name of data's content: the same wherever it lies and whatever lies over it."""
+
+import os
+import shutil
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import shoal
+from shoal.data.likeness import content_name
+from shoal.data.transforms.quarantine import quarantine
+
+ROWS = torch.arange(40.0).reshape(20, 2)
+
+
+def write_tar(path: Path, content: bytes) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number in range(9):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = len(content)
+            tar.addfile(member, BytesIO(content))
+
+
+def write_lines(path: Path, content: bytes) -> None:
+    path.write_bytes(content + b"\nanother\n")
+
+
+def write_images(path: Path, content: bytes) -> None:
+    for number in range(3):
+        (path / "a").mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), content[number]).save(path / "a" / f"{number}.png")
+
+
+FILES: dict[str, tuple[Any, Any]] = {
+    "tar": (write_tar, shoal.data.tar),
+    "lines": (write_lines, shoal.data.lines),
+    "images": (write_images, shoal.data.images),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_may_be_moved_and_not_changed(tmp_path: Path, kind: str) -> None:
+    write, read = FILES[kind]
+    for name, content in (("one", b"abcde"), ("other", b"abXde")):
+        write(tmp_path / name, content)
+    before = content_name(read(tmp_path / "one"))
+    assert before and content_name(read(tmp_path / "other")) != before
+    shutil.move(tmp_path / "one", tmp_path / "moved")
+    for path in (tmp_path / "moved", *(tmp_path / "moved").rglob("*")):
+        os.utime(path, (1, 1))
+    assert content_name(read(tmp_path / "moved")) == before
+
+
+def test_what_lies_in_memory_is_known_by_its_rows() -> None:
+    known = content_name(shoal.data.tensors(ROWS, ROWS[:, 0]))
+    assert known and content_name(shoal.data.tensors(ROWS.clone(), ROWS[:, 0])) == known
+    assert content_name(shoal.data.tensors(ROWS + 1, ROWS[:, 0])) != known
+    assert content_name(shoal.data.tensors(ROWS.double(), ROWS[:, 0])) != known
+    tokens = torch.arange(50)
+    windows = content_name(shoal.data.windows(tokens, 4))
+    assert windows and content_name(shoal.data.windows(tokens + 1, 4)) != windows
+    assert content_name([(1, 2), (3, 4)]) == content_name([(1, 2), (3, 4)])
+    assert content_name([(1, 2), (3, 4)]) != content_name([(1, 2), (3, 5)])
+
+
+def test_layers_do_not_count_and_parts_do(tmp_path: Path) -> None:
+    data = shoal.data.tensors(ROWS, ROWS[:, 0])
+    over = shoal.data.in_order(quarantine(shoal.data.mapped(data, abs), tmp_path / "bad.jsonl"))
+    assert content_name(over) == content_name(data)
+    other = shoal.data.tensors(ROWS + 1, ROWS[:, 0])
+    assert content_name(shoal.data.join([data, other])) != content_name(
+        shoal.data.join([other, data])
+    )
+
+
+def test_a_source_of_ones_own_is_not_touched() -> None:
+    class Own:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("it may open what forks must not share")
+
+    class Named(Own):
+        def identity(self) -> str:
+            return "photos-3"
+
+    assert content_name(Own()) == ""
+    assert content_name(Named()) == "Named photos-3"

@@ -1,0 +1,111 @@
+"""Packing into fewer bytes: how far off an element may be, and that nothing is hidden."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.numerics.quantization import BLOCK, Blocks, Halves, codec_of
+from shoal.plan_keys import PACKED
+
+LENGTHS = st.integers(0, 3 * BLOCK + 1)
+SIZES = st.floats(-44, 37)  # powers of ten, from what is nearly nothing to what nearly overflows
+BITS = st.sampled_from([4, 8])
+
+
+def vector(length: int, size: float, seed: int) -> Tensor:
+    """Of blocks whose sizes differ, up to 10 to the power of `size`."""
+    draws = torch.Generator().manual_seed(seed)
+    powers = size - 6 * torch.rand(-(-length // BLOCK) or 1, generator=draws, dtype=torch.float64)
+    scale = (10**powers).repeat_interleave(BLOCK)[:length]
+    return (scale * (2 * torch.rand(length, generator=draws) - 1)).float()
+
+
+def round_trip(codec: Halves | Blocks, flat: Tensor) -> Tensor:
+    packed = codec.encode(flat)
+    assert packed.dtype == torch.uint8 and packed.dim() == 1
+    assert packed.numel() == codec.num_bytes(flat.numel())
+    return codec.decode(packed, flat.numel())
+
+
+@given(LENGTHS, SIZES, BITS, st.integers(0, 99))
+def test_an_element_is_off_by_half_a_step_of_its_block(
+    length: int, size: float, bits: int, seed: int
+) -> None:
+    flat = vector(length, size, seed)
+    back = round_trip(Blocks(bits), flat)
+    assert back.dtype == torch.float32 and back.shape == flat.shape
+    for before, after in zip(flat.split(BLOCK), back.split(BLOCK), strict=True):
+        if not length:
+            continue
+        most = before.double().abs().max().item()
+        half = most / (2 ** (bits - 1) - 1) / 2
+        error = (before.double() - after.double()).abs().max().item()
+        assert error <= half * (1 + 1e-5) + 2e-44, "the least that a number can be, at the end"
+
+
+@given(LENGTHS, st.integers(0, 4), BITS, st.integers(0, 99))
+def test_parts_of_whole_blocks_may_be_packed_alone(
+    length: int, num_blocks: int, bits: int, seed: int
+) -> None:
+    flat, codec = vector(length, 0, seed), Blocks(bits)
+    cut = min(length, num_blocks * BLOCK)
+    parts = torch.cat([codec.encode(flat[:cut]), codec.encode(flat[cut:])])
+    assert torch.equal(parts, codec.encode(flat))
+    assert codec.num_bytes(length) == codec.num_bytes(cut) + codec.num_bytes(length - cut)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_zeros_and_the_largest_come_back_as_they_are(name: str) -> None:
+    codec = codec_of(name)
+    assert codec is not None
+    flat = torch.zeros(2 * BLOCK + 3)
+    assert torch.equal(round_trip(codec, flat), flat)
+    flat[5], flat[BLOCK + 1] = -7.0, 127.0
+    assert torch.equal(round_trip(codec, flat), flat)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
+    codec = codec_of(name)
+    assert codec is not None
+    flat = torch.ones(2 * BLOCK)
+    flat[3] = bad
+    back = round_trip(codec, flat)
+    assert not back[3].isfinite()
+    assert back[BLOCK:].isfinite().all(), "of the other block nothing is lost"
+
+
+def test_halves_are_to_even() -> None:
+    flat = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    assert round_trip(Blocks(8), flat).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
+
+
+def test_doubles_are_packed_as_singles() -> None:
+    flat = vector(300, 0, 1)
+    assert torch.equal(Blocks(8).encode(flat.double()), Blocks(8).encode(flat))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8.125), ("int4", 4.125), ("bf16", 16)])
+def test_bits_of_an_element(name: str, bits: float) -> None:
+    codec = codec_of(name)
+    assert codec is not None and 8 * codec.num_bytes(1024) / 1024 == bits
+    assert codec_of("none") is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_dropped_and_added_again_is_not_lost(bits: int) -> None:
+    """Elements far below a step of their block arrive in time."""
+    codec, flat = Blocks(bits), torch.full((BLOCK,), 1e-4)
+    flat[0] = 1.0
+    owed, total = torch.zeros(BLOCK), torch.zeros(BLOCK)
+    for _ in range(2000):
+        back = round_trip(codec, flat + owed)
+        owed = flat + owed - back
+        total += back
+    torch.testing.assert_close(total[1:], torch.full((BLOCK - 1,), 0.2), rtol=0, atol=0.15)
+    assert float(owed.abs().max()) <= 1 / (2 ** (bits - 1) - 1)

@@ -1,0 +1,270 @@
+"""Workers and servers over sockets, with a relay between them that is as bad as a network can be.
+
+What is lost is asked for again, what is damaged is not used, and each update is made once.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from shoal.comm.wire import connect, pack, tensor_of, unpack
+from shoal.errors import GroupLost
+from shoal.mesh import Servers
+from shoal.sync.server import line as module
+from shoal.sync.server import serve
+from shoal.sync.server.line import Line, NotServed
+from shoal.sync.server.messages import Apply, Hello, Missing, Pull, Push, Refused, Sum, Values
+from shoal.sync.server.serve import Desk
+from shoal.sync.server.server import Server
+from shoal.testing.relay import Message, Relay
+from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, values
+
+NUM_BATCHES = 8
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.03)
+    monkeypatch.setattr(module, "TICK_MS", 5)
+
+
+@contextmanager
+def opened(server: Server) -> Iterator[Desk]:
+    """A server at its desk, in a thread."""
+    desk, is_over = Desk(server), threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            desk.turn()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield desk
+    finally:
+        is_over.set()
+        thread.join()
+        desk.close()
+
+
+@contextmanager
+def called(address: str, seat: int = 0, generation: int = GENERATION, **other: Any):
+    told = {"secret": SECRET, "is_lost": lambda: False} | other
+    line = Line(Servers((address,), generation, **told), seat)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+class Caller:
+    """A worker that trains over a line as `strategy.py` does."""
+
+    def __init__(self, line: Line, server: Server, seat: int = 0):
+        self.line, self.plays, self.keys = line, Worker(seat, server), server.shard.keys
+
+    def ask(self, kind: Any, message: Any) -> Any:
+        """The message's content, under a number of the line's own; until it is not `Missing`."""
+        what = {
+            name: getattr(message, name)
+            for name in message.__struct_fields__
+            if name not in ("generation", "request")
+        }
+        while True:
+            answer, frames = self.line.answer(self.line.ask(0, kind, **what))
+            if not isinstance(answer, Missing):
+                return answer, frames
+            self.push(message.batch, answer.keys)
+
+    def push(self, batch: int, keys: list[int]) -> None:
+        for key in keys:
+            self.line.tell(
+                0,
+                Push,
+                self.plays.rows(key, batch + 1),
+                batch=batch,
+                attempt=0,
+                key=key,
+                blocks=self.plays.blocks,
+                touched=self.plays.push(key, batch).touched,
+                is_shared=False,
+            )
+
+    def greet(self) -> None:
+        self.ask(Hello, self.plays.hello())
+
+    def train(self, batches: range) -> Tensor:
+        """The first key's values, as they came back at the end."""
+        for batch in batches:
+            self.push(batch, self.keys)
+            self.ask(Sum, self.plays.sum(batch))
+            self.ask(Apply, self.plays.apply(batch))
+            given, frames = self.ask(Pull, self.plays.pull(batch + 1))
+            assert isinstance(given, Values) and given.committed == batch + 1
+        return tensor_of(frames[0], torch.float32, len(frames[0]) // 4)
+
+
+class Every:
+    """Does something to every so manyth message of one way."""
+
+    def __init__(self, often: int, to_server: bool, do: Callable[[Message], list[Message]]):
+        self.often, self.to_server, self.do = often, to_server, do
+        self.num_seen = self.num_done = 0
+
+    def __call__(self, message: Message) -> list[Message]:
+        if message.to_server != self.to_server:
+            return [message]
+        self.num_seen += 1
+        if self.num_seen % self.often:
+            return [message]
+        self.num_done += 1
+        return self.do(message)
+
+
+def late(message: Message) -> list[Message]:
+    time.sleep(0.05)  # longer than until it is asked again
+    return [message]
+
+
+FAULTS: dict[str, Callable[[Message], list[Message]]] = {
+    "lost": lambda message: [],
+    "doubled": lambda message: [message, message],
+    "damaged": lambda message: [message.flipped()],
+    "late": late,
+}
+
+
+@pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_network_changes_nothing(fault: str, to_server: bool) -> None:
+    server = make_server()
+    tamper = Every(5, to_server, FAULTS[fault])
+    with opened(server) as desk, Relay(desk.address) as relay, called(relay.address) as line:
+        caller = Caller(line, server)
+        caller.greet()
+        relay.tamper = tamper
+        caller.train(range(NUM_BATCHES))
+    assert tamper.num_done >= 3
+    expected = float(sum(range(1, NUM_BATCHES + 1)))
+    assert server.clock.committed == NUM_BATCHES
+    assert torch.equal(values(server), torch.full((47,), expected))
+
+
+@pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])
+def test_connections_that_break_change_nothing(to_server: bool) -> None:
+    server = make_server()
+    with opened(server) as desk, Relay(desk.address) as relay, called(relay.address) as line:
+        caller = Caller(line, server)
+        caller.greet()
+
+        def cut(message: Message) -> list[Message]:
+            relay.reset()
+            return [message]
+
+        relay.tamper = Every(7, to_server, cut)
+        caller.train(range(NUM_BATCHES))
+        assert relay.tamper.num_done >= 2
+    expected = float(sum(range(1, NUM_BATCHES + 1)))
+    assert torch.equal(values(server), torch.full((47,), expected))
+
+
+def test_what_comes_back_is_what_is_held() -> None:
+    server = make_server()
+    with opened(server) as desk, called(desk.address) as line:
+        caller = Caller(line, server)
+        caller.greet()
+        given = caller.train(range(2))
+    assert torch.equal(given, server.shard.values[server.shard.keys[0]])
+    assert line.take_bytes() > 0 and line.take_bytes() == 0
+
+
+def test_a_worker_of_another_run_is_refused() -> None:
+    server = make_server()
+    with opened(server) as desk, called(desk.address) as line:
+        caller = Caller(line, server)
+        with pytest.raises(NotServed, match="another run's"):
+            caller.ask(Hello, caller.plays.hello(secret="of another"))
+        caller.push(0, caller.keys)
+        with pytest.raises(NotServed, match="Greet first"):
+            caller.ask(Apply, caller.plays.apply(0))
+    assert server.clock.committed == 0 and not values(server).any()
+
+
+def test_a_worker_of_an_older_generation_is_refused() -> None:
+    server = make_server()
+    with opened(server) as desk, called(desk.address, generation=GENERATION - 1) as line:
+        caller = Caller(line, server)
+        with pytest.raises(GroupLost, match=f"generation {GENERATION}"):
+            caller.greet()
+        caller.push(0, caller.keys)
+        with pytest.raises(GroupLost):
+            caller.ask(Apply, caller.plays.apply(0))
+    assert server.clock.committed == 0 and not values(server).any()
+
+
+def test_who_waits_leaves_when_the_group_is_lost() -> None:
+    lost = threading.Event()
+    with called("tcp://127.0.0.1:9", is_lost=lost.is_set) as line:
+        request = line.ask(0, Pull, batch=0, meets=False)
+        threading.Timer(0.1, lost.set).start()
+        with pytest.raises(GroupLost):
+            line.answer(request)
+
+
+def test_who_sends_to_nobody_leaves_when_the_group_is_lost() -> None:
+    """What is sent to a server that is gone is kept for it, but only so much."""
+    lost = threading.Event()
+    with called("tcp://127.0.0.1:9", is_lost=lost.is_set) as line:
+        timer = threading.Timer(0.3, lost.set)
+        timer.start()
+        with pytest.raises(GroupLost):
+            for batch in range(100_000):
+                line.tell(0, Pull, batch=batch, meets=False)
+        timer.join()
+
+
+def test_what_is_no_message_is_refused_and_harms_nobody() -> None:
+    server = make_server()
+    with opened(server) as desk, called(desk.address) as line:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        noisy = connect(context, desk.address, b"noisy", None)
+        good = pack(Worker(0, server).hello())
+        for frames in ([b""], [b"SHL"], [b"x" * 5000], [*good, b"more"], [b"", *good]):
+            noisy.send_multipart(frames)
+            assert noisy.poll(20_000)
+            answer, _ = unpack(noisy.recv_multipart(), module._DECODER, 1 << 20)
+            assert isinstance(answer, Refused) and answer.request == 0
+        caller = Caller(line, server)
+        caller.greet()
+        caller.train(range(2))
+        noisy.close()
+        context.term()
+    assert server.clock.committed == 2
+
+
+@pytest.mark.parametrize("num_idle", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_idle_connections_do_no_harm(num_idle: int) -> None:
+    server = make_server()
+    with opened(server) as desk, called(desk.address) as line:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, num_idle + 10)
+        idle = [connect(context, desk.address, b"idle %d" % i, None) for i in range(num_idle)]
+        for number, socket in enumerate(idle):  # each is there: it is told that it must greet
+            socket.send_multipart(pack(Worker(0, server).pull(number)))
+        for socket in idle:
+            assert socket.poll(20_000)
+            answer, _ = unpack(socket.recv_multipart(), module._DECODER, 1 << 20)
+            assert isinstance(answer, Refused)
+        caller = Caller(line, server)
+        caller.greet()
+        caller.train(range(5))
+        context.destroy(linger=0)
+    assert server.clock.committed == 5
+    assert serve.TICK_MS < 1000

@@ -1,0 +1,48 @@
+"""What a step of a server does with the gradients it is given."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.sync.server.shard import Shard, layout_of, settings_of
+
+
+def shard_of(**options: bool | float) -> tuple[Shard, dict[int, Tensor]]:
+    """A shard of one small model, and sums for it."""
+    torch.manual_seed(1)
+    model = nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **options)  # type: ignore[arg-type]
+    shard = Shard(model, optimizer, layout_of(model, optimizer, 1, 1), 0)
+    return shard, {key: torch.randn_like(value) for key, value in shard.values.items()}
+
+
+def step(shard: Shard, sums: dict[int, Tensor], scale: float) -> None:
+    touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
+    shard.apply(sums, touched, scale, 1.0, settings_of(shard.optimizer))
+
+
+def test_a_fused_step_reads_the_sums_where_they_stand() -> None:
+    """A pass over all gradients less, where nothing scales them."""
+    shard, sums = shard_of(fused=True)
+    before = {key: value.clone() for key, value in shard.values.items()}
+    step(shard, sums, 1.0)
+    stand = [(s.data_ptr(), s.data_ptr() + s.nbytes) for s in sums.values()]
+    for run in shard.runs:
+        assert run.grad is not None
+        assert any(first <= run.grad.data_ptr() < last for first, last in stand)
+    for key, value in shard.values.items():
+        for s in shard.layout.segments(key):
+            where = slice(s.place, s.place + s.length)
+            assert torch.equal(value[where], before[key][where] - 0.5 * sums[key][where])
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_no_step_changes_the_sums(options: dict[str, bool], scale: float) -> None:
+    """They are written down after it. Nesterov's foreach kernel changes the gradients it gets."""
+    shard, sums = shard_of(momentum=0.9, nesterov=True, **options)
+    kept = {key: total.clone() for key, total in sums.items()}
+    for _ in range(2):
+        step(shard, sums, scale)
+        for key, total in sums.items():
+            assert torch.equal(total, kept[key])

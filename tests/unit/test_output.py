@@ -1,0 +1,71 @@
+"""What is said at the end of a run, and that nothing in it steers the terminal."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.cli.report import report
+from shoal.sync.server.clock import Staleness
+
+FACTS = {
+    "plan": "data=1",
+    "num_servers": 0,
+    "model_problem": "a full disk",
+    "unholdable": "a tensor",
+    "unsaved": {},
+}
+
+
+def ended(**changes: Any) -> SimpleNamespace:
+    """The end of a run after three steps."""
+    usual: dict[str, Any] = {
+        "summaries": {},
+        "step": 3,
+        "exit_code": 0,
+        "trace": "",
+        "cause": "",
+        "stopped_by": "",
+        "num_recoveries": 0,
+        "num_steps_again": 0,
+    }
+    return SimpleNamespace(**usual | changes)
+
+
+def test_the_staleness_that_ranks_saw_is_told_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own: dict[str, Any] = {
+        "steps": 3,
+        "loss": 0.5,
+        "evaluation": None,
+        "samples_per_s": 1.0,
+        "bytes_sent": 8,
+        "peak_memory_bytes": 8,
+        "times": {"compute": 1.0},
+        "checkpoint": 3,
+    }
+    seen = [Staleness({0: 3}).summary(), Staleness({0: 1, 2: 2}).summary()]
+    summaries = {rank: own | {"staleness": one} for rank, one in enumerate(seen)}
+    outcome, facts = ended(summaries=summaries, num_recoveries=1), FACTS | {"num_servers": 2}
+    assert report(outcome, facts, tmp_path, as_json=True) == 0
+    said = capsys.readouterr()
+    told = msgspec.json.decode(said.out)["staleness"]
+    assert told == {"count": 6, "mean": 4 / 6, "largest": 2, "histogram": {"0": 4, "2": 2}}
+    assert "staleness: 0.67 on the mean, 2 batches at the most" in said.err
+    assert "lost ranks and servers replaced: 1; no step was done again" in said.err
+    outcome = ended(summaries={0: own | {"staleness": None}})
+    assert report(outcome, FACTS, tmp_path, as_json=True) == 0
+    said = capsys.readouterr()
+    assert msgspec.json.decode(said.out)["staleness"] is None and "staleness" not in said.err
+
+
+def test_the_cause_of_an_end_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = ended(exit_code=1, cause="rank 0 failed: no file \x1b[2J.csv")
+    assert report(outcome, FACTS, tmp_path, as_json=False) == 1
+    said = capsys.readouterr().err
+    assert "no file \\x1b[2J.csv" in said and "\x1b" not in said

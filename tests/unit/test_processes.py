@@ -1,0 +1,64 @@
+"""What each process has for itself: made anew in a fork, whatever other threads were doing."""
+
+import os
+import threading
+
+from shoal.processes import PerProcess
+
+
+def in_a_fork(act) -> bool:
+    """Whether `act` is true in a child; one that hangs is ended."""
+    child = os.fork()
+    if child == 0:
+        threading.Timer(10, os._exit, [3]).start()
+        try:
+            os._exit(0 if act() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_process_makes_its_own_once() -> None:
+    made = PerProcess(lambda: [os.getpid()])
+    own = made.get()
+    assert own == [os.getpid()] and made.get() is own
+    assert in_a_fork(lambda: made.get() == [os.getpid()] and made.get() is made.get())
+    assert made.get() is own
+
+
+def test_a_fork_waits_for_no_thread_of_its_parent() -> None:
+    """A thread makes one while another forks: in the child nobody would ever finish that."""
+    begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    def make() -> int:
+        if os.getpid() == parent:
+            begun.set()
+            assert go_on.wait(10)
+        return os.getpid()
+
+    made = PerProcess(make)
+    thread = threading.Thread(target=made.get)
+    thread.start()
+    assert begun.wait(10)
+    try:
+        assert in_a_fork(lambda: made.get() == os.getpid())
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_lock_is_free_in_a_fork() -> None:
+    locked = PerProcess(threading.RLock).get
+    with locked():
+        assert in_a_fork(lambda: locked().acquire(blocking=False))
+
+
+def test_threads_share_one() -> None:
+    made = PerProcess(object)
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(made.get())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1

@@ -1,0 +1,86 @@
+"""What reaches the screen: warnings of any process of a rank, once, and no needless traceback."""
+
+import errno
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal import logs
+from shoal.cli.display import Display
+from shoal.cluster.nursery import says_all
+from shoal.data.loaders import Key, Loaders
+from shoal.errors import RecipeError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def nothing_waiting() -> None:
+    logs.for_the_screen.clear()
+
+
+def test_a_loaders_warning_reaches_the_rank_once() -> None:
+    def load(epoch: int, ids: Any) -> tuple[Any, Any, Any]:
+        if ids[0] == 0:
+            logs.warn_on_screen("the disk is full")
+        return 1.0, 2.0, ids
+
+    work = Loaders(load, 1)
+    try:
+        for step in (0, 1):
+            work.ask(Key(step, 0), 0, np.array([step], dtype=np.int64))
+            work.take(Key(step, 0))
+    finally:
+        work.close()
+    assert list(logs.for_the_screen) == ["the disk is full"]
+
+
+def test_what_several_ranks_say_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display()
+    for _ in range(3):
+        display({"event": "warning", "text": "the disk [of them all] is full"})
+    told = {"event": "waiting", "rank": 1, "step": 4, "samples": "samples 3, 5"}
+    for seconds in (10, 20):
+        display(told | {"seconds": seconds})
+    display(
+        {
+            "event": "progress",
+            "step": 5,
+            "loss": float("nan"),
+            "samples_per_s": 1.0,
+            "communication": 0.5,
+        }
+    )
+    said = capsys.readouterr().err
+    assert said.count("the disk [of them all] is full") == 1
+    assert "rank 1 waits for data since 20 s, after step 4: samples 3, 5" in said
+    assert "loss none" in said
+
+
+def test_ranks_and_servers_are_called_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"num_parameters": 1, "plan": "", "num_steps": 5, "batch_size": 8}
+    facts |= {"begins": "", "unholdable": "", "cuts": ""}
+    display = Display()
+    display.introduce("recipe", facts | {"num_ranks": 1, "num_servers": 0}, "runs/1")
+    display.introduce("recipe", facts | {"num_ranks": 2, "num_servers": 1}, "runs/1")
+    gone = {"event": "exited", "status": -9, "how": "was killed by SIGKILL", "step": 4}
+    again = {"event": "recovered", "ms": 80.0, "step": 4, "generation": 1}
+    for who in ({"rank": 1}, {"rank": 2, "server": 0}):
+        display(gone | who)
+        display(again | who)
+    said = capsys.readouterr().err
+    assert ", 1 rank, 5 steps" in said and ", 2 ranks, 1 server, 5 steps" in said
+    assert "rank 1 was killed by SIGKILL" in said and "a spare took the seat of rank 1" in said
+    assert "server 0 was killed by SIGKILL" in said and "a spare took the seat of server 0" in said
+
+
+def test_an_error_of_the_system_needs_no_traceback() -> None:
+    def raised(error: Exception, cause: Exception | None) -> Exception:
+        error.__cause__ = cause
+        return error
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert says_all(raised(UsageError("the directory cannot be used"), full))
+    assert says_all(raised(RecipeError("no cause"), None))
+    assert not says_all(raised(RecipeError("the recipe failed"), full)), "its own code is shown"
+    assert not says_all(raised(UsageError("wrong"), ValueError("of a function")))
+    assert not says_all(full)
