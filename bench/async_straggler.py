@@ -11,6 +11,10 @@ What to expect: with `any`, three devices go at full speed and one at a fifth, s
 lockstep. A bound helps against passing delays: behind a worker that is always slow, the others soon
 wait at the bound for its pace. Where a batch can be cut finer, lockstep moves the work itself
 (`straggler`), and loses no step to staleness.
+
+How it was tuned: not for any arm. The rate is the gentlest of three (1, 3, 6) with which one
+process trains well; with the other two, lockstep is at the target in a third and a sixth of the
+steps, and `any` was ahead by about as much.
 """
 
 import sys
