@@ -22,13 +22,14 @@ class FromWorker(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
 
 
 class Hello(FromWorker, frozen=True, tag="hello"):
-    """I sit in this seat. `rows` is where my rows stand, if we share memory."""
+    """I sit in this seat, at this batch. `rows` is where my rows stand, if we share memory."""
 
     seat: int
     secret: str
     layout: str
     num_rows: int
     rows: Place | None
+    batch: int = 0
 
 
 class Push(FromWorker, frozen=True, tag="push"):

@@ -47,6 +47,26 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     ]
 
 
+class Changed:
+    """The settings that a worker's hooks and schedules have ever changed, and learning rates.
+
+    The others are the optimizer's own, which may count in them as it steps on the server.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._first = settings_of(optimizer)
+        self._names = [{"lr"} & first.keys() for first in self._first]
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Settings:
+        found = settings_of(optimizer)
+        for names, first, now in zip(self._names, self._first, found, strict=True):
+            names |= {name for name, value in now.items() if value != first.get(name)}
+        return [
+            {name: now[name] for name in sorted(names) if name in now}
+            for names, now in zip(self._names, found, strict=True)
+        ]
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
@@ -116,6 +136,7 @@ class Shard:
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
         self._step()
+        self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
 
     def _takes_as_they_are(self, scale: float) -> bool:
         """Whether a step can read the sums where they stand, which saves a pass over memory.

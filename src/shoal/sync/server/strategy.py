@@ -47,7 +47,7 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.shard import layout_of, settings_of, trained
+from shoal.sync.server.shard import Changed, layout_of, trained
 from shoal.sync.state import Run, Source, State, cut_state, pack_state, unpack_state
 from shoal.sync.strategy import Agreed, Tally
 
@@ -74,6 +74,7 @@ class ThroughServers:
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: Memory | None = None
         self._versions: list[int] = []  # of the parameters at hand, by server
+        self._changed: Changed | None = None
         self._attached = ExitStack()  # what is to be closed
         self.trace: tuple[list[int], ...] = ()  # versions: pulled, made by the step, pulled next
 
@@ -88,6 +89,7 @@ class ThroughServers:
         self.mesh, self.group, self.holding = mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.held = self._hold(model, optimizer)
+        self._changed = self._changed or Changed(optimizer)
         self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
         self.named = trained(model)
         self.parameters = [p for _, p in self.named]
@@ -141,13 +143,14 @@ class ThroughServers:
             self.buffers.restore()
             self._attempt += 1
             return False
+        assert self._changed is not None
         pieces = range(self.num_pieces) if self.in_lockstep else self.own
         rate = self._rates[self.group.rank] if self._rates else 1.0
         what = {
             **self._which(pieces),
             "scale": scale,
             "factor": rate * len(pieces) / self.num_pieces,
-            "settings": settings_of(self.held.optimizer),
+            "settings": self._changed.of(self.held.optimizer),
         }
         applied = [
             self._ask(server, Apply, **what, pulled=version if self._damps else None)
@@ -211,6 +214,7 @@ class ThroughServers:
             self._ask_all(
                 Hello,
                 seat=self.group.rank,
+                batch=self.batch,
                 secret=self.line.servers.secret,
                 layout=self.layout.digest,
                 num_rows=num_rows,

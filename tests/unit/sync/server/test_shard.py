@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.sync.server.shard import Shard, layout_of, settings_of
+from shoal.sync.server.shard import Changed, Shard, layout_of, settings_of
 
 
 def shard_of(**options: bool | float) -> tuple[Shard, dict[int, Tensor]]:
@@ -46,3 +46,27 @@ def test_no_step_changes_the_sums(options: dict[str, bool], scale: float) -> Non
         step(shard, sums, scale)
         for key, total in sums.items():
             assert torch.equal(total, kept[key])
+
+
+def test_a_share_of_the_rate_is_for_one_step() -> None:
+    """A checkpoint that was made after it goes on with the rate of the recipe."""
+    shard, sums = shard_of()
+    before = {key: value.clone() for key, value in shard.values.items()}
+    touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
+    shard.apply(sums, touched, 1.0, 0.25, settings_of(shard.optimizer))
+    assert shard.optimizer.param_groups[0]["lr"] == 0.5
+    for key, value in shard.values.items():
+        for s in shard.layout.segments(key):
+            where = slice(s.place, s.place + s.length)
+            torch.testing.assert_close(value[where], before[key][where] - 0.125 * sums[key][where])
+
+
+def test_what_an_optimizer_counts_in_its_settings_is_its_own() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.1)
+    optimizer.param_groups[0]["num_calls"] = 0
+    changed = Changed(optimizer)
+    assert changed.of(optimizer) == [{"lr": 0.5}]
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.0}]
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.1}], "the server has another"
