@@ -40,15 +40,19 @@ def catch_up(trainer: "Trainer") -> bool:
     scribes = [rank for rank, row in enumerate(rows) if row[2]] or [places.index(furthest)]
     first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
     trainer.is_scribe = first and group.rank == scribes[0]  # one in all, however models are cut
-    if not furthest[0] and min(row[3] for row in rows):
+    # After the first batch, who is new and who is not hold the same: the first weights.
+    if not furthest[0] and min(row[3] for row in rows) > 1:
         raise ShoalError(
             "Every worker was lost at once, and what they held beside the servers with them. Go on "
             "from the newest checkpoint: the same command with --resume."
         )
+    leader = places.index(furthest)
+    if min(places) == furthest and not trainer.loss_scale.dynamic:
+        return False
+    notes = _share_notes(trainer, leader)
+    trainer.loss_scale.load(notes.loss_scale)  # some may have lowered it for a step given up
     if min(places) == furthest:
         return False
-    leader = places.index(furthest)
-    notes = _share_notes(trainer, leader)
     if min(place[0] for place in places) == furthest[0]:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
@@ -61,7 +65,6 @@ def catch_up(trainer: "Trainer") -> bool:
         strategy.load_state_dict(Given(state), notes.step, served=False)
     trainer.step, trainer.answers, trainer.last_info = notes.step, notes.answers, notes.info
     trainer.stopped = notes.stopped
-    trainer.loss_scale.load(notes.loss_scale)
     return behind
 
 
@@ -73,7 +76,7 @@ def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
         trainer.strategy.load_state_dict(state, trainer.step, served=False)
         trainer.last_info = None if notes.info is None else notes.info._replace(step=trainer.step)
     if trainer.step == notes.step:
-        trainer.answers = notes.answers
+        trainer.answers, trainer.stopped = notes.answers, notes.stopped
     # An evaluation needs all ranks, so whatever came after a step that one has left is over.
     return is_new and trainer.step == notes.step
 

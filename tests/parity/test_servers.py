@@ -15,7 +15,8 @@ IN_LOCKSTEP = {  # each with the recipe that meets it in the quick suite
     "data=1 sync=server accumulate=2": "unused",
     "data=3 sync=server servers=2 accumulate=2": "groups",
     "data=2 sync=server precision=bf16": "frozen",
-    "data=2 sync=server precision=fp16": "plain",
+    "data=3 sync=server servers=2 precision=fp16": "loud",
+    "data=2 sync=server servers=3": "lonely",  # more servers than there is to hold
     "data=2 sync=server recompute=blocks": "weighted",
     "data=3 sync=server servers=2 combine=median": "noisy",
     "data=4 sync=server combine=trimmed:0.2": "tied",
@@ -35,7 +36,13 @@ def same(verify: Any, recipe: str, plan: str, steps: int) -> dict[str, Any]:
     return verdict
 
 
-@pytest.mark.parametrize(("plan", "recipe"), IN_LOCKSTEP.items())
+@pytest.mark.parametrize(
+    ("plan", "recipe"),
+    [
+        pytest.param(*case, marks=pytest.mark.full if "accumulate" in case[0] else ())
+        for case in IN_LOCKSTEP.items()
+    ],
+)
 def test_in_lockstep_it_is_what_one_process_trains(verify: Any, plan: str, recipe: str) -> None:
     verdict = same(verify, f"{UNLIKE}:{recipe}", plan, steps=5)
     assert verdict["identical"] or "precision" in plan
@@ -46,6 +53,7 @@ def test_else_it_is_what_its_pushes_and_pulls_make(verify: Any, plan: str, recip
     assert same(verify, f"{UNLIKE}:{recipe}", plan, steps=8)["identical"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["adagrad", "momentum", "adam-foreach"])
 def test_any_optimizer_steps_on_a_server(verify: Any, by: str) -> None:
     found = verify(

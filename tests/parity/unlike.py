@@ -224,3 +224,24 @@ def padded(pair: bool = False) -> shoal.Run:
 def explodes() -> shoal.Run:
     """Finite in the first steps only."""
     return run_of(layers, optimizer=lambda named: torch.optim.SGD(named, lr=1e18), clip=None)
+
+
+def loud() -> shoal.Run:
+    """In fp16 its gradients overflow until the loss scale has fallen."""
+    return run_of(layers, loss=lambda output, target: F.mse_loss(output.float(), target) * 1e4)
+
+
+class Lonely(nn.Module):
+    """One parameter that counts, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features.sum(1, keepdim=True) * self.scale + self.empty.sum()
+
+
+def lonely() -> shoal.Run:
+    return run_of(Lonely)

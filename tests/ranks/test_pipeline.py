@@ -282,7 +282,9 @@ def test_four_ranks_have_the_bits_of_one_process(pool: Pool, name: str, schedule
     judge(pool.run(train, 4, name, schedule, 3, {"layers": 8} if name == "gpt" else {}))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("gpt2", "llama")), "bert"]
+)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.full)])
 def test_models_of_transformers_are_cut_too(pool: Pool, name: str, schedule: str) -> None:
     pytest.importorskip("transformers")

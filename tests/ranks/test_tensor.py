@@ -232,7 +232,7 @@ def test_in_fp32_it_does_so_up_to_rounding(pool: Pool, name: str) -> None:
         assert worst_of(figures) < 1e-5, figures
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "dropping"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gpt", "dropping"])
 def test_four_ranks_as_well(pool: Pool, name: str) -> None:
     """Llama's two heads of keys stay whole: its queries are cut all the same."""
     for figures in pool.run(train, 4, name):

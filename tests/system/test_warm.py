@@ -192,6 +192,7 @@ def test_killing_the_warm_process_ends_its_commands(own_warm: Warm, tmp_path: Pa
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_it_leaves_when_idle(tmp_path_factory: pytest.TempPathFactory) -> None:
     idle = Warm(tmp_path_factory.mktemp("w"))
     idle.shoal("warm", "start", "--idle-minutes", "0.02")

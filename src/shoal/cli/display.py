@@ -71,6 +71,8 @@ class Display:
                 self._say_once("emptied", _emptied(record))
             case "waiting":
                 self.say(_waiting(record))
+            case "stopping":
+                self.say("stopping after the step under way; the same signal again ends at once")
             case "warning":
                 self._say_once(record["text"], f"[bold yellow]{escape(record['text'])}[/]")
 

@@ -41,7 +41,13 @@ class BadSample(RecipeError):
 def pack(sample: Any) -> bytearray:
     """The sample's bytes; refuses by name what they cannot hold."""
     arrays: list[tuple[int, memoryview]] = []
-    header = msgspec.msgpack.encode(_Packer(arrays).tree(sample))
+    try:
+        header = msgspec.msgpack.encode(_Packer(arrays).tree(sample))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise RecipeError(
+            f"a sample cannot be packed: {error}. Whole numbers have 64 bits at most, and text is "
+            "what UTF-8 can hold; keep such a value as a tensor or in bytes."
+        ) from error
     start = _aligned(4 + len(header))
     end = start + (arrays[-1][0] + arrays[-1][1].nbytes if arrays else 0)
     packed = bytearray(end)

@@ -113,8 +113,7 @@ class Membership:
         self._resumed_at = 0  # the step from which the newest group went on
         self._failures = 0  # groups lost at that step
         self._new_failures = 0  # groups lost since that one formed; at which step is not known yet
-        self._last_failure = ""
-        self._counted = -2  # the last generation whose loss was counted
+        self._last_failure, self._counted = "", -2  # and its generation
         self._spares_lost = 0  # without a step between them
         self._wants_group = True  # no group works, and one should
         self._left: set[int] = set()  # members of scripts that ended well
@@ -237,7 +236,7 @@ class Membership:
             self._replaced.append((seat, cause))
         if self._lost_at is None:
             self._lost_at = now
-        return self._count_failure(what) or [*self._end_others(what), *self._fill_seats(now)]
+        return self._count_failure(what, now) or [*self._end_others(what), *self._fill_seats(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Time passes: find who is silent, who is late, and groups broken without a death."""
@@ -259,7 +258,7 @@ class Membership:
             if self.scripts and not self.recovers:
                 return self._give_up(f"{what}; this plan cannot form it again", 1)
             self._wants_group = True
-            if given_up := self._count_failure(what):
+            if given_up := self._count_failure(what, now):
                 return given_up
             actions += self._announce(now) if self.recovers else self._end_others(what)
         return actions
@@ -343,9 +342,10 @@ class Membership:
             self.step = step
             self._spares_lost = 0
 
-    def _count_failure(self, what: str) -> list[Action]:
+    def _count_failure(self, what: str, now: float) -> list[Action]:
         """This generation's group is lost; ranks that die together are one failure."""
-        if self._counted == self.generation:
+        again = self._new_failures and self._lost_at is not None and now - self._lost_at < ECHO_S
+        if again or self._counted == self.generation:
             return []
         self._counted, self._last_failure = self.generation, what
         self._new_failures += 1

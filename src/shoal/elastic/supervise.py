@@ -123,6 +123,8 @@ class Supervisor:
 
         Repeated until the run is over: a member may have come after the first time.
         """
+        if self._signals and not self._stop_signal:
+            self._event("stopping", signal=signal.Signals(self._signals[0]).name)
         if self._signals:
             self._stop_signal = self.outcome.stopped_by = self._signals[0]
         if len(self._signals) > 1:

@@ -69,7 +69,9 @@ def good(store: Directory) -> list[str]:
 FIRST, SECOND = "step-00000010", "step-00000020"
 
 
-@pytest.mark.parametrize("what", ["save", "save again", "remove"])
+@pytest.mark.parametrize(
+    "what", ["save", pytest.param("save again", marks=pytest.mark.full), "remove"]
+)
 def test_killed_before_every_call(tmp_path: Path, what: str) -> None:
     acts = {
         "save": (lambda store: save(store, 20), [[FIRST], [FIRST, SECOND]]),

@@ -296,6 +296,7 @@ for command, words in calls:
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_a_sentence(checkpoint: Path, recipe: str, tmp_path: Path) -> None:
     """A limit on the size of files, in a process of its own, stands for the disk."""
     out = tmp_path / "out"

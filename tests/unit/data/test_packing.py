@@ -38,6 +38,13 @@ def test_what_may_be_packed_may_be_unpacked() -> None:
         pack([sample])
 
 
+@pytest.mark.parametrize("sample", [2**70, "\ud800"])
+def test_a_value_that_has_no_bytes_is_refused_in_a_sentence(sample: object) -> None:
+    with pytest.raises(RecipeError, match="a sample cannot be packed"):
+        pack(sample)
+
+
+@pytest.mark.full
 def test_torch_warns_of_what_others_do() -> None:
     """In a process that has read no sample; and reading one says nothing."""
     code = (

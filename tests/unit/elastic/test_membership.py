@@ -383,9 +383,16 @@ def test_a_failure_counts_at_the_step_it_happened_even_if_that_is_heard_of_late(
 def test_three_groups_that_are_lost_before_they_form_end_the_run() -> None:
     members = formed(num_spares=3)
     assert isinstance(members.exited(0, -9, 1.0)[-1], Announce)
-    assert isinstance(members.exited(1, -9, 1.0)[-1], Announce)
-    (end,) = members.exited(2, -9, 1.0)
+    assert isinstance(members.exited(1, -9, 2.5)[-1], Announce)
+    (end,) = members.exited(2, -9, 4.0)
     assert end.cause.startswith("step 1 failed 3 times")
+
+
+def test_deaths_one_right_after_the_other_are_one_failure() -> None:
+    """A spare is seated between them, so each breaks another generation."""
+    members = formed(num_spares=3)
+    for number in range(3):
+        assert isinstance(members.exited(number, -9, 1.0 + number / 10)[-1], Announce)
 
 
 def test_ranks_that_die_together_are_one_failure() -> None:

@@ -16,7 +16,7 @@ import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
@@ -199,9 +199,9 @@ class _Handle:
         except OSError as error:
             raise gone(path, error.strerror) from error
 
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.number >= 0:  # `os` may be gone when the interpreter ends
+            close(self.number)
 
     def read(self, start: int, stop: int, stamp: Stamp) -> bytes:
         if _stamp(os.fstat(self.number)) != stamp:

@@ -141,9 +141,12 @@ class LineRecords:
         """The lines of a file."""
         refuse_compressed(self.files, number, "line")
         start = self.files.read(number, 0, min(_LOOKED_AT_BYTES, self.files.num_bytes(number)))
-        if b"\r" in start and b"\n" not in start:
+        first = start.partition(b"\n")[0].removesuffix(b"\r")
+        # Within a line it may be meant, but not in the first of a table, outside of quotes.
+        is_table = quotes is not None and bytes([quotes.quote]) not in first
+        if b"\r" in first and (is_table or b"\n" not in start):
             raise UsageError(
-                f"{self.files.names[number]}: lines end with CR alone, so all of it would be one "
+                f"{self.files.names[number]}: lines end with CR alone, so many would be one "
                 "line. Convert it once with: tr '\\r' '\\n' < OLD > NEW, and name the new file."
             )
         try:

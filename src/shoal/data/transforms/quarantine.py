@@ -13,7 +13,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,11 @@ def usable(path: str | Path) -> Path:
     path = Path(path).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
     is_possible = folder.is_dir() and not path.is_dir()
-    if not is_possible or not os.access(path if path.exists() else folder, os.W_OK):
+    if is_possible and folder != path.parent:  # for root every directory looks writable
+        with suppress(OSError):
+            path.parent.mkdir(parents=True)
+        is_possible = path.parent.is_dir()
+    if not is_possible or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(
             f"the quarantine file {path} cannot be written. Name a file in a directory where this "
             "user may write."

@@ -59,8 +59,10 @@ class Memory:
     @torch.no_grad()
     def take_values(self, server: int, frames: Sequence[memoryview]) -> None:
         """Take over a server's parameters, from memory or from frames."""
+        places, values = self._copies[server]
+        if places:
+            torch._foreach_copy_(places, values)
         if self._is_shared[server]:
-            torch._foreach_copy_(*self._copies[server])
             return
         for key, frame in zip(self.layout.held_by(server), frames, strict=True):
             own = self.layout.keys[key]

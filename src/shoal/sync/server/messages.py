@@ -30,6 +30,7 @@ class Hello(FromWorker, frozen=True, tag="hello"):
     num_rows: int
     rows: Place | None
     batch: int = 0
+    stop_at: int | None = None
 
 
 class Push(FromWorker, frozen=True, tag="push"):

@@ -172,7 +172,9 @@ class Server:
         if sender not in self.guests:  # or else it came twice
             self.guests[sender] = Guest(pieces, blocks, self._open(hello))
         rows = self.guests[sender].rows
-        self._begun = max(self._begun, hello.batch)  # of which a successor would know nothing
+        # What a successor would not know.
+        self._begun = max(self._begun, hello.batch)
+        self._stop_at = self._stop_at or hello.stop_at
         return Welcome(
             request=hello.request,
             is_shared=rows is not None,

@@ -25,7 +25,7 @@ Settings = list[dict[str, Any]]
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that servers hold."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
 
 
 def layout_of(

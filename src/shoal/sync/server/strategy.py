@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from shoal.comm.buckets import Bucket, Buckets
 from shoal.comm.collectives import Group
+from shoal.comm.shared_memory import NotShared
 from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
 from shoal.data.split import share
+from shoal.errors import GroupLost
 from shoal.mesh import Mesh
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
@@ -86,6 +88,7 @@ class ThroughServers:
         holding: Holding = WHOLE,
     ) -> None:
         assert mesh.servers is not None
+        self._attempt = 0
         self.mesh, self.group, self.holding = mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.held = self._hold(model, optimizer)
@@ -114,6 +117,7 @@ class ThroughServers:
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
+            self._attempt += 1
             for p in self.parameters:
                 p.grad = None
             self.gradient_sum.begin()
@@ -141,7 +145,6 @@ class ThroughServers:
     def update(self, scale: float, check: bool = True) -> bool:
         if check and not self._finite:
             self.buffers.restore()
-            self._attempt += 1
             return False
         assert self._changed is not None
         pieces = range(self.num_pieces) if self.in_lockstep else self.own
@@ -215,13 +218,17 @@ class ThroughServers:
                 Hello,
                 seat=self.group.rank,
                 batch=self.batch,
+                stop_at=self._stop_at,
                 secret=self.line.servers.secret,
                 layout=self.layout.digest,
                 num_rows=num_rows,
                 rows=self._memory.place,
             )
         )
-        self._memory.open([welcome for welcome, _ in welcomes])
+        try:
+            self._memory.open([welcome for welcome, _ in welcomes])
+        except NotShared as error:  # it died in between
+            raise GroupLost(f"a server is gone: {error}") from error
         self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
 
     def _where_to_begin(self, welcomes: list[Welcome]) -> int:

@@ -158,6 +158,11 @@ def test_lines_that_end_with_a_carriage_return_alone_are_refused(
             read(path)
 
 
+def test_a_table_whose_last_line_alone_ends_in_a_newline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="lines end with CR alone"):
+        csv(written(tmp_path / "a.csv", b"x,y\r1,2\r3,4\n"))
+
+
 def test_a_carriage_return_within_a_line_is_part_of_it(tmp_path: Path) -> None:
     assert list(lines(written(tmp_path / "a.txt", "10 %\r20 %\ndone\r\n"))) == [
         "10 %\r20 %",

@@ -98,7 +98,10 @@ def test_a_missing_or_broken_file_and_an_exit_are_the_samples_fault(tmp_path: Pa
     assert errors == {2: "FileNotFoundError", 4: "OSError", 6: "SystemExit"}
 
 
-def test_so_it_is_for_those_who_look_at_all_samples(tmp_path: Path) -> None:
+def test_so_it_is_for_those_who_look_at_all_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     leaving, outage = Some({6: SystemExit(0)}), Some({6: OSError(errno.EIO, "Input/output error")})
     with pytest.raises(RecipeError, match=r"sample 6 .*SystemExit"):
         statistics(leaving, ["inputs"], identity="leaving")
