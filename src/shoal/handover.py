@@ -3,7 +3,8 @@
 All say how far they are. Who is furthest, the lowest rank among equals, is the leader; whoever is
 behind takes the leader's state, in the form a checkpoint has. Ranks that lived through a loss
 differ by one step at most, since the exchange of a step needs all of them; a newcomer is behind
-by everything. If all are new, all are at step 0 and hold the seed's weights.
+by everything. Out of lockstep each goes on from its own step, a newcomer from its seat's. If all
+are new, all are at step 0 and hold the seed's weights.
 """
 
 from typing import TYPE_CHECKING

@@ -184,9 +184,8 @@ class SupervisedSeat:
             came = self._changed.wait_for(lambda: self._leave or self._place_is_new(), patience_s)
             if self._leave:
                 raise StopNow("the supervisor lets this rank go")
-            if not came:
-                assert lost is not None
-                raise lost  # nobody else noticed: the error was this rank's own
+            if not came:  # nobody else noticed: the error was this rank's own
+                raise lost or GroupLost("no other generation was announced")
             assert self._place is not None
             self.generation = self._place.generation
             return self._place

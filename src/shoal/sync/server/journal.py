@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from shoal.comm.wire import bytes_of
-from shoal.logs import warn_once
+from shoal.logs import warn_on_screen
 
 MOST_GROWTH = 4  # times the snapshot's bytes, then another is made
 LEAST_BYTES = 64 << 20
@@ -109,7 +109,7 @@ class Journal:
         """A disk that is full must not end the run; but a log with holes is worse than none."""
         self.remove()
         self._file, self._is_lost = None, True
-        warn_once(
+        warn_on_screen(
             f"The journal of this server in {self._directory} was given up: {error}. The run goes "
             "on. If the server dies, so does the run: go on from its newest checkpoint then, with "
             "the same command and --resume, when there is room on the disk."

@@ -44,6 +44,8 @@ class Line:
         self._numbers = count(1)
         self._asked: dict[int, tuple[int, list[bytes | memoryview], float]] = {}
         self._answers: dict[int, tuple[ServerMessage, list[memoryview]]] = {}
+        self._told: set[int] = set()  # what nobody answers, in this step
+        self._refused = ""  # why some of that was
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -53,7 +55,9 @@ class Line:
         self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
     ) -> None:
         """Send what nobody answers."""
-        self._send(server, self._message(kind, payload, what)[1])
+        request, frames = self._message(kind, payload, what)
+        self._told.add(request)
+        self._send(server, frames)
 
     def ask(
         self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
@@ -70,13 +74,15 @@ class Line:
             self._receive()
             if self.servers.is_lost():
                 raise GroupLost("another generation was announced")
+            if self._refused:
+                raise NotServed(f"A server refused: {self._refused}.")
             self._ask_again()
         message, payload = self._answers.pop(request)
         if isinstance(message, Refused):
-            where = self.servers.addresses[self._asked.pop(request, (0,))[0]]
             if message.is_stale:
                 raise GroupLost(message.why)
-            raise NotServed(f"The server at {where} refused: {message.why}.")
+            number = self._asked.pop(request)[0]
+            raise NotServed(f"Server {number} refused: {message.why}.")
         return message, payload
 
     def _message(
@@ -88,6 +94,7 @@ class Line:
 
     def take_bytes(self) -> int:
         """How many have left since the last time."""
+        self._told.clear()
         taken, self.num_bytes = self.num_bytes, 0
         return taken
 
@@ -113,6 +120,8 @@ class Line:
                 message, payload = unpack(frames, _DECODER, MOST_BYTES)
             except BadFrame:
                 continue  # damaged on the way: it will be asked for again
+            if isinstance(message, Refused) and message.request in self._told:
+                self._refused = "" if message.is_stale else message.why
             if message.request in self._asked:
                 if not isinstance(message, Refused):
                     del self._asked[message.request]

@@ -2,7 +2,7 @@
 
 A question carries a number that its answer repeats, so that a question sent twice, or an answer
 that comes late, does no harm; what it asks for is done once, since pieces of a batch are applied
-once. Everything carries the generation, and a message of another one is refused.
+once. What workers say carries the generation, and a message of another one is refused.
 
 What is tall and what is wide: a *row* is the sum over one block of pieces of all gradients of a
 shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).

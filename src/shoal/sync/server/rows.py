@@ -122,16 +122,17 @@ class Rows:
             made.append(self._spares.take(left.numel(), left))
             return torch.add(left, right, out=made[-1])
 
-        def sum_of(some: range) -> Tensor:
-            return reduce(add, (own[block] for block in sorted(own) if block.first in some))
-
-        if len(pieces) < self._num_pieces:
-            total = sum_of(pieces)
+        if len(pieces) < self._num_pieces:  # a worker's, who counts them from zero
+            counted = {Block(b.first - pieces.start, b.num_pieces): row for b, row in own.items()}
+            total = fold(counted, len(pieces), add)
         elif self._rule == "mean":
             total = fold(own, self._num_pieces, add)
         else:
             shares = [share for share in self._shares if share]
-            sums = [sum_of(share) for share in shares]
+            sums = [
+                reduce(add, (own[block] for block in sorted(own) if block.first in share))
+                for share in shares
+            ]
             total = combine(self._rule, sums, [len(share) for share in shares])
             total.mul_(self._num_pieces)  # to stand for all of them, as a sum does
         kept.lent += made

@@ -1,8 +1,8 @@
 """A server's part of the job: the parameters it answers for, and the optimizer that steps on them.
 
 The parameters stand in memory that workers of the same host may read. The optimizer is the
-recipe's own, stepping on runs of the parameters as it does under ZeRO; its settings come with
-every step from the workers, whose hooks and schedules may have changed them.
+recipe's own, stepping on runs of the parameters as it does under ZeRO; learning rates, and what
+hooks and schedules of the workers have changed of its settings, come with every step.
 """
 
 import math

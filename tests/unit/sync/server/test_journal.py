@@ -28,7 +28,7 @@ LIFE = "one"
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(module, "warn_once", found.append)
+    monkeypatch.setattr(module, "warn_on_screen", found.append)
     return found
 
 
