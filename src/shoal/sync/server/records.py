@@ -27,6 +27,7 @@ class Told(msgspec.Struct, frozen=True):
     first: int
     finite: bool
     norms: bytes
+    attempt: int = -1  # of the present generation
 
 
 class _Update(msgspec.Struct, frozen=True, tag="update"):

@@ -104,6 +104,8 @@ class Server:
         self.generation = generation
         self.guests: dict[bytes, Guest] = {}
         self._rows.clear()
+        for first, told in self._told.items():
+            self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
         self._waiting: dict[tuple[bytes, type[Sum | Pull]], Sum | Pull] = {}
 
@@ -135,6 +137,9 @@ class Server:
                 yield Answer(sender, self._apply(guest, message))
             case Sum() if not self.clock.is_new(message.batch, self._pieces(guest, message)):
                 yield self._summed_before(sender, message)
+            case Sum() if told := self._told_of(message):
+                # Whoever was told first may have begun another attempt.
+                yield _summed(sender, message, told)
             case Sum() if missing := self._missing(guest.pieces, guest, message):
                 # What a worker pushed came before what it asks, or will not come.
                 yield Answer(sender, Missing(request=message.request, keys=missing))
@@ -369,6 +374,11 @@ class Server:
             raise ValueError(f"batch {sum_.batch} is over")
         return _summed(sender, sum_, told)
 
+    def _told_of(self, sum_: Sum) -> Told | None:
+        told = self._told.get(sum_.first)
+        same = told is not None and (told.batch, told.attempt) == (sum_.batch, sum_.attempt)
+        return told if same else None
+
     def _summed(self, sender: bytes, sum_: Sum) -> Answer | None:
         pieces = self._pieces(self.guests[sender], sum_)
         if self._rows.missing(sum_.batch, pieces, sum_.attempt):
@@ -378,7 +388,7 @@ class Server:
             sums = self._rows.sums(sum_.batch, pieces)
             norms = self.shard.norms(sums).numpy().tobytes()
             finite = all(bool(total.isfinite().all()) for total in sums.values())
-        self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms)
+        self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
         return _summed(sender, sum_, self._told[sum_.first])
 
 

@@ -493,3 +493,18 @@ def test_workers_of_any_speed_keep_the_bound(bound: int | None) -> None:
                 waits[seat] = False
                 largest = max(largest, at[seat] - answer.message.committed)
     assert largest == bound if bound is not None else largest > 10
+
+
+def test_who_asks_late_is_told_of_the_attempt_that_others_gave_up() -> None:
+    """One worker may know that a sum is not finite, and push again, before the other has asked."""
+    server, (first, second) = meet()
+    push_all(server, first, 0, math.inf)
+    push_all(server, second, 0, 1.0)
+    (told,) = send(server, first, first.sum(0))
+    assert isinstance(told.message, Summed) and not told.message.finite
+    push_all(server, first, 0, 2.0, attempt=1)
+    (late,) = send(server, second, second.sum(0))
+    assert isinstance(late.message, Summed) and not late.message.finite
+    push_all(server, second, 0, 1.0, attempt=1)
+    (again,) = send(server, second, second.sum(0, attempt=1))
+    assert isinstance(again.message, Summed) and again.message.finite
