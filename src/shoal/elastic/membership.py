@@ -1,5 +1,4 @@
-"""Who sits where, and in which generation: the decisions of the supervisor as a pure state
-machine.
+"""Who sits where, and in which generation: the supervisor's decisions as a pure state machine.
 
 `Membership` is told what happened (`ready`, `exited`, `heard`, ...) with the time it happened at,
 and answers with what is to be done. It reads no clock and starts no process, so it is tested

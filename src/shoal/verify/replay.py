@@ -38,7 +38,7 @@ class Played(NamedTuple):
 class Master:
     """A server: versions of the parameters, one after each update."""
 
-    def __init__(self, run: Run, plan: Plan):
+    def __init__(self, run: Run):
         self.run, self.num_steps = run, run.num_steps()
         self.model = run.make_model()
         self.optimizer = run.make_optimizer(self.model)
@@ -70,7 +70,7 @@ class Replay:
         self.run, self.plan, self.directory = run, plan, directory
         limit = tolerance(plan.precision)
         self.verdict = Verdict(limit, limit, is_replay=True)
-        self.masters = [Master(run, plan) for _ in range(plan.num_servers)]
+        self.masters = [Master(run) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
         for worker in self.workers:

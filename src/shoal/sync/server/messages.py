@@ -138,7 +138,6 @@ class Values(FromServer, frozen=True, tag="values"):
     committed: int
     version: int  # updates that they are made of
     stop_at: int | None
-    is_shared: bool
 
 
 class Done(FromServer, frozen=True, tag="done"):

@@ -363,7 +363,6 @@ class Server:
             committed=self.clock.committed,
             version=self._num_updates,
             stop_at=self._stop_at,
-            is_shared=shared,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))
 
