@@ -10,20 +10,17 @@ worker's pieces are a step of their own.
 """
 
 import math
-import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
-from shoal.comm.shared_memory import NotShared, Segment
-from shoal.comm.tree import Block, blocks_of
-from shoal.comm.wire import BadFrame, tensor_of
+from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
 from shoal.sync.server.clock import Clock
+from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.messages import (
     Applied,
@@ -57,17 +54,6 @@ class Answer(NamedTuple):
     to: bytes
     message: FromServer
     payload: Sequence[Tensor | bytes] = ()
-
-
-@dataclass
-class Guest:
-    """A worker that greeted in this generation."""
-
-    pieces: range  # of each batch, that are its own
-    blocks: list[Block]  # which it pushes as one row each
-    rows: Segment | None
-    pulled: int = 0  # the number of the last question for parameters that was answered
-    loaded: int = 0  # and of the last state that it sent
 
 
 class Server:
@@ -168,43 +154,20 @@ class Server:
             raise ValueError("the key is another run's")
         if hello.layout != self._digest:
             raise ValueError("your parameters are laid out differently; is it the same recipe?")
-        if not 0 <= hello.seat < self.num_seats:
-            raise ValueError(f"there is no seat {hello.seat} among {self.num_seats}")
-        pieces = shares(self.num_pieces, self.num_seats)[hello.seat]
-        blocks = self._blocks(pieces)
-        if hello.num_rows != len(blocks):
-            raise ValueError(f"seat {hello.seat} has {len(blocks)} rows, not {hello.num_rows}")
-        if sender not in self.guests:  # or else it came twice
-            self.guests[sender] = Guest(pieces, blocks, self._open(hello))
-        rows = self.guests[sender].rows
+        guest = self.guests.get(sender)  # it came twice
+        if guest is None:
+            guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
+            self.guests[sender] = guest
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
         self._stop_at = self._stop_at or hello.stop_at
         return Welcome(
             request=hello.request,
-            is_shared=rows is not None,
-            values=self.shard.segment.place if rows is not None and self.bound == 0 else None,
+            is_shared=guest.rows is not None,
+            values=self.shard.segment.place if guest.rows and self.bound == 0 else None,
             committed=self.clock.committed,
-            next_batch=self.clock.next_of(lambda batch: pieces),
+            next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
-
-    def _blocks(self, pieces: range) -> list[Block]:
-        """What a worker adds up itself: subtrees of the whole in lockstep, else of its pieces."""
-        if self.bound == 0:
-            return blocks_of(pieces)
-        own = blocks_of(range(len(pieces)))
-        return [Block(b.first + pieces.start, b.num_pieces) for b in own]
-
-    def _open(self, hello: Hello) -> Segment | None:
-        if hello.rows is None:
-            return None
-        num_bytes = self.layout.row_places(hello.num_rows)[-1]
-        if hello.rows.num_bytes < num_bytes:
-            raise ValueError(f"{hello.num_rows} rows do not fit in the memory that is shared")
-        try:
-            return Segment.open(hello.rows, num_bytes + mmap.PAGESIZE)
-        except NotShared:
-            return None  # of another host or container: rows will come in frames
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -235,30 +198,9 @@ class Server:
         if not self.clock.may_begin(batch):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
-        found = self._rows_of(guest, push, values, payload)
+        found = guest.rows_of(push, values, payload)
         rows = dict(zip(push.blocks, found, strict=True))
         self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
-
-    def _rows_of(
-        self, guest: Guest, push: Push, values: Tensor, payload: Sequence[memoryview]
-    ) -> list[Tensor]:
-        if not push.is_shared:
-            if len(payload) != len(push.blocks):
-                raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
-            return [tensor_of(frame, values.dtype, values.numel()) for frame in payload]
-        if guest.rows is None or payload:
-            raise ValueError("rows are in shared memory or in frames, and here in neither or both")
-        return [self._place(guest, push.key, row) for row in range(len(push.blocks))]
-
-    def _place(self, guest: Guest, number: int, row: int) -> Tensor:
-        """Where a key stands in a row of a guest's memory."""
-        assert guest.rows is not None
-        key = self.layout.keys[number]
-        place = self.layout.row_places(len(guest.blocks))[key.shelf]
-        length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
-        start = place + row * length + key.start * key.itemsize
-        flat = guest.rows.bytes[start : start + key.num_bytes]
-        return flat.view(self.shard.values[number].dtype)
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -357,7 +299,7 @@ class Server:
         # the next gradients in these rows.
         if shared and self.bound != 0 and is_new:
             for key, value in self.shard.values.items():
-                self._place(guest, key, 0).copy_(value)
+                guest.place(key, 0, value).copy_(value)
         values = Values(
             request=pull.request,
             committed=self.clock.committed,

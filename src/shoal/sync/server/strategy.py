@@ -38,9 +38,7 @@ from shoal.sync.server.line import Line
 from shoal.sync.server.memory import Memory
 from shoal.sync.server.messages import (
     Apply,
-    Dump,
     Hello,
-    Load,
     Missing,
     Pull,
     Push,
@@ -50,7 +48,8 @@ from shoal.sync.server.messages import (
     WorkerMessage,
 )
 from shoal.sync.server.shard import Changed, layout_of, trained
-from shoal.sync.state import Run, Source, State, cut_state, pack_state, unpack_state
+from shoal.sync.server.state import ServedState
+from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -103,6 +102,7 @@ class ThroughServers:
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
+        self._served = ServedState(model, self.layout, self.line, self.group)
         self._versions = self._versions or [0] * len(self.line)
         self._greet()
         assert self._memory is not None
@@ -169,14 +169,14 @@ class ThroughServers:
         return True
 
     def gradients(self) -> dict[str, list[Slice]]:
-        return self._dump(gradients=True).tensors
+        return self._served.fetch(gradients=True).tensors
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        state = self._dump(gradients=False) if served else State({}, {})
+        state = self._served.fetch() if served else State({}, {})
         if served and not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
-        for name, tensor in self._not_served() if served else self._all_held():
+        for name, tensor in self._served.others() if served else self._all_held():
             state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
         return state
 
@@ -184,23 +184,14 @@ class ThroughServers:
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         source = Merged(source)
-        for name, tensor in self._not_served() if served else self._all_held():
+        for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.batch, self._attempt = step, 0
         if served:
-            self._load_servers(source)
+            self._served.send(source, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served)
         self.buffers.hold()
-
-    def _load_servers(self, source: Source) -> None:
-        asked = []
-        for server in self._served_here():
-            packed, tensors = pack_state(cut_state(source, self._runs_of(server)))
-            asked.append(self.line.ask(server, Load, tensors, step=self.batch, packed=packed))
-        for request in asked:
-            self.line.answer(request)
-        self.group.gather_numbers([self.batch])  # all have theirs
 
     def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         """The rounds of a worker that agrees with the others on each step, or with nobody."""
@@ -330,41 +321,8 @@ class ThroughServers:
             found.append((answer, frames))
         return found
 
-    def _served_here(self) -> list[int]:
-        """The servers whose state passes through this rank."""
-        return list(range(self.group.rank, len(self.line), self.group.num_ranks))
-
-    def _dump(self, gradients: bool) -> State:
-        """Every rank must call it, and nobody goes on before all have theirs."""
-        state = State({}, {})
-        try:
-            for server in self._served_here():
-                asked = self.line.ask(server, Dump, gradients=gradients)
-                dumped, frames = self.line.answer(asked)
-                found = unpack_state(dumped.packed, frames)
-                state.plain.update(found.plain)
-                for name, parts in found.tensors.items():
-                    state.tensors.setdefault(name, []).extend(parts)
-        finally:
-            self.group.gather_numbers([0])
-        return state
-
-    def _runs_of(self, server: int) -> Iterator[tuple[Run, tuple[int, ...]]]:
-        """What a server steps on, with its shape."""
-        for key in self.layout.held_by(server):
-            for s in self._segments[key]:
-                name, p = self.named[s.parameter]
-                shape = tuple(p.shape) if s.length == p.numel() else (s.length,)
-                yield Run(name, p.shape, s.start), shape
-
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.held.model.named_parameters()
-        yield from self.held.model.named_buffers()
-
-    def _not_served(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, and weights that nothing trains."""
-        served = {name for name, _ in self.named}
-        yield from ((n, p) for n, p in self.held.model.named_parameters() if n not in served)
         yield from self.held.model.named_buffers()
 
 

@@ -1,0 +1,79 @@
+"""The workers that greeted a server, and where their rows stand."""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.comm.shared_memory import NotShared, Segment
+from shoal.comm.tree import Block, blocks_of
+from shoal.comm.wire import BadFrame, tensor_of
+from shoal.data.split import shares
+from shoal.sync.server.layout import Layout
+from shoal.sync.server.messages import Hello, Push
+
+
+@dataclass
+class Guest:
+    """A worker that greeted in this generation."""
+
+    pieces: range  # of each batch, that are its own
+    blocks: list[Block]  # which it pushes as one row each
+    layout: Layout
+    rows: Segment | None  # memory that both see
+    pulled: int = 0  # the number of the last question for parameters that was answered
+    loaded: int = 0  # and of the last state that it sent
+
+    def rows_of(self, push: Push, values: Tensor, payload: Sequence[memoryview]) -> list[Tensor]:
+        """What a push brings of a key that holds `values`, a row for each block."""
+        if not push.is_shared:
+            if len(payload) != len(push.blocks):
+                raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
+            return [tensor_of(frame, values.dtype, values.numel()) for frame in payload]
+        if self.rows is None or payload:
+            raise ValueError("rows are in shared memory or in frames, and here in neither or both")
+        return [self.place(push.key, row, values) for row in range(len(push.blocks))]
+
+    def place(self, number: int, row: int, values: Tensor) -> Tensor:
+        """Where a key that holds `values` stands in a row of the memory that both see."""
+        assert self.rows is not None
+        key = self.layout.keys[number]
+        place = self.layout.row_places(len(self.blocks))[key.shelf]
+        length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
+        start = place + row * length + key.start * key.itemsize
+        return self.rows.bytes[start : start + key.num_bytes].view(values.dtype)
+
+
+def guest_of(hello: Hello, layout: Layout, num_seats: int, num_pieces: int, whole: bool) -> Guest:
+    """Who greets; ValueError if its seat or its memory is not what it would be in this plan.
+
+    `whole`: pieces are added up as parts of their batch, not as a worker's own.
+    """
+    if not 0 <= hello.seat < num_seats:
+        raise ValueError(f"there is no seat {hello.seat} among {num_seats}")
+    pieces = shares(num_pieces, num_seats)[hello.seat]
+    blocks = _blocks(pieces, whole)
+    if hello.num_rows != len(blocks):
+        raise ValueError(f"seat {hello.seat} has {len(blocks)} rows, not {hello.num_rows}")
+    return Guest(pieces, blocks, layout, _open(hello, layout))
+
+
+def _blocks(pieces: range, whole: bool) -> list[Block]:
+    """What a worker adds up itself: subtrees of the whole, or of its pieces."""
+    if whole:
+        return blocks_of(pieces)
+    own = blocks_of(range(len(pieces)))
+    return [Block(b.first + pieces.start, b.num_pieces) for b in own]
+
+
+def _open(hello: Hello, layout: Layout) -> Segment | None:
+    if hello.rows is None:
+        return None
+    num_bytes = layout.row_places(hello.num_rows)[-1]
+    if hello.rows.num_bytes < num_bytes:
+        raise ValueError(f"{hello.num_rows} rows do not fit in the memory that is shared")
+    try:
+        return Segment.open(hello.rows, num_bytes + mmap.PAGESIZE)
+    except NotShared:
+        return None  # of another host or container: rows will come in frames
