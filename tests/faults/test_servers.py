@@ -28,6 +28,10 @@ SERVER_POINTS = [
     "server.applied",
     "server.pull",
 ]
+COPIED = f"{LOCKSTEP} copies=2"
+COPY_POINTS = ["server.push", "server.apply", "server.unwritten", "server.applied"]
+COPY_POINTS += ["server.copied", "server.keep", "server.kept"]  # around the acknowledgement
+QUICK_COPIES = {(3, 3), (4, 4), (5, 3)}
 QUICK = {(0, 4), (2, 3), (3, 4)}  # of these points, each with a server
 
 
@@ -168,3 +172,36 @@ def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
     check_survivors(trained, [3])
+
+
+def test_copies_change_nothing(start, undisturbed: Trained) -> None:
+    trained = start(plan=COPIED).wait()
+    check(trained, undisturbed, [])
+    assert not (trained.run_dir / "servers").exists(), "copies need no journal"
+
+
+@pytest.mark.parametrize(
+    ("point", "server"),
+    [
+        pytest.param(point, server, marks=[] if (i, server) in QUICK_COPIES else [pytest.mark.full])
+        for i, point in enumerate(COPY_POINTS)
+        for server in (3, 4)
+    ],
+)
+def test_a_server_with_a_copy_killed_within_a_step(start, undisturbed, point, server) -> None:
+    trained = start(f"{point}:kill:member={server}:step=20", plan=COPIED).wait()
+    check(trained, undisturbed, [server])
+
+
+@pytest.mark.full
+def test_servers_killed_one_after_another(start, undisturbed) -> None:
+    """The second one's copy is on the successor of the first."""
+    armed = ["server.apply:kill:member=3:step=20", "server.applied:kill:member=4:step=25"]
+    check(start(*armed, plan=COPIED).wait(), undisturbed, [3, 4])
+
+
+def test_both_holders_of_a_shard_at_once_end_the_run_with_a_way_out(start) -> None:
+    armed = [f"server.apply:kill:member={server}:step=20" for server in (3, 4)]
+    trained = start(*armed, plan=COPIED, options=("--set", "save_every=10")).wait()
+    assert trained.exit_code != 0
+    assert "lost" in trained.errors and "--resume" in trained.last_words

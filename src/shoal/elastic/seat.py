@@ -103,18 +103,27 @@ class SupervisedSeat:
             number = self._place.seat - (self._place.num_seats - self._num_servers)
             return number if number >= 0 else None
 
-    def serve(self, address: str) -> int:
-        """As a server: enter the newest generation and let workers know where; its number."""
+    def serve(self, address: str, door: str = "") -> tuple[int, list[str]]:
+        """As a server: enter the newest generation and let workers know where; its number.
+
+        With a door for other servers: where theirs are.
+        """
         while True:
             place = self._await_place(None)
-            if self._await_go(place):
-                break
-        store = client(place.store_host, place.store_port, timeout_s=4.0)
-        number = place.seat - (place.num_seats - self._num_servers)
-        store.set(_server_key(place.generation, number), address)
-        self._say(Formed(self.generation, -1))
-        self._say(Done(self.generation, -1, {}))  # whenever the ranks are
-        return self.generation
+            if not self._await_go(place):
+                continue
+            store = client(place.store_host, place.store_port, timeout_s=4.0)
+            number = place.seat - (place.num_seats - self._num_servers)
+            store.set(_door_key(place.generation, number), door)
+            store.set(_server_key(place.generation, number), address)
+            try:
+                doors = self._find(store, place, _door_key) if door else []
+            except GroupLost as lost:
+                self._say(Lost(self.generation, -1, str(lost)))
+                continue
+            self._say(Formed(self.generation, -1))
+            self._say(Done(self.generation, -1, {}))  # whenever the ranks are
+            return self.generation, doors
 
     @property
     def has_new_place(self) -> bool:
@@ -227,14 +236,20 @@ class SupervisedSeat:
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers | None:
         if not self._num_servers:
             return None
+        addresses = self._find(store, place, _server_key)
+        return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
+
+    def _find(
+        self, store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str]
+    ) -> list[str]:
+        """What each server put into the store, waiting for it."""
         try:
-            addresses = [
-                store.get(_server_key(place.generation, number)).decode()
+            return [
+                store.get(key_of(place.generation, number)).decode()
                 for number in range(self._num_servers)
             ]
         except RuntimeError as error:
             raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
-        return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation
@@ -304,6 +319,11 @@ class SupervisedSeat:
 def _server_key(generation: int, number: int) -> str:
     """Under which a server's address stands in the store."""
     return f"generation/{generation}/server/{number}"
+
+
+def _door_key(generation: int, number: int) -> str:
+    """Under which the address stands at which a server hears others."""
+    return f"generation/{generation}/door/{number}"
 
 
 def report_failure(address: str, identity: str, failed: Failed) -> None:

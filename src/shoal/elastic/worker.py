@@ -35,6 +35,7 @@ from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
 from shoal.sync.server.journal import Journal
+from shoal.sync.server.peers import copied
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
@@ -90,8 +91,7 @@ def prepare_training(
             if number is None:
                 train(seat)
             else:
-                journal = Journal(run_dir / "servers" / f"{number:03d}", seat.secret)
-                _serve(number, seat, run, plan, model, journal)
+                _serve(number, seat, run, plan, model, run_dir / "servers" / f"{number:03d}")
 
         return under_seat(birth, plan, work)
 
@@ -224,14 +224,22 @@ def _serve(
     run: Run,
     plan: Plan,
     model: nn.Module,
-    journal: Journal,
+    directory: Path,
 ) -> None:
-    """Be a parameter server, in one generation after another, until the supervisor says leave."""
-    optimizer = run.make_optimizer(model)
-    schedules.remember_rates(optimizer)
-    layout = layout_of(model, optimizer, plan.num_servers, plan.copies)
+    """Be a parameter server, in one generation after another, until the supervisor says leave.
+
+    What it does is written down in a journal in `directory`, or copied to other servers.
+    """
+
+    def shard_of(owner: int) -> Shard:
+        optimizer = run.make_optimizer(model)
+        schedules.remember_rates(optimizer)
+        layout = layout_of(model, optimizer, plan.num_servers)
+        return Shard(model, optimizer, layout, owner, shared=owner == number)
+
+    journal = Journal(directory, seat.secret) if plan.copies == 1 else None
     server = Server(
-        Shard(model, optimizer, layout, number),
+        shard_of(number),
         num_seats=plan.num_ranks,
         num_pieces=plan.num_pieces,
         bound=plan.bound,
@@ -239,14 +247,19 @@ def _serve(
         rule=plan.combine,
         journal=journal,
     )
-    desk = Desk(server)
+    peers = copied(server, number, plan.num_servers, plan.copies, shard_of)
+    desk = Desk(server, peers)
     try:
         while True:
-            server.begin(seat.serve(desk.address))
+            generation, doors = seat.serve(desk.address, "" if peers is None else peers.address)
+            server.begin(generation)
+            if peers is not None:
+                peers.turn_to(generation, doors)
             while not seat.has_new_place:
                 desk.turn()
     except StopNow:
-        journal.remove()
+        if journal is not None:
+            journal.remove()
         raise
     finally:
         desk.close()

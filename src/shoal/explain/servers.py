@@ -79,7 +79,7 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
-    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers, facts.plan.copies)
+    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers)
 
 
 def _num_rows(rank: Rank) -> int:

@@ -61,13 +61,12 @@ class ThroughServers:
         num_pieces: int,
         bound: int | None,
         *,
-        copies: int = 1,
         checks: bool = False,
         damps: bool = False,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
-        self.num_pieces, self.bound, self.copies, self.checks = num_pieces, bound, copies, checks
+        self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
@@ -98,7 +97,7 @@ class ThroughServers:
         self.gradient_sum = PieceSum(self.rounds.own)
         first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
-        self.layout = layout_of(model, optimizer, len(mesh.servers.addresses), self.copies)
+        self.layout = layout_of(model, optimizer, len(mesh.servers.addresses))
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
@@ -204,17 +203,20 @@ class ThroughServers:
         num_rows = len(self.blocks)
         if self._memory is None or self._memory.num_rows != num_rows:
             self._memory = Memory(self.layout, num_rows, self.parameters)
+        hello = {
+            "seat": self.group.rank,
+            "batch": self.batch,
+            "stop_at": self._stop_at,
+            "secret": self.line.servers.secret,
+            "layout": self.layout.digest,
+            "num_rows": num_rows,
+            "rows": self._memory.place,
+        }
         welcomes = self._answers(
-            self._ask_all(
-                Hello,
-                seat=self.group.rank,
-                batch=self.batch,
-                stop_at=self._stop_at,
-                secret=self.line.servers.secret,
-                layout=self.layout.digest,
-                num_rows=num_rows,
-                rows=self._memory.place,
-            )
+            [
+                self._ask(server, Hello, **hello, version=version)
+                for server, version in enumerate(self._versions)
+            ]
         )
         try:
             self._memory.open([welcome for welcome, _ in welcomes])

@@ -46,7 +46,7 @@ def make_server(
 ) -> Server:
     model = make_model()
     optimizer = make_optimizer(model, kind)
-    shard = Shard(model, optimizer, layout_of(model, optimizer, num_servers, 1), number)
+    shard = Shard(model, optimizer, layout_of(model, optimizer, num_servers), number)
     server = Server(
         shard, num_seats=seats, num_pieces=pieces, bound=bound, secret=SECRET, journal=journal
     )
@@ -114,7 +114,7 @@ class Worker:
 
 
 def send(
-    server: Server, worker: Worker, message: WorkerMessage, payload: Sequence[Tensor] = ()
+    server: Server, worker: Worker, message: WorkerMessage, payload: Sequence[bytes | Tensor] = ()
 ) -> list[Answer]:
     """As if it had come over a wire: through bytes, and in memory of the server's own."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=WorkerMessage)
