@@ -149,6 +149,22 @@ def test_servers_hold_the_state_that_workers_do_not(optimizer: Any) -> None:
     assert sum(told.num_stepped for told in found.servers) == NUM_ELEMENTS
 
 
+@pytest.mark.parametrize(("bound", "num_updates"), [("", 1), ("staleness=any", 2)])
+def test_copies_are_held_and_sent(bound: str, num_updates: int) -> None:
+    plan = f"data=2 sync=server servers=3 {bound}"
+    run = layers(torch.optim.Adam)
+    once, twice = under(plan, run).servers, under(f"{plan} copies=2", run).servers
+    for number, (one, two) in enumerate(zip(once, twice, strict=True)):
+        other = once[number - 1]  # whose copy it holds
+        assert two.num_stepped == one.num_stepped + other.num_stepped
+        for kind in ("parameters", "gradients", "optimizer"):
+            held = [getattr(row.memory, kind).num_bytes for row in (one, other, two)]
+            assert held[2] == held[0] + held[1]
+        (_, copies) = two.messages
+        assert copies.what == "sums" and copies.count == num_updates
+        assert copies.num_bytes == num_updates * one.memory.gradients.num_bytes
+
+
 @pytest.mark.parametrize(
     ("bound", "num_rows", "kinds"),
     [
