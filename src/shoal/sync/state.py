@@ -106,6 +106,10 @@ class HeldState:
             path = f"optimizer.{run.name}"
             if path in source.plain and run.name not in self.holding.absent:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
+        self.load_groups(source)
+
+    def load_groups(self, source: Source) -> None:
+        """Take over the optimizer's settings: rates, decay, betas, also if a hook changed them."""
         groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
         self._refuse_another(source.plain[_KIND], len(groups))
         for group, values in zip(self.optimizer.param_groups, groups):

@@ -49,7 +49,7 @@ from shoal.sync.server.messages import (
 )
 from shoal.sync.server.shard import Changed, layout_of, trained
 from shoal.sync.server.state import ServedState
-from shoal.sync.state import Source, State
+from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -172,7 +172,9 @@ class ThroughServers:
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        state = self._served.fetch() if served else State({}, {})
+        # A newcomer needs the settings that hooks have changed: it sends them with its steps.
+        settings = HeldState({}, self.held.optimizer, {})
+        state = self._served.fetch() if served else settings.state_dict()
         if served and not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
         for name, tensor in self._served.others() if served else self._all_held():
@@ -183,6 +185,7 @@ class ThroughServers:
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         source = Merged(source)
+        HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.batch, self._attempt = step, 0
