@@ -20,7 +20,7 @@ from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.elastic.messages import Failed
-from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
+from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.errors import ShoalError, StopNow
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
@@ -32,6 +32,7 @@ from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics import schedules
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
+from shoal.plan_size import can_resize
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
 from shoal.sync.server.journal import Journal
@@ -145,8 +146,7 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
-        recovers=can_recover(plan),
-        num_servers=plan.num_servers,
+        recovers=can_resize(plan),
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -206,6 +206,7 @@ def _train(
         "staleness": _staleness(trainer),
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
+    seat.before_meeting = scribe.flush
     own: list[Hook] = [totals.add, scribe, tell_of_emptied]
     trainer.hooks += [*own, *more_hooks(trainer, run_dir), keep_model]
     try:
@@ -242,7 +243,8 @@ def _serve(
     desk = Desk(server)
     try:
         while True:
-            server.begin(seat.serve(desk.address))
+            place = seat.serve(desk.address)
+            server.begin(place.generation, place.num_ranks)
             while not seat.has_new_place:
                 desk.turn()
     except StopNow:

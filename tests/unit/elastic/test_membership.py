@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.elastic.membership import (
+from shoal.elastic.actions import (
     Action,
     AllDone,
     AllFormed,
@@ -21,10 +21,10 @@ from shoal.elastic.membership import (
     Announce,
     GiveUp,
     Kill,
-    Membership,
     Spawn,
     how_it_ended,
 )
+from shoal.elastic.membership import Membership
 
 NUM_STEPS = 8
 
@@ -487,7 +487,7 @@ def test_a_server_is_called_one() -> None:
     for number in (0, 1, 2):
         members.ready(number, 1.0)
     members.heartbeat_timeout_s = 1000.0
-    assert [members.name_of(seat) for seat in range(4)] == [
+    assert [members.size.name_of(seat) for seat in range(4)] == [
         "rank 0",
         "rank 1",
         "server 0",
