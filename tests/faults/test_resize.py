@@ -70,6 +70,35 @@ def test_ranks_come_and_go_out_of_lockstep(start, bound: str) -> None:
     check_sizes(trained, [f"data={n} {rest}" for n in (3, 2)])
 
 
+def test_servers_come_and_go(start, undisturbed) -> None:
+    training = start(pause=0.01, plan="data=2 sync=server pieces=3")
+    training.wait_for_step(5)
+    moved = []
+    for size in ("servers=2", "data=3 servers=3", "data=1 servers=1"):
+        moved.append(resize(training, size)["bytes"])
+    trained = training.wait()
+    plans = ["data=2 sync=server servers=2", "data=3 sync=server servers=3", "data=1 sync=server"]
+    check(trained, undisturbed, [f"{plan} pieces=3" for plan in plans])
+    num_bytes = 3 * 4 * (4 * 16 + 16 + 2 * 16 + 16 + 1)  # weights and two moments
+    assert all(0 < some < num_bytes for some in moved), (moved, num_bytes)
+    assert moved[0] > num_bytes / 3, "half of it goes to the second"
+
+
+@pytest.mark.parametrize(
+    "bound", ["staleness=2", pytest.param("staleness=any", marks=pytest.mark.full)]
+)
+def test_servers_come_and_go_out_of_lockstep(start, bound: str) -> None:
+    rest = f"{bound} damping=inverse pieces=3"
+    training = start(pause=0.01, plan=f"data=2 sync=server servers=2 {rest}")
+    training.wait_for_step(5)
+    for size in ("data=3 servers=3", "data=2 servers=1"):
+        resize(training, size)
+    trained = training.wait()
+    sizes = ["data=3 sync=server servers=3", "data=2 sync=server"]
+    check_sizes(trained, [f"{size} {rest}" for size in sizes])
+    assert trained.result["staleness"]["count"] > NUM_STEPS
+
+
 def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, undisturbed) -> None:
     training = start(pause=0.01, plan="data=2 pieces=3", save_every=10)
     training.wait_for_step(5)

@@ -46,7 +46,7 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.records import Told, redo, snapshot_record, update_record
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import pack_state
+from shoal.sync.state import Source, pack_state
 
 
 class Answer(NamedTuple):
@@ -76,7 +76,7 @@ class Server:
         self.clock = Clock(num_pieces, bound)
         self._secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
-        self._num_updates = 0
+        self.num_updates = 0
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal = journal
         for header, frames in journal.read() if journal is not None else ():
@@ -213,7 +213,7 @@ class Server:
         """
         if apply.pulled is None:
             return apply
-        num_batches = (self._num_updates - apply.pulled) / self.num_seats
+        num_batches = (self.num_updates - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -244,8 +244,8 @@ class Server:
                 self.journal.append(*update_record(apply, sums, touched, told))
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        self._num_updates += 1
-        return Applied(request=apply.request, version=self._num_updates - 1)
+        self.num_updates += 1
+        return Applied(request=apply.request, version=self.num_updates - 1)
 
     @property
     def most_bytes(self) -> int:
@@ -272,9 +272,18 @@ class Server:
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
         self.shard.take_over(load.packed, payload)
+        self._go_on(clock)
+
+    def go_on_from(self, source: Source, step: int, num_updates: int) -> None:
+        """Hold the state after a step, which is of so many updates."""
+        self.shard.load_state_dict(source)
+        self.num_updates = num_updates
+        self._go_on(Clock(self.num_pieces, self.bound, step))
+
+    def _go_on(self, clock: Clock) -> None:
         self.clock = clock
         self._rows.clear()
-        self._begun, self._told = load.step, {}
+        self._begun, self._told = clock.committed, {}
         if self.journal is not None:
             self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
 
@@ -307,7 +316,7 @@ class Server:
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self._num_updates,
+            version=self.num_updates,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

@@ -48,7 +48,8 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.shard import Changed, layout_of, trained
+from shoal.sync.server.moving import layout_after
+from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
@@ -99,12 +100,14 @@ class ThroughServers:
         self.gradient_sum = PieceSum(self.rounds.own)
         first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
-        self.layout = layout_of(model, optimizer, len(mesh.servers.addresses), self.copies)
+        counts = [size.num_servers for size in mesh.sizes] or [len(mesh.servers.addresses)]
+        self.layout = layout_after(model, optimizer, counts, self.copies)
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
         self._served = ServedState(model, self.layout, self.line, self.group)
-        self._versions = self._versions or [0] * len(self.line)
+        if len(self._versions) != len(self.line):  # all have made the same updates when all met
+            self._versions = [max(self._versions, default=0)] * len(self.line)
         self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
@@ -203,8 +206,9 @@ class ThroughServers:
 
     def _greet(self) -> None:
         num_rows = len(self.blocks)
-        if self._memory is None or self._memory.num_rows != num_rows:
-            self._memory = Memory(self.layout, num_rows, self.parameters)
+        memory = self._memory
+        if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
+            memory = self._memory = Memory(self.layout, num_rows, self.parameters)
         welcomes = self._answers(
             self._ask_all(
                 Hello,
@@ -214,11 +218,11 @@ class ThroughServers:
                 secret=self.line.servers.secret,
                 layout=self.layout.digest,
                 num_rows=num_rows,
-                rows=self._memory.place,
+                rows=memory.place,
             )
         )
         try:
-            self._memory.open([welcome for welcome, _ in welcomes])
+            memory.open([welcome for welcome, _ in welcomes])
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
         self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
