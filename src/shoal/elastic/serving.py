@@ -16,7 +16,6 @@ from shoal.sync.server.moving import (
     changes,
     clear,
     layout_after,
-    relaid,
     take_parts,
     write_parts,
 )
@@ -96,8 +95,7 @@ class Serving:
         shelf = Shelf(self.directory, len(self._counts))
         num_bytes, problem = 0, ""
         try:
-            after = relaid(server.layout, num_servers, self.plan.copies)
-            num_bytes = write_parts(server, self.number, after, shelf)
+            num_bytes = write_parts(server, self.number, num_servers, self.plan.copies, shelf)
         except (OSError, ValueError) as error:
             problem = f"server {self.number} cannot write down what it holds: {error}"
         self.seat.parted(num_bytes, problem)

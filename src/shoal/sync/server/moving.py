@@ -52,12 +52,6 @@ def changes(counts: Sequence[int]) -> list[int]:
     return [count for count, _ in groupby(counts)]
 
 
-def moves(before: Layout, after: Layout) -> Iterator[tuple[int, int, int]]:
-    """The keys that change hands: which one, from which server, to which. Pure."""
-    for key, (old, new) in enumerate(zip(before.holders, after.holders, strict=True)):
-        yield from ((key, old[0], server) for server in new if server not in old)
-
-
 class Shelf(NamedTuple):
     """Where servers of one layout write: the run's directory for them, and the layout's number."""
 
@@ -80,8 +74,8 @@ class _Part(msgspec.Struct, frozen=True):
     packed: bytes
 
 
-def write_parts(server: Server, number: int, after: Layout, shelf: Shelf) -> int:
-    """As server `number`, write down what each server will hold; the bytes that move.
+def write_parts(server: Server, number: int, num_servers: int, copies: int, shelf: Shelf) -> int:
+    """As server `number`, write down what each of so many will hold; the bytes that move.
 
     ValueError or OSError, and nothing is lost, if that cannot be.
     """
@@ -90,7 +84,7 @@ def write_parts(server: Server, number: int, after: Layout, shelf: Shelf) -> int
     if server.clock.to_plain().applied:
         raise ValueError(f"pieces of batches after {step} are applied already")
     state, num_bytes = Given(server.shard.state_dict()), 0
-    num_servers = 1 + max(max(holders) for holders in after.holders)
+    after = relaid(server.layout, num_servers, copies)
     for other in range(num_servers):
         keys = [
             key
