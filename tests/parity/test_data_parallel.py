@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.testing.ranks import Pool
 from tests.parity.runs import RECIPES, train
 

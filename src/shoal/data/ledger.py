@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.data.loader import Batches
-from shoal.data.order import Ids
+from shoal.data.batches import Batches
+from shoal.data.permutation import Ids
 
 _MODULUS = 2**53  # so that a mark is exact as a double
 _SALT = np.uint64(0x5348_4F41_4C4C_4547)

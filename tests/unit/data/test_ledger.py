@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.data.batches import Batches
 from shoal.data.ledger import add_marks, audit, mark
-from shoal.data.loader import Batches
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=50)
 
