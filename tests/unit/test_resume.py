@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import shoal
 from shoal.checkpoint.manifest import Origin
+from shoal.data import glimpse
 from shoal.errors import UsageError
 from shoal.keeping import origin_of
 from shoal.recipe import provenance
@@ -34,6 +35,12 @@ def plain(run: Run) -> dict[str, Any]:
 
 def origin(run: Run) -> Origin:
     return origin_of("r.py:f", plain(run), resolve(run, "data=1", None), run)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second may pass before a fork runs."""
+    monkeypatch.setattr(glimpse, "MOST_S", 30.0)
 
 
 def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:

@@ -13,10 +13,17 @@ from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 import shoal
+from shoal.data import glimpse
 from shoal.data.likeness import content_name, is_other
 from shoal.data.transforms.quarantine import quarantine
 
 ROWS = torch.arange(40.0).reshape(20, 2)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second may pass before a fork runs."""
+    monkeypatch.setattr(glimpse, "MOST_S", 30.0)
 
 
 def write_tar(path: Path, content: bytes) -> None:
