@@ -28,8 +28,8 @@ from shoal.checkpoint.sealed import known_of
 from shoal.checkpoint.storage import Store
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
-from shoal.data.order import batches_per_epoch
 from shoal.data.orders import order_of
+from shoal.data.permutation import batches_per_epoch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
@@ -151,6 +151,10 @@ class Keeper:
         """Until the save under way has ended. Every rank must call it."""
         self._saver.finish(trainer.mesh.world)
         self.report()
+
+    def follow(self, plan: Plan) -> None:
+        """Checkpoints tell of this plan from now on."""
+        self.origin = msgspec.structs.replace(self.origin, plan=str(plan))
 
     def give_up(self) -> None:
         """The group broke: a save that waits for a lost rank will not be."""
@@ -321,8 +325,14 @@ class KeepsNothing:
     def at_end(self, trainer: "Trainer") -> None:
         """The end is not saved."""
 
+    def finish(self, trainer: "Trainer") -> None:
+        """Nothing is under way."""
+
     def give_up(self) -> None:
         """Nothing is under way."""
+
+    def follow(self, plan: Plan) -> None:
+        """Nothing is saved that would tell of it."""
 
 
 def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Origin:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import PlanError
+from shoal.errors import PlanError, UsageError
 from shoal.plan import Plan, describe
 from shoal.plan_keys import KEYS
+from shoal.plan_size import resized
 from shoal.plan_rules import STAGES_OF, fits_schedule
 
 COUNT = st.integers(1, 64)
@@ -449,3 +450,10 @@ def test_the_plan_does_not_load_torch() -> None:
     code = "import sys, shoal.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
+    plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4")
+    assert resized(plan, "data=3").data == 3
+    with pytest.raises(UsageError, match="copies=2, whose servers keep one another's shards"):
+        resized(plan, "servers=3")

@@ -30,6 +30,7 @@ from shoal.sync.server.messages import (
     Dump,
     Dumped,
     FromServer,
+    Halt,
     Hello,
     Load,
     Missing,
@@ -54,7 +55,7 @@ from shoal.sync.server.records import (
 )
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import pack_state
+from shoal.sync.state import Source, pack_state
 
 
 class Answer(NamedTuple):
@@ -79,12 +80,11 @@ class Server:
     ):
         """With a journal, go on where a predecessor was when it died."""
         self.shard, self.layout = shard, shard.layout
-        self.num_seats, self.num_pieces, self.bound = num_seats, num_pieces, bound
+        self.num_seats, self.num_pieces = num_seats, num_pieces
+        self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
         self.secret, self._digest = secret, shard.layout.digest
-        own = shares(num_pieces, num_seats)
-        self._rows = Rows(shard.keys, num_pieces, bound == 0, rule, own)
-        self._begun, self._stop_at = 0, None  # type: int, int | None
+        self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal: Diary | None = journal
@@ -102,11 +102,13 @@ class Server:
         """All that a successor needs to know."""
         return snapshot_record(self.shard, Past(self.clock, self.version, self._told))
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
         self.generation = generation
+        self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
-        self._rows.clear()
+        own = shares(self.num_pieces, self.num_seats)
+        self._rows = Rows(self.shard.keys, self.num_pieces, self.bound == 0, self._rule, own)
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
@@ -152,7 +154,8 @@ class Server:
                 if message.request >= waits.request:  # or else it is late, and nobody waits for it
                     self._waiting[sender, type(message)] = message
             case Stop():
-                self._stop_at = self._stop_at or self._begun + 2
+                if self._halt is None or self._halt.step <= self.clock.committed:
+                    self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
                 state = (
@@ -181,7 +184,8 @@ class Server:
             )
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
-        self._stop_at = self._stop_at or hello.stop_at
+        if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
+            self._halt = hello.halt
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
@@ -293,9 +297,17 @@ class Server:
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
         self.shard.take_over(payload)
-        self.clock, self.version = clock, self.version + 1
+        self._go_on(clock, self.version + 1)
+
+    def go_on_from(self, source: Source, step: int, version: int) -> None:
+        """Hold the state after a step, which is of so many updates."""
+        self.shard.load_state_dict(source)
+        self._go_on(Clock(self.num_pieces, self.bound, step), version)
+
+    def _go_on(self, clock: Clock, version: int) -> None:
+        self.clock, self.version = clock, version
         self._rows.clear()
-        self._begun, self._told = load.step, {}
+        self._begun, self._told = clock.committed, {}
         if self.journal is not None:
             self.journal.begin(*self.snapshot())
 
@@ -329,7 +341,7 @@ class Server:
             request=pull.request,
             committed=self.clock.committed,
             version=self.version,
-            stop_at=self._stop_at,
+            halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))
 

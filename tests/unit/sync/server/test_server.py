@@ -71,7 +71,7 @@ def all_of(server: Server) -> bytes:
     ]
     guests = sorted((name, guest.pieces) for name, guest in server.guests.items())
     waiting = sorted(map(repr, server._waiting.items()))
-    told = (rows, guests, waiting, server._begun, server._stop_at, server.version)
+    told = (rows, guests, waiting, server._begun, server._halt, server.version)
     return state_bytes(server) + repr(told).encode()
 
 
