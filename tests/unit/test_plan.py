@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shoal.errors import PlanError, UsageError
 from shoal.plan import Plan, describe
 from shoal.plan_keys import KEYS
-from shoal.plan_size import resized
 from shoal.plan_rules import STAGES_OF, fits_schedule
+from shoal.plan_size import resized
 
 COUNT = st.integers(1, 64)
 
