@@ -43,6 +43,10 @@ class GroupLost(ShoalError):
     """
 
 
+class AgreementLost(GroupLost):
+    """This rank has made its step; what all do after it failed, and is to be done again."""
+
+
 class FormError(ShoalError):
     """A group could not form before its deadline; the message names the ranks that did not come."""
 

@@ -325,5 +325,6 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
 
 
 def can_recover(plan: Plan) -> bool:
-    """Whether a lost rank's state is held by another."""
-    return plan.local_steps == 1 and not plan.zero and plan.tensor == plan.pipeline == 1
+    """Whether a lost rank's state is held by another, or by servers."""
+    is_held = plan.local_steps == 1 or plan.sync == "server"
+    return is_held and not plan.zero and plan.tensor == plan.pipeline == 1

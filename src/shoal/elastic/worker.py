@@ -31,9 +31,11 @@ from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics import schedules
 from shoal.numerics.precision import environment_for
+from shoal.numerics.quantization import codec_of
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
+from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
@@ -227,16 +229,20 @@ def _serve(
     journal: Journal,
 ) -> None:
     """Be a parameter server, in one generation after another, until the supervisor says leave."""
-    optimizer = run.make_optimizer(model)
+    optimizer, num_pieces = run.make_optimizer(model), plan.num_pieces
     schedules.remember_rates(optimizer)
+    if plan.local_steps > 1:  # a replica has one piece of each window
+        num_pieces = plan.num_replicas
+        model, optimizer = outer_of(model, plan)
     layout = layout_of(model, optimizer, plan.num_servers, plan.copies)
     server = Server(
         Shard(model, optimizer, layout, number),
         num_seats=plan.num_ranks,
-        num_pieces=plan.num_pieces,
+        num_pieces=num_pieces,
         bound=plan.bound,
         secret=seat.secret,
         rule=plan.combine,
+        codec=codec_of(plan.codec),
         journal=journal,
     )
     desk = Desk(server)

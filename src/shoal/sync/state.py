@@ -283,7 +283,8 @@ def share_state(group: Group, source: int, state: State) -> State:
     header, parts = pack_state(state)
     header = share_bytes(group, source, header)
     if group.rank == source:
-        group.broadcast(torch.cat([p.reshape(-1).view(torch.uint8) for p in parts]).cpu(), source)
+        flat = [p.reshape(-1).view(torch.uint8) for p in parts] or [torch.empty(0).byte()]
+        group.broadcast(torch.cat(flat).cpu(), source)
         return state
     plain, entries = _read_header(header)
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)

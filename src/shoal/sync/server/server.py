@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
+from shoal.comm.codecs import Codec
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -66,12 +67,14 @@ class Server:
         bound: int | None,
         secret: str,
         rule: str = "mean",
+        codec: Codec | None = None,
         journal: Journal | None = None,
     ):
         """With a journal, go on where a predecessor was when it died."""
         self.shard, self.layout = shard, shard.layout
         self.num_seats, self.num_pieces, self.bound = num_seats, num_pieces, bound
         self.clock = Clock(num_pieces, bound)
+        self._codec = codec
         self._secret, self._digest = secret, shard.layout.digest
         own = shares(num_pieces, num_seats)
         self._rows = Rows(shard.keys, num_pieces, bound == 0, rule, own)
@@ -157,6 +160,7 @@ class Server:
         guest = self.guests.get(sender)  # it came twice
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
+            guest.codec = self._codec
             self.guests[sender] = guest
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
