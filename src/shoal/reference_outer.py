@@ -100,7 +100,7 @@ class Part:
         self.sent = [joined(own) for own in self.replicas]
 
     def merge(self, rate: float, momentum: float, keep_progress: bool) -> None:
-        step = mean = self._mean([self.anchor.to(self.dtype) - sent for sent in self.sent])
+        step = mean = self.mean([self.anchor.to(self.dtype) - sent for sent in self.sent])
         if momentum:
             self.momentum = self.momentum * momentum + mean
             step = mean + self.momentum * momentum
@@ -113,7 +113,7 @@ class Part:
                 p.copy_(value.view(p.shape))
         self.sent = []
 
-    def _mean(self, gradients: list[Tensor]) -> Tensor:
+    def mean(self, gradients: list[Tensor]) -> Tensor:
         """Of what arrives of them."""
         if self.codec is None:
             return mean_of(gradients)
@@ -167,6 +167,22 @@ class Outer:
                     for which in kinds.values()
                 ]
             )
+
+    def begin(self) -> None:
+        """Take the weights of now, of the one replica there is, for the anchor."""
+        for part in self.fragments[0]:
+            part.anchor = joined(part.replicas[0])
+
+    @torch.no_grad()
+    def learnt(self) -> dict[nn.Parameter, Tensor]:
+        """What arrives of a window's outer gradient, of the one replica there is."""
+        found = {}
+        for part in self.fragments[0]:
+            (own,) = part.replicas
+            flat = part.mean([part.anchor.to(part.dtype) - joined(own)]).to(part.anchor.dtype)
+            values = flat.split([p.numel() for p in own])
+            found |= {p: value.view(p.shape) for p, value in zip(own, values, strict=True)}
+        return found
 
     @torch.no_grad()
     def after(self, step: int) -> None:

@@ -37,6 +37,7 @@ from shoal.prepare import Prepared, prepare
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.journal import Journal
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
@@ -287,6 +288,8 @@ def _summary(totals: Totals) -> dict[str, Any]:
 def _staleness(trainer: Trainer) -> dict[str, Any] | None:
     """How far ahead of the others this rank began its batches; None if it waited for them."""
     strategy = trainer.strategy
+    if isinstance(strategy, LocalThroughServers):
+        strategy = strategy.windows
     if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
         return None
     return strategy.staleness.summary()

@@ -64,7 +64,10 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         p = trained[segment.parameter]
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
-        state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+        if facts.plan.local_steps == 1:
+            state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+        elif facts.plan.outer_rates[1]:
+            state += segment.length * max(4, p.dtype.itemsize)  # the outer momentum
     memory = Memory(
         Amount(layout.value_places(number)[-1], "its part of all"),
         Amount(held, "of the last step"),
@@ -79,7 +82,8 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
-    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers, facts.plan.copies)
+    may_cut = facts.is_element_wise or facts.plan.local_steps > 1
+    return lay_out(sizes, may_cut, facts.plan.num_servers, facts.plan.copies)
 
 
 def _num_rows(rank: Rank) -> int:
