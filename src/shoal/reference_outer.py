@@ -176,7 +176,7 @@ class Outer:
     @torch.no_grad()
     def learnt(self) -> dict[nn.Parameter, Tensor]:
         """What arrives of a window's outer gradient, of the one replica there is."""
-        found = {}
+        found: dict[nn.Parameter, Tensor] = {}
         for part in self.fragments[0]:
             (own,) = part.replicas
             flat = part.mean([part.anchor.to(part.dtype) - joined(own)]).to(part.anchor.dtype)

@@ -44,6 +44,7 @@ class Master:
     def __init__(self, run: Run, plan: Plan):
         self.run, self.plan, self.num_steps = run, plan, run.num_steps()
         self.model: nn.Module = run.make_model()
+        self.optimizer: torch.optim.Optimizer
         if plan.local_steps > 1:
             self.model, self.optimizer = outer_of(self.model, plan)
         else:
