@@ -60,9 +60,12 @@ def test_out_of_lockstep_the_others_go_on(start, bound: str) -> None:
     assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("bound", ["", pytest.param(" staleness=any", marks=pytest.mark.full)])
-def test_a_stop_is_at_the_end_of_a_window(start, bound: str) -> None:
-    training = start(pause=0.02, plan=PLAN + bound)
+@pytest.mark.parametrize(
+    "plan",
+    ["data=3 local_steps=4", PLAN, pytest.param(f"{PLAN} staleness=any", marks=pytest.mark.full)],
+)
+def test_a_stop_is_at_the_end_of_a_window(start, plan: str) -> None:
+    training = start(pause=0.02, plan=plan)
     training.wait_for_step(5)
     os.kill(training.command.pid, signal.SIGTERM)
     trained = training.wait()

@@ -77,7 +77,8 @@ class LocalSGD:
         own = self.inner.exchange(tally, want_norm)._replace(num_samples=None)
         self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
-            return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, mark=None)
+            busy_s = [tally.busy_s] * self.group.num_ranks
+            return own._replace(busy_s=busy_s, stop=False, mark=None)  # all stop after one step
         self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop), self._mark]
         rows = self.group.gather_numbers(self._mine)
         return own._replace(
