@@ -47,6 +47,10 @@ class AgreementLost(GroupLost):
     """This rank has made its step; what all do after it failed, and is to be done again."""
 
 
+class GroupLeft(GroupLost):
+    """All left the group together, for one of another size."""
+
+
 class FormError(ShoalError):
     """A group could not form before its deadline; the message names the ranks that did not come."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import AgreementLost, GroupLost
 from shoal.logs import warn_on_screen
-from shoal.mesh import Mesh
+from shoal.mesh import NOTHING_ASKED, Mesh
 from shoal.parallel.layout import WHOLE, Holding, slices_of
 from shoal.sync.local import LocalSGD
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
@@ -69,11 +69,11 @@ class LocalThroughServers(LocalSGD):
             self._said_in = self._generation
             return agreed
         own = self.inner.exchange(tally, want_norm)._replace(num_samples=None, mark=None)
-        ends = self._averages(step)
-        if ends and tally.stop:
-            self.windows.ask_to_stop()
-        busy_s = [tally.busy_s] * self.group.num_ranks
-        return own._replace(busy_s=busy_s, stop=ends and self.windows.stops_after(step))
+        asked = NOTHING_ASKED
+        if self._averages(step):
+            ask = self.windows.ask_to_stop if tally.asked.stop else self.windows.stops_after
+            asked = ask(step)
+        return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, asked=asked)
 
     def update(self, scale: float, check: bool = True) -> bool:
         """Raises AgreementLost if the step is made and replicas could not agree on the window:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.mesh import Mesh
+from shoal.mesh import Asked, Mesh
 from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.outer import RESIDUAL, Rule
@@ -96,13 +96,15 @@ class Windows(ThroughServers):
         """Let the weights be the anchor."""
         torch._foreach_copy_(self.weights, list(self.anchor.parameters()))
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, step: int) -> Asked:
         """Let a server name a window after which all replicas stop."""
-        if self._stop_at is None:
+        self.batch = self.window_of(step)
+        if self._halt is None:
             self.line.answer(self.line.ask(0, Stop, batch=self.batch))
+        return self.stops_after(step)
 
-    def stops_after(self, step: int) -> bool:
-        return self._stop_at == self.window_of(step) + 1
+    def stops_after(self, step: int) -> Asked:
+        return self._asked_after(self.window_of(step) + 1)
 
     def outer_state(self, own: str) -> dict[str, list[Slice]]:
         """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
