@@ -139,10 +139,15 @@ def _refuse_servers(plan: "Plan") -> None:
             f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
             f"and no rank holds any to spare. Leave {key} out, or sync=server."
         )
-    if plan.local_steps > 1:
+    if plan.local_steps > 1 and plan.fragments > 1:
         raise PlanError(
-            f"local_steps={plan.local_steps} does not go with sync=server yet: a server steps on "
-            "every batch. Leave one of them out."
+            f"fragments={plan.fragments} does not go with sync=server: servers bring whole windows "
+            "together. Leave one of them out."
+        )
+    if plan.local_steps > 1 and plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
+            "take the mean of what replicas learnt. Leave one of them out."
         )
     if plan.sums != "exact":
         raise PlanError(

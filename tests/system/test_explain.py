@@ -184,6 +184,24 @@ SERVED = [
 ]
 
 
+# Of three steps, of which two and then one are a window.
+SERVED_WINDOWS = [
+    ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int4"),
+    ("gpt", "data=2 sync=server local_steps=2 outer=nesterov staleness=any"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "plan"), SERVED_WINDOWS)
+def test_replicas_push_what_was_said(pool: Pool, tmp_path: Path, recipe: str, plan: str) -> None:
+    run = getattr(zoo, recipe)()
+    told = explain(run, resolve(run, plan, None))
+    training = start(pool, f"{ZOO}:{recipe}", tmp_path / "run", plan=plan, settings={"steps": 3})
+    trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    sent = sum(message.num_bytes for rank in told.ranks for message in rank.messages)
+    assert trained.result["bytes_sent"] == 2 * sent
+
+
 @pytest.mark.parametrize(("recipe", "plan"), SERVED)
 def test_workers_push_what_was_said(pool: Pool, tmp_path: Path, recipe: str, plan: str) -> None:
     run = getattr(zoo, recipe)()

@@ -37,13 +37,15 @@ def pipelines(draw: st.DrawFn) -> dict[str, object]:
 def fleets(draw: st.DrawFn) -> dict[str, object]:
     """Parameter servers; the loss scale of fp16 needs workers that agree on every step."""
     servers, staleness = draw(COUNT), draw(st.integers(0, 100) | st.just("any"))
-    return {
+    local = draw(st.sampled_from([{}, {"local_steps": 4, "outer": "nesterov", "codec": "int8"}]))
+    precisions = ["fp32", "bf16", *["fp16"] * (staleness == 0 and not local)]
+    return local | {
         "sync": "server",
         "servers": servers,
         "copies": draw(st.integers(1, servers)),
         "staleness": staleness,
         "damping": draw(st.sampled_from(["none", *["inverse"] * (staleness != 0)])),
-        "precision": draw(st.sampled_from(["fp32", "bf16", *["fp16"] * (staleness == 0)])),
+        "precision": draw(st.sampled_from(precisions)),
     }
 
 
@@ -207,7 +209,8 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("sync=server pipeline=2", "a worker of a server is one rank"),
         ("sync=server zero=2", "Leave zero out, or sync=server."),
         ("sync=server offload=optimizer", "Leave offload out, or sync=server."),
-        ("sync=server local_steps=4", "a server steps on every batch. Leave one of them out."),
+        ("sync=server local_steps=4 data=2 fragments=2", "servers bring whole windows together"),
+        ("sync=server local_steps=4 data=3 combine=median", "Leave one of them out."),
         ("sync=server sums=ring", "Leave sums out."),
         ("data=3 sync=server staleness=1 rates=1:2", "Give 3 of them, separated by colons"),
         ("data=2 sync=server combine=median", "Use data=3 or more, or leave combine out."),

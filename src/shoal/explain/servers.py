@@ -66,7 +66,10 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         p = trained[segment.parameter]
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
-        state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+        if facts.plan.local_steps == 1:
+            state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+        elif facts.plan.outer_rates[1]:
+            state += segment.length * max(4, p.dtype.itemsize)  # the outer momentum
     others = "".join(f", and of server {n}" for n in own[1:])
     memory = Memory(
         Amount(sum(layout.value_places(n)[-1] for n in own), f"its part of all{others}"),
@@ -89,7 +92,8 @@ def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
-    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers)
+    may_cut = facts.is_element_wise or facts.plan.local_steps > 1
+    return lay_out(sizes, may_cut, facts.plan.num_servers)
 
 
 def _num_rows(rank: Rank) -> int:

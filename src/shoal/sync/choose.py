@@ -9,7 +9,9 @@ from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import Rule
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.server.windows import Windows
 from shoal.sync.sharded import Sharded
 from shoal.sync.strategy import Strategy
 
@@ -19,6 +21,19 @@ def strategy_for(
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
+    timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
+    rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    if plan.sync == "server" and rule is not None:
+        windows = Windows(
+            plan.num_replicas,
+            plan.bound,
+            rule,
+            timetable,
+            damps=plan.damping == "inverse",
+            rates=plan.rate_factors,
+            meets_after=meets_after,
+        )
+        return LocalThroughServers(plan.num_pieces, windows, exact)
     if plan.sync == "server":
         return ThroughServers(
             plan.num_pieces,
@@ -29,8 +44,6 @@ def strategy_for(
             meets_after=meets_after,
         )
     if plan.local_steps > 1:
-        timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
-        rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
         return LocalSGD(plan.num_pieces, timetable, exact, rule)
     if plan.zero == 3:
         return FullySharded(plan.num_pieces, round_size)

@@ -26,6 +26,7 @@ from shoal.errors import ShoalError
 from shoal.files import replacing
 from shoal.hooks import StepInfo
 from shoal.run import Run, resolve
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
@@ -131,8 +132,10 @@ class Recorder:
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
         content |= name_slices("held", self._trainer.spread.held())
         strategy = self._trainer.strategy
-        if isinstance(strategy, ThroughServers) and not strategy.in_lockstep:
-            content["trace"] = torch.tensor(strategy.trace)
+        windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
+        if isinstance(windows, ThroughServers) and not windows.in_lockstep:
+            if windows.trace:  # before the first window ends there is none
+                content["trace"] = torch.tensor(windows.trace)
         else:
             content |= name_slices("gradient", strategy.gradients())
         path = path_of(self._directory, info.step, rank)

@@ -17,6 +17,7 @@ import msgspec
 from torch import Tensor
 
 from shoal.comm.shared_memory import Place
+from shoal.comm.codecs import Codec
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -76,6 +77,7 @@ class Server:
         bound: int | None,
         secret: str,
         rule: str = "mean",
+        codec: Codec | None = None,
         journal: Journal | None = None,
     ):
         """With a journal, go on where a predecessor was when it died."""
@@ -83,6 +85,7 @@ class Server:
         self.num_seats, self.num_pieces = num_seats, num_pieces
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
+        self._codec = codec
         self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
@@ -176,6 +179,7 @@ class Server:
         guest = self.guests.get(sender)  # it came twice
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
+            guest.codec = self._codec
             self.guests[sender] = guest
         if hello.version > self.version:
             raise ValueError(
