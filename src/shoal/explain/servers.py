@@ -13,6 +13,7 @@ from shoal.comm.tree import blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.views import stands_of
 
 
 class ServerRow(msgspec.Struct, frozen=True):
@@ -25,15 +26,22 @@ class ServerRow(msgspec.Struct, frozen=True):
 
 
 def worker_memory(rank: Rank) -> Memory:
-    """A worker keeps no state of the optimizer; its gradients stand where servers read them."""
+    """A worker keeps no state of the optimizer; its gradients stand where servers read them.
+
+    In lockstep a parameter that one server holds is read there, and is not the worker's own.
+    """
     layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
     sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
     sizes = zip(layout.shelves, layout.itemsizes, strict=True)
     largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
     rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
+    held = sum(p.num_bytes for p in rank.parameters)
+    read = 0
+    if rank.plan.bound == 0:
+        read = sum(rank.trained[number].num_bytes for number in stands_of(layout))
     words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
     return Memory(
-        Amount(sum(p.num_bytes for p in rank.parameters), "what this rank holds"),
+        Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
         Amount(layout.row_places(num_rows)[-1], rows),
         Amount(0, "on the servers"),
         Amount(2 * rank.buffer_bytes(), "all, and a copy to go back to"),
@@ -65,8 +73,12 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
         state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+    values = layout.value_places(number)[-1]
+    in_lockstep = facts.plan.bound == 0
     memory = Memory(
-        Amount(layout.value_places(number)[-1], "its part of all"),
+        Amount(2 * values, "its part of all, two sets")
+        if in_lockstep
+        else Amount(values, "its part of all"),
         Amount(held, "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),

@@ -106,10 +106,10 @@ class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where they stand."""
+    are not put there but read at `values`, where their sets stand."""
 
     is_shared: bool
-    values: Place | None
+    values: list[Place]
     committed: int
     next_batch: int
 
@@ -137,6 +137,7 @@ class Values(FromServer, frozen=True, tag="values"):
 
     committed: int
     version: int  # updates that they are made of
+    number: int  # of the set in which they stand
     stop_at: int | None
 
 

@@ -76,6 +76,8 @@ class Server:
         own = shares(num_pieces, num_seats)
         self._rows = Rows(shard.keys, num_pieces, bound == 0, rule, own)
         self._begun, self._stop_at = 0, None  # type: int, int | None
+        if bound == 0:
+            shard.sets.add()
         self._num_updates = 0
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal = journal
@@ -164,7 +166,7 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self.shard.segment.place if guest.rows and self.bound == 0 else None,
+            values=self.shard.sets.places if guest.rows and self.bound == 0 else [],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
@@ -200,7 +202,8 @@ class Server:
         faultpoint("server.push", batch)
         found = guest.rows_of(push, values, payload)
         rows = dict(zip(push.blocks, found, strict=True))
-        self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        if self._rows.keep(batch, push.attempt, push.key, rows, push.touched):
+            self.shard.sets.copy_ahead(push.key)
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -304,6 +307,7 @@ class Server:
             request=pull.request,
             committed=self.clock.committed,
             version=self._num_updates,
+            number=self.shard.sets.now,
             stop_at=self._stop_at,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

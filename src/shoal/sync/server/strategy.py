@@ -114,6 +114,8 @@ class ThroughServers:
     def detach(self) -> None:
         self.buffers.restore()
         self._attached.close()
+        if self._memory is not None:
+            self._memory.take_back()  # the server may be gone, or step from here again
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -183,6 +185,8 @@ class ThroughServers:
     @torch.no_grad()
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
+        assert self._memory is not None
+        self._memory.take_back()
         source = Merged(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
@@ -203,7 +207,7 @@ class ThroughServers:
     def _greet(self) -> None:
         num_rows = len(self.blocks)
         if self._memory is None or self._memory.num_rows != num_rows:
-            self._memory = Memory(self.layout, num_rows, self.parameters)
+            self._memory = Memory(self.layout, num_rows, self.held.model)
         welcomes = self._answers(
             self._ask_all(
                 Hello,
@@ -298,7 +302,7 @@ class ThroughServers:
         answers = self._answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
-            self._memory.take_values(server, frames)
+            self._memory.take_values(server, values.number, frames)
             if server == 0:
                 self._stop_at = values.stop_at
                 self.staleness.add(batch - values.committed)
