@@ -12,7 +12,8 @@ import msgspec
 from shoal.comm.tree import blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
 from shoal.explain.rank import Facts, Local, Rank
-from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.layout import Key, Layout, lay_out
+from shoal.sync.server.packing import BYTES, is_packed
 from shoal.sync.server.views import stands_of
 
 
@@ -51,11 +52,17 @@ def worker_memory(rank: Rank) -> Memory:
 
 def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
-    num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
+    num_bytes = _num_rows(rank) * sum(_sent_bytes(key, rank.plan.codec) for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
+
+
+def _sent_bytes(key: Key, codec: str) -> int:
+    if codec == "none" or not is_packed(key.itemsize):
+        return key.num_bytes
+    return BYTES * (key.stop - key.start)
 
 
 def server_rows(facts: Facts) -> list[ServerRow]:

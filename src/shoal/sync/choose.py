@@ -25,6 +25,7 @@ def strategy_for(
             plan.bound,
             copies=plan.copies,
             checks=plan.precision == "fp16",
+            codec=plan.codec,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors,
             meets_after=meets_after,

@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shoal.comm.shared_memory import NotShared, Segment
@@ -12,6 +13,7 @@ from shoal.comm.wire import BadFrame, tensor_of
 from shoal.data.split import shares
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Hello, Push
+from shoal.sync.server.packing import BYTES, is_packed, unpacked
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Guest:
         if not push.is_shared:
             if len(payload) != len(push.blocks):
                 raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
-            return [tensor_of(frame, values.dtype, values.numel()) for frame in payload]
+            return [_row(push, frame, values) for frame in payload]
         if self.rows is None or payload:
             raise ValueError("rows are in shared memory or in frames, and here in neither or both")
         return [self.place(push.key, row, values) for row in range(len(push.blocks))]
@@ -43,6 +45,13 @@ class Guest:
         length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
         start = place + row * length + key.start * key.itemsize
         return self.rows.bytes[start : start + key.num_bytes].view(values.dtype)
+
+
+def _row(push: Push, frame: memoryview, values: Tensor) -> Tensor:
+    if push.codec == "none" or not is_packed(values.itemsize):
+        return tensor_of(frame, values.dtype, values.numel())
+    packed = tensor_of(frame, torch.uint8, BYTES * values.numel())
+    return unpacked(push.codec, packed, values)
 
 
 def guest_of(hello: Hello, layout: Layout, num_seats: int, num_pieces: int, whole: bool) -> Guest:

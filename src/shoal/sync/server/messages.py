@@ -45,6 +45,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     blocks: list[Block]
     touched: list[bool]
     is_shared: bool
+    codec: str = "none"  # by which what stands beside this is packed
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):

@@ -47,6 +47,7 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
+from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, layout_of, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import Source, State
@@ -63,6 +64,7 @@ class ThroughServers:
         *,
         copies: int = 1,
         checks: bool = False,
+        codec: str = "none",
         damps: bool = False,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
@@ -70,6 +72,7 @@ class ThroughServers:
         self.num_pieces, self.bound, self.copies, self.checks = num_pieces, bound, copies, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
+        self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self._stop_at: int | None = None
         self.staleness = Staleness()  # of the batches that were begun
@@ -249,6 +252,8 @@ class ThroughServers:
                 p.grad = None
 
     def _push_bucket(self, bucket: Bucket) -> "_Pushed":
+        if self._packing is not None:
+            self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
         return _Pushed()
@@ -257,7 +262,9 @@ class ThroughServers:
         assert self._memory is not None
         server, own = self.layout.holders[key][0], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
-        is_shared = self._memory.shares_with(server)
+        is_shared, packing = self._memory.shares_with(server), self._packing
+        if packing is not None and not is_shared:
+            rows = [packing.pack(row) for row in rows]
         self.line.tell(
             server,
             Push,
@@ -268,9 +275,12 @@ class ThroughServers:
             blocks=self.blocks,
             touched=[self.buckets.touched[s.parameter] for s in self._segments[key]],
             is_shared=is_shared,
+            codec="none" if packing is None else packing.name,
         )
-        if is_shared:
-            self.line.num_bytes += own.num_bytes * len(rows)
+        if is_shared:  # as if it had been sent
+            is_halved = packing is not None and is_packed(own.itemsize)
+            num_bytes = (own.stop - own.start) * BYTES if is_halved else own.num_bytes
+            self.line.num_bytes += num_bytes * len(rows)
 
     def _which(self, pieces: range) -> dict[str, int]:
         return {

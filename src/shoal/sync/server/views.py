@@ -40,8 +40,9 @@ class Views:
         for i, stand in self._stands.items():
             if stand.server == server:
                 p = self._parameters[i]
-                flat = segment.bytes[stand.start : stand.start + p.nbytes].view(p.dtype)
-                found.append((i, flat.view(p.shape)))
+                own = segment.bytes[stand.start : stand.start + p.nbytes].numpy()
+                # Each with a storage of its own: who saves one tensor must not save them all.
+                found.append((i, torch.from_numpy(own).view(p.dtype).view(p.shape)))
         return found
 
     def show(self, views: Sequence[tuple[int, Tensor]]) -> None:

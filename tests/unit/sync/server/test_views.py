@@ -1,94 +1,14 @@
 """In lockstep on one host parameters are read where servers have them, and nothing is copied."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from shoal.comm.collectives import Group
-from shoal.mesh import Mesh, Servers
 from shoal.sync.server.layout import lay_out
-from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.server.views import Stand, stands_of
-from shoal.sync.strategy import Tally
-
-SIZES = (2_000, 300, 40)
-
-
-class Model(nn.Module):
-    """Three parameters, the last of which may share its memory with a frozen one."""
-
-    def __init__(self, shares: bool = False):
-        super().__init__()
-        self.parts = nn.ParameterList(torch.arange(float(size)) for size in SIZES)
-        if shares:
-            self.alias = nn.Parameter(self.parts[-1].detach()[:], requires_grad=False)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
-
-
-@contextmanager
-def trained_at(
-    num_servers: int = 1, bound: int | None = 0, shares: bool = False
-) -> Iterator[tuple[Model, ThroughServers, list[Server], Callable[[float], None]]]:
-    """A worker with real servers in threads; and a step of its own, on equal gradients."""
-    servers = []
-    with ExitStack() as stack:
-        addresses, is_over = [], threading.Event()
-        for number in range(num_servers):
-            held = Model(shares)
-            optimizer = adam(held)
-            shard = Shard(held, optimizer, layout_of(held, optimizer, num_servers, 1), number)
-            server = Server(shard, num_seats=1, num_pieces=1, bound=bound, secret="x")
-            server.begin(0)
-            desk = Desk(server)
-            stack.callback(desk.close)
-            thread = threading.Thread(target=_serve, args=(desk, is_over))
-            thread.start()
-            stack.callback(thread.join)
-            servers.append(server)
-            addresses.append(desk.address)
-        stack.callback(is_over.set)
-        model, strategy = Model(shares), ThroughServers(1, bound)
-        reached = Servers(tuple(addresses), 0, "x", lambda: False)
-        mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=reached)
-        strategy.attach(model, adam(model), mesh)
-        stack.callback(strategy.detach)
-
-        def step(value: float) -> None:
-            with strategy.microbatch(True, True):
-                for p in model.parts:
-                    p.grad = torch.full_like(p, value)
-            tally = Tally()
-            tally.add(torch.tensor(1.0), 1.0, True)
-            strategy.exchange(tally, want_norm=False)
-            assert strategy.update(1.0, check=False)
-
-        yield model, strategy, servers, step
-
-
-def _serve(desk: Desk, is_over: threading.Event) -> None:
-    while not is_over.is_set():
-        desk.turn()
-
-
-def alone(steps: Sequence[float]) -> list[Tensor]:
-    """What one process makes of the same steps."""
-    model = Model()
-    optimizer = adam(model)
-    for value in steps:
-        for p in model.parts:
-            p.grad = torch.full_like(p, value)
-        optimizer.step()
-    return [p.detach() for p in model.parts]
+from tests.unit.sync.server.attached import Model, alone, trained_at
 
 
 def stands(model: Model, servers: Sequence[Server]) -> list[bool]:
@@ -113,6 +33,7 @@ def test_parameters_are_what_a_server_holds() -> None:
         for number in range(len(steps)):
             step(steps[number])
             assert stands(model, servers) == [True] * 3
+            assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parts)
             for p, expected in zip(model.parts, alone(steps[: number + 1]), strict=True):
                 assert torch.equal(p, expected)
         assert all(p is old for p, old in zip(model.parts, before, strict=True))
