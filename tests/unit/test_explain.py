@@ -138,7 +138,7 @@ def test_servers_hold_the_state_that_workers_do_not(optimizer: Any) -> None:
     for told in found.servers:
         stepping = run.make_optimizer(model)
         shard = Shard(model, stepping, layout_of(model, stepping, 3, 1), told.server)
-        shard.sets.add()  # as in lockstep
+        shard.sets.double()  # as in lockstep
         touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
         sums = {key: torch.zeros_like(value) for key, value in shard.values.items()}
         shard.apply(sums, touched, 1.0, 1.0, settings_of(stepping))

@@ -27,7 +27,7 @@ def strategy_for(
             checks=plan.precision == "fp16",
             codec=plan.codec,
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors,
+            rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,
         )
     if plan.local_steps > 1:

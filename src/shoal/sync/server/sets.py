@@ -30,10 +30,14 @@ class ValueSets:
         self.sets: list[dict[int, Tensor]] = []
         self.now = 0
         self._ahead: set[int] = set()  # keys whose values of now stand in the other set too
-        self.add()
+        self._add()
 
-    def add(self) -> None:
-        """One more set, of zeros."""
+    def double(self) -> None:
+        """Have two sets from now on; nothing if there are."""
+        if len(self.sets) == 1:
+            self._add()
+
+    def _add(self) -> None:
         places = self._layout.value_places(self._number)
         segment = Segment.create(max(1, places[-1]))
         self._segments.append(segment)
