@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plan_fit import refuse_pieces
-from shoal.plan_keys import PACKED
+from shoal.plan_keys import HALVES, PACKED
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -242,8 +242,15 @@ def _refuse_local_steps(plan: "Plan") -> None:
 
 
 def refuse_unbuilt_codec(plan: "Plan") -> None:
-    """Packing is there for what local steps send, by rounding each element."""
+    """Packing is there for what local steps send and servers are sent, rounding each element."""
     if plan.codec == "none":
+        return
+    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALVES:
+        if plan.combine != "mean":
+            raise PlanError(
+                f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
+                "not trusted could hide behind rounding. Leave one of them out."
+            )
         return
     rounds = plan.codec in PACKED
     if rounds and plan.local_steps > 1:
@@ -251,7 +258,7 @@ def refuse_unbuilt_codec(plan: "Plan") -> None:
     asked = "gradients packed on every step" if rounds else "a codec"
     way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
     if plan.sync == "server":
-        way_out = "leave sync=server out and " + way_out
+        way_out = f"use {' or '.join(HALVES)}, or leave sync=server out and {way_out}"
     raise PlanError(
         f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
         f"not at all. Leave codec out, or {way_out}."

@@ -21,21 +21,55 @@ from shoal.sync.server.layout import lay_out
 Values = list[Tensor | None]
 
 
-def tree_sum(leaf: Callable[[int], Values], pieces: range) -> Values:
-    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due."""
+def tree_sum(
+    leaf: Callable[[int], Values],
+    pieces: range,
+    arrived: Callable[[int, int, Values], Values] = lambda first, size, values: values,
+) -> Values:
+    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due.
+
+    `arrived` says what becomes of the sum over `size` pieces from the `first` on.
+    """
 
     def node(first: int, size: int) -> Values | None:
         if first >= len(pieces):
             return None
         if size == 1:
-            return leaf(pieces[first])
+            return arrived(first, 1, leaf(pieces[first]))
         left, right = node(first, size // 2), node(first + size // 2, size // 2)
         if right is None:
             return left
         pairs = zip(left or [], right, strict=True)
-        return [b if a is None else a if b is None else a + b for a, b in pairs]
+        summed = [b if a is None else a if b is None else a + b for a, b in pairs]
+        return arrived(first, size, summed)
 
     return node(0, 1 << max(0, (len(pieces) - 1).bit_length())) or []
+
+
+class Rounded:
+    """What arrives at servers of the sums that workers push, each rounded once (`codec`).
+
+    A worker pushes the largest subtrees that lie in its share: those whose parents do not.
+    """
+
+    def __init__(self, codec: str, shares: Sequence[range], num_gradients: int):
+        self._codec, self._shares, self._num_gradients = codec_of(codec), shares, num_gradients
+
+    def __call__(self, first: int, size: int, values: Values) -> Values:
+        parent = first - first % (2 * size)
+        if not self._is_one_share(first, size) or self._is_one_share(parent, 2 * size):
+            return values
+        own, others = values[: self._num_gradients], values[self._num_gradients :]
+        return [*map(self._round, own), *others]
+
+    def _is_one_share(self, first: int, size: int) -> bool:
+        return any(s.start <= first and first + size <= s.stop for s in self._shares)
+
+    def _round(self, value: Tensor | None) -> Tensor | None:
+        if value is None or self._codec is None or value.itemsize == 2:
+            return value
+        flat = value.reshape(-1)
+        return self._codec.decode(self._codec.encode(flat), flat.numel()).view_as(value).to(value)
 
 
 def combined(

@@ -138,13 +138,15 @@ def test_servers_hold_the_state_that_workers_do_not(optimizer: Any) -> None:
     for told in found.servers:
         stepping = run.make_optimizer(model)
         shard = Shard(model, stepping, layout_of(model, stepping, 3), told.server)
+        shard.sets.double()  # as in lockstep
         touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
         sums = {key: torch.zeros_like(value) for key, value in shard.values.items()}
         shard.apply(sums, touched, 1.0, 1.0, settings_of(stepping))
         tensors = [t for kept in stepping.state.values() for t in kept.values()]
         state = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         assert told.memory.optimizer.num_bytes == state
-        assert told.memory.parameters.num_bytes == sum(v.nbytes for v in shard.values.values())
+        sets = [v.nbytes for values in shard.sets.sets for v in values.values()]
+        assert told.memory.parameters.num_bytes == sum(sets)
         assert told.num_stepped == sum(run.numel() for run in shard.runs)
     assert sum(told.num_stepped for told in found.servers) == NUM_ELEMENTS
 

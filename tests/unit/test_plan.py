@@ -411,6 +411,8 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
         "codec=topk:0.01",
         "codec=onebit local_steps=4",
         "codec=int8",
+        "codec=fp16",
+        "codec=int8 sync=server",
     ],
 )
 def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
@@ -426,12 +428,20 @@ def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
     [
         ("codec=int8 data=2", "Leave codec out, or add local_steps=2 or more."),
         ("codec=topk:0.01 local_steps=4", "or use fp16, bf16, int8, int4 with local_steps."),
+        ("codec=int8 sync=server", "Leave codec out, or use fp16 or bf16, or leave sync=server"),
     ],
 )
 def test_a_codec_that_is_not_built_has_a_way_out(text: str, way_out: str) -> None:
     with pytest.raises(PlanError, match="not built yet") as refused:
         Plan.parse(text).refuse_missing()
     assert way_out in str(refused.value)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_servers_take_gradients_of_two_bytes(codec: str) -> None:
+    Plan.parse(f"data=3 sync=server codec={codec}").refuse_missing()
+    with pytest.raises(PlanError, match=f"codec={codec} does not go with combine=median"):
+        Plan.parse(f"data=3 sync=server codec={codec} combine=median").refuse_missing()
 
 
 def test_an_outer_step_of_an_average_goes_all_the_way() -> None:

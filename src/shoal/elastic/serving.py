@@ -8,7 +8,6 @@ from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import StopNow
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
-from shoal.numerics.quantization import codec_of
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
@@ -87,7 +86,6 @@ class Serving:
             bound=plan.bound,
             secret=self.seat.secret,
             rule=plan.combine,
-            codec=codec_of(plan.codec),
             journal=self._journal,
         )
         if shelf.number and not server.clock.committed:

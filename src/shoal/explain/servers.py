@@ -13,7 +13,9 @@ from shoal.comm.tree import blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.copies import kept_by
-from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.layout import Key, Layout, lay_out
+from shoal.sync.server.packing import BYTES, is_packed
+from shoal.sync.server.views import stands_of
 
 
 class ServerRow(msgspec.Struct, frozen=True):
@@ -26,15 +28,22 @@ class ServerRow(msgspec.Struct, frozen=True):
 
 
 def worker_memory(rank: Rank) -> Memory:
-    """A worker keeps no state of the optimizer; its gradients stand where servers read them."""
+    """A worker keeps no state of the optimizer; its gradients stand where servers read them.
+
+    In lockstep a parameter that one server holds is read there, and is not the worker's own.
+    """
     layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
     sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
     sizes = zip(layout.shelves, layout.itemsizes, strict=True)
     largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
     rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
+    held = sum(p.num_bytes for p in rank.parameters)
+    read = 0
+    if rank.plan.bound == 0:
+        read = sum(rank.trained[number].num_bytes for number in stands_of(layout))
     words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
     return Memory(
-        Amount(sum(p.num_bytes for p in rank.parameters), "what this rank holds"),
+        Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
         Amount(layout.row_places(num_rows)[-1], rows),
         Amount(0, "on the servers"),
         Amount(2 * rank.buffer_bytes(), "all, and a copy to go back to"),
@@ -44,11 +53,17 @@ def worker_memory(rank: Rank) -> Memory:
 
 def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
-    num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
+    num_bytes = _num_rows(rank) * sum(_sent_bytes(key, rank.plan.codec) for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
+
+
+def _sent_bytes(key: Key, codec: str) -> int:
+    if codec == "none" or not is_packed(key.itemsize):
+        return key.num_bytes
+    return BYTES * (key.stop - key.start)
 
 
 def server_rows(facts: Facts) -> list[ServerRow]:
@@ -66,13 +81,17 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         p = trained[segment.parameter]
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
-        if facts.plan.local_steps == 1:
+        if plan.local_steps == 1:
             state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
-        elif facts.plan.outer_rates[1]:
+        elif plan.outer_rates[1]:
             state += segment.length * max(4, p.dtype.itemsize)  # the outer momentum
-    others = "".join(f", and of server {n}" for n in own[1:])
+    sizes = [layout.value_places(n)[-1] for n in own]
+    words = "its part of all"
+    if plan.bound == 0:
+        sizes, words = [sizes[0], *sizes], f"{words}, two sets"
+    words += "".join(f", and of server {n}" for n in own[1:])
     memory = Memory(
-        Amount(sum(layout.value_places(n)[-1] for n in own), f"its part of all{others}"),
+        Amount(sum(sizes), words),
         Amount(_bytes_of(layout, own), "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),

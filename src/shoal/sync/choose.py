@@ -39,6 +39,7 @@ def strategy_for(
             plan.num_pieces,
             plan.bound,
             checks=plan.precision == "fp16",
+            codec=plan.codec,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,

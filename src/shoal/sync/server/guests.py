@@ -4,16 +4,15 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from shoal.comm.codecs import Codec
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.tree import Block, blocks_of
-from shoal.comm.wire import BadFrame, tensor_of
+from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Hello, Push
+from shoal.sync.server.packing import unpacked
 
 
 @dataclass
@@ -24,7 +23,6 @@ class Guest:
     blocks: list[Block]  # which it pushes as one row each
     layout: Layout
     rows: Segment | None  # memory that both see
-    codec: Codec | None = None  # of the rows that it pushes
     pulled: int = 0  # the number of the last question for parameters that was answered
     loaded: int = 0  # and of the last state that it sent
 
@@ -33,17 +31,10 @@ class Guest:
         if not push.is_shared:
             if len(payload) != len(push.blocks):
                 raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
-            return [self._row(frame, values) for frame in payload]
-        if self.rows is None or self.codec is not None or payload:
+            return [unpacked(push.codec, frame, values) for frame in payload]
+        if self.rows is None or payload:
             raise ValueError("rows are in shared memory or in frames, and here in neither or both")
         return [self.place(push.key, row, values) for row in range(len(push.blocks))]
-
-    def _row(self, frame: memoryview, values: Tensor) -> Tensor:
-        if self.codec is None:
-            return tensor_of(frame, values.dtype, values.numel())
-        num_bytes = self.codec.num_bytes(values.numel())
-        packed = tensor_of(frame, torch.uint8, num_bytes)
-        return self.codec.decode(packed, values.numel()).to(values.dtype)
 
     def place(self, number: int, row: int, values: Tensor) -> Tensor:
         """Where a key that holds `values` stands in a row of the memory that both see."""

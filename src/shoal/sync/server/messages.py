@@ -55,6 +55,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     blocks: list[Block]
     touched: list[bool]
     is_shared: bool
+    codec: str = "none"  # by which what stands beside this is packed
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -116,10 +117,10 @@ class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where they stand."""
+    are not put there but read at `values`, where their sets stand."""
 
     is_shared: bool
-    values: Place | None
+    values: list[Place]
     committed: int
     next_batch: int
 
@@ -147,6 +148,7 @@ class Values(FromServer, frozen=True, tag="values"):
 
     committed: int
     version: int  # updates that they are made of, and states that were taken over
+    number: int  # of the set in which they stand
     halt: Halt | None
 
 

@@ -17,7 +17,6 @@ import msgspec
 from torch import Tensor
 
 from shoal.comm.shared_memory import Place
-from shoal.comm.codecs import Codec
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -77,7 +76,6 @@ class Server:
         bound: int | None,
         secret: str,
         rule: str = "mean",
-        codec: Codec | None = None,
         journal: Journal | None = None,
     ):
         """With a journal, go on where a predecessor was when it died."""
@@ -85,10 +83,11 @@ class Server:
         self.num_seats, self.num_pieces = num_seats, num_pieces
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
-        self._codec = codec
         self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
+        if bound == 0:
+            shard.sets.double()
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal: Diary | None = journal
         for header, frames in journal.read() if journal is not None else ():
@@ -179,7 +178,6 @@ class Server:
         guest = self.guests.get(sender)  # it came twice
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
-            guest.codec = self._codec
             self.guests[sender] = guest
         if hello.version > self.version:
             raise ValueError(
@@ -193,15 +191,14 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self._shown() if guest.rows is not None else None,
+            values=self._shown() if guest.rows is not None else [],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
 
-    def _shown(self) -> Place | None:
+    def _shown(self) -> list[Place]:
         """Where parameters stand that workers read; out of lockstep they may change under them."""
-        segment = self.shard.segment if self.bound == 0 else None
-        return None if segment is None else segment.place
+        return self.shard.sets.places if self.bound == 0 else []
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -234,7 +231,8 @@ class Server:
         faultpoint("server.push", batch)
         found = guest.rows_of(push, values, payload)
         rows = dict(zip(push.blocks, found, strict=True))
-        self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        if self._rows.keep(batch, push.attempt, push.key, rows, push.touched):
+            self.shard.sets.copy_ahead(push.key)
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -345,6 +343,7 @@ class Server:
             request=pull.request,
             committed=self.clock.committed,
             version=self.version,
+            number=self.shard.sets.now,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

@@ -157,6 +157,7 @@ class Windows(ThroughServers):
             blocks=self.blocks,
             touched=[True] * len(self._segments[key]),
             is_shared=False,
+            codec=codec.name,
         )
 
     def _residuals(self) -> list[Tensor]:
