@@ -35,10 +35,12 @@ from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
 from shoal.sync.server.journal import Journal
+from shoal.sync.server.lookups import empty_tables
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.server.tables import Tables
 from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
@@ -82,6 +84,8 @@ def prepare_training(
             keeper = None
             if keeping is not None:
                 keeper = Keeper(keeping._replace(beginning=beginning), seat.tell)
+            if plan.num_servers:
+                empty_tables(model)
             trainer = Trainer(run, plan, seat, prepared=prepared, keeper=keeper)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
@@ -227,11 +231,12 @@ def _serve(
     journal: Journal,
 ) -> None:
     """Be a parameter server, in one generation after another, until the supervisor says leave."""
+    tables = Tables(model, number, plan.num_servers)
     optimizer = run.make_optimizer(model)
     schedules.remember_rates(optimizer)
     layout = layout_of(model, optimizer, plan.num_servers, plan.copies)
     server = Server(
-        Shard(model, optimizer, layout, number),
+        Shard(model, optimizer, layout, number, tables),
         num_seats=plan.num_ranks,
         num_pieces=plan.num_pieces,
         bound=plan.bound,

@@ -81,6 +81,14 @@ class Pull(FromWorker, frozen=True, tag="pull"):
     meets: bool
 
 
+class Look(FromWorker, frozen=True, tag="look"):
+    """Give me some rows of a table for this batch, which I have begun; their places are beside
+    this."""
+
+    batch: int
+    table: int
+
+
 class Stop(FromWorker, frozen=True, tag="stop"):
     """I was asked to stop: choose a step after which all do."""
 
@@ -88,9 +96,10 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
-    """Your whole state; or the gradients of the last step."""
+    """Your whole state; or the gradients of the last step; or the rows of tables alone."""
 
     gradients: bool = False
+    tables: bool = False
 
 
 class Load(FromWorker, frozen=True, tag="load"):
@@ -140,6 +149,10 @@ class Values(FromServer, frozen=True, tag="values"):
     stop_at: int | None
 
 
+class Found(FromServer, frozen=True, tag="found"):
+    """The rows of a table, in a frame."""
+
+
 class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
 
@@ -155,5 +168,5 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load
+ServerMessage = Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Refused

@@ -15,6 +15,7 @@ from shoal.comm.wire import tensor_of
 from shoal.sync.server.clock import Clock, ClockRecord
 from shoal.sync.server.messages import Apply
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, pack_state, unpack_state
 
 Record = tuple[bytes, list[Tensor]]
@@ -31,7 +32,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class _Update(msgspec.Struct, frozen=True, tag="update"):
-    """One step, with the sums in frames, key by key."""
+    """One step, with the sums in frames, key by key; of tables' keys the rows and their places."""
 
     batch: int
     first: int
@@ -57,7 +58,11 @@ _RECORDS: msgspec.msgpack.Decoder[_Update | _Snapshot] = msgspec.msgpack.Decoder
 
 
 def update_record(
-    apply: Apply, sums: Mapping[int, Tensor], touched: Mapping[int, list[bool]], told: list[Told]
+    apply: Apply,
+    sums: Mapping[int, Tensor],
+    touched: Mapping[int, list[bool]],
+    told: list[Told],
+    tables: Tables,
 ) -> Record:
     update = _Update(
         apply.batch,
@@ -66,10 +71,11 @@ def update_record(
         apply.scale,
         apply.factor,
         apply.settings,
-        [touched[key] for key in sums],
+        list(touched.values()),
         told,
     )
-    return msgspec.msgpack.encode(update), list(sums.values())
+    dense = [sum_ for sum_ in sums.values() if not sum_.is_sparse]
+    return msgspec.msgpack.encode(update), [*dense, *tables.frames_of(sums)]
 
 
 def snapshot_record(shard: Shard, clock: Clock, told: Iterable[Told]) -> Record:
@@ -88,9 +94,10 @@ def redo(
         return Clock.from_plain(record.clock), record.told
     sums = {
         key: tensor_of(memoryview(frame), value.dtype, value.numel())
-        for (key, value), frame in zip(shard.values.items(), frames, strict=True)
+        for (key, value), frame in zip(shard.values.items(), frames, strict=False)
     }
-    touched = dict(zip(shard.keys, record.touched, strict=True))
+    sums |= shard.tables.sums_of([memoryview(frame) for frame in frames[len(sums) :]])
+    touched = dict(zip(sums, record.touched, strict=True))
     shard.apply(sums, touched, record.scale, record.factor, record.settings)
     clock.apply(record.batch, range(record.first, record.last))
     return clock, record.told

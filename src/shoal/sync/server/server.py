@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
+from shoal.numerics.norms import values_of
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.journal import Journal
@@ -28,9 +29,11 @@ from shoal.sync.server.messages import (
     Done,
     Dump,
     Dumped,
+    Found,
     FromServer,
     Hello,
     Load,
+    Look,
     Missing,
     Pull,
     Push,
@@ -45,7 +48,7 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.records import Told, redo, snapshot_record, update_record
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import pack_state
+from shoal.sync.state import State, pack_state
 
 
 class Answer(NamedTuple):
@@ -74,7 +77,8 @@ class Server:
         self.clock = Clock(num_pieces, bound)
         self._secret, self._digest = secret, shard.layout.digest
         own = shares(num_pieces, num_seats)
-        self._rows = Rows(shard.keys, num_pieces, bound == 0, rule, own)
+        keys = [*shard.keys, *shard.tables.keys]
+        self._rows = Rows(keys, num_pieces, bound == 0, rule, own)
         self._begun, self._stop_at = 0, None  # type: int, int | None
         self._num_updates = 0
         self._told: dict[int, Told] = {}  # the last, by first piece
@@ -134,14 +138,15 @@ class Server:
                 waits = self._waiting.get((sender, type(message)), message)
                 if message.request >= waits.request:  # or else it is late, and nobody waits for it
                     self._waiting[sender, type(message)] = message
+            case Look():
+                yield Answer(
+                    sender, Found(request=message.request), [self._look_up(guest, message, payload)]
+                )
             case Stop():
                 self._stop_at = self._stop_at or self._begun + 2
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = (
-                    self.shard.gradient_state() if message.gradients else self.shard.state_dict()
-                )
-                packed, tensors = pack_state(state)
+                packed, tensors = pack_state(self._dump(message))
                 yield Answer(sender, Dumped(request=message.request, packed=packed), tensors)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
@@ -185,10 +190,10 @@ class Server:
 
     def _keep(self, guest: Guest, push: Push, payload: Sequence[memoryview]) -> None:
         """Put rows away until they are applied; what was applied before is left."""
-        if push.key not in self.shard.values:
+        is_table, batch = push.key in self.shard.tables.keys, push.batch
+        if push.key not in self.shard.values and not is_table:
             raise ValueError(f"key {push.key} is not held here")
-        values, batch = self.shard.values[push.key], push.batch
-        if len(push.touched) != len(self.layout.segments(push.key)):
+        if len(push.touched) != (1 if is_table else len(self.layout.segments(push.key))):
             raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
         if push.blocks != guest.blocks or push.attempt < 0:
             raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
@@ -198,9 +203,26 @@ class Server:
         if not self.clock.may_begin(batch):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
-        found = guest.rows_of(push, values, payload)
+        if is_table:
+            found = self.shard.tables.rows_of(push.key, payload)
+        else:
+            found = guest.rows_of(push, self.shard.values[push.key], payload)
         rows = dict(zip(push.blocks, found, strict=True))
         self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+
+    def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
+        """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
+        since after a death it may be computed again."""
+        self._refuse_early(guest, look.batch)
+        ahead = self.clock.committed - look.batch
+        if self.bound == 0 and ahead not in (0, 1):
+            raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
+        return self.shard.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
+
+    def _dump(self, dump: Dump) -> State:
+        if dump.gradients:
+            return self.shard.gradient_state()
+        return self.shard.table_state() if dump.tables else self.shard.state_dict()
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -225,6 +247,10 @@ class Server:
         faultpoint("server.apply", apply.batch)
         sums = self._rows.sums(apply.batch, pieces)
         touched = self._rows.touched(apply.batch, pieces)
+        if self.journal is not None and self.journal.is_long:
+            # Of before the step, so that the last record is always a step: rows of tables as they
+            # were before it can be asked for.
+            self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
         try:
             self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
         except ValueError as error:  # nobody goes on from half a step
@@ -233,11 +259,9 @@ class Server:
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
-            if self.journal.is_long:
-                self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
-            else:
-                told = [one for one in self._told.values() if one.batch == apply.batch]
-                self.journal.append(*update_record(apply, sums, touched, told))
+            told = [one for one in self._told.values() if one.batch == apply.batch]
+            record = update_record(apply, sums, touched, told, self.shard.tables)
+            self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
         self._num_updates += 1
@@ -247,8 +271,9 @@ class Server:
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a state of this server."""
         keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
-        rows = max(keys, default=0) * self.num_pieces
-        return max(rows, sum(keys) * 16)  # parameters, and what optimizers keep of them
+        tables = self.shard.tables.num_bytes
+        rows = max([*keys, tables]) * self.num_pieces
+        return max(rows, (sum(keys) + tables) * 16)  # parameters, and what optimizers keep of them
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""
@@ -328,7 +353,7 @@ class Server:
         if sum_.want_norms or sum_.want_finite:
             sums = self._rows.sums(sum_.batch, pieces)
             norms = self.shard.norms(sums).numpy().tobytes()
-            finite = all(bool(total.isfinite().all()) for total in sums.values())
+            finite = all(bool(values_of(total).isfinite().all()) for total in sums.values())
         self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
         return _summed(sender, sum_, self._told[sum_.first])
 
