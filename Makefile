@@ -16,11 +16,17 @@ setup: .venv/.ready ## make .venv with Shoal and all it needs
 demo: .venv/.ready ## train a small language model on two processes, and kill one
 	@$(BIN)/python examples/demo.py
 
+# Unit tests share the cores; the others start ranks that fill them.
+UNIT := tests/unit -n 2
+OTHERS := tests --ignore tests/unit
+
 test: .venv/.ready servers ## the quick suite
-	@$(BIN)/pytest tests -m "not full"
+	@$(BIN)/pytest -m "not full" $(UNIT)
+	@$(BIN)/pytest -m "not full" $(OTHERS)
 
 test-full: .venv/.ready servers ## the quick suite and the long matrix
-	@$(BIN)/pytest tests
+	@$(BIN)/pytest $(UNIT)
+	@$(BIN)/pytest $(OTHERS)
 
 # Tests start these on loopback by themselves, and leave out what needs one that is not there.
 servers: ## install the servers that tests talk to, where that can be done
