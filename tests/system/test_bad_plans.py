@@ -147,7 +147,7 @@ BAD = {
         f"{RECIPES}:sparse_shrinks", "data=1 sync=server", "max_norm=1.0 changes rows where they"
     ),
     "a table and a median": Bad(
-        f"{RECIPES}:sparse", "data=3 sync=server combine=median", "there is no middle of one"
+        f"{RECIPES}:sparse", "data=4 sync=server combine=median", "there is no middle of one"
     ),
     "a bag of rows": Bad(f"{RECIPES}:bag", "data=2 sync=server", "use an Embedding(..., sparse="),
     "dtypes in one unit": Bad(
