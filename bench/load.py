@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench import harness
 from bench.harness import Row
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from bench import harness
 from bench.harness import Row
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.sources import TensorSource, tensors
 
 NUM_SAMPLES, CONSUMED, BATCH, WIDTH = 2_000_000, 1_000_000, 64, 16

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from bench import harness, ranks
 from bench.harness import Row
+from shoal.data.batches import Batches
 from shoal.data.cache.cached import Cached, cached
-from shoal.data.loader import Batches
 from shoal.data.sources import Source
 from shoal.world import World
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.plan import Plan
 from shoal.sync.strategy import Agreed

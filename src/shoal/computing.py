@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.blame import first_look
 from shoal.comm.collectives import Group
 from shoal.comm.tree import PieceSum, Values, total
-from shoal.data.loader import Piece
+from shoal.data.batches import Piece
 from shoal.data.split import shares
 from shoal.mesh import Mesh
 from shoal.numerics.precision import LossScale, Precision

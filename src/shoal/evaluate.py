@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.computing import Compute
-from shoal.data.loader import pieces_in_order
+from shoal.data.batches import Loading, pieces_in_order
 from shoal.data.split import share
+from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import RecipeError, UsageError
 from shoal.mesh import Mesh
 from shoal.run import Run, check_evaluated, objective
@@ -25,11 +26,12 @@ PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on 
 def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss` and each of the run's metrics. Every rank must call it."""
     check_evaluated(compute.plan, source)
-    pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), run.collate, mesh.device)
+    loading = Loading(run.collate, mesh.device)
+    pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
     names = ["loss", *run.metrics]
-    table = torch.zeros(len(pieces), len(names), 2, dtype=torch.float64)
+    table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
     # Where replicas share parameters, all of them must run the model equally often.
     num_turns = -(-len(pieces) // mesh.data.num_ranks) if compute.plan.zero == 3 else len(own)
@@ -47,11 +49,15 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
             loss, weight = goal.tensor.item(), float(goal.weight)
             table[index, 0, 0] = loss * weight if goal.is_mean else loss
             table[index, 0, 1] = weight
+            table[index, -1] = piece.num_samples
             for column, (name, metric) in enumerate(run.metrics.items(), start=1):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
     table = mesh.world.merge(table)
-    sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in table.unbind(1)]
+    if not table[:, -1].any():
+        raise RecipeError(_all_left_out(source))
+    columns = table[:, : len(names)].unbind(1)
+    sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in columns]
     if not all(weight for _, weight in sums):
         raise RecipeError("An evaluation's weights add up to 0: no sample of the source counts.")
     return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
@@ -68,6 +74,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _all_left_out(source: Any) -> str:
+    files = " and ".join(map(str, quarantine_files(source)))
+    return (
+        f"There is nothing to evaluate: all {len(source)} samples of the source are left out as "
+        f"bad, by quarantine. {files} says why, sample by sample; mend them, or evaluate others."
+    )
 
 
 def _sum_and_weight(name: str, answer: Any, num_samples: int) -> Tensor:

@@ -28,8 +28,8 @@ from shoal.checkpoint.sealed import known_of
 from shoal.checkpoint.storage import Store
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
-from shoal.data.order import batches_per_epoch
 from shoal.data.orders import order_of
+from shoal.data.permutation import batches_per_epoch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once

@@ -17,15 +17,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.batches import Batches
 from shoal.data.ledger import Audit, audit
-from shoal.data.loader import Batches
-from shoal.data.order import Ids
 from shoal.data.orders import Mixed, Order, Some, order_before
+from shoal.data.permutation import Ids
 from shoal.data.sources import Source
 from shoal.data.transforms.cleaning import Cleaned
 from shoal.data.transforms.layers import below
 from shoal.data.transforms.normalizing import Normalized
-from shoal.data.transforms.quarantine import Quarantined
+from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.transforms.statistics import Statistics
 from shoal.data.views import Joined, View
 from shoal.errors import UsageError
@@ -97,14 +97,6 @@ def audit_run(record: Record, data: Source) -> Audit:
             f"{found.num_left_out} of them; their lines are in the run's logs, too",
         )
     return found
-
-
-def quarantine_files(data: Any) -> Iterator[Path]:
-    """Those that the parts of a source write to."""
-    if isinstance(data, Quarantined):
-        yield data.path
-    for source in below(data):
-        yield from quarantine_files(source)
 
 
 def batches_of(record: Record, data: Source) -> Batches:

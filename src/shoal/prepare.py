@@ -5,13 +5,15 @@ ranks it has, and a plan that does not suit the model is refused before any of t
 """
 
 from functools import partial
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.blame import refuse_writes, written_in_forward
-from shoal.errors import PlanError
+from shoal.data.batches import Batches
+from shoal.errors import PlanError, RecipeError
 from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
@@ -52,15 +54,30 @@ def prepare(run: Run, plan: Plan) -> Prepared:
                     raise
                 raise _takes_a_gradient(plan) from None
 
+    places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
+    forwards = [partial(forward, *place) for place in places]
+    return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+
+
+def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
+    """Steps and numbers of two pieces of one form, if there are two among the first that have
+    samples: texts may differ in length, and all of a piece may be left out by quarantine."""
+
     def shapes(step: int, piece: int) -> list[Any]:
-        inputs = tree_leaves(batches.at(step).piece(piece).inputs)
+        found = batches.at(step).piece(piece)
+        inputs = tree_leaves(found.inputs) if found.num_samples else []
         return [getattr(leaf, "shape", None) for leaf in inputs]
 
-    # Two examples of one form, if there are two among the first: texts may differ in length.
-    places = [(step, piece) for step in range(2) for piece in range(plan.num_pieces)]
-    alike = [place for place in places[1:] if plan.cuts_model and shapes(*place) == shapes(0, 0)]
-    forwards = [partial(forward, *place) for place in [places[0], *alike[-1:]]]
-    return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+    steps, pieces = range(batches.steps_per_epoch), range(plan.num_pieces)
+    loaded = ((place, form) for place in product(steps, pieces) if (form := shapes(*place)))
+    some = list(islice(loaded, 2 * plan.num_pieces))
+    if not some:
+        raise RecipeError(
+            "Quarantine leaves out all samples of the data, so there is nothing to train on. Its "
+            "file says why, sample by sample."
+        )
+    (first, form), *others = some
+    return [first, *[place for place, other in others if other == form][-1:]]
 
 
 def _refuse_whole_tensors(run: Run, plan: Plan, model: nn.Module) -> None:

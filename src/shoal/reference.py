@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.data.loader import Batch
+from shoal.blame import no_weight
+from shoal.data.batches import Batch
 from shoal.data.split import share
 from shoal.errors import NotFinite
 from shoal.numerics import schedules
@@ -79,7 +80,12 @@ class Replica:
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
             piece = functools.partial(self.piece, batch)
             sums = tree_sum(piece, self.pieces) if self.rule == "mean" else self.combined(piece)
+            if not self.told:  # quarantine left out all samples: nothing changes
+                self.buffers.restore()
+                return math.nan, 1.0
             loss, weight = sum(t[0] for t in self.told), sum(t[1] for t in self.told)
+            if not weight:
+                raise no_weight(batch.step)
             scale = self.unit / (weight * self.loss_scale.value)
             if math.isfinite(loss) and self.update(batch.step, sums, scale):
                 self.loss_scale.good_step()

@@ -12,6 +12,7 @@ from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
+from shoal.data.likeness import is_other
 from shoal.errors import PlanError, UsageError
 from shoal.plan import Plan
 from shoal.run import Run, resolve
@@ -85,7 +86,7 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             "would be where it was in the order. Go on with the data that the run began with."
         )
     before, now = origin.run.get(_CONTENT), own[_CONTENT]
-    if before and now and before != now:
+    if before and now and is_other(before, now):
         raise UsageError(
             f"The data was {before!r} when the run began and is {now!r} now: as many samples, and "
             "other ones. Go on with the data that the run began with (it may lie elsewhere), or "

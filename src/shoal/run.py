@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.data.loader import Batches, Piece
-from shoal.data.order import batches_per_epoch, check_end
+from shoal.data.batches import Batches, Loading, Piece
 from shoal.data.orders import order_of
+from shoal.data.permutation import batches_per_epoch, check_end
 from shoal.data.sources import LeavesOut, as_source
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
@@ -189,9 +189,7 @@ def make_batches(run: Run, num_pieces: int, device: str = "cpu", ahead: bool = F
         num_pieces=num_pieces,
         seed=run.seed,
         end=run.end,
-        collate=run.collate,
-        device=device,
-        loaders=run.loaders if ahead else 0,
+        loading=Loading(run.collate, device, run.loaders if ahead else 0),
     )
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.objects import open_store
@@ -44,7 +45,9 @@ def trainer(
         raise UsageError(
             "resume and save_every need a place. Give shoal.trainer(..., checkpoints=DIRECTORY)."
         )
-    fields = {name: field["value"] for name, field in provenance(run, {}).items()}
+    fields: dict[str, Any] = {}
+    if store is not None:
+        fields = {name: field["value"] for name, field in provenance(run, {}).items()}
     if store is not None and steps_in(store):
         # A spare that comes later finds those of its own run; its number is above the seats'.
         if not resume and world.rank < world.num_ranks:

@@ -12,7 +12,7 @@ from shoal import computing, prepare, training
 from shoal.comm.buckets import Buckets
 from shoal.comm.codecs import PackedMean
 from shoal.comm.collectives import Group, Pending
-from shoal.data.loader import Piece
+from shoal.data.batches import Piece
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds
 from shoal.run import Objective

@@ -246,15 +246,16 @@ def checkpointed() -> Any:
     return zoo.run_of(model, (x, x[:, :1].cos()), F.mse_loss, zoo.adam)
 
 
-def judge(ranks: list[dict[str, Any]], tolerance: float = 0.0) -> None:
-    for rank in ranks:
-        assert rank["loss"] <= tolerance
-        assert rank["weights"] <= tolerance
-        assert rank["buffers"] <= tolerance
-        assert rank["evaluated"] <= tolerance
-        assert rank["held"]
-    assert sorted({name for rank in ranks for name in rank["held"]}) == ranks[0]["all"]
-    assert any(rank["told"] for rank in ranks)
+def wrong_with(ranks: list[dict[str, Any]]) -> list[str]:
+    """Where ranks differ from one process, and what nobody holds or tells."""
+    held = sorted({name for rank in ranks for name in rank["held"]})
+    compared = ("loss", "weights", "buffers", "evaluated")
+    return [
+        *(key for rank in ranks for key in compared if rank[key] != 0.0),
+        *("a rank holds nothing" for rank in ranks if not rank["held"]),
+        *(["not all is held"] if held != ranks[0]["all"] else []),
+        *([] if any(rank["told"] for rank in ranks) else ["nobody tells the loss"]),
+    ]
 
 
 # Each schedule meets several models, each model at least one schedule with two stages a rank.
@@ -269,17 +270,19 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "schedule"), PAIRS)
 def test_two_ranks_have_the_bits_of_one_process(pool: Pool, name: str, schedule: str) -> None:
-    judge(pool.run(train, 2, name, schedule, 4, {}))
+    assert not wrong_with(pool.run(train, 2, name, schedule, 4, {}))
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("mlp", "1f1b"), ("gpt", "1f1b")])
 def test_twenty_steps_have_the_bits_of_one_process(pool: Pool, name: str, schedule: str) -> None:
-    judge(pool.run(train, 2, name, schedule, 20, {}))
+    assert not wrong_with(pool.run(train, 2, name, schedule, 20, {}))
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("gpt", "1f1b"), ("unet", "interleaved")])
 def test_four_ranks_have_the_bits_of_one_process(pool: Pool, name: str, schedule: str) -> None:
-    judge(pool.run(train, 4, name, schedule, 3, {"layers": 8} if name == "gpt" else {}))
+    assert not wrong_with(
+        pool.run(train, 4, name, schedule, 3, {"layers": 8} if name == "gpt" else {})
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_four_ranks_have_the_bits_of_one_process(pool: Pool, name: str, schedule
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.full)])
 def test_models_of_transformers_are_cut_too(pool: Pool, name: str, schedule: str) -> None:
     pytest.importorskip("transformers")
-    judge(pool.run(train, 2, name, schedule, 3, {}))
+    assert not wrong_with(pool.run(train, 2, name, schedule, 3, {}))
 
 
 def uneven(mesh: Mesh, schedule: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ import pytest
 
 from shoal.cli.main import run_here
 from shoal.data.shard_files.reading import shards
+from shoal.testing.ranks import Pool
 
 RECIPE = """
+import time
 import torch
 import shoal
+from shoal.data import waiting
 
 def pairs():
     return shoal.data.tensors(torch.arange(600.0).view(200, 3), torch.arange(200))
@@ -43,6 +46,16 @@ class Bad:
 def bad():
     return Bad()
 
+class Hangs(Bad):
+    def __getitem__(self, index):
+        if index == 31:
+            time.sleep(60)
+        return torch.ones(2), index
+
+def hangs():
+    waiting.FIRST_S, waiting.LIMIT_S, waiting.LIMIT_PER_SAMPLE_S = 0.2, 1.0, 0.0
+    return Hangs()
+
 def nothing():
     return 3
 """
@@ -71,6 +84,22 @@ def flip(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_hangs_is_told_of_and_ends_the_build(
+    pool: Pool, recipe: Path, tmp_path: Path, workers: int
+) -> None:
+    words = ["data", "build", f"{recipe}:hangs", "out", "--workers", str(workers)]
+    errors = tmp_path / "errors"
+    output = tmp_path / "output"
+    command = pool.start(run_here, words, output=output, errors=errors, directory=tmp_path)
+    assert command.wait() == 1
+    *told, last = errors.read_text().splitlines()
+    assert 1 <= len(told) <= 3 and all("waiting for data since" in line for line in told)
+    assert all(line.endswith("s: sample 31") for line in told)
+    assert last.startswith("shoal: sample 31: nothing came for 1 s, which is the limit.")
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_explains(capsys) -> None:

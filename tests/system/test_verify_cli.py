@@ -35,6 +35,14 @@ def test_the_same_result(pool: Pool, tmp_path: Path) -> None:
     assert not (run_dir / "verify").exists(), "the records of steps are removed"
 
 
+def test_a_batch_that_quarantine_emptied_is_the_same_too(pool: Pool, tmp_path: Path) -> None:
+    recipe = str(Path(__file__).parents[1] / "faults" / "tiny.py")
+    words = (f"{recipe}:emptied", "--set", f"file={tmp_path / 'bad.jsonl'}", "--plan", "data=2")
+    done = shoal_verify(pool, tmp_path, *words, "--steps", "5")
+    assert done.exit_code == 0, done.errors
+    assert "SAME: losses, gradients, weights and buffers are identical" in done.last_words
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

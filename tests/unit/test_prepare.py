@@ -1,12 +1,15 @@
 """What a plan asks of a model and its optimizer is found out before a rank starts."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.errors import PlanError
+import shoal
+from shoal.errors import PlanError, RecipeError
 from shoal.plan import Plan
 from shoal.prepare import prepare
 from shoal.run import Run, resolve
@@ -68,3 +71,33 @@ def test_examples_of_one_form_are_chosen_where_lengths_differ() -> None:
     prepared = prepare(run, resolved(run, "pipeline=2"))
     assert prepared.survey.stages is not None and len(prepared.survey.stages.stages) == 2
     prepared.seeds.close()
+
+
+class Broken:
+    """A source whose first samples cannot be loaded."""
+
+    def __init__(self, source: Any, num_bad: int):
+        self.source, self.num_bad = source, num_bad
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        if index < self.num_bad:
+            raise ValueError("no good")
+        return self.source[index]
+
+
+def test_a_first_piece_that_quarantine_emptied_is_no_example(tmp_path: Path) -> None:
+    run, file = zoo.mlp(), tmp_path / "bad.jsonl"
+
+    def broken(num_bad: int) -> Run:
+        left_out = shoal.data.quarantine(Broken(run.data, num_bad), file)
+        return dataclasses.replace(run, data=shoal.data.in_order(left_out))
+
+    for num_bad in (1, 3 * run.batch_size):
+        prepared = prepare(broken(num_bad), resolved(broken(num_bad), "tensor=2"))
+        assert prepared.survey.tensor is not None
+        prepared.seeds.close()
+    with pytest.raises(RecipeError, match="Quarantine leaves out all samples"):
+        prepare(broken(len(run.data)), resolved(run, "tensor=2"))

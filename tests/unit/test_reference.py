@@ -1,6 +1,9 @@
 """The reference against the plainest loop there is, and against sums written out by hand."""
 
+import copy
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal import reference
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.errors import NotFinite, RecipeError
 from shoal.mesh import LauncherSeat
 from shoal.plan import Plan
@@ -209,8 +212,35 @@ def test_what_is_not_finite_at_scale_1_ends_it() -> None:
         next(reference.train(run, plan_of(run, "data=1")))
 
 
+class Emptied:
+    """Of 24 samples the second 8 cannot be loaded."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if 8 <= index < 16:
+            raise ValueError("no good")
+        return INPUTS[index], INPUTS[index].sum(0, keepdim=True)
+
+
+def test_a_batch_that_quarantine_emptied_changes_nothing(tmp_path: Path) -> None:
+    data = shoal.data.in_order(shoal.data.quarantine(Emptied(), tmp_path / "bad.jsonl"))
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    run = run_of(data=data, steps=3, model=lambda: copy.deepcopy(model))
+    states = []
+    for (after,) in reference.train(run, plan_of(run, "data=1 pieces=2")):
+        kept = [*after.weights.values(), *after.buffers.values()]
+        states.append((after.loss, [tensor.detach().clone() for tensor in kept]))
+    (_, one), (loss, two), (_, three) = states
+    assert math.isnan(loss) and all(map(torch.equal, one, two))
+    assert not all(map(torch.equal, two, three))
+
+
 def test_a_batch_without_weight_is_refused() -> None:
     run = run_of(loss=lambda output, target: (F.mse_loss(output, target, reduction="sum"), 0.0))
+    with pytest.raises(RecipeError, match="add up to 0"):
+        next(reference.train(run, plan_of(run, "data=1")))
     with (
         pytest.raises(RecipeError, match="add up to 0"),
         Trainer(run, plan_of(run, "data=1"), LauncherSeat(World())) as trainer,

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 import shoal
 from shoal.checkpoint.manifest import Origin
+from shoal.data import glimpse
 from shoal.errors import UsageError
 from shoal.keeping import origin_of
 from shoal.recipe import provenance
@@ -34,6 +37,12 @@ def origin(run: Run) -> Origin:
     return origin_of("r.py:f", plain(run), resolve(run, "data=1", None), run)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second may pass before a fork runs."""
+    monkeypatch.setattr(glimpse, "MOST_S", 30.0)
+
+
 def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:
     began, now = run_of(), run_of(shift=1.0)
     names = plain(began)["data_content"], plain(now)["data_content"]
@@ -41,6 +50,36 @@ def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:
         refuse_changes(plain(now), now, origin(began))
     assert all(name in str(refused.value) for name in names) and "--from" in str(refused.value)
     refuse_changes(plain(run_of()), run_of(), origin(began))
+
+
+class Drawn(Dataset[Any]):
+    """Samples that are others each time."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        rows = np.random.default_rng().random(3)
+        return rows, rows
+
+
+def test_other_data_of_a_source_that_does_not_say_what_it_holds_is_refused() -> None:
+    rows = torch.arange(8.0)[:, None]
+    began = run_of(data=TensorDataset(rows, rows))
+    same, other = TensorDataset(rows.clone(), rows), TensorDataset(rows + 1, rows)
+    refuse_changes(plain(run_of(data=same)), run_of(data=same), origin(began))
+    now = run_of(data=other)
+    with pytest.raises(UsageError, match=r"The data was 'marks .*--from RUN"):
+        refuse_changes(plain(now), now, origin(began))
+
+
+def test_samples_that_are_drawn_anew_are_known_by_their_number_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        began, now = run_of(data=Drawn()), run_of(data=Drawn())
+        refuse_changes(plain(now), now, origin(began))
+    assert caplog.text.count("Samples of the Drawn are others each time") == 1
 
 
 def test_a_run_without_a_name_for_its_data_goes_on() -> None:

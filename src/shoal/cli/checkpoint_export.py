@@ -148,11 +148,11 @@ def _some(what: str, names: Any) -> str:
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
     from shoal.checkpoint.foreign import program
     from shoal.checkpoint.foreign.weights import Model
-    from shoal.data.loader import pieces_in_order
+    from shoal.data.batches import Loading, pieces_in_order
 
     model = run.make_model()
     program.load_into(model, Model(source))
-    piece = pieces_in_order(run.data, program.NUM_SAMPLES, run.collate)[0]
+    piece = pieces_in_order(run.data, program.NUM_SAMPLES, Loading(run.collate))[0]
     inputs = program.call_with(piece.inputs, piece.num_samples)
     write = program.export_pt2 if form == "pt2" else program.export_onnx
     return _told_of_program(write(model, inputs, out), inputs.num_samples, out)

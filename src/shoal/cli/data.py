@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -96,21 +97,23 @@ def build(
     appears when it is whole. A build that was interrupted goes on when it is started again.
     """
     from shoal.data.shard_files.writing import build as build_shards
+    from shoal.data.waiting import watched
     from shoal.logs import set_up
 
     set_up()
     found, identity = _source(source)
     told = _Told(len(found))
-    index = build_shards(
-        found,
-        out,
-        shard_bytes=shard_mib << 20,
-        compress=compress,
-        workers=workers,
-        force=force,
-        identity=identity,
-        progress=told,
-    )
+    with watched(_tell_of_wait):
+        index = build_shards(
+            found,
+            out,
+            shard_bytes=shard_mib << 20,
+            compress=compress,
+            workers=workers,
+            force=force,
+            identity=identity,
+            progress=told,
+        )
     shown = _shown(open_place(out), index)
     if as_json:
         print_json(shown)
@@ -249,6 +252,19 @@ def _code_hash(spec: str) -> str:
     if file.suffix != ".py":
         return ""
     return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"
+
+
+def _tell_of_wait(late: Any) -> None:
+    """In a thread: the one that waits may hang where nothing reaches it, so it cannot end itself.
+
+    What the build has finished stays, as after a kill, and workers die with this process.
+    """
+    if not late.is_lost:
+        say(f"waiting for data since {late.seconds:.0f} s: {late.samples}", is_error=True)
+        return
+    say(f"shoal: {late}", is_error=True)
+    sys.stderr.flush()
+    os._exit(ShoalError.exit_code)
 
 
 class _Told:

@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.data import batches as batches
     from shoal.data import catalog as catalog
-    from shoal.data import loader as loader
-    from shoal.data import order as order
+    from shoal.data import permutation as permutation
     from shoal.data import sources as sources
     from shoal.data import split as split
     from shoal.data import transforms as transforms
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shoal.data.views import some as some
     from shoal.data.views import weighted as weighted
 
-_MODULES = ("catalog", "loader", "order", "sources", "split", "transforms")
+_MODULES = ("batches", "catalog", "permutation", "sources", "split", "transforms")
 _NAMES = {  # by the module that has them
     "cache.cached": ("cached",),
     "readers.csv": ("csv",),

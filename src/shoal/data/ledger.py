@@ -10,15 +10,17 @@ Cost: one double a rank in a message that is sent anyway, some 30 bytes a step o
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import combinations, islice
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from shoal.data.loader import Batches
-from shoal.data.order import Ids
+from shoal.data.batches import Batches
+from shoal.data.permutation import Ids
 
 _MODULUS = 2**53  # so that a mark is exact as a double
+_MOST_TRIES = 1000
 _SALT = np.uint64(0x5348_4F41_4C4C_4547)
 
 
@@ -43,7 +45,7 @@ class Audit(msgspec.Struct):
     last_step: int = 0
     num_samples: int = 0  # trained on, each as often as it was
     num_marked: int = 0  # steps whose mark was compared with the order
-    num_unmarked: int = 0  # steps for which none was kept
+    num_unmarked: int = 0  # steps for which none was kept, or of which no file tells who was out
     num_left_out: int = 0  # samples in quarantine
     passes: float = 0.0
     most_often: int = 0  # how often the sample was trained on that came most
@@ -58,17 +60,16 @@ def audit(
     found, since = Audit(), 0
     counts = np.zeros(len(batches.source), dtype=np.int64)
     out = np.asarray(sorted(left_out), dtype=np.int64)
-    expected = 0
+    expected, num_unnamed = 0, 0
     for record in records:
         step = int(record["step"])
         if found.last_step and step != found.last_step + 1:
             found.problems.append(_gap(found.last_step, step))
         found.first_step, found.last_step = found.first_step or step, step
-        ids = batches.at(step - 1).ids
-        if out.size:
-            kept = ids[~np.isin(ids, out)]
-            found.num_left_out += len(ids) - len(kept)
-            ids = kept
+        whole = batches.at(step - 1).ids
+        ids = _loaded(whole, out, record)
+        found.num_left_out += len(whole) - len(ids)
+        num_unnamed += max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
         counts += np.bincount(ids, minlength=len(counts))
         found.num_samples += len(ids)
         expected, since = add_marks((expected, mark(ids))), since + 1
@@ -76,14 +77,31 @@ def audit(
             continue
         if int(record["mark"]) == expected:
             found.num_marked += since
+        elif num_unnamed:  # by no file: there is nothing to compare with
+            found.num_unmarked += since
         else:
             of = f"step {step}" if since == 1 else f"steps {step - since + 1} to {step}"
             found.problems.append(f"{of}: other samples were trained on than the order gives")
-        expected, since = 0, 0
-    found.num_unmarked = since
+        expected, since, num_unnamed = 0, 0, 0
+    found.num_unmarked += since
     found.passes = found.num_samples / max(1, batches.num_samples)
     found.most_often, found.least_often = int(counts.max()), int(counts.min())
     return found
+
+
+def _loaded(ids: Ids, out: Ids, record: Mapping[str, Any]) -> Ids:
+    """Of the samples of a step those that it was made of, without as many as were left out.
+
+    Of those that are named bad not all need be: a sample may fail in one pass, and not in another.
+    """
+    if not out.size:
+        return ids
+    named = ids[np.isin(ids, out)]
+    for left in islice(combinations(named.tolist(), record.get("left_out", 0)), _MOST_TRIES):
+        kept = ids[~np.isin(ids, left)]
+        if mark(kept) == record.get("mark"):
+            return kept
+    return ids[~np.isin(ids, out)]
 
 
 def _gap(before: int, after: int) -> str:

@@ -5,8 +5,7 @@ of the same length without a word. `content_name` gives a short text to keep bes
 compare. It looks through layers (maps, caches, quarantine) to what lies below, and does not go by
 paths or times, so a file may be moved. What a source says itself counts (`identity()`, or
 `content_name()` where the first goes by paths); of files it is their sizes and some blocks, of
-what lies in memory some rows. A source of one's own without `identity()` has no name, and is known
-by its length alone: to load a sample of it here might open what forks must not share.
+what lies in memory some rows, and of a source that says nothing some samples (`glimpse.py`).
 
 Not proof against a change in the middle of a file: that is what shards are for, whose every byte
 counts. Code counts neither: a mended transform is the recipe's business. Cost: milliseconds.
@@ -15,11 +14,11 @@ counts. Code counts neither: a mended transform is the recipe's business. Cost: 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from shoal.data.glimpse import are_other, marks_of, spread
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource, map_tensors
 from shoal.data.transforms.cleaning import Cleaned
@@ -28,11 +27,30 @@ from shoal.errors import RecipeError
 
 _NUM_ROWS = 256  # of a tensor
 _NUM_SAMPLES = 64  # of a list
+_MARKS = "marks "  # how the part of a source begins of which only some samples are known
 
 
 def content_name(data: Any) -> str:
     """The same for the same samples; empty if nothing can be told of them cheaply."""
     return ", ".join(filter(None, _parts(data)))
+
+
+def is_other(before: str, now: str) -> bool:
+    """Whether two names are of different contents; no, if that cannot be told of some part."""
+    ones, others = before.split(", "), now.split(", ")
+    if len(ones) != len(others):  # there may be no marks in the older one
+        ones, others = ([part for part in of if not _has_marks(part)] for of in (ones, others))
+        return ones != others
+    return any(map(_differ, ones, others))
+
+
+def _differ(one: str, other: str) -> bool:
+    marked = [part.split()[1:] for part in (one, other) if _has_marks(part)]
+    return are_other(*marked) if len(marked) == 2 else not marked and one != other
+
+
+def _has_marks(part: str) -> bool:
+    return part.startswith(_MARKS)
 
 
 def _parts(source: Any) -> Iterator[str]:
@@ -53,6 +71,8 @@ def _parts(source: Any) -> Iterator[str]:
         yield _named("windows", *_rows(source.spans))
     elif isinstance(source, list | tuple):
         yield _named("samples", *_packed(source))
+    else:
+        yield f"{_MARKS}{' '.join(marks_of(source))}"
 
 
 def _rows(value: Any) -> list[bytes]:
@@ -60,7 +80,7 @@ def _rows(value: Any) -> list[bytes]:
     found: list[bytes] = []
 
     def look(tensor: Tensor) -> Tensor:
-        rows = tensor[torch.from_numpy(_spread(len(tensor), _NUM_ROWS))].contiguous()
+        rows = tensor[torch.from_numpy(spread(len(tensor), _NUM_ROWS))].contiguous()
         found.append(f"{tensor.dtype} {list(tensor.shape)}".encode())
         found.append(rows.view(-1).view(torch.uint8).numpy().tobytes())
         return tensor
@@ -71,16 +91,11 @@ def _rows(value: Any) -> list[bytes]:
 
 def _packed(samples: Any) -> Iterator[bytes]:
     yield str(len(samples)).encode()
-    for index in _spread(len(samples), _NUM_SAMPLES):
+    for index in spread(len(samples), _NUM_SAMPLES):
         try:
             yield bytes(pack(samples[index]))
         except RecipeError:  # of no kind that has a form in bytes
             yield type(samples[index]).__qualname__.encode()
-
-
-def _spread(length: int, most: int) -> Any:
-    """Some places from the first to the last."""
-    return np.unique(np.linspace(0, length - 1, min(length, most)).astype(np.int64))
 
 
 def _named(kind: str, *contents: bytes) -> str:

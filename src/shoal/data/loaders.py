@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.order import Ids
 from shoal.data.packing import pack, unpack
+from shoal.data.permutation import Ids
 from shoal.data.readers.records import SourceLost
 from shoal.data.sources import failed, named
 from shoal.data.waiting import overdue

@@ -5,7 +5,7 @@ and can be entered anywhere. So a restart, another world size or a spare asks fo
 its ids at once. A source that wants another order than a plain shuffle carries one as `order`.
 
 Cost: a shuffle keeps nothing; blocks keep a number a block, weights and lengths one a sample; a
-window of a few batches is sorted at a time. Next: `order.py` for the permutation underneath,
+window of a few batches is sorted at a time. Next: `permutation.py` for the permutation underneath,
 `views.py` for the sources that carry these.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shoal.data.order import Ids, permute, uniform
+from shoal.data.permutation import Ids, permute, uniform
 from shoal.errors import UsageError
 
 _PATTERN = 1024  # positions over which a mixture keeps its weights exactly

@@ -6,9 +6,10 @@ loading a batch is one gather. Inputs may be a tensor, a tuple or a dict of tens
 called with `model(x)`, `model(*x)` or `model(**x)`.
 
 Not for streams: without indexing there is no order that survives a restart. Cost: `tensors` and
-`windows` keep no copy of the data they are given. Next: `loader.py`.
+`windows` keep no copy of the data they are given. Next: `collating.py`, `batches.py`.
 """
 
+import dis
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from shoal.errors import Ended, RecipeError, ShoalError, UsageError
 
@@ -182,6 +183,15 @@ def as_source(data: Any, name: str = "data") -> Source:
             f"{name} is a {type(data).__name__}. It must have len() and indexing by 0, 1, 2, ..., "
             f"each sample a pair (inputs, target). {_way_out(data)}"
         )
+    try:
+        len(data)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"len({name}) failed: {type(error).__name__}: {error}. __len__ of "
+            f"{type(data).__name__} must return the number of samples, a whole number from 0 on."
+        ) from error
     return data
 
 
@@ -203,10 +213,22 @@ class LeavesOut(Source, Protocol):
     def record(self, index: int, error: Exception, /) -> None: ...
 
 
-AS_IT_IS = (ShoalError, KeyboardInterrupt, GeneratorExit, Ended)
-"""Raised on while samples are loaded: our own errors, and what ends the work from outside. All else
-is a sample's failure, `sys.exit()` too, which would end a rank as if all were done."""
+def is_of_sample(error: BaseException) -> bool:
+    """Whether an error that came up while samples were loaded is their own doing.
 
+    Not so our own errors, and what ends the work from outside: Ctrl-C, or a signal. All else is,
+    `sys.exit()` too, which would end a rank as if all were done, and a KeyboardInterrupt that code
+    raised itself: the one of a signal comes up at any instruction but a `raise`.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return not isinstance(error, ShoalError | Ended)
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_code[place.tb_lasti] == _RAISE
+
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _OUTAGES = (ConnectionError, TimeoutError, MemoryError)
 # Of a disk, a mount or the process: the device fails, is gone or full, or no more can be opened.
 _OF_THE_DEVICE = frozenset(
@@ -233,69 +255,6 @@ def not_reached(index: int, error: BaseException) -> ShoalError:
     )
 
 
-def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
-    """Those of the samples that can be loaded, and their ids; the source is told of the others."""
-    samples, good = [], []
-    for index in ids:
-        try:
-            sample = sample_of(source, int(index), of)
-            _pair(sample, f"sample {index}")
-        except RecipeError as error:
-            source.record(int(index), error)
-        else:
-            samples.append(sample)
-            good.append(index)
-    return samples, np.asarray(good, dtype=np.int64)
-
-
-def fetch(
-    source: Source, ids: Ids, collate: Collate | None, of: Pass | None = None
-) -> tuple[Any, Any]:
-    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate.
-
-    Samples that differ from pass to pass are those of the pass `of`, if one is given.
-    """
-    # By name: asking whether it fits a protocol takes longer than a gather.
-    take = getattr(source, "take", None) if collate is None else None
-    if take is not None and (of is None or not hasattr(source, "vary")):
-        try:
-            return _pair(take(ids), "take()")
-        except AS_IT_IS:
-            raise
-        except BaseException as error:
-            if is_outage(error):
-                raise not_reached(int(ids[0]), error) from error
-            found = None
-            if len(ids) > 1:
-                for at in range(len(ids)):  # find the one to name
-                    fetch(source, ids[at : at + 1], None)
-                found = unlike([sample_of(source, int(index)) for index in ids], ids)
-            raise RecipeError(found or failed(ids, error)) from error
-    return collate_samples([sample_of(source, int(index), of) for index in ids], collate, ids)
-
-
-def collate_samples(
-    samples: list[Any], collate: Collate | None = None, ids: Ids | None = None
-) -> tuple[Any, Any]:
-    """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made."""
-    names = np.arange(len(samples)) if ids is None else ids
-    if collate is not None:
-        try:
-            return _pair(collate(samples), "collate")
-        except AS_IT_IS:
-            raise
-        except BaseException as error:
-            raise RecipeError(f"collate failed on {failed(names, error)}") from error
-    for index, sample in zip(names, samples, strict=True):
-        _pair(sample, f"sample {index}")
-    try:
-        inputs, target = (default_collate([sample[part] for sample in samples]) for part in (0, 1))
-    except Exception as error:
-        raise RecipeError(unlike(samples, names) or failed(names, error)) from error
-    # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
-    return _tuple_of_list(inputs), _tuple_of_list(target)
-
-
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with `change` applied to each of its tensors: itself, or those of a tuple or dict."""
     if isinstance(value, Tensor):
@@ -317,70 +276,15 @@ def sample_of(source: Source, index: int, of: Pass | None = None) -> Any:
     try:
         vary = None if of is None else getattr(source, "vary", None)
         return source[index] if vary is None else vary(index, of)
-    except AS_IT_IS:
-        raise
     except BaseException as error:
+        if not is_of_sample(error):
+            raise
         if is_outage(error):
             raise not_reached(index, error) from error
         raise RecipeError(
             f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
             f"must work for each i below len(data); try data[{index}] by itself."
         ) from error
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _pair(value: Any, origin: str) -> tuple[Any, Any]:
-    if _is_pair(value):
-        return value[0], value[1]
-    size = f" of {len(value)}" if isinstance(value, (tuple, list, Mapping)) else ""
-    raise RecipeError(
-        f"{origin} gave a {type(value).__name__}{size}. It must be a pair (inputs, target); "
-        "several inputs go into a tuple or dict of their own."
-    )
-
-
-def unlike(samples: list[Any], names: Ids) -> str | None:
-    """The first sample that is not made like the first one, and where, in a sentence."""
-    for index, sample in zip(names, samples, strict=True):
-        if not _is_pair(sample) or not _is_pair(samples[0]):
-            return None
-        for part, field in enumerate(("inputs", "target")):
-            found = _difference(samples[0][part], sample[part], field)
-            if found is not None:
-                return (
-                    f"samples {names[0]} and {index} do not fit into one batch: {found}. Samples "
-                    "of a batch must be alike. Pad them to one size (shoal.data.mapped), or give "
-                    "the Run a `collate` that pads each batch; shoal.data.by_length puts samples "
-                    "of like lengths together, so that little is padded."
-                )
-    return None
-
-
-def _difference(one: Any, other: Any, field: str) -> str | None:
-    """Where two values differ in form: the field, and what it is in each."""
-    if _form(one) != _form(other):
-        return f"{field} is {_form(one)} in the first and {_form(other)} in the other"
-    pairs: list[tuple[Any, Any, Any]] = []
-    if isinstance(one, Mapping):
-        pairs = [(name, part, other.get(name)) for name, part in one.items()]
-    elif isinstance(one, (tuple, list)):
-        pairs = [(at, part, other[at]) for at, part in enumerate(one)]
-    found = (_difference(a, b, f"{field}.{name}") for name, a, b in pairs)
-    return next((text for text in found if text is not None), None)
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, (Tensor, np.ndarray)):
-        kind = "a tensor" if isinstance(value, Tensor) else "an array"
-        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(sorted(map(str, value)))}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "a number" if isinstance(value, (int, float, np.number)) else type(value).__name__
 
 
 def failed(ids: Ids, error: BaseException) -> str:
@@ -392,7 +296,3 @@ def named(ids: Ids) -> str:
     """Samples as a message names them: the first few."""
     some = "sample" if len(ids) == 1 else "samples"
     return f"{some} {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
-
-
-def _tuple_of_list(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -5,7 +5,7 @@ functions of counts, so every rank knows every other rank's share without asking
 the number of ranks moves whole pieces and nothing else.
 
 Not for cutting tensors over a mesh axis; this cuts lists of samples. Cost: none to speak of.
-Next: `loader.py`, which loads the pieces.
+Next: `batches.py`, which loads the pieces.
 """
 
 from collections.abc import Sequence

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.collating import unlike
 from shoal.data.orders import Bucketed, Mixed, Order, Sequential, Some, Weighted, order_of
 from shoal.data.sources import (
     Ids,
@@ -28,7 +29,6 @@ from shoal.data.sources import (
     as_source,
     map_tensors,
     position,
-    unlike,
 )
 from shoal.errors import RecipeError, UsageError
 

@@ -1,17 +1,18 @@
 """What this process waits for: samples that a source has not given yet, and since when.
 
 A source may hang: a mount that does not answer, a lock, a loop without end. The thread that loads
-cannot tell, so it notes what it asks for (`WAITING`), and another one that lives anyway looks at
-the note: under a supervisor the one that sends heartbeats. It tells of a wait after 10 s and at
-doubling times, and ends the run after 15 minutes, or half a minute a sample if that is more: what
-loads that slowly is taken for lost.
+cannot tell, so it notes what it asks for (`WAITING`), and another one looks at the note: under a
+supervisor the one that sends heartbeats, in a command without one that of `watched`. It tells of a
+wait after 10 s and at doubling times, and ends the run after 15 minutes, or half a minute a sample
+if that is more: what loads that slowly is taken for lost.
 
 Not for a script under another launcher, where no such thread is; with loaders, the rank itself
 counts. Cost: two assignments each time that samples are loaded.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Overdue(NamedTuple):
         return (
             f"{self.samples}: nothing came for {self.seconds:.0f} s, which is the limit. The "
             "source, or the disk or server behind it, hangs; see to it, try such a sample by "
-            "itself, and go on with --resume."
+            "itself, and start again: a build as before, a run with --resume."
         )
 
 
@@ -75,3 +76,22 @@ def overdue(ids: Ids, seconds: float) -> Overdue:
 
 
 WAITING = Waiting()
+
+
+@contextmanager
+def watched(hear: Callable[[Overdue], None]) -> Iterator[None]:
+    """Let a thread look while the block runs; it calls `hear` with what is to be told."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(min(1.0, FIRST_S / 2)):
+            if (late := WAITING.look()) is not None:
+                hear(late)
+
+    thread = threading.Thread(target=look, name="shoal-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.data.batches import Piece
 from shoal.data.ledger import add_marks, mark
-from shoal.data.loader import Piece
 from shoal.mesh import Mesh
 from shoal.parallel.layout import Holding, Slice
 from shoal.sync.buffers import BufferMeans

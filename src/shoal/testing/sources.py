@@ -25,8 +25,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.data.collating import collate_samples
 from shoal.data.readers.records import Many
-from shoal.data.sources import Source, Takes, as_source, collate_samples
+from shoal.data.sources import Source, Takes, as_source
 from shoal.testing.leaks import is_alive, wait_until
 
 LIMIT_S = 40.0  # for a fork or a thread; below the limit of a test

@@ -162,7 +162,8 @@ class Comparison:
     def step(self, step: int, ranks: Mapping[int, Step], own: reference.Snapshot) -> None:
         for rank, told in ranks.items():
             loss = torch.tensor([own.loss], dtype=torch.float64)
-            note(self.verdict, Place(step, rank, "loss", ""), told.loss, loss)
+            if not (loss.isnan() & told.loss.isnan()):  # no loss: all samples were left out
+                note(self.verdict, Place(step, rank, "loss", ""), told.loss, loss)
         norm = torch.sqrt(
             sum((_wide(g).abs().square().sum() for g in own.gradients.values()), torch.zeros(()))
         )

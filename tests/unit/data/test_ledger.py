@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.data.batches import Batches
 from shoal.data.ledger import add_marks, audit, mark
-from shoal.data.loader import Batches
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=50)
 
@@ -75,3 +75,25 @@ def test_samples_in_quarantine_are_missing_by_right() -> None:
     assert audit(kept, batches).problems
     found = audit(kept, batches, set(out.tolist()))
     assert (found.problems, found.num_left_out) == ([], 2)
+
+
+def test_samples_that_no_file_names_are_no_false_alarm() -> None:
+    """The quarantine file could not be written: of such steps nothing can be said."""
+    batches = some_batches()
+    kept = records(batches, 5)
+    kept[2] |= {"mark": mark(batches.at(2).ids[2:]), "left_out": 2}
+    found = audit(kept, batches)
+    assert (found.problems, found.num_marked, found.num_unmarked) == ([], 4, 1)
+    kept[3]["mark"] += 1
+    assert audit(kept, batches).problems == [
+        "step 4: other samples were trained on than the order gives"
+    ]
+
+
+def test_a_sample_may_fail_in_one_pass_and_not_in_another() -> None:
+    batches = some_batches()
+    bad = batches.at(2).ids[:3]
+    kept = records(batches, 20)
+    kept[2] |= {"mark": mark(batches.at(2).ids[2:]), "left_out": 2}  # the third of them was good
+    found = audit(kept, batches, set(bad.tolist()))
+    assert (found.problems, found.num_left_out, found.num_marked) == ([], 2, 20)

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import Subset, TensorDataset
 
 import shoal
-from shoal.data.likeness import content_name
+from shoal.data import glimpse
+from shoal.data.likeness import content_name, is_other
 from shoal.data.transforms.quarantine import quarantine
 
 ROWS = torch.arange(40.0).reshape(20, 2)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second may pass before a fork runs."""
+    monkeypatch.setattr(glimpse, "MOST_S", 30.0)
 
 
 def write_tar(path: Path, content: bytes) -> None:
@@ -78,17 +86,23 @@ def test_layers_do_not_count_and_parts_do(tmp_path: Path) -> None:
     )
 
 
-def test_a_source_of_ones_own_is_not_touched() -> None:
-    class Own:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> Any:
-            raise AssertionError("it may open what forks must not share")
-
-    class Named(Own):
+def test_a_source_of_ones_own_is_known_by_what_it_says_or_by_some_samples() -> None:
+    class Named(TensorDataset):
         def identity(self) -> str:
             return "photos-3"
 
-    assert content_name(Own()) == ""
-    assert content_name(Named()) == "Named photos-3"
+    known = content_name(TensorDataset(ROWS, ROWS[:, 0]))
+    assert content_name(Named(ROWS, ROWS[:, 0])) == "Named photos-3"
+    assert known.startswith("marks ") and len(known.split()) == 9
+    assert not is_other(known, content_name(TensorDataset(ROWS.clone(), ROWS[:, 0])))
+    assert is_other(known, content_name(TensorDataset(ROWS, ROWS[:, 1])))
+    over = shoal.data.mapped(Subset(TensorDataset(ROWS, ROWS[:, 0]), range(20)), abs)
+    assert not is_other(known, content_name(over))
+
+
+def test_names_are_compared_part_by_part() -> None:
+    one, two = "tensors 11, marks aa bb cc", "tensors 11, marks aa bb dd"
+    assert not is_other(one, one) and not is_other(one, two)
+    assert is_other(one, "tensors 11, marks xx bb yy") and is_other(one, "tensors 12, marks aa bb")
+    assert not is_other(one, "tensors 11, marks - bb yy") and not is_other(one, "tensors 11")
+    assert is_other(one, "lines 11") and not is_other("marks aa", "Named photos-3")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches, Loading
 from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Pass
@@ -48,7 +48,8 @@ def make() -> Iterator:
     made, others = [], descendants(os.getpid())
 
     def make(source, loaders: int = 2, **kwargs) -> Batches:
-        made.append(Batches(source, batch_size=16, num_pieces=4, seed=3, loaders=loaders, **kwargs))
+        loading = Loading(loaders=loaders)
+        made.append(Batches(source, batch_size=16, num_pieces=4, seed=3, loading=loading, **kwargs))
         return made[-1]
 
     yield make
@@ -198,7 +199,7 @@ def test_an_error_that_only_the_loader_knows_is_the_nearest_that_the_rank_does(m
 
 def test_who_asks_for_nothing_has_nothing_to_close() -> None:
     others, files = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
-    batches = Batches(Slow(), batch_size=16, num_pieces=4, loaders=2)
+    batches = Batches(Slow(), batch_size=16, num_pieces=4, loading=Loading(loaders=2))
     assert descendants(os.getpid()) == others
     assert len(os.listdir("/proc/self/fd")) == files
     batches.close()

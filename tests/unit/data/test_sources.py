@@ -1,6 +1,7 @@
 """Sources: fetching many samples equals fetching each; what does not fit is named."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data.catalog import Text
-from shoal.data.sources import Source, as_source, collate_samples, fetch, tensors, windows
+from shoal.data.collating import collate_samples, fetch
+from shoal.data.sources import Source, as_source, tensors, windows
+from shoal.data.transforms.mapping import mapped
 from shoal.errors import Ended, RecipeError, UsageError
 
 
@@ -121,7 +124,7 @@ def test_samples_of_unlike_shape_are_named() -> None:
         (({"a": torch.zeros(3), "b": (1, torch.zeros(2))}, 0), r"inputs\.b\.1 is .*\[5\].*\[2\]"),
         (({"a": torch.zeros(3)}, 0), r"inputs is a dict of a, b .* a dict of a in the other"),
         (({"a": np.zeros(3), "b": (1, torch.zeros(5))}, 0), r"inputs\.a is a tensor .* an array"),
-        (({"a": torch.zeros(3), "b": (1, torch.zeros(5))}, "x"), "target is a number .* str"),
+        (({"a": torch.zeros(3), "b": (1, torch.zeros(5))}, "x"), "target is an int .* str"),
     ],
 )
 def test_the_field_in_which_samples_differ_is_named(other: Any, says: str) -> None:
@@ -149,6 +152,50 @@ def test_samples_that_a_source_cannot_gather_are_named() -> None:
         fetch(Stacks(), np.array([5, 2, 6]), None)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "wrong"),
+    [
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), "inputs is .* of float32 .* of int64"),
+        (np.zeros(2, np.uint8), np.zeros(2, np.int64), "inputs is .* of uint8 .* of int64"),
+        (
+            {"a": (torch.zeros(1), 3)},
+            {"a": (torch.zeros(1), 3.5)},
+            "inputs.a.1 is an int .*float",
+        ),
+        (True, 1, "inputs is a bool .* an int"),
+    ],
+)
+def test_samples_of_unlike_types_are_named_and_not_converted(
+    one: Any, other: Any, wrong: str
+) -> None:
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(RecipeError, match=r"samples 4 and 9 do not fit .* one type"):
+            collate_samples([(value, 0) for value in pair], ids=np.array([4, 9]))
+    with pytest.raises(RecipeError, match=wrong):
+        collate_samples([(one, 0), (one, 0), (other, 0)])
+    collate_samples([(one, 0), (one, 0)])
+    collate_samples([(np.int64(1), np.zeros(2)), (1, torch.zeros(2).double())])
+
+
+class Long:
+    def __init__(self, length: Any):
+        self.length = length
+
+    def __len__(self) -> Any:
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(2), 0
+
+
+@pytest.mark.parametrize("length", [-3, 2.5, "many", None, OSError("no index"), 2**70])
+def test_a_length_that_is_none_is_refused(length: Any) -> None:
+    with pytest.raises(UsageError, match=r"len\(data\) failed: .*__len__ of Long must return"):
+        as_source(Long(length))
+
+
 class Leaves:
     """A sample whose code ends the process, or is ended."""
 
@@ -172,7 +219,8 @@ class TakesAndLeaves(Leaves):
 @pytest.mark.parametrize("kind", [Leaves, TakesAndLeaves])
 def test_leaving_in_a_sample_is_its_failure(kind: Any) -> None:
     """Or a rank would end there as if all were done."""
-    for error in (SystemExit(0), asyncio.CancelledError()):
+    errors = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())
+    for error in errors:
         with pytest.raises(RecipeError, match=rf"sample.* 1 .*{type(error).__name__}"):
             fetch(kind(error), np.array([1]), None)
 
@@ -183,11 +231,37 @@ def test_leaving_in_a_sample_is_its_failure(kind: Any) -> None:
         fetch(kind(SystemExit(0)), np.array([0, 2]), leave)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Ended(143)])
-def test_who_is_asked_to_leave_may(error: BaseException) -> None:
-    for source in (Leaves(error), TakesAndLeaves(error)):
-        with pytest.raises(type(error)):
+def test_who_is_asked_to_leave_may() -> None:
+    for source in (Leaves(Ended(143)), TakesAndLeaves(Ended(143))):
+        with pytest.raises(Ended):
             fetch(source, np.array([1]), None)
+
+
+class Interrupted(Leaves):
+    """Someone presses Ctrl-C while a sample is loaded, here or deep in its code."""
+
+    def __init__(self) -> None:
+        super().__init__(AssertionError("the signal came first"))
+
+    def __getitem__(self, index: int) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        raise self.error
+
+
+class CleansUp(Interrupted):
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return super().__getitem__(index)
+        except KeyboardInterrupt:
+            raise  # as code does that has something to close
+
+
+@pytest.mark.parametrize("source", [Interrupted(), CleansUp()])
+def test_ctrl_c_is_no_failure_of_a_sample(source: Source) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fetch(source, np.array([1]), None)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(mapped([(torch.zeros(2), 0)], lambda sample: source[0]), np.array([0]), None)
 
 
 def test_a_sample_that_is_no_pair_is_named() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches, Loading
 from shoal.data.sources import Pass, tensors
 from shoal.data.transforms.mapping import mapped
 from shoal.data.views import by_length, in_order, join, mix, some, weighted
@@ -86,7 +86,7 @@ class Ragged:
 def test_unlike_samples_have_the_numbers_of_the_whole(loaders: int) -> None:
     parts = [mapped(Ragged(), lambda sample: sample) for _ in range(2)]
     assert all(hasattr(part, "take") for part in parts)
-    batches = Batches(mix(parts), batch_size=8, loaders=loaders)
+    batches = Batches(mix(parts), batch_size=8, loading=Loading(loaders=loaders))
     wrong = r"samples (\d) and (\d) do not fit into one batch: inputs is a tensor \[\d\]"
     try:
         with pytest.raises(RecipeError, match=wrong) as caught:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.data import loader, loaders, waiting
+from shoal.data import batches, loaders, waiting
 from shoal.data.loaders import Key, Loaders
 from shoal.data.readers.records import SourceLost
 from shoal.data.waiting import WAITING, Waiting
@@ -62,7 +62,7 @@ def test_loading_is_what_is_waited_for() -> None:
             seen.append(WAITING._asked[0].tolist())
             return float(index), 0.0
 
-    loader.load(Source(), IDS, None, "cpu")
+    batches.load(Source(), IDS, batches.Loading())
     assert seen == [[3, 5], [3, 5]] and WAITING._asked is None
 
 

@@ -34,8 +34,10 @@ from shoal.data.cache.memcached import memcached_layer
 from shoal.data.cache.ranges import MOST, Ranges
 from shoal.data.cache.redis import redis_layer
 from shoal.data.cache.rows import Rows, Unlike
+from shoal.data.collating import collate_samples
+from shoal.data.given import path_of, text_of
 from shoal.data.packing import BadSample, pack, unpack
-from shoal.data.sources import Ids, Source, Varied, as_source, collate_samples, position
+from shoal.data.sources import Ids, Source, Varied, as_source, position
 from shoal.errors import RecipeError, UsageError
 from shoal.tables import num_bytes_of
 
@@ -74,13 +76,14 @@ def cached(
         layers.append(area)
         ranges = area.ranges
     if disk is not None:
-        directory = Disk(Path(disk), num_bytes_of(disk_bytes, "disk_bytes"))
+        path = Path(path_of(disk, "cached(disk=...)"))
+        directory = Disk(path, num_bytes_of(disk_bytes, "disk_bytes"))
         layers.append(directory)
         ranges = ranges or directory.ranges
     if redis is not None:
-        layers.append(redis_layer(redis))
+        layers.append(redis_layer(text_of(redis, "cached(redis=...)")))
     if memcached is not None:
-        layers.append(memcached_layer(memcached))
+        layers.append(memcached_layer(text_of(memcached, "cached(memcached=...)")))
     if not layers:
         raise UsageError(
             "cached() was given nothing to keep samples in. Give at least one of memory, disk, "

@@ -16,6 +16,10 @@ from shoal.remote import Patience
 Answer = TypeVar("Answer")
 
 
+class Lasting(SourceLost):
+    """What failed will not pass by itself; before a run it is the user's to mend."""
+
+
 def ask(
     act: Callable[[], Answer],
     may_pass: Callable[[Exception], bool],
@@ -35,11 +39,12 @@ def ask(
         except Exception as error:
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if not may_pass(error):
-                raise SourceLost(f"{what}: {said}. {way_out}") from error
+                raise Lasting(f"{what}: {said}. {way_out}") from error
             if failures == patience.num_tries:
                 raise SourceLost(
                     f"{what}: {said}. It was tried {failures} times. Check that the server runs "
-                    "and can be reached, and start the run again."
+                    "and can be reached, and that no other process holds a lock on what is asked "
+                    "for; then start again."
                 ) from error
         time.sleep(patience.pause_s(failures))
     raise AssertionError("at least one try")

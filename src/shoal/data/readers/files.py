@@ -16,12 +16,13 @@ import re
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
+from shoal.data.given import path_of
 from shoal.data.readers.records import SourceLost, name_content
 from shoal.errors import UsageError
 from shoal.processes import PerProcess
@@ -57,10 +58,10 @@ class Files:
         options: Mapping[str, Any] | None = None,
         patience: Patience = PATIENCE,
     ):
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        given = list(paths) if isinstance(paths, Iterable) and not _is_one(paths) else [paths]
         if not given:
             raise UsageError("no file was named. A source reads one or more.")
-        self._paths = [os.fspath(path).removeprefix("file://") for path in given]
+        self._paths = [path_of(path, "a reader").removeprefix("file://") for path in given]
         self.names = [without_password(path) for path in self._paths]
         self._disk, self._web = PerProcess(_Disk), Web(options or {}, patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
@@ -260,6 +261,10 @@ def refuse_compressed(files: Files, number: int, record: str) -> None:
                 "out; if that is too large, make shards of it (shoal data build --compress zstd), "
                 "which are compressed block by block."
             )
+
+
+def _is_one(paths: Any) -> bool:
+    return isinstance(paths, str | bytes | os.PathLike)
 
 
 def is_url(path: str) -> bool:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.readers.asking import ask
+from shoal.data.given import text_of
+from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import BadRecord, Indices, SourceLost, positions
 from shoal.data.sources import Ids
 from shoal.errors import UsageError
@@ -33,7 +34,7 @@ class _Server:
     """A Redis at a URL, through connections that each process makes for itself."""
 
     def __init__(self, url: str, timeout_s: float, patience: Patience):
-        self._url, self._patience = url, patience
+        self._url, self._patience = text_of(url, "a reader of Redis"), patience
         self._library = require("redis", "redis")
         self._clients = PerProcess(lambda: client(url, timeout_s))
 
@@ -50,7 +51,7 @@ class _Server:
         """Refuse a key that is not there, or of another type than wanted."""
         try:
             found = self.ask(lambda client: client.type(name), name).decode()
-        except SourceLost as error:
+        except Lasting as error:
             raise UsageError(str(error)) from error
         if found == "none":
             raise UsageError(f"Redis at {without_password(self._url)} has no key {name!r}.")

@@ -31,12 +31,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import xxhash
 
-from shoal.data.readers.asking import ask
+from shoal.data.given import require_function, text_of
+from shoal.data.glimpse import NUM_SAMPLES, mark_of, spread
+from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
-    SourceLost,
+    name_content,
     positions,
     require_columns,
 )
@@ -133,6 +136,14 @@ class SqlRows:
                 )
         return [dict(rows[self._key_of(at)]) for at in wanted]
 
+    def content_name(self) -> str:
+        """The same wherever the rows lie: of the query, all keys, and some rows."""
+        query = "" if _PLAIN.fullmatch(self._origin) else " ".join(self._origin.split())
+        keys = self._keys
+        content = keys.tobytes() if isinstance(keys, np.ndarray) else repr(keys).encode()
+        rows = self.many(spread(len(self), NUM_SAMPLES))
+        return name_content(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
+
     def _key_of(self, at: int) -> Any:
         key = self._keys[at]
         return int(key) if isinstance(key, np.int64) else key
@@ -180,10 +191,10 @@ class SqlRows:
         return self._asked_first(question, f"the keys of {self} cannot be read")
 
     def _asked_first(self, question: Callable[[Any], Answer], what: str) -> Answer:
-        """Ask before the run: what fails is for the user to mend."""
+        """Ask before the run: what will not pass by itself is for the user to mend."""
         try:
             return self._database.ask(question, what)
-        except SourceLost as error:
+        except Lasting as error:
             raise UsageError(str(error)) from error
 
 
@@ -202,6 +213,7 @@ def sql(
     `connect` returns a new connection of a DB-API driver. `key` is a column whose values are unique
     and not null. `columns` picks some; `query` is a SELECT for all that a table name cannot say.
     """
+    require_function(connect, "sql()")
     if (table is None) == (query is None):
         raise UsageError("sql() reads a table or a query. Give one of the two.")
     for what, name in [
@@ -209,13 +221,12 @@ def sql(
         ("key", key),
         *(("column", name) for name in columns or ()),
     ]:
-        if name is not None and not _PLAIN.fullmatch(name):
+        if name is not None and not _PLAIN.fullmatch(text_of(name, "sql()")):
             raise UsageError(
                 f"the {what} {name!r} is no plain name of letters, digits and _. Use a query that "
                 "gives it one: SELECT ... AS name."
             )
-    origin = table if query is None else f"({query.strip().rstrip(';')}\n) shoal_rows"
-    assert origin is not None
+    origin = table or f"({text_of(query, 'sql()').strip().rstrip(';')}\n) shoal_rows"
     return SqlRows(_Database(connect, timeout_s, patience), origin, key, columns)
 
 

@@ -17,9 +17,11 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shoal.data.sources import LeavesOut, Source, sample_of
+from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, ShoalError
 from shoal.processes import die_with_parent
 
@@ -73,7 +75,9 @@ def feed(
 
 def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | bytearray]:
     try:
-        return _SAMPLE, encode(sample_of(source, number))
+        with WAITING.on(np.array([number])):
+            sample = sample_of(source, number)
+        return _SAMPLE, encode(sample)
     except Unlike:
         return _UNLIKE, b""
     except ShoalError as error:
@@ -144,8 +148,9 @@ class _Worker:
             os._exit(code)
 
     def receive(self, number: int) -> tuple[int, bytes]:
-        kind, length = _HEAD.unpack(self._read(_HEAD.size, number))
-        return kind, self._read(length, number)
+        with WAITING.on(np.array([number])):
+            kind, length = _HEAD.unpack(self._read(_HEAD.size, number))
+            return kind, self._read(length, number)
 
     def _read(self, length: int, number: int) -> bytes:
         parts = []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from shoal.data.given import path_of
 from shoal.data.shard_files import format as formats
 from shoal.data.shard_files.fetching import CACHE_BYTES, Copies, within
 from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
@@ -121,14 +122,14 @@ def open_place(
     where: str | Path, cache_dir: str | Path | None = None, cache_bytes: int = CACHE_BYTES
 ) -> Place:
     """The directory or the URL; nothing is looked at yet."""
-    text = str(where)
+    text = path_of(where, "a set of shards")
     scheme, separator, _ = text.partition("://")
     if isinstance(where, Path) or not separator:
         return Folder(Path(where))
     if scheme in ("file", "local"):
         return Folder(Path(unquote(urlsplit(text).path)))
-    directory = cache_directory() / "shards" if cache_dir is None else Path(cache_dir)
-    return Bucket(text, Copies(directory, cache_bytes))
+    directory = cache_directory() / "shards" if cache_dir is None else cache_dir
+    return Bucket(text, Copies(Path(path_of(directory, "cache_dir")), cache_bytes))
 
 
 def read_index(place: Place) -> Index:

@@ -19,6 +19,7 @@ Next: `format.py`, `region.py`; docs/how-to/shards.md.
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -221,7 +222,7 @@ class PackedSource(ShardSource):
         return bytearray(content[start - first : stop - first])
 
 
-class RowSource(ShardSource):
+class RowSource(ShardSource, ABC):
     """Samples that are rows of one length; if they are pairs, many are taken at once."""
 
     def __init__(self, place: Place, index: Index, rows: Rows):
@@ -242,13 +243,13 @@ class RowSource(ShardSource):
         inputs, target = self._batch(ids)
         return inputs, target
 
+    @abstractmethod
     def _copied(self, ids: Ids) -> Tensor:
         """Whole rows, [ids, row_bytes]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _batch(self, ids: Ids) -> Any:
         """The collated samples, as one."""
-        raise NotImplementedError
 
     def _by_block(self, ids: Ids) -> Iterator[tuple[int, int, Ids]]:
         """The shard and block of samples, once each, and where in `ids` its samples stand."""

@@ -43,6 +43,7 @@ from shoal.data.shard_files.format import (
 from shoal.data.shard_files.places import open_place
 from shoal.data.sources import LeavesOut, Source, as_source, sample_of
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
+from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.logs import log
 from shoal.optional import require
@@ -178,7 +179,7 @@ class _Build:
     def _is_of_source(self, done: Finished) -> bool:
         for number, wanted in ((done.first, done.first_hash), (done.last, done.last_hash)):
             try:
-                content = self._encode(sample_of(self._source, number))
+                content = self._encode(_waited_for(self._source, number))
             except (RecipeError, Unlike):
                 return False
             if xxhash.xxh3_128_hexdigest(content) != wanted:
@@ -247,7 +248,7 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
     is_rows, digest = True, xxhash.xxh3_128()
     for number in np.unique(np.linspace(0, len(source) - 1, _NUM_PROBES).astype(np.int64)):
         try:
-            sample = sample_of(source, int(number))
+            sample = _waited_for(source, int(number))
         except RecipeError:
             if isinstance(source, LeavesOut):
                 continue
@@ -264,6 +265,11 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
         found.append(described)
         is_rows = is_rows and described[:2] == found[0][:2]
     return (found[0] if is_rows and found else None), digest.hexdigest()
+
+
+def _waited_for(source: Source, number: int) -> Any:
+    with WAITING.on(np.array([number])):
+        return sample_of(source, number)
 
 
 def _packed(sample: Any, number: int) -> bytearray:

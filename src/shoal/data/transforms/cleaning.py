@@ -21,9 +21,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shoal.data.given import require_function
 from shoal.data.orders import KnowsParts, Order
 from shoal.data.packing import pack, unpack
-from shoal.data.sources import AS_IT_IS, Ids, Pass, Source, Takes, as_source
+from shoal.data.sources import Ids, Pass, Source, Takes, as_source, is_of_sample
 from shoal.data.transforms.fingerprint import digest, identity_of, key_of
 from shoal.data.transforms.layers import Layer, applied, loads
 from shoal.data.transforms.quarantine import Note, add_missing, blaming, kinds_of, shorten, usable
@@ -192,9 +193,9 @@ class _Judge:
         except RecipeError as error:
             cause = error.__cause__ or error
             raise _Bad(type(cause).__name__, str(error)) from error
-        except AS_IT_IS:
-            raise
         except BaseException as error:
+            if not is_of_sample(error):
+                raise
             reason = f"sample {index} failed: {type(error).__name__}: {error}"
             raise _Bad(type(error).__name__, reason) from error
 
@@ -243,11 +244,15 @@ def _first_alike(keys: NDArray[np.uint64]) -> Ids:
 def _check_rules(source: Source, rules: Rules) -> None:
     if not len(source):
         raise UsageError("clean() was given an empty source: len(source) is 0.")
-    if not (rules.keep or rules.repair or rules.schema or rules.unique_by or rules.goes_on):
+    given = (rules.keep, rules.repair, rules.schema, rules.unique_by)
+    if not rules.goes_on and all(rule is None for rule in given):
         raise UsageError(
             "clean() was given no rule. Say what to do: keep, repair, schema, unique_by or "
             "quarantine."
         )
+    for name in ("keep", "repair"):
+        if getattr(rules, name) is not None:
+            require_function(getattr(rules, name), f"clean({name}=...)")
     if rules.unique_by is not None and rules.unique_by != "all" and not callable(rules.unique_by):
         raise UsageError(
             f'unique_by={rules.unique_by!r}. It is "all", or a function from a sample to its key.'

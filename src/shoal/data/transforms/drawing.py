@@ -20,7 +20,8 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence, SeedSequence
 from numpy.typing import DTypeLike, NDArray
 
-from shoal.data.order import mix64
+from shoal.data.given import require_function
+from shoal.data.permutation import mix64
 from shoal.data.transforms.fields import field
 from shoal.errors import UsageError
 
@@ -44,6 +45,7 @@ def generator(seed: int, epoch: int, index: int, layer: int = 0) -> Random:
 
 def draws(function: Change) -> bool:
     """Whether a function takes a generator: its second argument is needed, or named `random`."""
+    require_function(function, "mapped(), on() or chain()")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some of those written in C do not say

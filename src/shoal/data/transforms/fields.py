@@ -29,7 +29,7 @@ class Field(NamedTuple):
 
 def field(name: str) -> Field:
     """The field of this name."""
-    if not name or not all(name.split(".")):
+    if not isinstance(name, str) or not all(name.split(".")):
         raise UsageError(
             f"{name!r} names no field. A field is a column, inputs, target or a number, and dots "
             'go deeper: "inputs.pixels".'

@@ -13,13 +13,13 @@ import numpy as np
 
 from shoal.data.readers.records import Many
 from shoal.data.sources import (
-    AS_IT_IS,
     Ids,
     LeavesOut,
     Pass,
     Source,
     Varied,
     as_source,
+    is_of_sample,
     is_outage,
     not_reached,
     position,
@@ -90,9 +90,9 @@ def applied(function: Change, index: int, *arguments: Any) -> Any:
         raise RecipeError(f"sample {index}: {name_of(function)}: {error}") from error
     except UsageError as error:  # it was given something wrong, whatever the sample
         raise UsageError(f"{name_of(function)}: {error}") from error
-    except AS_IT_IS:
-        raise
     except BaseException as error:
+        if not is_of_sample(error):
+            raise
         if is_outage(error):
             raise not_reached(index, error) from error
         what = f"{type(error).__name__}: {error}"

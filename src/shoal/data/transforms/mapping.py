@@ -14,8 +14,9 @@ Next: `drawing.py`, `images.py`, `tokens.py`, `tabular.py`.
 
 from typing import Any
 
+from shoal.data.collating import collate_samples
 from shoal.data.readers.records import Many
-from shoal.data.sources import Ids, Pass, collate_samples
+from shoal.data.sources import Ids, Pass
 from shoal.data.transforms.drawing import Change, draws, generator
 from shoal.data.transforms.fingerprint import digest, identity_of
 from shoal.data.transforms.layers import Layer, applied, below

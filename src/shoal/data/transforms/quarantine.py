@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.data.given import path_of
 from shoal.data.packing import BadSample
 from shoal.data.sources import Pass, is_outage, not_reached
 from shoal.data.transforms.fingerprint import identity_of
@@ -91,9 +92,17 @@ def quarantine(source: Any, path: str | Path) -> Quarantined:
     return Quarantined(source, path)
 
 
+def quarantine_files(data: Any) -> Iterator[Path]:
+    """Those that the parts of a source write to."""
+    if isinstance(data, Quarantined):
+        yield data.path
+    for source in below(data):
+        yield from quarantine_files(source)
+
+
 def usable(path: str | Path) -> Path:
     """The path of a quarantine file, refused if it holds something else or cannot be written."""
-    path = Path(path).absolute()
+    path = Path(path_of(path, "quarantine")).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
     is_possible = folder.is_dir() and not path.is_dir()
     if is_possible and folder != path.parent:  # for root every directory looks writable

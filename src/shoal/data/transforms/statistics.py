@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.sources import AS_IT_IS, Source, as_source, is_outage, not_reached
+from shoal.data.given import path_of
+from shoal.data.sources import Source, as_source, is_of_sample, is_outage, not_reached
 from shoal.data.transforms.exact import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import key_of
@@ -61,6 +62,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file, all or nothing."""
+        path = path_of(path, "save()")
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_statistics(path: str | Path) -> Statistics:
     """What `save` wrote."""
+    path = path_of(path, "load_statistics()")
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Statistics)
     except OSError as error:
@@ -161,9 +164,9 @@ def measure(
                 tally.collect(_numbers(place, sample, tally.axis))
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be measured: {error}") from error
-        except AS_IT_IS:
-            raise
         except BaseException as error:
+            if not is_of_sample(error):
+                raise
             if is_outage(error):
                 raise not_reached(index, error) from error
             what = f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ Computed tensors carry a tag with their number; parameters never do, since an op
 its argument. Cost: a few microseconds per operation of an open module and per unit.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
@@ -170,7 +171,7 @@ class Gate:
         return call
 
 
-class Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode, ABC):
     """Is told of the calls of one forward, which runs in it: `with watch: model(x)`.
 
     A child class says what an event means.
@@ -191,17 +192,17 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.gate.watch = None
 
+    @abstractmethod
     def called(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A submodule is called."""
-        raise NotImplementedError
 
+    @abstractmethod
     def event(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An operation on computed tensors or parameters is called."""
-        raise NotImplementedError
 
     def raw(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.data.batches import Batches
 from shoal.data.cache import cached as cached_module
 from shoal.data.cache.cached import Cached, cached
-from shoal.data.loader import Batches
-from shoal.data.sources import Pass, Source, fetch, tensors
+from shoal.data.collating import fetch
+from shoal.data.sources import Pass, Source, tensors
 from shoal.errors import RecipeError, UsageError
 from shoal.testing.caches import in_child
 

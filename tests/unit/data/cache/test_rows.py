@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.cache.rows import Rows, Unlike
-from shoal.data.sources import collate_samples
+from shoal.data.collating import collate_samples
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 TYPES = st.sampled_from([torch.uint8, torch.float32, torch.int64, torch.bfloat16, torch.bool])

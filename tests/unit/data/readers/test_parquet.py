@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.readers.parquet import parquet
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.errors import UsageError

@@ -136,5 +136,5 @@ def test_a_server_that_hangs_or_is_gone_ends_the_wait() -> None:
         server.stop()
         with pytest.raises(SourceLost, match=r"It was tried 3 times"):
             source[0]
-        with pytest.raises(UsageError, match=r"It was tried 3 times"):
+        with pytest.raises(SourceLost, match=r"It was tried 3 times"):
             redis_list(server.url, "list", patience=HASTY)

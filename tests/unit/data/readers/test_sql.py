@@ -1,6 +1,7 @@
 """Databases: rows by key on SQLite and on a real PostgreSQL, which may go away and come back."""
 
 import gc
+import shutil
 import sqlite3
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.data.likeness import content_name
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
@@ -183,6 +185,33 @@ def test_a_database_that_is_locked_is_asked_again(path: Path) -> None:
         other.execute("COMMIT")
         assert answer.result() == EXPECTED[0]
     other.close()
+
+
+def test_a_database_that_is_locked_at_the_start_is_lost_and_not_misused(path: Path) -> None:
+    """Started again it may be there, so it is no error of the recipe's."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(SourceLost, match=r"is locked\. It was tried 3 times.* holds a lock"):
+        sql(lambda: sqlite3.connect(path, timeout=0), "samples", key="id", patience=HASTY)
+    other.close()
+
+
+def test_rows_are_known_by_their_content(path: Path, tmp_path: Path) -> None:
+    known = content_name(sql(to(path), "samples", key="id"))
+    other = tmp_path / "other.db"
+    shutil.copy(path, other)
+    assert content_name(sql(to(other), "samples", key="id")) == known
+    query = "SELECT id, name FROM samples"
+    of_query = content_name(sql(to(path), query=query, key="id"))
+    assert of_query != known
+    assert content_name(sql(to(path), query=query.replace(" ", "\n "), key="id")) == of_query
+    for change in ("SET name = 'eight' WHERE id = 7", "SET id = 6 WHERE id = 5"):
+        with sqlite3.connect(other) as database:
+            database.execute(f"UPDATE samples {change}")
+        database.close()
+        now = content_name(sql(to(other), "samples", key="id"))
+        assert now != known
+        known = now
 
 
 @pytest.mark.parametrize("name", [":memory:", "", "file:x?mode=memory&cache=shared"])

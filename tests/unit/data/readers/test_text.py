@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.readers.csv import csv, split_row
 from shoal.data.readers.files import BLOCK_BYTES
 from shoal.data.readers.linewise import Quotes, Stray, jsonl, lines, spans_of

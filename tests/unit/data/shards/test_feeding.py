@@ -13,7 +13,7 @@ from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.quarantine import quarantine
-from shoal.errors import RecipeError, ShoalError
+from shoal.errors import Ended, RecipeError, ShoalError
 from shoal.testing.leaks import descendants
 from tests.unit.data.shards.made import KINDS, NUM, Small, in_a_fork, kill, same
 
@@ -85,16 +85,17 @@ def test_any_error_of_a_sample_is_its_own(tmp_path: Path, index: int) -> None:
 
 def test_a_worker_shows_what_it_died_of(tmp_path: Path, capfd) -> None:
     with pytest.raises(RecipeError, match=r"loads sample 30 died \(exit code 1\)"):
-        build(Gone(30, KeyboardInterrupt("enough")), tmp_path / "out", workers=2)
-    assert "KeyboardInterrupt: enough" in capfd.readouterr().err
+        build(Gone(30, Ended("enough")), tmp_path / "out", workers=2)
+    assert "Ended: enough" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(0)])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_exit_in_a_sample_does_not_end_a_build_as_if_it_were_done(
-    tmp_path: Path, workers: int
+    tmp_path: Path, workers: int, error: BaseException
 ) -> None:
-    with pytest.raises(RecipeError, match="sample 30 of 60 failed: SystemExit: 0"):
-        build(Gone(30, SystemExit(0)), tmp_path / "out", workers=workers)
+    with pytest.raises(RecipeError, match=f"sample 30 of 60 failed: {type(error).__name__}: 0"):
+        build(Gone(30, error), tmp_path / "out", workers=workers)
     assert not (tmp_path / "out").exists()
 
 

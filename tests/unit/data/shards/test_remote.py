@@ -14,13 +14,13 @@ import fsspec.asyn
 import numpy as np
 import pytest
 
+from shoal.data.collating import good_samples
 from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import fetching
 from shoal.data.shard_files.format import BadShards
 from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import LostSample, shards
 from shoal.data.shard_files.verifying import faults
-from shoal.data.sources import good_samples
 from shoal.data.transforms.quarantine import quarantine
 from shoal.remote import Remote, StoreError
 from shoal.testing.gates import Gate

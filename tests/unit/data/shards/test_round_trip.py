@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
+from shoal.data.collating import collate_samples
 from shoal.data.packing import pack, unpack
 from shoal.data.shard_files.format import Packed, Rows
 from shoal.data.shard_files.reading import PackedSource, RowSource, shards
 from shoal.data.shard_files.writing import build
-from shoal.data.sources import collate_samples
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same, small_blocks
 
 __all__ = ["small_blocks"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.data.collating import collate_samples
 from shoal.data.shard_files.reading import shards
-from shoal.data.sources import collate_samples
 from tests.unit.data.shards.made import KINDS, NUM, Small, make, same, small_blocks
 
 __all__ = ["small_blocks"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.orders import Blocks, Bucketed, Sequential
 from shoal.data.sources import Pass, Takes, Varied, tensors
 from shoal.data.transforms import shares

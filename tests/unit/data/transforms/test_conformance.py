@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.readers.records import Many
 from shoal.data.sources import Ids, Takes, tensors
 from shoal.data.transforms.cleaning import clean

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.orders import Sequential
 from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
 from shoal.data.transforms.drawing import Random, on

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.sources import Pass, Takes, Varied, collate_samples, fetch, tensors
+from shoal.data.collating import collate_samples, fetch
+from shoal.data.sources import Pass, Takes, Varied, tensors
 from shoal.data.transforms.drawing import on
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.loader import Batches
+from shoal.data.batches import Batches
 from shoal.data.packing import BadSample
 from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
 from shoal.data.transforms import tabular

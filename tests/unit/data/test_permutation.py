@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data import order
+from shoal.data import permutation
+from shoal.data.permutation import Ids, permute
 from shoal.errors import UsageError
 
 sizes = st.integers(1, 3000)
@@ -16,7 +17,7 @@ batch_sizes = st.integers(1, 40)
 
 @given(sizes, seeds, epochs)
 def test_an_epoch_visits_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
-    ids = order.permute(np.arange(num_samples), num_samples, seed, epoch)
+    ids = permute(np.arange(num_samples), num_samples, seed, epoch)
     assert np.array_equal(np.sort(ids), np.arange(num_samples))
 
 
@@ -25,8 +26,8 @@ def test_any_position_can_be_asked_alone(
     num_samples: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.lists(st.integers(0, num_samples - 1), min_size=1, max_size=20))
-    together = order.permute(np.array(positions), num_samples, seed, epoch)
-    alone = [order.permute(np.array([p]), num_samples, seed, epoch)[0] for p in positions]
+    together = permute(np.array(positions), num_samples, seed, epoch)
+    alone = [permute(np.array([p]), num_samples, seed, epoch)[0] for p in positions]
     assert together.tolist() == alone
     assert len(set(alone)) == len(set(positions))
     assert all(0 <= index < num_samples for index in alone)
@@ -35,20 +36,20 @@ def test_any_position_can_be_asked_alone(
 @given(st.integers(30, 3000), seeds, epochs)
 def test_epochs_and_seeds_differ(num_samples: int, seed: int, epoch: int) -> None:
     positions = np.arange(num_samples)
-    first = order.permute(positions, num_samples, seed, epoch)
-    assert not np.array_equal(first, order.permute(positions, num_samples, seed, epoch + 1))
-    assert not np.array_equal(first, order.permute(positions, num_samples, seed + 1, epoch))
+    first = permute(positions, num_samples, seed, epoch)
+    assert not np.array_equal(first, permute(positions, num_samples, seed, epoch + 1))
+    assert not np.array_equal(first, permute(positions, num_samples, seed + 1, epoch))
 
 
 def test_the_bits_are_fixed() -> None:
     """A resumed run must meet the order it was started with: these values may never change."""
-    assert order.permute(np.arange(10), 10, 0, 0).tolist() == [8, 6, 4, 0, 5, 2, 9, 3, 1, 7]
-    far = order.permute(np.arange(3), 2**40, seed=7, epoch=3)
+    assert permute(np.arange(10), 10, 0, 0).tolist() == [8, 6, 4, 0, 5, 2, 9, 3, 1, 7]
+    far = permute(np.arange(3), 2**40, seed=7, epoch=3)
     assert far.tolist() == [675247547458, 727922375639, 877162970488]
 
 
 def test_all_orders_of_few_samples_come_up_alike() -> None:
-    orders = [tuple(order.permute(np.arange(3), 3, 5, epoch).tolist()) for epoch in range(1200)]
+    orders = [tuple(permute(np.arange(3), 3, 5, epoch).tolist()) for epoch in range(1200)]
     counts = [orders.count(which) for which in set(orders)]
     assert len(counts) == 6
     assert min(counts) > 140 and max(counts) < 260  # 200 expected, 13 the standard deviation
@@ -58,7 +59,7 @@ def test_each_position_meets_all_samples_alike() -> None:
     num_samples, num_epochs = 50, 1000
     counts = np.zeros((num_samples, num_samples))
     for epoch in range(num_epochs):
-        counts[np.arange(num_samples), order.permute(np.arange(num_samples), 50, 3, epoch)] += 1
+        counts[np.arange(num_samples), permute(np.arange(num_samples), 50, 3, epoch)] += 1
     expected = num_epochs / num_samples
     chi_square = ((counts - expected) ** 2 / expected).sum() / (num_samples - 1) ** 2
     assert 0.9 < chi_square < 1.1
@@ -97,18 +98,18 @@ def test_wrap_fills_the_last_batch_from_the_start(
 
 def test_an_unknown_end_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="Did you mean 'drop'"):
-        order.check_end("drpo")
+        permutation.check_end("drpo")
 
 
-def _epoch(epoch: int, num_samples: int, batch_size: int, seed: int, end: str) -> list[order.Ids]:
-    per_epoch = order.batches_per_epoch(num_samples, batch_size, end)
+def _epoch(epoch: int, num_samples: int, batch_size: int, seed: int, end: str) -> list[Ids]:
+    per_epoch = permutation.batches_per_epoch(num_samples, batch_size, end)
     # Some of the batches by themselves are slow to ask for: look at a few dozen at most.
     if per_epoch <= 12:
         alone = [
-            order.batch_positions(batch, 1, num_samples, batch_size, end)
+            permutation.batch_positions(batch, 1, num_samples, batch_size, end)
             for batch in range(per_epoch)
         ]
-        return [order.permute(positions, num_samples, seed, epoch) for positions in alone]
-    positions = order.batch_positions(0, per_epoch, num_samples, batch_size, end)
-    ids = order.permute(positions, num_samples, seed, epoch)
+        return [permute(positions, num_samples, seed, epoch) for positions in alone]
+    positions = permutation.batch_positions(0, per_epoch, num_samples, batch_size, end)
+    ids = permute(positions, num_samples, seed, epoch)
     return [ids[at : at + batch_size] for at in range(0, len(ids), batch_size)]

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.data import loader, order
-from shoal.data.loader import Batches, pieces_in_order
+from shoal.data import permutation
+from shoal.data.batches import _WINDOW_BYTES, Batches, check, pieces_in_order
 from shoal.data.sources import TensorSource, tensors
 from shoal.data.views import in_order
 from shoal.errors import RecipeError, UsageError
 
-ends = st.sampled_from(order.ENDS)
+ends = st.sampled_from(permutation.ENDS)
 
 
 def numbered(num_samples: int) -> TensorSource:
@@ -44,9 +44,9 @@ def test_pieces_equal_direct_indexing_in_any_order_of_steps(
     batches = Batches(data, batch_size=batch_size, num_pieces=num_pieces, seed=7, end=end)
     for step in steps:
         batch = batches.at(step)
-        epoch, position = divmod(step, order.batches_per_epoch(num_samples, batch_size, end))
-        positions = order.batch_positions(position, 1, num_samples, batch_size, end)
-        ids = order.permute(positions, num_samples, 7, epoch)
+        epoch, position = divmod(step, permutation.batches_per_epoch(num_samples, batch_size, end))
+        positions = permutation.batch_positions(position, 1, num_samples, batch_size, end)
+        ids = permutation.permute(positions, num_samples, 7, epoch)
         pieces = [batch.piece(index) for index in range(num_pieces)]
         met = np.concatenate([piece.ids for piece in pieces])
         assert met.tolist() == ids.tolist()
@@ -132,7 +132,7 @@ def test_the_window_is_bounded() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             return self.rows[index], 0
 
-        def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+        def take(self, ids: permutation.Ids) -> tuple[Tensor, Tensor]:
             nonlocal most
             most = max(most, len(ids) * 4000)
             return self.rows[torch.from_numpy(ids)], torch.zeros(len(ids))
@@ -140,7 +140,7 @@ def test_the_window_is_bounded() -> None:
     batches = Batches(Watching(), batch_size=4)
     for step in range(100):
         batches.at(step).piece(0)
-    assert 16_000 < most <= loader._WINDOW_BYTES
+    assert 16_000 < most <= _WINDOW_BYTES
 
 
 class Broken:
@@ -156,7 +156,7 @@ class Broken:
 
 
 class BrokenTakes(Broken):
-    def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+    def take(self, ids: permutation.Ids) -> tuple[Tensor, Tensor]:
         if 13 in ids:
             raise OSError("disk on fire")
         return torch.zeros(len(ids), 2), torch.from_numpy(ids)
@@ -178,7 +178,7 @@ def test_steps_before_a_sample_that_fails_are_not_made_slow_by_it() -> None:
     taken: list[int] = []
 
     class Counting(BrokenTakes):
-        def take(self, ids: order.Ids) -> tuple[Tensor, Tensor]:
+        def take(self, ids: permutation.Ids) -> tuple[Tensor, Tensor]:
             taken.append(len(ids))
             return super().take(ids + (13 - 39))  # the last one fails
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_trained_on_is_refused(
 ) -> None:
     arguments = {"batch_size": 8, "num_pieces": 1, "end": "drop", **settings_}
     with pytest.raises(UsageError, match=says):
-        loader.check([(0, 0)] * num_samples, **arguments)
+        check([(0, 0)] * num_samples, **arguments)
 
 
 @pytest.mark.parametrize("end", ["pad", "wrap"])

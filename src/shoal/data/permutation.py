@@ -8,7 +8,7 @@ resumed run, a new world size or a spare rank asks for step 48,213 and has its i
 Not for data that must be read in sequence (a stream without indexing). All arithmetic is on
 explicit 32-bit words, so every platform gives the same bits. Cost: no memory per sample; about
 40 ns per id when a few thousand positions are mapped in one call, some 100 us for a lone
-batch, so callers map several steps at once (`loader.py`).
+batch, so callers map several steps at once (`batches.py`).
 
 Paper: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Next: `split.py`.
 """

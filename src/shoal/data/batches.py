@@ -10,7 +10,7 @@ gathered in one call and handed out in parts, at most 512 KiB over all pieces; t
 16,384 coming samples are kept beside them. A part that a model wrote into is noticed, and loaded
 anew should its step be done again. Every tensor starts where a cache line does, because matrix
 kernels round differently elsewhere, and who loads a piece must not show in its bits.
-Next: `order.py` for the order, `split.py` for the pieces.
+Next: `permutation.py` for the order, `split.py` for the pieces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,23 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data import order, split
+from shoal.data import permutation, split
+from shoal.data.collating import collate_samples, fetch, good_samples
 from shoal.data.loaders import Key, Loaders, Turns
-from shoal.data.order import Ids
 from shoal.data.orders import Bucketed, order_of
-from shoal.data.sources import (
-    Collate,
-    LeavesOut,
-    Pass,
-    Source,
-    Takes,
-    Varied,
-    as_source,
-    collate_samples,
-    fetch,
-    good_samples,
-    position,
-)
+from shoal.data.permutation import Ids
+from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source, position
 from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, UsageError
 
@@ -53,6 +42,17 @@ class Piece(NamedTuple):
     target: Any
     num_samples: int
     ids: Ids
+
+
+class Loading(NamedTuple):
+    """How samples become tensors, and where."""
+
+    collate: Collate | None = None
+    device: str = "cpu"
+    loaders: int = 0  # processes that load ahead
+
+
+PLAIN = Loading()
 
 
 class Batch:
@@ -92,9 +92,7 @@ class Batches:
         num_pieces: int = 1,
         seed: int = 0,
         end: str = "drop",
-        collate: Collate | None = None,
-        device: str = "cpu",
-        loaders: int = 0,
+        loading: Loading = PLAIN,
     ):
         check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
         self.source: Source = source
@@ -104,9 +102,9 @@ class Batches:
         self.num_pieces = num_pieces
         self.seed = seed
         self.end = end
-        self.steps_per_epoch = order.batches_per_epoch(self.num_samples, batch_size, end)
-        self._collate = collate
-        self.device = device
+        self.steps_per_epoch = permutation.batches_per_epoch(self.num_samples, batch_size, end)
+        self.device = loading.device
+        self._loading = loading
         self._bounds = split.bounds(batch_size, num_pieces)
         last = self.num_samples - (self.steps_per_epoch - 1) * batch_size
         self._num_last = min(last, batch_size) if end == "pad" else batch_size
@@ -114,9 +112,9 @@ class Batches:
         self._rows: dict[int, _RowWindow] = {}
         # Steps gathered at once; unknown until a first piece has shown how large samples are.
         each_alone = isinstance(source, LeavesOut | Varied)
-        gathers = collate is None and isinstance(source, Takes) and not each_alone
-        self._window_steps: int | None = None if gathers and not loaders else 1
-        self._loaders = Loaders(self._to_pass_on, loaders) if loaders else None
+        gathers = loading.collate is None and isinstance(source, Takes) and not each_alone
+        self._window_steps: int | None = None if gathers and not loading.loaders else 1
+        self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
         self._turns = Turns()
 
     def at(self, step: int) -> Batch:
@@ -143,7 +141,7 @@ class Batches:
         return self._load(batch.epoch, self._ids_of(batch, index))
 
     def _load(self, epoch: int, ids: Ids) -> Piece:
-        return load(self.source, ids, self._collate, self.device, Pass(self.seed, epoch))
+        return load(self.source, ids, self._loading, Pass(self.seed, epoch))
 
     def _from_loaders(self, loaders: Loaders, batch: Batch, index: int) -> Piece:
         """Take what was loaded ahead, and let what will be asked for next be loaded."""
@@ -163,7 +161,8 @@ class Batches:
 
     def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
         """In a loader."""
-        piece = load(self.source, ids, self._collate, "cpu", Pass(self.seed, epoch))
+        here = self._loading._replace(device="cpu")
+        piece = load(self.source, ids, here, Pass(self.seed, epoch))
         return piece.inputs, piece.target, piece.ids
 
     def _may_gather(self, batch: Batch) -> bool:
@@ -215,7 +214,7 @@ class Batches:
         if window is None or not window.holds(epoch, first, num_batches):
             most = max(num_batches, _WINDOW_IDS // self.batch_size, 1)
             count = min(most, self.steps_per_epoch - first)
-            positions = order.batch_positions(
+            positions = permutation.batch_positions(
                 first, count, self.num_samples, self.batch_size, self.end
             )
             ids = self.order.ids(positions, self.seed, epoch)
@@ -227,11 +226,10 @@ class Batches:
 class PiecesInOrder:
     """A source cut into neighbouring pieces; made by `pieces_in_order`."""
 
-    def __init__(self, source: Source, piece_size: int, collate: Collate | None, device: str):
+    def __init__(self, source: Source, piece_size: int, loading: Loading):
         self._source = source
         self._size = piece_size
-        self._collate = collate
-        self.device = device
+        self._loading = loading
 
     def __len__(self) -> int:
         return (len(self._source) + self._size - 1) // self._size
@@ -239,26 +237,22 @@ class PiecesInOrder:
     def __getitem__(self, index: int) -> Piece:
         start = position(index, len(self), "piece") * self._size
         ids = np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
-        return load(self._source, ids, self._collate, self.device)
+        return load(self._source, ids, self._loading)
 
 
-def pieces_in_order(
-    source: Any, piece_size: int, collate: Collate | None = None, device: str = "cpu"
-) -> PiecesInOrder:
+def pieces_in_order(source: Any, piece_size: int, loading: Loading = PLAIN) -> PiecesInOrder:
     """A source as a row of pieces of `piece_size` samples, in order; the last may be short.
 
     For evaluation: ranks take some of the indices each, and every sample is met once.
     """
     if piece_size < 1:
         raise UsageError(f"piece_size={piece_size}: a piece holds at least 1 sample.")
-    return PiecesInOrder(as_source(source), piece_size, collate, device)
+    return PiecesInOrder(as_source(source), piece_size, loading)
 
 
-def load(
-    source: Source, ids: Ids, collate: Collate | None, device: str, of: Pass | None = None
-) -> Piece:
-    """Load the samples `ids` as one piece, on `device`; those that are left out are not in it."""
-    samples = None
+def load(source: Source, ids: Ids, loading: Loading, of: Pass | None = None) -> Piece:
+    """Load the samples `ids` as one piece; those that are left out are not in it."""
+    samples, (collate, device, _) = None, loading
     with WAITING.on(ids):
         if hasattr(source, "record"):
             assert isinstance(source, LeavesOut)
@@ -276,7 +270,7 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
     """Refuse, before any process starts, a source and a batch that cannot be trained on."""
     visited = order_of(as_source(source))
     num_samples = len(visited)
-    order.check_end(end)
+    permutation.check_end(end)
     if batch_size < 1:
         raise UsageError(f"batch_size={batch_size}. A global batch has at least 1 sample.")
     if num_pieces < 1:

@@ -1,0 +1,173 @@
+"""Samples side by side: a batch made of them, or a sentence that says why there is none.
+
+Each piece of a batch is loaded here, by one call to a source that has `take`, else sample by sample
+and brought together as torch's `default_collate` does, or by the Run's own `collate`. Whatever goes
+wrong is told with the numbers of the samples. Next: `batches.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from shoal.data.sources import (
+    Collate,
+    Ids,
+    LeavesOut,
+    Pass,
+    Source,
+    failed,
+    is_of_sample,
+    is_outage,
+    not_reached,
+    sample_of,
+)
+from shoal.errors import RecipeError
+
+_NUMBERS: dict[str, tuple[type, ...]] = {  # a bool is an int to Python, so it comes first
+    "a bool": (bool, np.bool_),
+    "an int": (int, np.integer),
+    "a float": (float, np.floating),
+}
+
+
+def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
+    """Those of the samples that can be loaded, and their ids; the source is told of the others."""
+    samples, good = [], []
+    for index in ids:
+        try:
+            sample = sample_of(source, int(index), of)
+            _pair(sample, f"sample {index}")
+        except RecipeError as error:
+            source.record(int(index), error)
+        else:
+            samples.append(sample)
+            good.append(index)
+    return samples, np.asarray(good, dtype=np.int64)
+
+
+def fetch(
+    source: Source, ids: Ids, collate: Collate | None, of: Pass | None = None
+) -> tuple[Any, Any]:
+    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate.
+
+    Samples that differ from pass to pass are those of the pass `of`, if one is given.
+    """
+    # By name: asking whether it fits a protocol takes longer than a gather.
+    take = getattr(source, "take", None) if collate is None else None
+    if take is not None and (of is None or not hasattr(source, "vary")):
+        try:
+            return _pair(take(ids), "take()")
+        except BaseException as error:
+            if not is_of_sample(error):
+                raise
+            if is_outage(error):
+                raise not_reached(int(ids[0]), error) from error
+            found = None
+            if len(ids) > 1:
+                for at in range(len(ids)):  # find the one to name
+                    fetch(source, ids[at : at + 1], None)
+                found = unlike([sample_of(source, int(index)) for index in ids], ids)
+            raise RecipeError(found or failed(ids, error)) from error
+    return collate_samples([sample_of(source, int(index), of) for index in ids], collate, ids)
+
+
+def collate_samples(
+    samples: list[Any], collate: Collate | None = None, ids: Ids | None = None
+) -> tuple[Any, Any]:
+    """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made."""
+    names = np.arange(len(samples)) if ids is None else ids
+    if collate is not None:
+        try:
+            return _pair(collate(samples), "collate")
+        except BaseException as error:
+            if not is_of_sample(error):
+                raise
+            raise RecipeError(f"collate failed on {failed(names, error)}") from error
+    for index, sample in zip(names, samples, strict=True):
+        _pair(sample, f"sample {index}")
+    columns = [[sample[part] for sample in samples] for part in (0, 1)]
+    try:
+        inputs, target = map(default_collate, columns)
+    except Exception as error:
+        raise RecipeError(unlike(samples, names) or failed(names, error)) from error
+    if not all(map(_are_of_one_type, columns)):  # torch would convert them, by what is in a batch
+        raise RecipeError(unlike(samples, names))
+    # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
+    return _tuple_of_list(inputs), _tuple_of_list(target)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _pair(value: Any, origin: str) -> tuple[Any, Any]:
+    if _is_pair(value):
+        return value[0], value[1]
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, Mapping)) else ""
+    raise RecipeError(
+        f"{origin} gave a {type(value).__name__}{size}. It must be a pair (inputs, target); "
+        "several inputs go into a tuple or dict of their own."
+    )
+
+
+def unlike(samples: list[Any], names: Ids) -> str | None:
+    """The first sample that is not made like the first one, and where, in a sentence."""
+    for index, sample in zip(names, samples, strict=True):
+        if not _is_pair(sample) or not _is_pair(samples[0]):
+            return None
+        for part, field in enumerate(("inputs", "target")):
+            found = _difference(samples[0][part], sample[part], field)
+            if found is not None:
+                return (
+                    f"samples {names[0]} and {index} do not fit into one batch: {found}. Samples "
+                    "of a batch must be alike. Give all of them one type, and pad them to one size "
+                    "(shoal.data.mapped), or give the Run a `collate` that does; "
+                    "shoal.data.by_length puts samples of like lengths together, so that little is "
+                    "padded."
+                )
+    return None
+
+
+def _are_of_one_type(values: Sequence[Any]) -> bool:
+    """Whether values at one place of the samples have one dtype, or are numbers of one kind."""
+    first = values[0]
+    if isinstance(first, (Tensor, np.ndarray)):
+        kinds = {getattr(value, "dtype", None) for value in values}
+        return len({str(kind).removeprefix("torch.") for kind in kinds}) == 1
+    if isinstance(first, Mapping):
+        return all(_are_of_one_type([value[name] for value in values]) for name in first)
+    if isinstance(first, (tuple, list)):
+        return all(map(_are_of_one_type, zip(*values, strict=True)))
+    return len({_form(value) for value in values}) == 1
+
+
+def _difference(one: Any, other: Any, field: str) -> str | None:
+    """Where two values differ in form: the field, and what it is in each."""
+    if _form(one) != _form(other):
+        return f"{field} is {_form(one)} in the first and {_form(other)} in the other"
+    pairs: list[tuple[Any, Any, Any]] = []
+    if isinstance(one, Mapping):
+        pairs = [(name, part, other.get(name)) for name, part in one.items()]
+    elif isinstance(one, (tuple, list)):
+        pairs = [(at, part, other[at]) for at, part in enumerate(one)]
+    found = (_difference(a, b, f"{field}.{name}") for name, a, b in pairs)
+    return next((text for text in found if text is not None), None)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(sorted(map(str, value)))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    found = (name for name, kinds in _NUMBERS.items() if isinstance(value, kinds))
+    return next(found, type(value).__name__)
+
+
+def _tuple_of_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

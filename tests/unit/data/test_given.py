@@ -1,0 +1,71 @@
+"""What is no path, function or text is refused in a sentence, by all readers and transforms."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal import data
+from shoal.data.transforms.statistics import load_statistics
+from shoal.errors import UsageError
+
+SAMPLES = [(1.0, 2.0)]
+READERS = ("csv", "jsonl", "lines", "parquet", "tar", "images", "shards")
+
+
+@pytest.mark.parametrize("given", [5, None, 2.5, b"bytes", object(), "nul\0", [5], [["a"]]])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_needs_a_path(reader: str, given: Any) -> None:
+    with pytest.raises(UsageError, match=r"where it needs a path\. A path is text"):
+        getattr(data, reader)(given)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda given: data.quarantine(SAMPLES, given),
+        lambda given: data.clean(SAMPLES, quarantine=given),
+        lambda given: data.cached(SAMPLES, key="k", memory=None, disk=given),
+        lambda given: data.build(SAMPLES, given),
+        lambda given: data.shards("s3://bucket/a", cache_dir=given),
+        load_statistics,
+    ],
+)
+def test_what_is_kept_needs_a_path(use: Any) -> None:
+    with pytest.raises(UsageError, match=r"an? int, 5, where it needs a path"):
+        use(5)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda given: data.mapped(SAMPLES, given),
+        lambda given: data.on("inputs", given),
+        lambda given: data.chain(abs, given),
+        lambda given: data.clean(SAMPLES, keep=given),
+        lambda given: data.clean(SAMPLES, repair=given),
+        lambda given: data.sql(given, "samples", key="id"),
+    ],
+)
+@pytest.mark.parametrize("given", ["f", 5, b"", [abs]])
+def test_a_transform_needs_a_function(use: Any, given: Any) -> None:
+    with pytest.raises(UsageError, match="where it needs a function"):
+        use(given)
+
+
+def test_names_are_texts(tmp_path: Path) -> None:
+    for use in (
+        lambda: data.sql(lambda: None, 5, key="id"),
+        lambda: data.sql(lambda: None, "a", key=5),
+        lambda: data.sql(lambda: None, query=5, key="id"),
+        lambda: data.redis_list(5, "a"),
+        lambda: data.cached(SAMPLES, key="k", memory=None, redis=5),
+        lambda: data.cached(SAMPLES, key="k", memory=None, memcached=5),
+    ):
+        with pytest.raises(UsageError, match="where it needs a text"):
+            use()
+    with pytest.raises(UsageError, match="5 names no field"):
+        data.on(5, abs)
+    with pytest.raises(UsageError, match="data is a int"):
+        shoal.data.mapped(5, abs)
