@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.comm.tree import blocks_of
+from shoal.comm.tree import Block, blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
+from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.layout import Layout, lay_out
 
@@ -45,6 +46,7 @@ def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
     num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
+    sent += sent_by_worker(rank.facts.tables, rank.rounds, _blocks(rank), rank.plan.num_servers)
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
@@ -65,8 +67,15 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
         state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+    rows = 0  # of tables, in bytes
+    for name, use in facts.tables.items():
+        count = rows_held(use, number, facts.plan.num_servers)
+        whole = next(p for p in facts.parameters if p.name == name)
+        num_stepped += count * whole.shape[1]
+        state += sum(kept.num_bytes((count, whole.shape[1])) for kept in facts.state.get(name, ()))
+        rows += count * use.row_bytes
     memory = Memory(
-        Amount(layout.value_places(number)[-1], "its part of all"),
+        Amount(layout.value_places(number)[-1] + rows, "its part of all"),
         Amount(held, "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),
@@ -74,7 +83,8 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     )
     num_ranks = facts.plan.num_ranks
     told = Message("parameters", "workers", "pull", num_ranks, num_ranks * held)
-    return ServerRow(number, num_stepped, memory, [told])
+    looked = sent_by_server(facts.tables, number, facts.plan.num_servers)
+    return ServerRow(number, num_stepped, memory, [told, looked] if looked.count else [told])
 
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
@@ -83,7 +93,12 @@ def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
 
 
 def _num_rows(rank: Rank) -> int:
+    return len(_blocks(rank))
+
+
+def _blocks(rank: Rank) -> list[Block]:
     """The sums that a worker pushes apart, for the servers to add up in the order of the tree."""
     if rank.plan.bound == 0:
-        return len(rank.tree[rank.place.data])
-    return len(blocks_of(range(len(rank.rounds))))
+        return rank.tree[rank.place.data]
+    own = blocks_of(range(len(rank.rounds)))
+    return [Block(block.first + rank.rounds.start, block.num_pieces) for block in own]
