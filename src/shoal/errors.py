@@ -43,6 +43,10 @@ class GroupLost(ShoalError):
     """
 
 
+class GroupLeft(GroupLost):
+    """All left the group together, for one of another size."""
+
+
 class FormError(ShoalError):
     """A group could not form before its deadline; the message names the ranks that did not come."""
 

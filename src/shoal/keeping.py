@@ -152,6 +152,10 @@ class Keeper:
         self._saver.finish(trainer.mesh.world)
         self.report()
 
+    def follow(self, plan: Plan) -> None:
+        """Checkpoints tell of this plan from now on."""
+        self.origin = msgspec.structs.replace(self.origin, plan=str(plan))
+
     def give_up(self) -> None:
         """The group broke: a save that waits for a lost rank will not be."""
         self._saver.give_up()
@@ -321,8 +325,14 @@ class KeepsNothing:
     def at_end(self, trainer: "Trainer") -> None:
         """The end is not saved."""
 
+    def finish(self, trainer: "Trainer") -> None:
+        """Nothing is under way."""
+
     def give_up(self) -> None:
         """Nothing is under way."""
+
+    def follow(self, plan: Plan) -> None:
+        """Nothing is saved that would tell of it."""
 
 
 def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Origin:

@@ -22,6 +22,7 @@ from shoal.comm.store import client, come_together, form_group, leave_group, lis
 from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import log
+from shoal.plan_size import Size
 from shoal.world import World
 
 FORM_TIMEOUT_S = 30.0
@@ -43,6 +44,17 @@ class Servers(NamedTuple):
     is_lost: Callable[[], bool]  # whether a newer generation was announced
 
 
+class Asked(NamedTuple):
+    """What a rank was asked for, to be agreed on with the others: that all stop after a step, or
+    wait there for the next generation."""
+
+    stop: bool = False
+    meet: bool = False
+
+
+NOTHING_ASKED = Asked()
+
+
 class Mesh(NamedTuple):
     """Ranks that run one step together. Built anew for every generation."""
 
@@ -53,6 +65,7 @@ class Mesh(NamedTuple):
     device: str
     counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
     servers: Servers | None = None
+    sizes: tuple[Size, ...] = ()  # that the run had, the last one now; unless it keeps its size
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:
@@ -120,9 +133,12 @@ class Seat(Protocol):
         """Put something on the run's record."""
         ...
 
-    def stop_requested(self) -> bool: ...
-    def finish(self) -> bool:
-        """Wait until all ranks are done: True; False if another generation must be served first."""
+    def asked(self) -> Asked: ...
+    def finish(self, meets: bool = False) -> bool:
+        """Wait until this rank may end: True; False if another generation comes first.
+
+        If all only meet, that generation is what they wait for.
+        """
         ...
 
     def close(self) -> None: ...
@@ -178,10 +194,10 @@ class LauncherSeat:
         told = ", ".join(f"{name} {value}" for name, value in what.items())
         log.info("%s: %s", event, told)
 
-    def stop_requested(self) -> bool:
-        return self._stop
+    def asked(self) -> Asked:
+        return Asked(stop=self._stop)
 
-    def finish(self) -> bool:
+    def finish(self, meets: bool = False) -> bool:
         return True
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from shoal.balancing import balance_of, rebalance
 from shoal.blame import no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
-from shoal.errors import GroupLost, PlanError
+from shoal.errors import GroupLost
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
@@ -36,6 +36,7 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import Spread
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
+from shoal.resizing import meet, take_size
 from shoal.run import Run, call_model, make_batches
 from shoal.sync.choose import strategy_for, tables_held
 from shoal.sync.strategy import Agreed, Tally
@@ -63,7 +64,7 @@ class Trainer:
         self.loss_scale = LossScale(plan.precision)
         self.schedule = run.make_schedule()
         self.step = 0
-        self.stopped = False
+        self.stopped = self.meets = False  # after this step: for good, until the next generation
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
         self.last_info: StepInfo | None = None
@@ -75,11 +76,7 @@ class Trainer:
         if self.plan.saves_memory:
             give_back_freed_memory()
         self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline))
-        if self.mesh.num_ranks != self.plan.num_ranks:
-            raise PlanError(
-                f"plan {str(self.plan) or 'data=1'!r} needs {self.plan.num_ranks} ranks; "
-                f"the launcher started {self.mesh.num_ranks}. Start as many, or change the plan."
-            )
+        take_size(self, self.mesh)
         self.model.to(self.mesh.device)
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
         self.optimizer = self.run.make_optimizer(self.model)
@@ -112,8 +109,10 @@ class Trainer:
             try:
                 if self._unseen is not None:
                     yield self._tell(self._unseen)
-                elif self.step < self.num_steps and not self.stopped:
+                elif self.step < self.num_steps and not (self.stopped or self.meets):
                     self._try_step()
+                elif self.step < self.num_steps and not self.stopped:
+                    meet(self)
                 elif self._finish():
                     return
             except GroupLost as lost:
@@ -142,7 +141,7 @@ class Trainer:
         while True:
             self.keeper.give_up()
             self.strategy.detach()
-            mesh = self.seat.reform(lost)
+            mesh, self.meets = self.seat.reform(lost), False
             try:
                 self._settle(mesh)
                 return
@@ -157,6 +156,7 @@ class Trainer:
 
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
+        take_size(self, mesh)
         self.balance, self._is_fresh = balance_of(self.plan, mesh), False
         self.take_place(mesh)
         if handover.catch_up(self):
@@ -170,7 +170,7 @@ class Trainer:
         started = perf_counter()
         sent_before = self.mesh.bytes_sent
         batch = self.batches.at(self.step)
-        tally = Tally(stop=self.seat.stop_requested())
+        tally = Tally(asked=self.seat.asked())
         data_s, rounds = 0.0, self.compute.rounds
         for number, indices in enumerate(rounds):
             asked = perf_counter()
@@ -192,13 +192,13 @@ class Trainer:
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
-        self._is_fresh = True
+        self._is_fresh, self.answers, self._num_heard = True, [], 0
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
         busy_s = tally.busy_s - data_s + perf_counter() - exchanged
         times = split_times(data_s, busy_s, exchanged - computed, agreed.busy_s, self.mesh.rank)
-        self.stopped, self.answers, self._num_heard = agreed.stop, [], 0
+        self.stopped, self.meets = agreed.asked
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples

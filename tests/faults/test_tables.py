@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.elastic.control import ask
 from shoal.testing import faults
 from shoal.testing.faults import Trained, check_ledger, check_same
 from shoal.testing.ranks import Pool
@@ -68,3 +69,14 @@ def test_a_checkpoint_moves_to_other_plans(start, alone: Trained, plans: tuple[s
         trained = start(recipe="tabled", plan=plan, options=options).wait()
         assert trained.exit_code == 0, trained.errors
     assert first.model() == alone.model()
+
+
+def test_servers_come_and_go(start, alone: Trained) -> None:
+    """Stripes move, with what the optimizer keeps of their rows."""
+    training = start(recipe="tabled", pause=0.01, plan="data=2 sync=server pieces=3")
+    training.wait_for_step(5)
+    for size in ("servers=3", "data=3 servers=2", "data=1 servers=1"):
+        answer = ask(training.run_dir, resize=size)
+        assert "refused" not in answer, answer
+        assert answer["bytes"] > 1000 * 8 * 4 / 4
+    check_same(training.wait(), alone)

@@ -17,6 +17,7 @@ LAYERS = {
     **dict.fromkeys(
         ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
     ),
+    "plan_size": 1,
     **dict.fromkeys(
         ["numerics", "parallel", "sync", "data", "checkpoint", "slim", "planner"],
         2,
@@ -33,6 +34,7 @@ LAYERS = {
             "keeping",
             "resume",
             "balancing",
+            "resizing",
             "lineage",
         ],
         3,

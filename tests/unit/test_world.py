@@ -48,7 +48,7 @@ def test_a_world_of_one_needs_no_group() -> None:
     seat = LauncherSeat(World())
     mesh = seat.form(Axes())
     assert (mesh.rank, mesh.num_ranks) == (0, 1)
-    assert seat.finish() and not seat.stop_requested()
+    assert seat.finish() and not any(seat.asked())
     with pytest.raises(GroupLost):
         seat.reform(GroupLost("gone"))
     seat.close()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from shoal.cli.resize import in_a_sentence
 from shoal.tables import plural
 
 PLAIN_EVERY_S = 5.0
@@ -71,6 +72,10 @@ class Display:
                 self._say_once("emptied", _emptied(record))
             case "waiting":
                 self.say(_waiting(record))
+            case "resized":
+                self.say(f"[bold green]{escape(in_a_sentence(record))}[/]")
+            case "not-resized":
+                self.say(f"[bold yellow]the run keeps its size[/]: {escape(record['why'])}")
             case "stopping":
                 self.say("stopping after the step under way; the same signal again ends at once")
             case "warning":

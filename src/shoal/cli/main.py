@@ -13,6 +13,7 @@ _VERBS = {
     "run": "Run a script of your own on several ranks.",
     "verify": "Prove that a plan trains what one process would.",
     "explain": "Say what a plan does to a model, without starting a rank.",
+    "resize": "Give a run that goes on more or fewer ranks and servers.",
     "checkpoint": "List, check and compare checkpoints.",
     "data": "Build, show and check data.",
     "doctor": "Show what this machine offers and what is wrong with it.",

@@ -39,7 +39,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         "recoveries": outcome.num_recoveries,
         "staleness": _staleness(outcome),
         "steps_again": outcome.num_steps_again,
-        "plan": facts["plan"],
+        "plan": outcome.plan or facts["plan"],
         "run_dir": str(run_dir),
         "exit_code": code,
     }

@@ -169,6 +169,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             watch=display,
             members=members,
             prepared=prepared,
+            can_resize=True,
         )
     except NotLoaded as error:
         if error.trace:

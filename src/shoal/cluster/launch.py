@@ -8,6 +8,7 @@ from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
 from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.plan import Plan
 
 Facts = dict[str, Any]
 
@@ -28,17 +29,19 @@ def launch(
     watch: Watch,
     members: Callable[[Facts], Membership],
     prepared: Callable[[Facts], None] = lambda facts: None,
+    can_resize: bool = False,
 ) -> Outcome:
     """Prepare in a warm process, fork the ranks from it and supervise them to the end.
 
-    `prepared` is told what the preparation found, before any rank starts. Call this from a process
-    that has not started a thread.
+    `prepared` is told what the preparation found, before any rank starts. With `can_resize` the
+    run hears requests for another size. Call this from a process that has not started a thread.
     """
     nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
     try:
         facts = await_facts(nursery)
         prepared(facts)
-        return Supervisor(nursery, members(facts), run_dir, watch).run()
+        plan = Plan.parse(facts["plan"]) if can_resize else None
+        return Supervisor(nursery, members(facts), run_dir, watch, plan).run()
     finally:
         nursery.close()
 

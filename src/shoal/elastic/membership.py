@@ -9,70 +9,31 @@ under random schedules. Its rules:
 - a group forms only after all members have said that they left the one before;
 - a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
 - where no rank holds a copy of another's state, all are ended and begin from the newest checkpoint;
-- three groups lost without a step between them, or three spares, end the run instead of looping.
+- three groups lost without a step between them, or three spares, end the run instead of looping;
+- seats come and go only once newcomers are ready and all wait after the same step: what breaks
+  before that leaves the old size, what breaks after it the new one.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
+from shoal.elastic.actions import (
+    Action,
+    AllDone,
+    AllFormed,
+    AllHere,
+    Announce,
+    GiveUp,
+    Kill,
+    Meet,
+    Member,
+    NotResized,
+    Part,
+    Resized,
+    Spawn,
+    how_it_ended,
+)
+from shoal.elastic.failures import ECHO_S, MOST_FAILURES, Failures
+from shoal.elastic.meeting import Meeting, Seats, deal_seats, num_newcomers
+from shoal.plan_size import Size
 from shoal.tables import plural
-
-MOST_FAILURES = 3
-ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
-
-
-class Spawn(NamedTuple):
-    """Start a member."""
-
-    member: int
-
-
-class Kill(NamedTuple):
-    member: int
-
-
-class Announce(NamedTuple):
-    """Tell each seated member its place in a new generation."""
-
-    generation: int
-    seats: tuple[int, ...]
-
-
-class AllHere(NamedTuple):
-    """Tell the seated members to form the group."""
-
-    generation: int
-
-
-class AllFormed(NamedTuple):
-    """The group works. `replaced` names the seats that were refilled and why."""
-
-    generation: int
-    step: int
-    num_steps_again: int  # that were done, and are to be done again
-    replaced: tuple[tuple[int, str], ...]
-    lost_at: float | None
-
-
-class AllDone(NamedTuple):
-    """Let everybody go."""
-
-
-class GiveUp(NamedTuple):
-    """End the run."""
-
-    cause: str
-    exit_code: int
-
-
-Action = Spawn | Kill | Announce | AllHere | AllFormed | AllDone | GiveUp
-
-
-@dataclass
-class Member:
-    last_heard: float
-    ready: bool = False
-    suspected: str = ""
 
 
 class Membership:
@@ -91,7 +52,7 @@ class Membership:
     ):
         """`scripts`: members run a program of their own, which may train several times or never,
         and are done when they exit. Parameter servers have the last seats."""
-        self.num_ranks, self.num_seats = num_ranks, num_ranks + num_servers
+        self.sizes = [Size(num_ranks, num_servers)]  # that the run had, the last one now
         self.num_spares = num_spares
         self.recovers = True
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -102,17 +63,14 @@ class Membership:
         self.step = 0
         self.over = False
         self.members: dict[int, Member] = {}
-        self.seats: list[int | None] = []
+        self.seats: Seats = []
         self.formed: set[int] = set()  # members in the working group
         self._here: set[int] = set()
         self._done: set[int] = set()
         self._replaced: list[tuple[int, str]] = []
         self._next_member = 0
         self._formed_at = -1  # the step that the group which is forming goes on from
-        self._resumed_at = 0  # the step from which the newest group went on
-        self._failures = 0  # groups lost at that step
-        self._new_failures = 0  # groups lost since that one formed; at which step is not known yet
-        self._last_failure, self._counted = "", -2  # and its generation
+        self._failures = Failures()
         self._spares_lost = 0  # without a step between them
         self._wants_group = True  # no group works, and one should
         self._left: set[int] = set()  # members of scripts that ended well
@@ -121,15 +79,23 @@ class Membership:
         self._why_broken = ""
         self._deadline: float | None = None  # by which all must have come
         self._failed: tuple[GiveUp, float] | None = None  # an error, or a death's echo; and when
+        self._wanted: Size | None = None  # that the run is to have
+        self._wanted_by = 0.0  # when newcomers must be ready
+        self._meeting = Meeting()  # of this generation
+        self._leaving: set[int] = set()  # who has no seat any more
+        self._resized_at: float | None = None  # that no group worked since
 
-    def server_of(self, seat: int) -> int | None:
-        """The number of the server whose seat this is; None if it is a rank's."""
-        return None if seat < self.num_ranks else seat - self.num_ranks
+    @property
+    def size(self) -> Size:
+        return self.sizes[-1]
 
-    def name_of(self, seat: int) -> str:
-        """For people."""
-        server = self.server_of(seat)
-        return f"rank {seat}" if server is None else f"server {server}"
+    @property
+    def num_seats(self) -> int:
+        return sum(self.size)
+
+    @property
+    def is_resizing(self) -> bool:
+        return self._wanted is not None or self._resized_at is not None
 
     def begin(self, now: float) -> list[Action]:
         spawns = [self._spawn(now) for _ in range(self.num_seats)]
@@ -151,7 +117,7 @@ class Membership:
             self.recovers, self.num_spares = False, 0
         if self._deadline is None and self._wants_group:
             self._deadline = now + self.form_timeout_s
-        return self._fill_seats(now)
+        return [*self._fill_seats(now), *self._go_on_resizing(now)]
 
     def here(self, member: int, generation: int) -> list[Action]:
         if generation != self.generation or member not in self.seats:
@@ -171,12 +137,31 @@ class Membership:
         if self.formed != set(self.seats):
             return []
         self._wants_group, self._failed = False, None
-        if given_up := self._settle_failures(step):
+        if given_up := self._too_many(self._failures.formed(step)):
             return given_up
         again, self.step = self.step - step, step
         formed = AllFormed(generation, step, again, tuple(self._replaced), self._lost_at)
         self._replaced, self._lost_at = [], None
-        return [formed, *self._refill_spares(now)]
+        actions: list[Action] = [formed]
+        if self._resized_at is not None:
+            leavers = tuple(sorted(self._leaving))
+            actions.append(Resized(self.sizes[-2], self.size, leavers, self._resized_at))
+            self._resized_at = None
+        return [*actions, *self._refill_spares(now), *self._go_on_resizing(now)]
+
+    def resize(self, size: Size, now: float) -> list[Action]:
+        """Have seats for so many ranks and servers, from a step on after which all meet."""
+        assert not self.is_resizing and not self.scripts
+        self._wanted, self._wanted_by = size, now + self.form_timeout_s
+        return self._go_on_resizing(now)
+
+    def met(self, member: int, generation: int, now: float, problem: str = "") -> list[Action]:
+        """A rank waits after the step agreed on; or a server has written its part, or cannot."""
+        if generation != self.generation or member not in self.seats or self.over:
+            return []
+        self._meeting.add(member, now)
+        given_up = self._give_up_resizing(problem) if problem else []
+        return [*given_up, *self._go_on_resizing(now)]
 
     def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
         """A member's group broke. If nobody is found dead soon, the same members form again."""
@@ -204,7 +189,8 @@ class Membership:
             return []
         if self.scripts:  # another training may follow
             self._wants_group, self.formed, self.step = True, set(), 0
-            self._failures = self._new_failures = self._spares_lost = 0
+            self._failures.forget()
+            self._spares_lost = 0
             for number in self._done:
                 self.members[number].ready = False
         self.over = not self.scripts
@@ -215,6 +201,9 @@ class Membership:
         gone = self.members.pop(member, None)
         if gone is None or self.over:
             return []
+        if member in self._leaving:
+            self._leaving.remove(member)
+            return []
         if member not in self.seats:
             return self._spare_exited(status, now)
         if self.scripts and status == 0 and member not in self.formed:
@@ -223,8 +212,8 @@ class Membership:
         cause = gone.suspected or how_it_ended(status)
         if status >= 0 and not gone.suspected:
             code = status if self.scripts and status else 1
-            return self._give_up(f"{self.name_of(seat)} {cause} before the run was done", code)
-        what = f"{self.name_of(seat)} {cause}"
+            return self._give_up(f"{self.size.name_of(seat)} {cause} before the run was done", code)
+        what = f"{self.size.name_of(seat)} {cause}"
         if self.scripts and not self.recovers:
             return self._give_up(
                 f"{what}, and this plan cannot replace it: what it held existed once", 1
@@ -251,6 +240,9 @@ class Membership:
             return self._give_up(self._who_is_missing(), 1)
         if self._failed is not None and now - self._failed[1] > ECHO_S:
             return self._give_up(*self._failed[0])
+        if self._wanted is not None and not self._meeting.is_asked and now > self._wanted_by:
+            late = f"newcomers were not ready within {self.form_timeout_s:g} s"
+            actions += self._give_up_resizing(late)
         broken = self._broken_at is not None and now - self._broken_at > self.regroup_after_s
         if broken and None not in self.seats and not actions and not self._suspects():
             what = f"the group broke: {self._why_broken}"
@@ -279,7 +271,11 @@ class Membership:
 
     def _spares(self) -> list[int]:
         """Those that can be seated, now or soon."""
-        return [n for n, m in self.members.items() if n not in self.seats and not m.suspected]
+        taken = {*self.seats, *self._leaving}
+        return [n for n, m in self.members.items() if n not in taken and not m.suspected]
+
+    def _ready_spares(self) -> list[int]:
+        return [number for number in self._spares() if self.members[number].ready]
 
     def _suspects(self) -> list[int]:
         return [n for n, member in self.members.items() if member.suspected]
@@ -296,21 +292,47 @@ class Membership:
             return self._give_up(f"a spare {how_it_ended(status)} before it was needed", 1)
         self._spares_lost += 1
         if self._spares_lost == MOST_FAILURES:
-            return self._give_up(
-                f"{MOST_FAILURES} spares were lost at step {self.step + 1}, the last one "
-                f"{how_it_ended(status)}",
-                1,
-            )
-        return self._fill_seats(now) if None in self.seats else self._refill_spares(now)
+            where, how = f"at step {self.step + 1}", how_it_ended(status)
+            return self._give_up(f"{MOST_FAILURES} spares were lost {where}, the last one {how}", 1)
+        given_up = self._give_up_resizing(f"a newcomer {how_it_ended(status)}")
+        more = self._fill_seats(now) if None in self.seats else self._refill_spares(now)
+        return [*given_up, *more, *self._go_on_resizing(now)]
+
+    def _give_up_resizing(self, cause: str) -> list[Action]:
+        wanted, self._wanted = self._wanted, None
+        return [] if wanted is None else [NotResized(cause)]
+
+    def _go_on_resizing(self, now: float) -> list[Action]:
+        """What is next on the way to another size. A death begins it anew, in the group after."""
+        if self._wants_group or self.over or any(n in self.seats for n in self._suspects()):
+            return []
+        meeting, wanted, ready = self._meeting, self._wanted, self._ready_spares()
+        if wanted is not None:
+            count = num_newcomers(self.size, wanted)
+            if len(ready) < count:
+                return [self._spawn(now) for _ in range(count - len(self._spares()))]
+            if not meeting.is_asked:
+                meeting.is_asked = True
+                return [Meet(self.generation)]
+        if not meeting.is_asked or not {*self.seats[: self.size.num_ranks]} <= meeting.members:
+            return []
+        if wanted is not None:
+            if wanted.num_servers != self.size.num_servers and not {*self.seats} <= meeting.members:
+                asked, meeting.is_parting = meeting.is_parting, True
+                return [] if asked else [Part(self.generation, wanted.num_servers)]
+            seats = deal_seats(self.seats, self.size, wanted, ready)
+            self._leaving |= {n for n in self.seats if n is not None and n not in seats}
+            self._wanted, self._resized_at, self.seats = None, meeting.since, seats
+            self.sizes.append(wanted)
+        self._wants_group = True  # if it was given up, with the same members
+        return self._announce(now)
 
     def _fill_seats(self, now: float) -> list[Action]:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
         actions: list[Action] = []
         for seat, member in enumerate(self.seats):
-            if member is None:
-                ready = [n for n in self._spares() if self.members[n].ready]
-                if ready:
-                    self.seats[seat] = ready[0]
+            if member is None and (ready := self._ready_spares()):
+                self.seats[seat] = ready[0]
         num_empty = self.seats.count(None)
         actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
         if self._wants_group and self._all_seated_ready():
@@ -333,6 +355,7 @@ class Membership:
         self.generation += 1
         self._here, self.formed, self._done = set(), set(), set()
         self._broken_at, self._formed_at = None, -1
+        self._meeting = Meeting()
         self._deadline = now + self.form_timeout_s
         return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]
 
@@ -342,29 +365,15 @@ class Membership:
             self._spares_lost = 0
 
     def _count_failure(self, what: str, now: float) -> list[Action]:
-        """This generation's group is lost; ranks that die together are one failure."""
-        again = self._new_failures and self._lost_at is not None and now - self._lost_at < ECHO_S
-        if again or self._counted == self.generation:
-            return []
-        self._counted, self._last_failure = self.generation, what
-        self._new_failures += 1
-        return self._too_many(self._new_failures)
-
-    def _settle_failures(self, step: int) -> list[Action]:
-        """A new group says from which step it goes on, and so at which step the last was lost."""
-        if step == self._resumed_at:
-            self._new_failures += self._failures
-        self._failures, self._new_failures = self._new_failures, 0
-        self._resumed_at = step
-        return self._too_many(self._failures)
+        since_s = None if self._lost_at is None else now - self._lost_at
+        return self._too_many(self._failures.lost(what, self.generation, since_s))
 
     def _too_many(self, failures: int) -> list[Action]:
         if failures < MOST_FAILURES:
             return []
+        why = self._failures.last
         return self._give_up(
-            f"step {self.step + 1} failed {failures} times, the last time because "
-            f"{self._last_failure}",
-            1,
+            f"step {self.step + 1} failed {failures} times, the last time because {why}", 1
         )
 
     def _give_up(self, cause: str, exit_code: int) -> list[Action]:
@@ -377,23 +386,13 @@ class Membership:
                 return True
             return self.generation >= 0 and number not in self.formed
 
-        missing = [self.name_of(s) for s, number in enumerate(self.seats) if waited_for(number)]
-        num_servers = self.num_seats - self.num_ranks
-        beside = f" and {plural(num_servers, 'server')}" if num_servers else ""
+        missing = [
+            self.size.name_of(s) for s, number in enumerate(self.seats) if waited_for(number)
+        ]
+        count = self.size.num_servers
+        beside = f" and {plural(count, 'server')}" if count else ""
         return (
-            f"the group of {plural(self.num_ranks, 'rank')}{beside} did not form within "
+            f"the group of {plural(self.size.num_ranks, 'rank')}{beside} did not form within "
             f"{self.form_timeout_s:g} s: {', '.join(missing)} did not come; --form-timeout gives "
             "them longer"
         )
-
-
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
-    if status < 0:
-        import signal
-
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-    return f"exited with code {status}"

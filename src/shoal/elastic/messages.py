@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.plan_size import Size
+
 
 class FromMember(msgspec.Struct, frozen=True, tag_field="say"):
     pass
@@ -63,6 +65,16 @@ class Done(FromMember, frozen=True, tag="done"):
     summary: dict[str, Any]
 
 
+class Met(FromMember, frozen=True, tag="met"):
+    """I wait after `step`; or, of a server: what each server will hold is written down, and so
+    many bytes of it move, or there is a problem."""
+
+    generation: int
+    step: int = -1
+    num_bytes: int = 0
+    problem: str = ""
+
+
 class Failed(FromMember, frozen=True, tag="failed"):
     """The recipe's own code failed here."""
 
@@ -81,9 +93,22 @@ class TakeSeat(FromSupervisor, frozen=True, tag="seat"):
 
     generation: int
     seat: int
-    num_seats: int
+    sizes: tuple[Size, ...]  # that the run had, the last one now
     store_port: int
     store_host: str = "127.0.0.1"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.sizes[-1].num_ranks
+
+    @property
+    def num_servers(self) -> int:
+        return self.sizes[-1].num_servers
+
+    @property
+    def server(self) -> int | None:
+        """The number of the server whose place it is."""
+        return self.sizes[-1].server_of(self.seat)
 
 
 class Go(FromSupervisor, frozen=True, tag="go"):
@@ -96,12 +121,25 @@ class Stop(FromSupervisor, frozen=True, tag="stop"):
     """Agree with the others on a step after which to stop."""
 
 
+class Meet(FromSupervisor, frozen=True, tag="meet"):
+    """Agree with the others on a step after which to wait for the next generation."""
+
+    generation: int
+
+
+class Part(FromSupervisor, frozen=True, tag="part"):
+    """You are a server, and all ranks wait: write down what each of so many servers will hold."""
+
+    generation: int
+    num_servers: int
+
+
 class Leave(FromSupervisor, frozen=True, tag="leave"):
     """You may exit."""
 
 
-MemberMessage = Ready | Here | Formed | Lost | Beat | Note | Done | Failed
-SupervisorMessage = TakeSeat | Go | Stop | Leave
+MemberMessage = Ready | Here | Formed | Lost | Beat | Note | Done | Met | Failed
+SupervisorMessage = TakeSeat | Go | Stop | Meet | Part | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_member = msgspec.msgpack.Decoder(MemberMessage).decode

@@ -32,16 +32,20 @@ from shoal.elastic.messages import (
     Here,
     Leave,
     Lost,
+    Meet,
+    Met,
     Note,
+    Part,
     Ready,
     Stop,
     TakeSeat,
 )
-from shoal.errors import FormError, GroupLost, StopNow
+from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.mesh import Axes, Mesh, Servers
+from shoal.mesh import Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
+from shoal.plan_size import Size, can_resize
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -62,15 +66,14 @@ class SupervisedSeat:
         identity: str,
         *,
         recovers: bool = True,
-        num_servers: int = 0,
         patience_s: float = 45.0,
     ):
-        """The last `num_servers` seats are those of parameter servers."""
-        self.recovers, self._num_servers = recovers, num_servers
+        self.recovers = recovers
         self.secret = identity.partition(":")[2]  # of the run
         self._is_ready = False
         self.summarise: Callable[[], dict[str, Any]] = dict
         self.progress: Callable[[], dict[str, Any] | None] = lambda: None
+        self.before_meeting: Callable[[], None] = lambda: None
         self.generation = -1
         self.step = 0
         self._patience_s = patience_s  # how long to wait for a new generation after a loss
@@ -78,6 +81,7 @@ class SupervisedSeat:
         self._place: TakeSeat | None = None
         self._go = -1
         self._stop = self._leave = self._closing = False
+        self._meet, self._part = -1, Part(-1, 0)  # the last that was asked for
         self._before: set[str] | None = None  # sockets that stood before forming began
         self._own: set[str] = set()  # the group's
         self._context = zmq.Context()
@@ -100,21 +104,34 @@ class SupervisedSeat:
             self._changed.wait_for(lambda: self._leave or self._place is not None)
             if self._place is None:
                 raise StopNow("the supervisor lets this rank go")
-            number = self._place.seat - (self._place.num_seats - self._num_servers)
-            return number if number >= 0 else None
+            return self._place.server
 
-    def serve(self, address: str) -> int:
-        """As a server: enter the newest generation and let workers know where; its number."""
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """That the run had, as of the newest place."""
+        assert self._place is not None
+        return self._place.sizes
+
+    def serve(self, address: str) -> TakeSeat:
+        """As a server: enter the newest generation and let workers know where; one's place."""
         while True:
             place = self._await_place(None)
             if self._await_go(place):
                 break
+        assert place.server is not None
         store = client(place.store_host, place.store_port, timeout_s=4.0)
-        number = place.seat - (place.num_seats - self._num_servers)
-        store.set(_server_key(place.generation, number), address)
+        store.set(_server_key(place.generation, place.server), address)
         self._say(Formed(self.generation, -1))
         self._say(Done(self.generation, -1, {}))  # whenever the ranks are
-        return self.generation
+        return place
+
+    def asked_to_part(self) -> int | None:
+        """As a server, once: for how many servers to write down what each will hold."""
+        part, self._part = self._part, Part(-1, 0)
+        return part.num_servers if part.generation == self.generation else None
+
+    def parted(self, num_bytes: int, problem: str) -> None:
+        self._say(Met(self.generation, num_bytes=num_bytes, problem=problem))
 
     @property
     def has_new_place(self) -> bool:
@@ -126,7 +143,8 @@ class SupervisedSeat:
             self._say(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
-        self._say(Lost(self.generation, self.step, str(lost)))
+        if not isinstance(lost, GroupLeft):
+            self._say(Lost(self.generation, self.step, str(lost)))
         # An operation nobody waits for any more may still be under way between two survivors, and
         # the old group cannot be let go of before it has ended.
         shut_down(self._own)
@@ -139,8 +157,8 @@ class SupervisedSeat:
     def stepped(self, info: StepInfo) -> None:
         self.step = info.step
 
-    def stop_requested(self) -> bool:
-        return self._stop
+    def asked(self) -> Asked:
+        return Asked(stop=self._stop, meet=self._meet == self.generation)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
@@ -149,8 +167,12 @@ class SupervisedSeat:
     def tell(self, event: str, **what: Any) -> None:
         self._say(Note(event, what))
 
-    def finish(self) -> bool:
-        self._say(Done(self.generation, self.step, self.summarise()))
+    def finish(self, meets: bool = False) -> bool:
+        if meets:
+            self.before_meeting()
+            self._say(Met(self.generation, self.step))
+        else:
+            self._say(Done(self.generation, self.step, self.summarise()))
         with self._changed:
             self._changed.wait_for(lambda: self._leave or self._place_is_new())
             return self._leave
@@ -202,10 +224,10 @@ class SupervisedSeat:
             return self._go == place.generation and not self._place_is_new()
 
     def _form(self, place: TakeSeat) -> Mesh:
-        num_ranks = place.num_seats - self._num_servers
+        num_ranks, sizes = place.num_ranks, place.sizes
         world = World(place.seat, num_ranks, place.seat, num_ranks, "shoal")
-        if place.num_seats == 1:
-            return Mesh.form(Group(), self._axes, world.device)
+        if sizes[-1] == (1, 0):
+            return Mesh.form(Group(), self._axes, world.device)._replace(sizes=sizes)
         import torch.distributed as dist
 
         faultpoint("seat.forming", self.step)
@@ -219,18 +241,18 @@ class SupervisedSeat:
                 form_group(store, f"generation/{place.generation}", world, timeout)
                 group = Group(dist.group.WORLD)
             mesh = Mesh.form(group, self._axes, world.device)
-            return mesh._replace(servers=self._find_servers(store, place))
+            return mesh._replace(servers=self._find_servers(store, place), sizes=sizes)
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None
 
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers | None:
-        if not self._num_servers:
+        if not place.num_servers:
             return None
         try:
             addresses = [
                 store.get(_server_key(place.generation, number)).decode()
-                for number in range(self._num_servers)
+                for number in range(place.num_servers)
             ]
         except RuntimeError as error:
             raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
@@ -290,6 +312,10 @@ class SupervisedSeat:
                     self._go = message.generation
                 case Stop():
                     self._stop = True
+                case Meet():
+                    self._meet = message.generation
+                case Part():
+                    self._part = message
                 case Leave():
                     self._leave = True
             self._changed.notify_all()
@@ -321,9 +347,4 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
     address = os.environ.get("SHOAL_CONTROL")
     if address is None:
         return None
-    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))
-
-
-def can_recover(plan: Plan) -> bool:
-    """Whether a lost rank's state is held by another."""
-    return plan.local_steps == 1 and not plan.zero and plan.tensor == plan.pipeline == 1
+    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_resize(plan))

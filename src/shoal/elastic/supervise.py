@@ -9,7 +9,7 @@ death ends the nursery and every rank.
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import zmq
 
 from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Prepared
 from shoal.comm import store
-from shoal.elastic import membership, messages
+from shoal.elastic import actions, messages
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Beat,
@@ -30,14 +30,19 @@ from shoal.elastic.messages import (
     Here,
     Leave,
     Lost,
+    Meet,
+    Met,
     Note,
+    Part,
     Ready,
     Stop,
     TakeSeat,
 )
+from shoal.elastic.resizes import open_resizes
 from shoal.errors import RUN_AGAIN
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
+from shoal.plan import Plan
 
 POLL_MS = 100
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,6 +58,7 @@ class Outcome:
     trace: str = ""
     step: int = 0
     num_recoveries: int = 0
+    plan: str = ""  # that the run followed at last, if it was resized
     num_steps_again: int = 0  # committed by ranks of which none is left, and done again
     stopped_by: int = 0
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
@@ -64,7 +70,15 @@ Watch = Callable[[dict[str, Any]], None]
 class Supervisor:
     """Runs the ranks of one job. `watch` is told of progress and of every event."""
 
-    def __init__(self, nursery: Nursery, members: Membership, run_dir: Path, watch: Watch):
+    def __init__(
+        self,
+        nursery: Nursery,
+        members: Membership,
+        run_dir: Path,
+        watch: Watch,
+        plan: Plan | None = None,
+    ):
+        """A run with a plan can be resized."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -85,6 +99,8 @@ class Supervisor:
         self._stop_signal = 0
         self._signals: list[int] = []
         self._pids: dict[int, int] = {}  # of members, as they say themselves
+        self._logs: dict[int, Path] = {}
+        self._resizes = None if plan is None else open_resizes(run_dir, plan, members)
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -92,6 +108,8 @@ class Supervisor:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self.nursery.fileno(), zmq.POLLIN)
+        if self._resizes is not None:
+            poller.register(self._resizes.control.fileno(), zmq.POLLIN)
         try:
             self._act(self.members.begin(time.monotonic()))
             while not self._over:
@@ -99,11 +117,13 @@ class Supervisor:
                 self._hear_nursery()
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
+                if self._resizes is not None:
+                    self._act(self._resizes.turn(bool(self._signals or self._stop_signal)))
                 self._pass_on_stop()
                 self._watch({"event": "tick"})
             self._let_go()
         except (EOFError, BrokenPipeError):
-            how = membership.how_it_ended(self.nursery.close())
+            how = actions.how_it_ended(self.nursery.close())
             self._give_up(
                 f"the process that ranks are forked from is gone: it {how} (for want of memory, "
                 "perhaps: the system's log says so then). Go on with --resume",
@@ -132,9 +152,7 @@ class Supervisor:
         if self._stop_signal and not self._over:
             if self.members.generation < 0 or (self.members.scripts and not self.members.formed):
                 self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
-            for member in self.members.seats:
-                if member is not None:
-                    self._send(member, Stop())
+            self._tell(self.members.seats, Stop())
 
     def _hear_nursery(self) -> None:
         while (report := self.nursery.next_report(timeout_s=0)) is not None:
@@ -145,7 +163,7 @@ class Supervisor:
                     seat = self._seat_of(report.number)
                     if seat is not None and not self._over:
                         suspected = self.members.members[report.number].suspected
-                        how = suspected or membership.how_it_ended(report.status)
+                        how = suspected or actions.how_it_ended(report.status)
                         what = {"status": report.status, "how": how, "step": self.members.step}
                         self._event("exited", **self._who(seat), **what)
                     now = time.monotonic()
@@ -193,6 +211,10 @@ class Supervisor:
                     # A rank was told to end by somebody else, and all agreed to stop with it.
                     self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
                 self._act(self.members.done(member, message.generation))
+            case Met():
+                if self._resizes is not None:
+                    self._resizes.parted(message.num_bytes)
+                self._act(self.members.met(member, message.generation, now, message.problem))
             case Failed():
                 self._recipe_failed(member, message)
 
@@ -201,34 +223,52 @@ class Supervisor:
             return  # an echo of the first failure
         self._has_failed = True
         seat = self._seat_of(member)
-        who = "a spare" if seat is None else self.members.name_of(seat)
+        who = "a spare" if seat is None else self.members.size.name_of(seat)
         self.outcome.trace = message.trace
         where = "" if message.step < 0 else f" at step {message.step + 1}"
         cause, now = f"{who} failed{where}: {message.message}", time.monotonic()
         self._act(self.members.failed(member, cause, message.exit_code, now))
 
-    def _act(self, actions: list[membership.Action]) -> None:
-        for action in actions:
+    def _act(self, wanted: list[actions.Action]) -> None:
+        for action in wanted:
             match action:
-                case membership.Spawn():
+                case actions.Spawn():
                     self._spawn(action.member)
-                case membership.Kill():
+                case actions.Kill():
                     self.nursery.kill(action.member)
-                case membership.Announce():
+                case actions.Announce():
                     self._announce(action)
-                case membership.AllHere():
-                    for member in self.members.seats:
-                        if member is not None:
-                            self._send(member, Go(action.generation))
-                case membership.AllFormed():
+                case actions.AllHere():
+                    self._tell(self.members.seats, Go(action.generation))
+                case actions.AllFormed():
                     self._formed(action)
-                case membership.AllDone():
+                case actions.AllDone():
                     self._over = self.members.over
-                    for member in self.members.seats:
-                        if member is not None:
-                            self._send(member, Leave())
-                case membership.GiveUp():
+                    self._tell(self.members.seats, Leave())
+                case actions.GiveUp():
                     self._give_up(action.cause, action.exit_code)
+                case actions.Meet() | actions.Part() | actions.Resized() | actions.NotResized():
+                    self._resize(action)
+
+    def _resize(
+        self, action: actions.Meet | actions.Part | actions.Resized | actions.NotResized
+    ) -> None:
+        assert self._resizes is not None
+        num_ranks = self.members.size.num_ranks
+        match action:
+            case actions.Meet():
+                self._tell(self.members.seats[:num_ranks], Meet(action.generation))
+            case actions.Part():
+                part = Part(action.generation, action.num_servers)
+                self._tell(self.members.seats[num_ranks:], part)
+            case actions.Resized():
+                self._tell(action.leavers, Leave())
+                told = self._resizes.done(action, self.members.step)
+                self.outcome.plan = told["plan"]
+                self._event("resized", generation=self.members.generation, **told)
+            case actions.NotResized():
+                self._resizes.not_done(action)
+                self._event("not-resized", step=self.members.step, why=action.cause)
 
     def _spawn(self, member: int) -> None:
         told = {
@@ -242,28 +282,27 @@ class Supervisor:
             "WORLD_SIZE": str(self.members.num_seats),
             "LOCAL_WORLD_SIZE": str(self.members.num_seats),
         }
-        self.nursery.spawn(Birth(member, str(self._log_of(member)), told))
-
-    def _log_of(self, member: int) -> Path:
-        """A member keeps its log: that of a spare is under its own name, whatever its seat."""
-        server = self.members.server_of(member)
+        # A member keeps its log: that of a spare is under its own name, whatever its seat.
+        server = self.members.size.server_of(member)
         name = f"rank-{member:03d}" if server is None else f"server-{server:03d}"
-        if member >= self.members.num_seats:
+        if self.members.generation >= 0 or member >= self.members.num_seats:
             name = f"spare-{member:03d}"
-        return self._run_dir / "logs" / f"{name}.log"
+        self._logs[member] = self._run_dir / "logs" / f"{name}.log"
+        self.nursery.spawn(Birth(member, str(self._logs[member]), told))
 
-    def _announce(self, plan: membership.Announce) -> None:
+    def _announce(self, plan: actions.Announce) -> None:
         for seat, member in enumerate(plan.seats):
             self._event(
                 "seat",
                 **self._who(seat),
                 pid=self._pids[member],
                 generation=plan.generation,
-                log=self._log_of(member).name,
+                log=self._logs[member].name,
             )
-            self._send(member, TakeSeat(plan.generation, seat, len(plan.seats), self._store_port))
+            sizes = tuple(self.members.sizes)
+            self._send(member, TakeSeat(plan.generation, seat, sizes, self._store_port))
 
-    def _formed(self, group: membership.AllFormed) -> None:
+    def _formed(self, group: actions.AllFormed) -> None:
         self._has_failed, self.outcome.trace = False, ""
         if group.lost_at is not None:
             ms = round((time.monotonic() - group.lost_at) * 1000, 1)
@@ -303,6 +342,11 @@ class Supervisor:
             while self._router.poll(0):
                 self._router.recv_multipart()
 
+    def _tell(self, members: Sequence[int | None], message: messages.SupervisorMessage) -> None:
+        for member in members:
+            if member is not None:
+                self._send(member, message)
+
     def _send(self, member: int, message: messages.SupervisorMessage) -> None:
         try:
             identity = f"{member}:{self._token}".encode()
@@ -315,7 +359,7 @@ class Supervisor:
 
     def _who(self, seat: int | None) -> dict[str, int | None]:
         """A seat, as events name it: that of a server with the server's number as well."""
-        server = None if seat is None else self.members.server_of(seat)
+        server = None if seat is None else self.members.size.server_of(seat)
         return {"rank": seat} | ({} if server is None else {"server": server})
 
     def _event(self, event: str, **what: Any) -> None:
@@ -328,6 +372,8 @@ class Supervisor:
 
     def _close(self) -> None:
         self.nursery.close()
+        if self._resizes is not None:
+            self._resizes.close()
         self._events.close()
         self._router.close()
         self._context.term()

@@ -20,7 +20,8 @@ from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.elastic.messages import Failed
-from shoal.elastic.seat import SupervisedSeat, can_recover, report_failure
+from shoal.elastic.seat import SupervisedSeat, report_failure
+from shoal.elastic.serving import Serving
 from shoal.errors import ShoalError, StopNow
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
@@ -29,18 +30,13 @@ from shoal.keeping import Keeper, Keeping
 from shoal.metrics.meters import Totals, peak_memory_bytes
 from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
-from shoal.numerics import schedules
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
+from shoal.plan_size import can_resize
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run
-from shoal.sync.server.journal import Journal
 from shoal.sync.server.lookups import empty_tables
-from shoal.sync.server.serve import Desk
-from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.server.strategy import ThroughServers
-from shoal.sync.server.tables import Tables
 from shoal.training import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
@@ -94,8 +90,7 @@ def prepare_training(
             if number is None:
                 train(seat)
             else:
-                journal = Journal(run_dir / "servers" / f"{number:03d}", seat.secret)
-                _serve(number, seat, run, plan, model, journal)
+                Serving(number, seat, run, plan, model, run_dir / "servers").serve()
 
         return under_seat(birth, plan, work)
 
@@ -149,8 +144,7 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
-        recovers=can_recover(plan),
-        num_servers=plan.num_servers,
+        recovers=can_resize(plan),
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -210,6 +204,7 @@ def _train(
         "staleness": _staleness(trainer),
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
+    seat.before_meeting = scribe.flush
     own: list[Hook] = [totals.add, scribe, tell_of_emptied]
     trainer.hooks += [*own, *more_hooks(trainer, run_dir), keep_model]
     try:
@@ -220,41 +215,6 @@ def _train(
                 pass
     finally:
         scribe.close()
-
-
-def _serve(
-    number: int,
-    seat: SupervisedSeat,
-    run: Run,
-    plan: Plan,
-    model: nn.Module,
-    journal: Journal,
-) -> None:
-    """Be a parameter server, in one generation after another, until the supervisor says leave."""
-    tables = Tables(model, number, plan.num_servers)
-    optimizer = run.make_optimizer(model)
-    schedules.remember_rates(optimizer)
-    layout = layout_of(model, optimizer, plan.num_servers, plan.copies)
-    server = Server(
-        Shard(model, optimizer, layout, number, tables),
-        num_seats=plan.num_ranks,
-        num_pieces=plan.num_pieces,
-        bound=plan.bound,
-        secret=seat.secret,
-        rule=plan.combine,
-        journal=journal,
-    )
-    desk = Desk(server)
-    try:
-        while True:
-            server.begin(seat.serve(desk.address))
-            while not seat.has_new_place:
-                desk.turn()
-    except StopNow:
-        journal.remove()
-        raise
-    finally:
-        desk.close()
 
 
 def _progress(totals: Totals) -> dict[str, Any] | None:

@@ -47,6 +47,11 @@ class Scribe:
         if self._save_every and info.step % self._save_every == 0 and self._sinks:
             self._sinks[0].flush(FLUSH_S)  # the record must not end before a checkpoint
 
+    def flush(self) -> None:
+        """Put on record what this rank knows: another may write from now on."""
+        for sink in self._sinks:
+            sink.flush(FLUSH_S)
+
     def close(self) -> None:
         if self._recent and not self._sinks and self._writes():
             self._take_over()  # the scribe before it died after the last step

@@ -27,7 +27,7 @@ def strategy_for(
             copies=plan.copies,
             checks=plan.precision == "fp16",
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors,
+            rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,
         )
     if plan.local_steps > 1:

@@ -19,7 +19,7 @@ from shoal.comm.collectives import Group
 from shoal.comm.reduce import TreeReduce
 from shoal.data.ledger import add_marks
 from shoal.data.split import share
-from shoal.mesh import Mesh
+from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import WHOLE, Holding, Slice
 from shoal.sync.allreduce import AllReduce
@@ -74,14 +74,17 @@ class LocalSGD:
         own = self.inner.exchange(tally, want_norm)._replace(num_samples=None)
         self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
-            return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, mark=None)
-        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.stop), self._mark]
+            busy_s = [tally.busy_s] * self.group.num_ranks
+            return own._replace(
+                busy_s=busy_s, mark=None, asked=NOTHING_ASKED
+            )  # heard with the others
+        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.asked.stop), self._mark]
         rows = self.group.gather_numbers(mine)
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             busy_s=[row[2] for row in rows],
-            stop=any(row[3] for row in rows),
+            asked=Asked(stop=any(row[3] for row in rows)),
             mark=add_marks(row[4] for row in rows) if self._knows_marks else None,
         )
 

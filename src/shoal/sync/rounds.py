@@ -80,7 +80,7 @@ class Rounds:
         sums, weights = tally.numbers()
         self.buffers.agree(self.buffers.num_changes, self.device)
         weight, busy_s = sum(weights), [tally.busy_s]
-        flags, known = (tally.stop, tally.is_mean), (tally.mark, tally.num_samples)
+        flags, known = (tally.asked, tally.is_mean), (tally.mark, tally.num_samples)
         return Agreed(sums, weights, weight, None, busy_s, *flags, *known)
 
 

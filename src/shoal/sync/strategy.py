@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.data.batches import Piece
 from shoal.data.ledger import add_marks, mark
-from shoal.mesh import Mesh
+from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.parallel.layout import Holding, Slice
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.state import Source, State
@@ -32,7 +32,7 @@ class Tally:
     weights: list[float | Tensor] = field(default_factory=list)
     is_mean: bool = False  # the losses are means over their weights; False: sums, or no samples
     busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
-    stop: bool = False  # this rank was asked to stop
+    asked: Asked = NOTHING_ASKED  # of this rank
     mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
     num_samples: int = 0  # in them, without those that were left out
 
@@ -63,7 +63,7 @@ class Agreed(NamedTuple):
     weight: float  # of the samples that the gradients at hand stand for
     norm: float | None  # of those gradients, unscaled; None if it was not asked for
     busy_s: list[float]  # by rank
-    stop: bool
+    asked: Asked  # of any rank
     is_mean: bool  # so that a rank without samples in a short batch knows it too
     mark: int | None  # of all samples since the last one; None if only own ones are known
     num_samples: int | None  # of the step, loaded by all; None if only own ones are known

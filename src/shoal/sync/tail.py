@@ -11,7 +11,7 @@ import torch
 
 from shoal.comm.collectives import Pending
 from shoal.data.ledger import add_marks
-from shoal.mesh import Mesh
+from shoal.mesh import Asked, Mesh
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -19,7 +19,7 @@ def tail_lengths(
     num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
 ) -> tuple[list[int], list[int]]:
     """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
-    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 3]
+    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 4]
     return of_all, [num_parameters, num_buffers]
 
 
@@ -40,9 +40,9 @@ class Tail:
             sums[pieces.start : pieces.stop] = torch.tensor(own_sums, dtype=torch.float64)
             weights[pieces.start : pieces.stop] = torch.tensor(own_weights, dtype=torch.float64)
             marks[self._mesh.rank] = tally.mark
-            flags[2] = tally.num_samples
+            flags[3] = tally.num_samples
         busy[self._mesh.rank] = tally.busy_s
-        flags[:2] = torch.tensor([tally.stop, tally.is_mean])
+        flags[:3] = torch.tensor([*tally.asked, tally.is_mean])
         used.copy_(torch.tensor(touched))
         moved.copy_(torch.tensor(num_changes))
 
@@ -56,10 +56,10 @@ class Tail:
 
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
         """What all know now; the touched parameters, and the pieces that changed each buffer."""
-        sums, weights, busy, marks, (stop, is_mean, count), used, moved = (
+        sums, weights, busy, marks, (stop, meet, is_mean, count), used, moved = (
             part.tolist() for part in self._flat.split(self._of_all + self._of_part)
         )
-        flags = stop > 0, is_mean > 0
+        flags = Asked(stop > 0, meet > 0), is_mean > 0
         known = add_marks(marks), int(count)
         agreed = Agreed(sums, weights, sum(weights), None, busy, *flags, *known)
         return agreed, [count > 0 for count in used], moved

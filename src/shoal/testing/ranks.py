@@ -34,7 +34,7 @@ from torch import Tensor
 from shoal.cluster.nursery import Birth, Born, ChildMain, Exited, Nursery, Prepared
 from shoal.comm.collectives import Group
 from shoal.comm.store import client, come_together, form_group, leave_group, listen
-from shoal.elastic.membership import how_it_ended
+from shoal.elastic.actions import how_it_ended
 from shoal.mesh import Axes, Mesh
 from shoal.world import World
 

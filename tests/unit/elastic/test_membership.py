@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.elastic.membership import (
+from shoal.elastic.actions import (
     Action,
     AllDone,
     AllFormed,
@@ -21,10 +21,15 @@ from shoal.elastic.membership import (
     Announce,
     GiveUp,
     Kill,
-    Membership,
+    Meet,
+    NotResized,
+    Part,
+    Resized,
     Spawn,
     how_it_ended,
 )
+from shoal.elastic.membership import Membership
+from shoal.plan_size import Size
 
 NUM_STEPS = 8
 
@@ -38,8 +43,9 @@ class Process:
     stopped: bool = False
     said_ready: bool = False
     generation: int = -1
-    phase: str = "waiting"  # here, forming, formed, lost, done
+    phase: str = "waiting"  # here, forming, formed, lost, met, done
     step: int = -1
+    meet: int = -1  # the generation in which it was asked to
     inbox: deque[tuple[str, int]] = field(default_factory=deque)
     outbox: deque[tuple[str, int]] = field(default_factory=deque)
     exit_status: int | None = None
@@ -49,15 +55,32 @@ class Process:
 class Cluster:
     """Members and their supervisor; every method is one thing that can happen next."""
 
-    def __init__(self, num_seats: int, num_spares: int, seed: int, heartbeat_s: float = 1e6):
+    def __init__(
+        self,
+        num_seats: int,
+        num_spares: int,
+        seed: int,
+        heartbeat_s: float = 1e6,
+        num_servers: int = 0,
+        num_steps: int = NUM_STEPS,
+    ):
+        self.num_steps = num_steps
         self.draws = random.Random(seed)
         self.now = 0.0
-        self.members = Membership(num_seats, num_spares=num_spares, heartbeat_timeout_s=heartbeat_s)
+        self.members = Membership(
+            num_seats,
+            num_servers=num_servers,
+            num_spares=num_spares,
+            heartbeat_timeout_s=heartbeat_s,
+        )
+        self.answers: list[Action] = []  # to requests for another size
+        self.parted: set[int] = set()  # servers that were asked to write, and did
         self.processes: dict[int, Process] = {}
         self.groups: dict[int, tuple[int, ...]] = {}
         self.may_go: set[int] = set()  # generations that were told to form
         self.committed = 0
         self.ending: Action | None = None
+        self.num_sizes = 1
         self.act(self.members.begin(self.now))
 
     # ---- what the supervisor does
@@ -83,10 +106,27 @@ class Cluster:
                     assert action.generation == self.members.generation
                 case AllDone():
                     last = self.groups[self.members.generation]
-                    assert {self.processes[number].step for number in last} == {NUM_STEPS}
+                    assert {self.processes[number].step for number in last} == {self.num_steps}
                     self.ending = action
                 case GiveUp():
                     self.ending = action
+                case Meet() | Part():
+                    self.ask(action)
+                case Resized() | NotResized():
+                    self.answers.append(action)
+                    for number in action.leavers if isinstance(action, Resized) else ():
+                        self.processes[number].inbox.append(("leave", 0))
+
+    def ask(self, action: Meet | Part) -> None:
+        group, num_ranks = self.groups[action.generation], self.members.size.num_ranks
+        if isinstance(action, Meet):
+            for number in group[:num_ranks]:
+                self.processes[number].inbox.append(("meet", action.generation))
+            return
+        ranks = [self.processes[number] for number in group[:num_ranks]]
+        assert {p.phase for p in ranks} == {"met"} and len({p.step for p in ranks}) == 1
+        for number in group[num_ranks:]:
+            self.processes[number].inbox.append(("part", action.generation))
 
     def check_announce(self, plan: Announce) -> None:
         assert plan.generation == max(self.groups, default=-1) + 1, "generations grow by one"
@@ -95,10 +135,23 @@ class Cluster:
             assert self.processes[number].said_ready, "a member that is not ready got a seat"
             assert number in self.members.members, "a member known to be dead got a seat"
         if self.groups:
-            before = self.groups[max(self.groups)]
-            for old, new in zip(before, plan.seats, strict=True):
-                assert old == new or not self.processes[old].alive, "a seat has two living holders"
+            self.check_holders(self.groups[max(self.groups)], plan.seats)
         self.groups[plan.generation] = plan.seats
+
+    def check_holders(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+        if len(self.members.sizes) == self.num_sizes:
+            for old, new in zip(before, now, strict=True):
+                assert old == new or not self.processes[old].alive, "a seat has two living holders"
+            return
+        self.num_sizes += 1
+        (num_old, _), (num_new, num_servers) = self.members.sizes[-2:]
+        assert len(now) == num_new + num_servers
+        ranks = {number: self.processes[number].phase for number in before[:num_old]}
+        assert set(ranks.values()) == {"met"}, "somebody was not waited for"
+        if self.members.sizes[-2].num_servers != num_servers:
+            assert set(before[num_old:]) <= self.parted, "a server's part was not written"
+        kept = {*now[:num_new]} & {*before[:num_old]}
+        assert kept == {*before[: min(num_old, num_new)]}, "who could stay did not"
 
     def check_all_here(self, plan: AllHere) -> None:
         for number in self.groups[plan.generation]:
@@ -122,6 +175,8 @@ class Cluster:
                 members.lost(number, value, now)
             case "done":
                 self.act(members.done(number, value))
+            case "met":
+                self.act(members.met(number, value, now))
 
     def hear_exit(self, process: Process) -> None:
         """The nursery reports an exit; what the member said before is heard first."""
@@ -143,7 +198,11 @@ class Cluster:
         if process.alive:
             process.alive, process.exit_status = False, status
             # What nobody holds any more is trained again, from the seed.
-            self.committed = max((p.step for p in self.processes.values() if p.alive), default=0)
+            held = [p.step for p in self.processes.values() if p.alive and self.is_seated(p)]
+            self.committed = max(held, default=0)
+
+    def is_seated(self, process: Process) -> bool:
+        return process.number in self.members.seats or process.step < 0
 
     def live(self, process: Process) -> bool:
         """One move of a member; False if it has none."""
@@ -165,6 +224,13 @@ class Cluster:
         elif what == "go" and generation == process.generation and process.phase == "here":
             assert generation in self.may_go
             process.phase = "forming"
+        elif what == "meet":
+            process.meet = generation
+        elif what == "part" and generation == process.generation:
+            self.parted.add(process.number)
+            process.outbox.append(("met", generation))
+        elif what == "leave":
+            process.alive, process.exit_status = False, 0
 
     def live_in_group(self, process: Process) -> bool:
         group = [self.processes[number] for number in self.groups[process.generation]]
@@ -180,19 +246,24 @@ class Cluster:
             process.step = max(0, *(p.step for p in group))
             process.outbox.append(("formed", process.generation))
             return True
-        if any(p.phase == "forming" or p.stopped for p in group):
+        if any(p.phase in ("forming", "met") or p.stopped for p in group):
             return False
         return self.commit(group)
 
     def commit(self, group: list[Process]) -> bool:
         """A step needs all; each may learn of it at another time, which a kill in between tests."""
         at = max(p.step for p in group)
-        if at < NUM_STEPS:
+        if at < self.num_steps:
             for p in group:
                 p.step = at + 1
                 p.outbox.append(("beat", p.step))
             assert at + 1 >= self.committed, "a committed step was lost"
             self.committed = at + 1
+            if any(p.meet == p.generation for p in group) and at + 1 < self.num_steps:
+                self.parted = set()
+                for p in group[: self.members.size.num_ranks]:
+                    p.phase = "met"
+                    p.outbox.append(("met", p.generation))
             return True
         for p in group:
             p.phase = "done"
@@ -268,6 +339,64 @@ def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults
         reasons = ("failed 3 times", "failed 4 times", "3 spares were lost", "did not come")
         assert any(reason in cluster.ending.cause for reason in reasons), cluster.ending.cause
     assert cluster.members.tick(cluster.now + 100) == []
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.builds(Size, st.integers(1, 4), st.integers(1, 3)), min_size=2, max_size=4),
+    num_spares=st.integers(0, 2),
+    num_faults=st.integers(0, 4),
+)
+def test_random_schedules_with_other_sizes(
+    seed: int, sizes: list[Size], num_spares: int, num_faults: int
+) -> None:
+    """However it is disturbed, each group has one of the sizes asked for, and each is answered."""
+    cluster = Cluster(sizes[0].num_ranks, num_spares, seed, 1.0, sizes[0].num_servers, 60)
+    wanted, asked = sizes[1:], 0
+    for _ in range(400):
+        if cluster.ending is None:
+            num_faults = cluster.random_event(num_faults)
+        if cluster.ending is None and wanted and cluster.draws.random() < 0.05:
+            if wanted[0] == cluster.members.size:
+                wanted.pop(0)
+            elif not cluster.members.is_resizing:
+                asked += 1
+                cluster.act(cluster.members.resize(wanted.pop(0), cluster.now))
+    cluster.run_to_the_end()
+    assert {Size(*size) for size in cluster.members.sizes} <= {*sizes}
+    assert len(cluster.answers) + cluster.members.is_resizing == asked
+    if not isinstance(cluster.ending, GiveUp):
+        done = [answer for answer in cluster.answers if isinstance(answer, Resized)]
+        assert [cluster.members.sizes[0], *(one.after for one in done)] == cluster.members.sizes
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    before=st.builds(Size, st.integers(1, 4), st.integers(1, 3)),
+    after=st.builds(Size, st.integers(1, 4), st.integers(1, 3)),
+    victim=st.integers(-1, 12),
+)
+def test_a_resize_comes_through_although_one_is_killed(
+    seed: int, before: Size, after: Size, victim: int
+) -> None:
+    cluster = Cluster(before.num_ranks, 1, seed, 1e6, before.num_servers, 60)
+    while cluster.members.step < 1 and cluster.ending is None:
+        cluster.random_event(0)
+    if before == after or cluster.ending is not None:
+        return
+    cluster.act(cluster.members.resize(after, cluster.now))
+    at = cluster.draws.randrange(60)
+    for moment in range(200):
+        if moment == at and cluster.ending is None and victim in cluster.processes:
+            cluster.kill(victim)
+        if cluster.ending is None:
+            cluster.random_event(0)
+    cluster.run_to_the_end()
+    assert isinstance(cluster.ending, AllDone), cluster.ending
+    assert cluster.members.size in (before, after)
+    assert len(cluster.answers) + cluster.members.is_resizing == 1
 
 
 @settings(max_examples=60)
@@ -487,7 +616,7 @@ def test_a_server_is_called_one() -> None:
     for number in (0, 1, 2):
         members.ready(number, 1.0)
     members.heartbeat_timeout_s = 1000.0
-    assert [members.name_of(seat) for seat in range(4)] == [
+    assert [members.size.name_of(seat) for seat in range(4)] == [
         "rank 0",
         "rank 1",
         "server 0",

@@ -50,11 +50,11 @@ class Journal:
         self._number = int(names[-1].name.partition("-")[2]) if names else 0
         snapshot, log = self._path("snapshot"), self._path("log")
         try:
-            whole = list(_records(snapshot)) if names else []
+            whole = list(records_of(snapshot)) if names else []
             if len(whole) != len(names[-1:]):  # what followed is of no use without it
                 raise ValueError(f"{snapshot} is damaged")
             yield from whole
-            yield from _records(log)
+            yield from records_of(log)
             self._num_bytes = log.stat().st_size if log.exists() else 0
         except (OSError, ValueError) as error:
             self._give_up(error)
@@ -66,7 +66,7 @@ class Journal:
         try:
             if self._file is None:
                 self._file = self._path("log").open("ab", buffering=0)
-            self._num_bytes += _write(self._file, header, tensors)
+            self._num_bytes += write_record(self._file, header, tensors)
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -84,7 +84,7 @@ class Journal:
         new = self._path("snapshot")
         try:
             with new.with_suffix(".part").open("wb", buffering=0) as file:
-                num_bytes = _write(file, header, tensors)
+                num_bytes = write_record(file, header, tensors)
             new.with_suffix(".part").rename(new)
             if self._file is not None:
                 self._file.close()
@@ -116,7 +116,8 @@ class Journal:
         )
 
 
-def _write(file: BinaryIO, header: bytes, tensors: Sequence[Tensor]) -> int:
+def write_record(file: BinaryIO, header: bytes, tensors: Sequence[Tensor]) -> int:
+    """Returns its bytes."""
     frames = [header, *(bytes_of(tensor) for tensor in tensors)]
     lengths = b"".join(_LENGTH.pack(len(frame)) for frame in frames[1:])
     head = _HEAD.pack(_digest([lengths, *frames]), len(header), len(tensors))
@@ -128,7 +129,7 @@ def _write(file: BinaryIO, header: bytes, tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, list[bytes]]]:
+def records_of(path: Path) -> Iterator[tuple[bytes, list[bytes]]]:
     """What is whole in a file; a record that was cut short is cut off."""
     if not path.exists():
         return

@@ -21,6 +21,14 @@ class FromWorker(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
 
 
+class Halt(msgspec.Struct, frozen=True):
+    """All stop after `step`: for good, or until the next generation. It does not change; one that
+    all have come to is over."""
+
+    step: int
+    for_good: bool
+
+
 class Hello(FromWorker, frozen=True, tag="hello"):
     """I sit in this seat, at this batch. `rows` is where my rows stand, if we share memory."""
 
@@ -30,7 +38,7 @@ class Hello(FromWorker, frozen=True, tag="hello"):
     num_rows: int
     rows: Place | None
     batch: int = 0
-    stop_at: int | None = None
+    halt: Halt | None = None
 
 
 class Push(FromWorker, frozen=True, tag="push"):
@@ -90,9 +98,10 @@ class Look(FromWorker, frozen=True, tag="look"):
 
 
 class Stop(FromWorker, frozen=True, tag="stop"):
-    """I was asked to stop: choose a step after which all do."""
+    """I was asked to stop, or to wait for all: choose a step after which all do."""
 
     batch: int
+    for_good: bool = True
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
@@ -146,7 +155,7 @@ class Values(FromServer, frozen=True, tag="values"):
 
     committed: int
     version: int  # updates that they are made of
-    stop_at: int | None
+    halt: Halt | None
 
 
 class Found(FromServer, frozen=True, tag="found"):

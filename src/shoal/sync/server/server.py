@@ -31,6 +31,7 @@ from shoal.sync.server.messages import (
     Dumped,
     Found,
     FromServer,
+    Halt,
     Hello,
     Load,
     Look,
@@ -48,7 +49,7 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.records import Told, redo, snapshot_record, update_record
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import State, pack_state
+from shoal.sync.state import Source, State, pack_state
 
 
 class Answer(NamedTuple):
@@ -73,14 +74,12 @@ class Server:
     ):
         """With a journal, go on where a predecessor was when it died."""
         self.shard, self.layout = shard, shard.layout
-        self.num_seats, self.num_pieces, self.bound = num_seats, num_pieces, bound
+        self.num_seats, self.num_pieces = num_seats, num_pieces
+        self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
         self._secret, self._digest = secret, shard.layout.digest
-        own = shares(num_pieces, num_seats)
-        keys = [*shard.keys, *shard.tables.keys]
-        self._rows = Rows(keys, num_pieces, bound == 0, rule, own)
-        self._begun, self._stop_at = 0, None  # type: int, int | None
-        self._num_updates = 0
+        self._begun, self._halt = 0, None  # type: int, Halt | None
+        self.num_updates = 0
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal = journal
         for header, frames in journal.read() if journal is not None else ():
@@ -89,11 +88,14 @@ class Server:
         self._begun = self.clock.committed
         self.begin(-1)
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
         self.generation = generation
+        self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
-        self._rows.clear()
+        own = shares(self.num_pieces, self.num_seats)
+        keys = [*self.shard.keys, *self.shard.tables.keys]
+        self._rows = Rows(keys, self.num_pieces, self.bound == 0, self._rule, own)
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
@@ -143,7 +145,8 @@ class Server:
                     sender, Found(request=message.request), [self._look_up(guest, message, payload)]
                 )
             case Stop():
-                self._stop_at = self._stop_at or self._begun + 2
+                if self._halt is None or self._halt.step <= self.clock.committed:
+                    self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
                 packed, tensors = pack_state(self._dump(message))
@@ -165,7 +168,8 @@ class Server:
             self.guests[sender] = guest
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
-        self._stop_at = self._stop_at or hello.stop_at
+        if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
+            self._halt = hello.halt
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
@@ -231,7 +235,7 @@ class Server:
         """
         if apply.pulled is None:
             return apply
-        num_batches = (self._num_updates - apply.pulled) / self.num_seats
+        num_batches = (self.num_updates - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -264,8 +268,8 @@ class Server:
             self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        self._num_updates += 1
-        return Applied(request=apply.request, version=self._num_updates - 1)
+        self.num_updates += 1
+        return Applied(request=apply.request, version=self.num_updates - 1)
 
     @property
     def most_bytes(self) -> int:
@@ -293,9 +297,18 @@ class Server:
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
         self.shard.take_over(load.packed, payload)
+        self._go_on(clock)
+
+    def go_on_from(self, source: Source, step: int, num_updates: int) -> None:
+        """Hold the state after a step, which is of so many updates."""
+        self.shard.load_state_dict(source)
+        self.num_updates = num_updates
+        self._go_on(Clock(self.num_pieces, self.bound, step))
+
+    def _go_on(self, clock: Clock) -> None:
         self.clock = clock
         self._rows.clear()
-        self._begun, self._told = load.step, {}
+        self._begun, self._told = clock.committed, {}
         if self.journal is not None:
             self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
 
@@ -328,8 +341,8 @@ class Server:
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self._num_updates,
-            stop_at=self._stop_at,
+            version=self.num_updates,
+            halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))
 

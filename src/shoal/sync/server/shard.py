@@ -111,7 +111,7 @@ class Shard:
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this server's runs instead of the parameters."""
         self.runs: dict[Tensor, Stepped] = dict(self.tables.runs)
-        self._places: dict[nn.Parameter, tuple[int, int, slice]] = {}
+        self._places: dict[Tensor, tuple[int, int, slice]] = {}
         parts: dict[nn.Parameter, list[Part]] = {p: [] for _, p in self._named}
         for key in self.keys:
             for number, segment in enumerate(self.layout.segments(key)):
@@ -124,6 +124,10 @@ class Shard:
                 self._places[run] = key, number, where
                 parts[p].append(Part(run, partial(_take, segment.start, shape)))
         swap_parameters(self.optimizer, parts.get)
+
+    def key_of(self, run: Tensor) -> int:
+        """The key that a run of elements is of."""
+        return self._places[run][0]
 
     def norms(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Of the blocks of these gradients."""

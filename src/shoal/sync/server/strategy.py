@@ -28,7 +28,7 @@ from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
 from shoal.data.split import share
 from shoal.errors import GroupLost
-from shoal.mesh import Mesh
+from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.replicas import Merged
@@ -39,6 +39,7 @@ from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
 from shoal.sync.server.messages import (
     Apply,
+    Halt,
     Hello,
     Missing,
     Pull,
@@ -48,7 +49,8 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.shard import Changed, layout_of, trained
+from shoal.sync.server.moving import layout_after
+from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
@@ -72,7 +74,7 @@ class ThroughServers:
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
-        self._stop_at: int | None = None
+        self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: Memory | None = None
         self._versions: list[int] = []  # of the parameters at hand, by server
@@ -99,12 +101,14 @@ class ThroughServers:
         self.gradient_sum = PieceSum(self.rounds.own)
         first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
-        self.layout = layout_of(model, optimizer, len(mesh.servers.addresses), self.copies)
+        counts = [size.num_servers for size in mesh.sizes] or [len(mesh.servers.addresses)]
+        self.layout = layout_after(model, optimizer, counts, self.copies)
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
         self._served = ServedState(model, self.layout, self.line, self.group)
-        self._versions = self._versions or [0] * len(self.line)
+        if len(self._versions) != len(self.line):  # all have made the same updates when all met
+            self._versions = [max(self._versions, default=0)] * len(self.line)
         self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
@@ -217,22 +221,23 @@ class ThroughServers:
 
     def _greet(self) -> None:
         num_rows = len(self.blocks)
-        if self._memory is None or self._memory.num_rows != num_rows:
-            self._memory = Memory(self.layout, num_rows, self.parameters)
+        memory = self._memory
+        if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
+            memory = self._memory = Memory(self.layout, num_rows, self.parameters)
         welcomes = self._answers(
             self._ask_all(
                 Hello,
                 seat=self.group.rank,
                 batch=self.batch,
-                stop_at=self._stop_at,
+                halt=self._halt,
                 secret=self.line.servers.secret,
                 layout=self.layout.digest,
                 num_rows=num_rows,
-                rows=self._memory.place,
+                rows=memory.place,
             )
         )
         try:
-            self._memory.open([welcome for welcome, _ in welcomes])
+            memory.open([welcome for welcome, _ in welcomes])
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
         self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
@@ -244,11 +249,12 @@ class ThroughServers:
         return min(welcome.next_batch for welcome in welcomes)
 
     def _agree_alone(self, tally: Tally) -> Agreed:
-        if tally.stop and self._stop_at is None:
-            self.line.answer(self.line.ask(0, Stop, batch=self.batch))
+        if any(tally.asked) and (self._halt is None or self._halt.step <= self.batch):
+            stop = tally.asked.stop
+            self.line.answer(self.line.ask(0, Stop, batch=self.batch, for_good=stop))
         return self.rounds.agree_alone(tally)._replace(
             busy_s=[tally.busy_s] * self.group.num_ranks,
-            stop=self._stop_at == self.batch + 1,
+            asked=self._asked_after(self.batch + 1),
             mark=None,
             num_samples=None,
         )
@@ -308,7 +314,13 @@ class ThroughServers:
             yield from frames
 
     def _meets_after(self, step: int) -> bool:
-        return self.meets_after(step) or self._stop_at == step
+        return self.meets_after(step) or any(self._asked_after(step))
+
+    def _asked_after(self, step: int) -> Asked:
+        halt = self._halt
+        if halt is None or halt.step != step:
+            return NOTHING_ASKED
+        return Asked(stop=halt.for_good, meet=not halt.for_good)
 
     def _pull(self, batch: int, meets: bool) -> None:
         """Take the parameters for a batch, as soon as it may be begun."""
@@ -319,7 +331,7 @@ class ThroughServers:
         for server, (values, frames) in enumerate(answers):
             self._memory.take_values(server, frames)
             if server == 0:
-                self._stop_at = values.stop_at
+                self._halt = values.halt
                 self.staleness.add(batch - values.committed)
 
     def _ask_all(self, kind: type[WorkerMessage], **what: Any) -> list["_Asked"]:

@@ -9,7 +9,7 @@ on a server that has made the step already.
 Cost: of a lookup or a push the rows that it names; of a step twice those that all named.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,12 @@ class Tables:
     def __init__(self, model: nn.Module, number: int, num_servers: int):
         self.slabs: list[nn.Parameter] = []
         self.runs: dict[Tensor, Stripes] = {}
-        self._striping: list[Striping] = []
         for name, module in tables_of(model).items():
-            striping = Striping(module.num_embeddings, num_servers)
-            stripes = striping.stripes_of(number)
+            stripes = Striping(module.num_embeddings, num_servers).stripes_of(number)
             rows = module.weight.detach()
-            if num_servers > 1:
+            if len(rows) < module.num_embeddings:  # of another number of servers: new ones come
+                rows = rows.new_zeros(sum(map(len, stripes)), rows.shape[1])
+            elif num_servers > 1:
                 rows = torch.cat([rows[:0], *(rows[s.start : s.stop] for s in stripes)])
             module.weight = nn.Parameter(rows)
             self.slabs.append(module.weight)
@@ -103,6 +103,13 @@ class Tables:
             key: self.rows_of(key, frames[2 * table : 2 * table + 2])[0]
             for table, key in enumerate(self.keys)
         }
+
+    def moved_to(self, other: int, num_servers: int) -> Iterator[tuple[Stripes, tuple[int, ...]]]:
+        """What a server will hold of this one's stripes when there are so many; with shapes."""
+        for slab, own in self.runs.items():
+            theirs = Striping(own.num_rows, num_servers).stripes_of(other)
+            if moved := [stripe for stripe in own.stripes if stripe in theirs]:
+                yield own._replace(stripes=moved), (sum(map(len, moved)), *slab.shape[1:])
 
     def forget(self) -> None:
         """Another state was taken over: nobody asks for the rows before it."""

@@ -70,7 +70,7 @@ def all_of(server: Server) -> bytes:
     ]
     guests = sorted((name, guest.pieces) for name, guest in server.guests.items())
     waiting = sorted(map(repr, server._waiting.items()))
-    told = (rows, guests, waiting, server._begun, server._stop_at, server._num_updates)
+    told = (rows, guests, waiting, server._begun, server._halt, server.num_updates)
     return state_bytes(server) + repr(told).encode()
 
 

@@ -1,0 +1,46 @@
+"""`shoal resize`: more or fewer ranks and servers for a run that goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.errors import UsageError
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("size")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def resize(run: Path, size: str, as_json: bool) -> None:
+    """Give the run in directory RUN another SIZE, while it goes on.
+
+    \b
+    shoal resize runs/charlm-small-1 data=3
+    shoal resize runs/charlm-small-1 "data=3 servers=2"
+
+    Ranks (data=N) and parameter servers (servers=N) come or go between two steps, after
+    which all meet. What is trained stays the same: the batch and its pieces do not change, so there
+    can be no more ranks than pieces. Waits until it is done; Ctrl-C ends the waiting, not the
+    change. Plans with zero, tensor, pipeline or local_steps cannot be resized: stop the run, and go
+    on with --resume. Exit codes: 0 done, 2 refused.
+    """
+    from shoal.elastic.control import ask
+
+    try:
+        answer = ask(run, resize=size)
+    except KeyboardInterrupt:
+        click.echo("shoal: the run was asked, and goes on with it. Its screen tells.", err=True)
+        raise SystemExit(130) from None
+    if "refused" in answer:
+        raise UsageError(answer["refused"])
+    click.echo(f"shoal: {in_a_sentence(answer)}", err=True)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(answer))
+
+
+def in_a_sentence(told: dict[str, Any]) -> str:
+    moved = f", {told['bytes'] / 1e6:.3g} MB moved" if told["bytes"] else ""
+    return f"resized at step {told['step']}: {told['change']}{moved}, in {told['ms']:.0f} ms"

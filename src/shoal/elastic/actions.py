@@ -1,0 +1,111 @@
+"""What the supervisor is to do, as `membership.py` decides it; and what it knows of a member."""
+
+import signal
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.plan_size import Size
+
+
+class Spawn(NamedTuple):
+    """Start a member."""
+
+    member: int
+
+
+class Kill(NamedTuple):
+    member: int
+
+
+class Announce(NamedTuple):
+    """Tell each seated member its place in a new generation."""
+
+    generation: int
+    seats: tuple[int, ...]
+
+
+class AllHere(NamedTuple):
+    """Tell the seated members to form the group."""
+
+    generation: int
+
+
+class AllFormed(NamedTuple):
+    """The group works. `replaced` names the seats that were refilled and why."""
+
+    generation: int
+    step: int
+    num_steps_again: int  # that were done, and are to be done again
+    replaced: tuple[tuple[int, str], ...]
+    lost_at: float | None
+
+
+class AllDone(NamedTuple):
+    """Let everybody go."""
+
+
+class Meet(NamedTuple):
+    """Ask the ranks to wait for each other after a step."""
+
+    generation: int
+
+
+class Part(NamedTuple):
+    """Ask the servers to write down what each of so many will hold; all ranks wait."""
+
+    generation: int
+    num_servers: int
+
+
+class Resized(NamedTuple):
+    """The group of another size works; who has no seat in it may go."""
+
+    before: Size
+    after: Size
+    leavers: tuple[int, ...]
+    met_at: float  # from when ranks waited
+
+
+class NotResized(NamedTuple):
+    """The group keeps its size."""
+
+    cause: str
+
+
+class GiveUp(NamedTuple):
+    """End the run."""
+
+    cause: str
+    exit_code: int
+
+
+Action = (
+    Spawn
+    | Kill
+    | Announce
+    | AllHere
+    | AllFormed
+    | AllDone
+    | GiveUp
+    | Meet
+    | Part
+    | Resized
+    | NotResized
+)
+
+
+@dataclass
+class Member:
+    last_heard: float
+    ready: bool = False
+    suspected: str = ""
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"exited with code {status}"

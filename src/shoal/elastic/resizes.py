@@ -1,0 +1,82 @@
+"""Requests for another size, from the command that asks to the answer that it gets."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.elastic.actions import Action, NotResized, Resized
+from shoal.elastic.control import Caller, Control
+from shoal.elastic.membership import Membership
+from shoal.errors import UsageError
+from shoal.logs import warn_once
+from shoal.plan import Plan
+from shoal.plan_size import in_words, resized, size_of
+
+
+def open_resizes(run_dir: Path, plan: Plan, members: Membership) -> "Resizes | None":
+    """None, with a warning, where no command can reach the run."""
+    try:
+        return Resizes(run_dir, plan, members)
+    except OSError as error:
+        warn_once(f"{run_dir} cannot hold a socket ({error.strerror}): no `shoal resize` here.")
+        return None
+
+
+class Resizes:
+    """Of one run; one at a time. `plan` is what the run follows now."""
+
+    def __init__(self, run_dir: Path, plan: Plan, members: Membership):
+        self.control, self.plan = Control(run_dir), plan
+        self._members, self._wanted = members, plan
+        self._caller: Caller | None = None
+        self._num_bytes = 0
+
+    def turn(self, is_stopping: bool) -> list[Action]:
+        """Hear what is asked for, and begin it."""
+        actions: list[Action] = []
+        for caller, asked in self.control.requests():
+            try:
+                actions += self._begin(asked, is_stopping)
+                self._caller = caller
+            except UsageError as wrong:
+                caller.answer(refused=str(wrong))
+        return actions
+
+    def _begin(self, asked: dict[str, Any], is_stopping: bool) -> list[Action]:
+        if is_stopping or self._members.over:
+            raise UsageError("The run is about to end. Go on with --resume and another --plan.")
+        if self._members.is_resizing:
+            raise UsageError("The run is being resized already. Ask again when that is done.")
+        wanted = resized(self.plan, str(asked.get("resize", "")))
+        self._wanted, self._num_bytes = wanted, 0
+        return self._members.resize(size_of(wanted), time.monotonic())
+
+    def parted(self, num_bytes: int) -> None:
+        """So many bytes move from a server."""
+        self._num_bytes += num_bytes
+
+    def done(self, action: Resized, step: int) -> dict[str, Any]:
+        """Tell who asked; what is to be put on record."""
+        self.plan = self._wanted
+        ms = (time.monotonic() - action.met_at) * 1000
+        told = {
+            "step": step,
+            "plan": str(self.plan),
+            "change": in_words(action.before, action.after),
+            "bytes": self._num_bytes,
+            "ms": round(ms, 1),
+        }
+        self._answer(**told)
+        return told
+
+    def not_done(self, action: NotResized) -> None:
+        self._answer(refused=f"The run keeps its size: {action.cause}.")
+
+    def close(self) -> None:
+        self._answer(refused="The run was over before it could be resized.")
+        self.control.close()
+
+    def _answer(self, **what: Any) -> None:
+        if self._caller is not None:
+            self._caller.answer(**what)
+            self._caller = None

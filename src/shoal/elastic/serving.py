@@ -1,0 +1,103 @@
+"""What a parameter server's process does, under a seat that comes after those of the ranks."""
+
+from pathlib import Path
+
+from torch import nn
+
+from shoal.elastic.seat import SupervisedSeat
+from shoal.errors import StopNow
+from shoal.faults import faultpoint
+from shoal.numerics import schedules
+from shoal.plan import Plan
+from shoal.run import Run
+from shoal.sync.server.journal import Journal
+from shoal.sync.server.moving import (
+    Shelf,
+    changes,
+    clear,
+    layout_after,
+    take_parts,
+    write_parts,
+)
+from shoal.sync.server.serve import Desk
+from shoal.sync.server.server import Server
+from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
+
+
+class Serving:
+    """A server, in one generation after another and under one layout after another."""
+
+    def __init__(
+        self,
+        number: int,
+        seat: SupervisedSeat,
+        run: Run,
+        plan: Plan,
+        model: nn.Module,
+        directory: Path,
+    ):
+        self.number, self.seat, self.run, self.plan, self.model = number, seat, run, plan, model
+        self.directory = directory
+        self._counts: list[int] = []  # of servers that the run had
+        self._desk: Desk | None = None
+
+    def serve(self) -> None:
+        """Until the supervisor says leave."""
+        try:
+            while True:
+                desk = self._open()
+                place = self.seat.serve(desk.address)
+                desk.server.begin(place.generation, place.num_ranks)
+                while not self.seat.has_new_place:
+                    desk.turn()
+                    if (count := self.seat.asked_to_part()) is not None:
+                        self._part(desk.server, count)
+        except StopNow:
+            self._journal.remove()
+            raise
+        finally:
+            if self._desk is not None:
+                self._desk.close()
+
+    def _open(self) -> Desk:
+        """The desk of the present layout; that of the one before is closed."""
+        counts = changes([size.num_servers for size in self.seat.sizes])
+        if self._desk is not None and counts == self._counts:
+            return self._desk
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None  # and with it the state, which is on disk
+        self._counts, plan = counts, self.plan
+        tables = Tables(self.model, self.number, counts[-1])
+        optimizer = self.run.make_optimizer(self.model)
+        schedules.remember_rates(optimizer)
+        layout = layout_after(self.model, optimizer, counts, plan.copies)
+        shelf = Shelf(self.directory, len(counts) - 1)
+        self._journal = Journal(shelf.journal(self.number), self.seat.secret)
+        server = Server(
+            Shard(self.model, optimizer, layout, self.number, tables),
+            num_seats=self.seat.sizes[-1].num_ranks,
+            num_pieces=plan.num_pieces,
+            bound=plan.bound,
+            secret=self.seat.secret,
+            rule=plan.combine,
+            journal=self._journal,
+        )
+        if shelf.number and not server.clock.committed:
+            faultpoint("server.moving", self.number)
+            take_parts(server, self.number, counts[-2], shelf)
+            clear(shelf, self.number, counts[-2], counts[-1])
+            faultpoint("server.moved", self.number)
+        self._desk = Desk(server)
+        return self._desk
+
+    def _part(self, server: Server, num_servers: int) -> None:
+        """Write down what each of so many servers will hold, and say so."""
+        shelf = Shelf(self.directory, len(self._counts))
+        num_bytes, problem = 0, ""
+        try:
+            num_bytes = write_parts(server, self.number, num_servers, self.plan.copies, shelf)
+        except (OSError, ValueError) as error:
+            problem = f"server {self.number} cannot write down what it holds: {error}"
+        self.seat.parted(num_bytes, problem)

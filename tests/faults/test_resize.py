@@ -1,0 +1,182 @@
+"""Ranks and servers that come and go while a run goes on: the bits stay those of one that did not.
+
+The run has three pieces, so up to three ranks. Members 0 and 1 are the first ranks, and what is
+forked for a new seat is the spare that stands by.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint.objects import open_store
+from shoal.elastic.control import ask
+from shoal.errors import UsageError
+from shoal.resume import newest
+from shoal.testing.faults import Trained, Training, check_ledger, check_same
+
+NUM_STEPS = 60
+SERVED = "sync=server servers=2"
+
+
+def resize(training: Training, size: str) -> dict[str, Any]:
+    answer = ask(training.run_dir, resize=size)
+    assert "refused" not in answer, answer
+    return answer
+
+
+def check(trained: Trained, undisturbed: Trained, plans: list[str]) -> None:
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    check_sizes(trained, plans)
+
+
+def check_sizes(trained: Trained, plans: list[str]) -> None:
+    assert trained.exit_code == 0, trained.errors
+    assert [event["plan"] for event in trained.events("resized")] == plans
+    assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
+    assert trained.result["plan"] == plans[-1]
+    assert newest(open_store(trained.run_dir / "checkpoints")).origin.plan == plans[-1]
+    assert not (trained.run_dir / "control").exists()
+    assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
+
+
+@pytest.mark.parametrize("served", ["", SERVED], ids=["replicas", "servers"])
+def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
+    training = start(pause=0.01, plan=f"data=2 pieces=3 {served}")
+    training.wait_for_step(5)
+    for size in ("data=3", "data=1"):
+        told = resize(training, size)
+        assert told["change"].endswith(size[-1]) and told["step"] > 5
+    trained = training.wait()
+    check(trained, undisturbed, [f"data={n} {served} pieces=3".replace("  ", " ") for n in (3, 1)])
+    first, *_, last = trained.pids()
+    assert first[0] == last[0] and len(trained.pids()) == 3, "a generation for each size"
+    assert "resized at step" in trained.errors
+    assert trained.result["recoveries"] == trained.result["steps_again"] == 0
+
+
+@pytest.mark.parametrize(
+    "bound", [pytest.param("staleness=2", marks=pytest.mark.full), "staleness=any"]
+)
+def test_ranks_come_and_go_out_of_lockstep(start, bound: str) -> None:
+    training = start(pause=0.01, plan=f"data=2 pieces=3 {SERVED} {bound} damping=inverse")
+    training.wait_for_step(5)
+    for size in ("data=3", "data=2"):
+        resize(training, size)
+    trained = training.wait()
+    rest = f"{SERVED} {bound} damping=inverse pieces=3"
+    check_sizes(trained, [f"data={n} {rest}" for n in (3, 2)])
+
+
+def test_servers_come_and_go(start, undisturbed) -> None:
+    training = start(pause=0.01, plan="data=2 sync=server pieces=3")
+    training.wait_for_step(5)
+    moved = []
+    for size in ("servers=2", "data=3 servers=3", "data=1 servers=1"):
+        moved.append(resize(training, size)["bytes"])
+    trained = training.wait()
+    plans = ["data=2 sync=server servers=2", "data=3 sync=server servers=3", "data=1 sync=server"]
+    check(trained, undisturbed, [f"{plan} pieces=3" for plan in plans])
+    num_bytes = 3 * 4 * (4 * 16 + 16 + 2 * 16 + 16 + 1)  # weights and two moments
+    assert all(0 < some < num_bytes for some in moved), (moved, num_bytes)
+    assert moved[0] > num_bytes / 3, "half of it goes to the second"
+
+
+@pytest.mark.parametrize(
+    "bound", ["staleness=2", pytest.param("staleness=any", marks=pytest.mark.full)]
+)
+def test_servers_come_and_go_out_of_lockstep(start, bound: str) -> None:
+    rest = f"{bound} damping=inverse pieces=3"
+    training = start(pause=0.01, plan=f"data=2 sync=server servers=2 {rest}")
+    training.wait_for_step(5)
+    for size in ("data=3 servers=3", "data=2 servers=1"):
+        resize(training, size)
+    trained = training.wait()
+    sizes = ["data=3 sync=server servers=3", "data=2 sync=server"]
+    check_sizes(trained, [f"{size} {rest}" for size in sizes])
+    assert trained.result["staleness"]["count"] > NUM_STEPS
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, undisturbed) -> None:
+    training = start(pause=0.01, plan="data=2 pieces=3", save_every=10)
+    training.wait_for_step(5)
+    resize(training, "data=3")
+    training.command.send_signal(15)
+    stopped = training.wait()
+    assert stopped.exit_code == 75, stopped.errors
+    again = start(plan="data=1", options=("--resume", "--run-dir", str(stopped.run_dir)))
+    assert again.wait().exit_code == 0
+    assert stopped.model() == undisturbed.model()
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(start, undisturbed, tmp_path: Path) -> None:
+    training = start(pause=0.01, plan="data=2 pieces=3")
+    training.wait_for_step(3)
+    wrong = {
+        "data=4": "more than the 3 pieces",
+        "data=2": "that size already",
+        "data=0": "data=0 is not possible",
+        "servers=2": "this run has no servers",
+        "tensor=2": "is no size",
+        "data=auto": "Give a number",
+        "": "is no size",
+        "three": "not key=value",
+    }
+    for size, why in wrong.items():
+        assert why in ask(training.run_dir, resize=size)["refused"], size
+    assert "is no size" in ask(training.run_dir, nonsense=1)["refused"]
+    check_same(training.wait(), undisturbed)
+    with pytest.raises(UsageError, match="it is over"):
+        ask(training.run_dir, resize="data=1")
+    with pytest.raises(UsageError, match="holds no run"):
+        ask(tmp_path / "nowhere", resize="data=1")
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1 pieces=3", "tensor=2"])
+def test_a_plan_whose_ranks_hold_what_no_other_does_is_refused(start, plan: str) -> None:
+    training = start(pause=0.02, plan=plan, steps=30)
+    training.wait_for_step(1)
+    assert "cannot be resized" in ask(training.run_dir, resize="data=1")["refused"]
+    assert training.wait().exit_code == 0
+
+
+def test_one_resize_at_a_time(start, undisturbed) -> None:
+    """A newcomer takes its time, so the second command comes while the first waits."""
+    training = start(pause=0.01, plan="data=2 pieces=3", options=("--spares", "0"))
+    training.wait_for_step(5)
+    answers: list[dict[str, Any]] = []
+    callers = [
+        threading.Thread(target=lambda: answers.append(ask(training.run_dir, resize="data=3")))
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sum("refused" not in answer for answer in answers) == 1, answers
+    check(training.wait(), undisturbed, ["data=3 pieces=3"])
+
+
+@pytest.mark.parametrize("caller", ["gone", "silent", "noisy"])
+def test_a_caller_that_goes_away_or_says_nothing_does_no_harm(start, undisturbed, caller) -> None:
+    import os
+    import socket
+
+    training = start(pause=0.01, plan="data=2 pieces=3")
+    training.wait_for_step(5)
+    directory = os.open(training.run_dir, os.O_RDONLY)
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(f"/proc/self/fd/{directory}/control")
+    os.close(directory)
+    assert (training.run_dir / "control").stat().st_mode & 0o077 == 0
+    if caller == "noisy":
+        line.sendall(b"x" * 200_000 + b"\n")
+    if caller == "gone":
+        line.sendall(b'{"resize": "data=3"}\n')
+        line.close()
+    trained = training.wait()
+    line.close()
+    check_same(trained, undisturbed)
+    assert len(trained.events("resized")) == (caller == "gone")
