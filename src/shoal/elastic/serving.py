@@ -24,6 +24,7 @@ from shoal.sync.server.peers import copied
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 
 
 class Serving:
@@ -98,12 +99,13 @@ class Serving:
         return self._desk
 
     def _shard_of(self, owner: int) -> Shard:
-        model, optimizer = self.model, self.run.make_optimizer(self.model)
+        model, tables = self.model, Tables(self.model, owner, self._counts[-1])
+        optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)
         if self.plan.local_steps > 1:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
-        return Shard(model, optimizer, layout, owner, shared=owner == self.number)
+        return Shard(model, optimizer, layout, owner, owner == self.number, tables)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

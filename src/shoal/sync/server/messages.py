@@ -8,9 +8,11 @@ What is tall and what is wide: a *row* is the sum over one block of pieces of al
 shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from shoal.comm.shared_memory import Place
 from shoal.comm.tree import Block
@@ -92,6 +94,14 @@ class Pull(FromWorker, frozen=True, tag="pull"):
     meets: bool
 
 
+class Look(FromWorker, frozen=True, tag="look"):
+    """Give me some rows of a table for this batch, which I have begun; their places are beside
+    this."""
+
+    batch: int
+    table: int
+
+
 class Stop(FromWorker, frozen=True, tag="stop"):
     """I was asked to stop, or to wait for all: choose a step after which all do."""
 
@@ -100,9 +110,10 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
-    """Your whole state; or the gradients of the last step."""
+    """Your whole state; or the gradients of the last step; or the rows of tables alone."""
 
     gradients: bool = False
+    tables: bool = False
 
 
 class Load(FromWorker, frozen=True, tag="load"):
@@ -113,6 +124,14 @@ class Load(FromWorker, frozen=True, tag="load"):
 
 class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
+
+
+class Answer(NamedTuple):
+    """To a worker, by its address on the socket."""
+
+    to: bytes
+    message: FromServer
+    payload: Sequence[Tensor | bytes] = ()
 
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
@@ -152,6 +171,10 @@ class Values(FromServer, frozen=True, tag="values"):
     halt: Halt | None
 
 
+class Found(FromServer, frozen=True, tag="found"):
+    """The rows of a table, in a frame."""
+
+
 class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
 
@@ -167,5 +190,5 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load
+ServerMessage = Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Refused
