@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
-from shoal.comm.shared_memory import Place
 from shoal.comm.codecs import Codec
+from shoal.comm.shared_memory import Place
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
