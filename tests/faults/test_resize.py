@@ -199,6 +199,23 @@ def test_a_death_in_a_resize(
         assert "the run keeps its size" in trained.errors
 
 
+@pytest.mark.parametrize(
+    ("served", "size"),
+    [("", "data=1"), pytest.param(SERVED, "data=1 servers=1", marks=pytest.mark.full)],
+)
+def test_who_was_to_leave_stays_if_the_only_other_one_dies(
+    start, undisturbed, served: str, size: str
+) -> None:
+    """What the rank held that died is held by one that has no seat any more."""
+    training = start("size.taken:kill:member=0", pause=0.01, plan=f"data=2 pieces=3 {served}")
+    training.wait_for_step(5)
+    told = resize(training, size)
+    trained = training.wait()
+    check(trained, undisturbed, [told["plan"]])
+    assert trained.result["steps_again"] == 0
+    assert trained.pids()[-1][0] == trained.pids()[0][1]
+
+
 def test_a_full_disk_leaves_the_size_and_the_next_attempt_is_free(start, undisturbed) -> None:
     training = start("server.parting:full:member=3", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
