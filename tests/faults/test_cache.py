@@ -224,7 +224,7 @@ def assert_same(trained: Trained, undisturbed: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    "point", ["entry", pytest.param("reserved", marks=pytest.mark.full), "rename"]
+    "point", ["entry", *(pytest.param(p, marks=pytest.mark.full) for p in ("reserved", "rename"))]
 )
 def test_a_rank_that_dies_in_a_put_costs_nothing(
     train, undisturbed: Trained, tmp_path: Path, point: str

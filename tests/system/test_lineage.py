@@ -58,17 +58,7 @@ def test_new_data_is_what_no_run_before_has_seen(train: Train, tmp_path: Path) -
 
 
 def test_a_resumed_run_goes_on_with_the_same_new_data(train: Train) -> None:
-    first = train("first", samples=40, steps=2)
-    new = ("--new-data", str(first.run_dir))
-    whole = train("whole", *new, samples=80, steps=6)
-    parts = train("parts", *new, samples=80, steps=3)
-    parts = train("parts", "--resume", samples=80, steps=6)
-    assert parts.exit_code == 0, parts.errors
-    assert parts.model() == whole.model()
-    assert ids_of(parts.run_dir, 80) == ids_of(whole.run_dir, 80)
-
-
-def test_a_resumed_run_does_not_mind_that_the_one_before_went_on(train: Train) -> None:
+    """Although the run before went on meanwhile, and has seen more."""
     first = train("first", samples=40, steps=2)
     new = ("--new-data", str(first.run_dir))
     whole = train("whole", *new, samples=80, steps=6)
@@ -77,6 +67,7 @@ def test_a_resumed_run_does_not_mind_that_the_one_before_went_on(train: Train) -
     parts = train("parts", "--resume", samples=80, steps=6)
     assert parts.exit_code == 0, parts.errors
     assert parts.model() == whole.model()
+    assert ids_of(parts.run_dir, 80) == ids_of(whole.run_dir, 80)
     found = audit_run(read_record(parts.run_dir), range(80))
     assert not found.problems and found.num_marked == 6
 

@@ -82,6 +82,22 @@ def test_samples_that_are_drawn_anew_are_known_by_their_number_alone(
     assert caplog.text.count("Samples of the Drawn are others each time") == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch_size": 2}, "batch_size was 4 and is 2 now"),
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"clip": 2.0}, "clip was None and is 2.0 now"),
+    ],
+)
+def test_what_makes_another_run_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    now = run_of(**change)
+    with pytest.raises(UsageError, match=words):
+        refuse_changes(plain(now), now, origin(run_of()))
+    longer = run_of(steps=9, save_every=3, loaders=2)
+    refuse_changes(plain(longer), longer, origin(run_of()))
+
+
 def test_a_run_without_a_name_for_its_data_goes_on() -> None:
     """One from before there were names, and one on a source of the user's own."""
     began, now = run_of(), run_of(shift=1.0)

@@ -70,16 +70,21 @@ FIRST, SECOND = "step-00000010", "step-00000020"
 
 
 @pytest.mark.parametrize(
-    "what", ["save", pytest.param("save again", marks=pytest.mark.full), "remove"]
+    ("what", "every"),
+    [
+        *(pytest.param(w, 1, marks=pytest.mark.full) for w in ("save", "save again", "remove")),
+        *(("save", 5), ("remove", 3)),
+    ],
 )
-def test_killed_before_every_call(tmp_path: Path, what: str) -> None:
+def test_killed_before_every_call(tmp_path: Path, what: str, every: int) -> None:
+    """In the quick suite before some of them, spread over all."""
     acts = {
         "save": (lambda store: save(store, 20), [[FIRST], [FIRST, SECOND]]),
         "save again": (lambda store: save(store, 10), [[FIRST]]),
         "remove": (lambda store: store.remove(SECOND), [[FIRST, SECOND], [FIRST]]),
     }
     act, allowed = acts[what]
-    for number in range(MOST_CALLS):
+    for number in range(0, MOST_CALLS, every):
         store = Directory(tmp_path / str(number))
         save(store, 10)
         if what == "remove":

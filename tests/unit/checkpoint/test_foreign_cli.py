@@ -125,7 +125,7 @@ def test_there_and_back(form: str, checkpoint: Path, recipe: str, tmp_path: Path
     assert len(list(found)) == 2
 
 
-@pytest.mark.parametrize("form", ["pt2", "onnx"])
+@pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.full)])
 def test_a_program(
     form: str, checkpoint: Path, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
+from shoal.comm.shared_memory import Place
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -43,7 +44,15 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.records import Told, redo, snapshot_record, update_record
+from shoal.sync.server.records import (
+    Diary,
+    Past,
+    Record,
+    Told,
+    redo,
+    snapshot_record,
+    update_record,
+)
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
 from shoal.sync.state import Source, pack_state
@@ -74,16 +83,24 @@ class Server:
         self.num_seats, self.num_pieces = num_seats, num_pieces
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
-        self._secret, self._digest = secret, shard.layout.digest
+        self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
-        self.num_updates = 0
+        self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
-        self.journal = journal
+        self.journal: Diary | None = journal
         for header, frames in journal.read() if journal is not None else ():
-            self.clock, told = redo(header, frames, shard, self.clock)
-            self._told |= {one.first: one for one in told}
-        self._begun = self.clock.committed
+            self.redo(header, frames)
         self.begin(-1)
+
+    def redo(self, header: bytes | memoryview, frames: Sequence[bytes | memoryview]) -> None:
+        """Do what a predecessor wrote down."""
+        past = Past(self.clock, self.version, self._told)
+        self.clock, self.version, told = redo(header, frames, self.shard, past)
+        self._told, self._begun = dict(told), self.clock.committed
+
+    def snapshot(self) -> Record:
+        """All that a successor needs to know."""
+        return snapshot_record(self.shard, Past(self.clock, self.version, self._told))
 
     def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
@@ -144,8 +161,7 @@ class Server:
                 state = (
                     self.shard.gradient_state() if message.gradients else self.shard.state_dict()
                 )
-                packed, tensors = pack_state(state)
-                yield Answer(sender, Dumped(request=message.request, packed=packed), tensors)
+                yield Answer(sender, Dumped(request=message.request), pack_state(state))
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
@@ -153,7 +169,7 @@ class Server:
                 yield Answer(sender, Done(request=message.request))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
-        if hello.secret != self._secret:
+        if hello.secret != self.secret:
             raise ValueError("the key is another run's")
         if hello.layout != self._digest:
             raise ValueError("your parameters are laid out differently; is it the same recipe?")
@@ -161,6 +177,11 @@ class Server:
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
             self.guests[sender] = guest
+        if hello.version > self.version:
+            raise ValueError(
+                "it took the place of one that died, and what that did is lost: go on from the "
+                "newest checkpoint, with the same command and --resume"
+            )
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
         if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
@@ -168,10 +189,15 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self.shard.segment.place if guest.rows and self.bound == 0 else None,
+            values=self._shown() if guest.rows is not None else None,
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
+
+    def _shown(self) -> Place | None:
+        """Where parameters stand that workers read; out of lockstep they may change under them."""
+        segment = self.shard.segment if self.bound == 0 else None
+        return None if segment is None else segment.place
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -213,7 +239,7 @@ class Server:
         """
         if apply.pulled is None:
             return apply
-        num_batches = (self.num_updates - apply.pulled) / self.num_seats
+        num_batches = (self.version - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -234,25 +260,24 @@ class Server:
         except ValueError as error:  # nobody goes on from half a step
             raise RuntimeError(f"The optimizer's step failed: {error}") from error
         self.clock.apply(apply.batch, pieces)
+        self.version += 1
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
             if self.journal.is_long:
-                self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
+                self.journal.begin(*self.snapshot())
             else:
                 told = [one for one in self._told.values() if one.batch == apply.batch]
                 self.journal.append(*update_record(apply, sums, touched, told))
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        self.num_updates += 1
-        return Applied(request=apply.request, version=self.num_updates - 1)
+        return Applied(request=apply.request, version=self.version - 1)
 
     @property
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a state of this server."""
         keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
-        rows = max(keys, default=0) * self.num_pieces
-        return max(rows, sum(keys) * 16)  # parameters, and what optimizers keep of them
+        return max(max(keys, default=0) * self.num_pieces, self.layout.most_bytes(self.shard.keys))
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""
@@ -271,21 +296,20 @@ class Server:
 
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
-        self.shard.take_over(load.packed, payload)
-        self._go_on(clock)
+        self.shard.take_over(payload)
+        self._go_on(clock, self.version + 1)
 
-    def go_on_from(self, source: Source, step: int, num_updates: int) -> None:
+    def go_on_from(self, source: Source, step: int, version: int) -> None:
         """Hold the state after a step, which is of so many updates."""
         self.shard.load_state_dict(source)
-        self.num_updates = num_updates
-        self._go_on(Clock(self.num_pieces, self.bound, step))
+        self._go_on(Clock(self.num_pieces, self.bound, step), version)
 
-    def _go_on(self, clock: Clock) -> None:
-        self.clock = clock
+    def _go_on(self, clock: Clock, version: int) -> None:
+        self.clock, self.version = clock, version
         self._rows.clear()
         self._begun, self._told = clock.committed, {}
         if self.journal is not None:
-            self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
+            self.journal.begin(*self.snapshot())
 
     def _serve_waiting(self) -> Iterator[Answer]:
         for (sender, kind), message in list(self._waiting.items()):
@@ -316,7 +340,7 @@ class Server:
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self.num_updates,
+            version=self.version,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

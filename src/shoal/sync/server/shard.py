@@ -28,11 +28,9 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
 
 
-def layout_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, copies: int
-) -> Layout:
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Layout:
     sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in trained(model)]
-    return lay_out(sizes, is_element_wise(optimizer), num_servers, copies)
+    return lay_out(sizes, is_element_wise(optimizer), num_servers)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -77,18 +75,29 @@ def _is_plain(value: object) -> bool:
 
 class Shard:
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, number: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        number: int,
+        shared: bool = True,
     ):
+        """What server `number` steps on; a copy that no worker reads need not be shared."""
         self.layout, self.optimizer = layout, optimizer
         self.keys = layout.held_by(number)
         self._named = trained(model)
         places = layout.value_places(number)
-        self.segment = Segment.create(max(1, places[-1]))
+        self.segment = Segment.create(max(1, places[-1])) if shared else None
+        room = (
+            torch.empty(places[-1], dtype=torch.uint8)
+            if self.segment is None
+            else (self.segment.bytes)
+        )
         self.values: dict[int, Tensor] = {}
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
         for key, place in zip(self.keys, places, strict=False):
             dtype, num_bytes = self._dtype_of(key), layout.keys[key].num_bytes
-            self.values[key] = self.segment.bytes[place : place + num_bytes].view(dtype)
+            self.values[key] = room[place : place + num_bytes].view(dtype)
         self._swap_optimizer()
         self._step = stepper(optimizer)
 
@@ -181,13 +190,13 @@ class Shard:
                     group[name] = tuple(value) if isinstance(old, tuple) else value
 
     @torch.no_grad()
-    def take_over(self, packed: bytes, frames: Sequence[memoryview]) -> None:
+    def take_over(self, frames: Sequence[memoryview]) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
         values = {key: value.clone() for key, value in self.values.items()}
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
-            self.load_state_dict(Given(unpack_state(packed, frames)))
+            self.load_state_dict(Given(unpack_state(frames)))
         except Exception as error:  # it may be wrong in any way
             for key, value in values.items():
                 self.values[key].copy_(value)

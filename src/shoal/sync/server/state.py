@@ -24,10 +24,8 @@ class ServedState:
         state = State({}, {})
         try:
             for server in self._servers():
-                dumped, frames = self._line.answer(
-                    self._line.ask(server, Dump, gradients=gradients)
-                )
-                found = unpack_state(dumped.packed, frames)
+                _, frames = self._line.answer(self._line.ask(server, Dump, gradients=gradients))
+                found = unpack_state(frames)
                 state.plain.update(found.plain)
                 for name, parts in found.tensors.items():
                     state.tensors.setdefault(name, []).extend(parts)
@@ -39,8 +37,8 @@ class ServedState:
         """Let servers take over the state after a step."""
         asked = []
         for server in self._servers():
-            packed, tensors = pack_state(cut_state(source, self._runs_of(server)))
-            asked.append(self._line.ask(server, Load, tensors, step=step, packed=packed))
+            frames = pack_state(cut_state(source, self._runs_of(server)))
+            asked.append(self._line.ask(server, Load, frames, step=step))
         for request in asked:
             self._line.answer(request)
         self._group.gather_numbers([step])  # all have theirs

@@ -260,6 +260,7 @@ def test_what_was_left_behind_is_cleared(
     assert not old.exists() and young.exists()
 
 
+@pytest.mark.full  # readers and checkpoints meet S3 in the quick suite, shards a store in memory
 @pytest.mark.usefixtures("s3_environment")
 def test_s3(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
