@@ -149,6 +149,7 @@ class SupervisedSeat:
     def _be_ready(self) -> None:
         if not self._is_ready:
             self._is_ready = True
+            faultpoint("seat.ready")
             self._say(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
@@ -179,6 +180,7 @@ class SupervisedSeat:
     def finish(self, meets: bool = False) -> bool:
         if meets:
             self.before_meeting()
+            faultpoint("seat.meeting", self.step)
             self._say(Met(self.generation, self.step))
         else:
             self._say(Done(self.generation, self.step, self.summarise()))
