@@ -74,7 +74,7 @@ class Replica:
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
         pushed = self.shares if plan.bound == 0 else [range(len(pieces))]
-        codec = plan.codec if plan.sync == "server" else "none"
+        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
         self.arrived = Rounded(codec, pushed, len(self.parameters))
 
     def step(self, batch: Batch) -> tuple[float, float]:
@@ -83,7 +83,7 @@ class Replica:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
             piece = functools.partial(self.piece, batch)
-            sums = self.summed(piece) if self.rule == "mean" else self.combined(piece)
+            sums = self.combined(piece)
             if not self.told:  # quarantine left out all samples: nothing changes
                 self.buffers.restore()
                 return math.nan, 1.0
@@ -97,11 +97,10 @@ class Replica:
             if not self.loss_scale.overflow():
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
 
-    def summed(self, piece: Callable[[int], Values]) -> Values:
-        return tree_sum(piece, self.pieces, self.arrived)
-
     def combined(self, piece: Callable[[int], Values]) -> Values:
-        """Instead of the sum: what `combine` makes of the replicas' gradients."""
+        """The sum, or what `combine` makes of the replicas' gradients."""
+        if self.rule == "mean":
+            return tree_sum(piece, self.pieces, self.arrived)
         of_shares = functools.partial(tree_sum, piece)
         return combined(of_shares, self.shares, len(self.parameters), self.rule)
 
