@@ -178,9 +178,3 @@ KEYS: dict[str, Key] = {
         "none, optimizer", "state that is kept off the device", _choice("none", "optimizer")
     ),
 }
-
-# Keys whose default is all there is so far, with what another value would ask for. A technique that
-# gets built leaves this table.
-NOT_YET: dict[str, str] = {
-    "copies": "replicated parameter servers",
-}

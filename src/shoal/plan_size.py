@@ -75,6 +75,12 @@ def resized(plan: Plan, text: str) -> Plan:
             "into when the run began. Each replica needs one at least. Use "
             f"data={plan.num_pieces} or fewer, or begin runs that may grow with pieces=N."
         )
+    if plan.copies > 1 and size.num_servers != plan.num_servers:
+        raise UsageError(
+            f"servers={size.num_servers}: the number of servers does not change under "
+            f"copies={plan.copies}, whose servers keep one another's shards. Give data=N alone, or "
+            "stop the run (Ctrl-C) and go on with --resume and another --plan."
+        )
     if size == size_of(plan):
         raise UsageError(f"The run has that size already: {in_words(size, size)}.")
     return of_size(plan, size)

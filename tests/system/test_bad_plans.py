@@ -72,10 +72,11 @@ BAD = {
         "zero=1 does not go with sync=server: optimizer state lives on the servers, and no rank "
         "holds any to spare. Leave zero out, or sync=server.",
     ),
-    "servers with copies": Bad(
+    "more copies than servers": Bad(
         f"{RECIPES}:plain",
-        "data=2 sync=server servers=2 copies=2",
-        "copies=2 asks for replicated parameter servers, which is not built yet.",
+        "data=2 sync=server copies=2",
+        "copies=2 does not fit on servers=1. Each copy of a shard lives on a server of its own. "
+        "Use servers=2 or copies=1.",
     ),
     "statistics in two stages": Bad(
         f"{RECIPES}:shared_statistics",

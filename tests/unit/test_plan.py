@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal import plan as plan_module
-from shoal.errors import PlanError
+from shoal.errors import PlanError, UsageError
 from shoal.plan import Plan, describe
-from shoal.plan_keys import KEYS, NOT_YET
+from shoal.plan_keys import KEYS
 from shoal.plan_rules import STAGES_OF, fits_schedule
+from shoal.plan_size import resized
 
 COUNT = st.integers(1, 64)
 
@@ -338,25 +338,22 @@ def test_of_many_divisors_the_nearest_are_named() -> None:
 def test_a_fitted_plan_keeps_every_promise(
     plan: Plan, ranks: int | None, cores: int, batch_size: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "NOT_YET", {})
-        try:
-            fitted = plan.resolve(ranks=ranks, cores=cores, batch_size=batch_size)
-        except PlanError:
-            return
-        assert batch_size % fitted.num_pieces == 0
-        assert fitted.num_replicas <= fitted.num_pieces
-        assert fitted.num_pieces % fitted.num_microbatches == 0
-        assert fitted.num_ranks == (ranks or fitted.num_ranks)
-        assert plan.data in (None, fitted.data)
-        assert plan.pieces in (None, fitted.pieces)
-        assert Plan.parse(str(fitted)) == fitted
-        again = fitted.resolve(ranks=fitted.num_ranks, cores=cores, batch_size=batch_size)
-        assert again == fitted
+    try:
+        fitted = plan.resolve(ranks=ranks, cores=cores, batch_size=batch_size)
+    except PlanError:
+        return
+    assert batch_size % fitted.num_pieces == 0
+    assert fitted.num_replicas <= fitted.num_pieces
+    assert fitted.num_pieces % fitted.num_microbatches == 0
+    assert fitted.num_ranks == (ranks or fitted.num_ranks)
+    assert plan.data in (None, fitted.data)
+    assert plan.pieces in (None, fitted.pieces)
+    assert Plan.parse(str(fitted)) == fitted
+    again = fitted.resolve(ranks=fitted.num_ranks, cores=cores, batch_size=batch_size)
+    assert again == fitted
 
 
-def test_axes_share_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "NOT_YET", {})
+def test_axes_share_the_ranks() -> None:
     assert resolve("tensor=2", cores=8) == "data=4 tensor=2 pieces=4"
     assert resolve("pipeline=2", ranks=4) == "data=2 pipeline=2 pieces=8"
     assert resolve("tensor=2 pipeline=2", cores=2) == "data=1 tensor=2 pipeline=2 pieces=4"
@@ -408,7 +405,6 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "sync=server servers=2 copies=2",
         "codec=topk:0.01",
         "codec=onebit local_steps=4",
         "codec=int8",
@@ -446,13 +442,18 @@ def test_an_outer_step_of_an_average_goes_all_the_way() -> None:
 def test_keys_are_described_in_one_place() -> None:
     fields = [field.name for field in msgspec.structs.fields(Plan)]
     assert [key for key, _, _ in describe()] == fields == list(KEYS)
-    assert set(NOT_YET) <= set(KEYS)
-    for key, values, meaning in describe():
+    for _, values, meaning in describe():
         assert values and meaning
-        assert ("only the default so far" in meaning) == (key in NOT_YET)
 
 
 def test_the_plan_does_not_load_torch() -> None:
     code = "import sys, shoal.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
+    plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4")
+    assert resized(plan, "data=3").data == 3
+    with pytest.raises(UsageError, match="copies=2, whose servers keep one another's shards"):
+        resized(plan, "servers=3")

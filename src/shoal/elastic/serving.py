@@ -19,6 +19,7 @@ from shoal.sync.server.moving import (
     take_parts,
     write_parts,
 )
+from shoal.sync.server.peers import copied
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
@@ -41,20 +42,25 @@ class Serving:
         self.directory = directory
         self._counts: list[int] = []  # of servers that the run had
         self._desk: Desk | None = None
+        self._journal: Journal | None = None
 
     def serve(self) -> None:
         """Until the supervisor says leave."""
         try:
             while True:
                 desk = self._open()
-                place = self.seat.serve(desk.address)
+                peers = desk.peers
+                place, doors = self.seat.serve(desk.address, peers.address if peers else "")
                 desk.server.begin(place.generation, place.num_ranks)
+                if peers is not None:
+                    peers.turn_to(place.generation, doors)
                 while not self.seat.has_new_place:
                     desk.turn()
                     if (count := self.seat.asked_to_part()) is not None:
                         self._part(desk.server, count)
         except StopNow:
-            self._journal.remove()
+            if self._journal is not None:
+                self._journal.remove()
             raise
         finally:
             if self._desk is not None:
@@ -69,14 +75,11 @@ class Serving:
             self._desk.close()
             self._desk = None  # and with it the state, which is on disk
         self._counts, plan = counts, self.plan
-        tables = Tables(self.model, self.number, counts[-1])
-        optimizer = self.run.make_optimizer(self.model)
-        schedules.remember_rates(optimizer)
-        layout = layout_after(self.model, optimizer, counts, plan.copies)
         shelf = Shelf(self.directory, len(counts) - 1)
-        self._journal = Journal(shelf.journal(self.number), self.seat.secret)
+        if plan.copies == 1:
+            self._journal = Journal(shelf.journal(self.number), self.seat.secret)
         server = Server(
-            Shard(self.model, optimizer, layout, self.number, tables),
+            self._shard_of(self.number),
             num_seats=self.seat.sizes[-1].num_ranks,
             num_pieces=plan.num_pieces,
             bound=plan.bound,
@@ -89,15 +92,23 @@ class Serving:
             take_parts(server, self.number, counts[-2], shelf)
             clear(shelf, self.number, counts[-2], counts[-1])
             faultpoint("server.moved", self.number)
-        self._desk = Desk(server)
+        peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of)
+        self._desk = Desk(server, peers)
         return self._desk
+
+    def _shard_of(self, owner: int) -> Shard:
+        tables = Tables(self.model, owner, self._counts[-1])
+        optimizer = self.run.make_optimizer(self.model)
+        schedules.remember_rates(optimizer)
+        layout = layout_after(self.model, optimizer, self._counts)
+        return Shard(self.model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""
         shelf = Shelf(self.directory, len(self._counts))
         num_bytes, problem = 0, ""
         try:
-            num_bytes = write_parts(server, self.number, num_servers, self.plan.copies, shelf)
+            num_bytes = write_parts(server, self.number, num_servers, shelf)
         except (OSError, ValueError) as error:
             problem = f"server {self.number} cannot write down what it holds: {error}"
         self.seat.parted(num_bytes, problem)

@@ -13,11 +13,12 @@ from shoal.comm.tree import Block, blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
 from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
 from shoal.explain.rank import Facts, Local, Rank
+from shoal.sync.server.copies import kept_by
 from shoal.sync.server.layout import Layout, lay_out
 
 
 class ServerRow(msgspec.Struct, frozen=True):
-    """One server: the elements that its optimizer steps on, what it holds, sends in a step."""
+    """One server: the elements that its optimizers step on, what it holds, sends in a step."""
 
     server: int
     num_stepped: int
@@ -59,37 +60,47 @@ def server_rows(facts: Facts) -> list[ServerRow]:
 
 
 def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: int) -> ServerRow:
-    keys = layout.held_by(number)
-    held = sum(layout.keys[key].num_bytes for key in keys)
+    plan, num_servers = facts.plan, facts.plan.num_servers
+    own, held = [number], _bytes_of(layout, [number])
+    own += kept_by(number, num_servers, plan.copies)
     num_stepped = state = 0
-    for segment in (s for key in keys for s in layout.segments(key)):
+    for segment in (s for n in own for key in layout.held_by(n) for s in layout.segments(key)):
         p = trained[segment.parameter]
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
         state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+    others = "".join(f", and of server {n}" for n in own[1:])
     rows = 0  # of tables, in bytes
     for name, use in facts.tables.items():
-        count = rows_held(use, number, facts.plan.num_servers)
+        count = rows_held(use, number, num_servers)
         whole = next(p for p in facts.parameters if p.name == name)
         num_stepped += count * whole.shape[1]
         state += sum(kept.num_bytes((count, whole.shape[1])) for kept in facts.state.get(name, ()))
         rows += count * use.row_bytes
+    values = sum(layout.value_places(n)[-1] for n in own)
     memory = Memory(
-        Amount(layout.value_places(number)[-1] + rows, "its part of all"),
-        Amount(held, "of the last step"),
+        Amount(values + rows, f"its part of all{others}"),
+        Amount(_bytes_of(layout, own), "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),
         Amount(held, "sums over pieces"),
     )
-    num_ranks = facts.plan.num_ranks
-    told = Message("parameters", "workers", "pull", num_ranks, num_ranks * held)
-    looked = sent_by_server(facts.tables, number, facts.plan.num_servers)
-    return ServerRow(number, num_stepped, memory, [told, looked] if looked.count else [told])
+    num_ranks = plan.num_ranks
+    told = [Message("parameters", "workers", "pull", num_ranks, num_ranks * held)]
+    if plan.copies > 1:
+        count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
+        told.append(Message("sums", "servers", "copy", count, count * held))
+    looked = sent_by_server(facts.tables, number, num_servers)
+    return ServerRow(number, num_stepped, memory, [*told, looked] if looked.count else told)
+
+
+def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
+    return sum(layout.keys[key].num_bytes for n in servers for key in layout.held_by(n))
 
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
-    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers, facts.plan.copies)
+    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers)
 
 
 def _num_rows(rank: Rank) -> int:

@@ -24,7 +24,6 @@ def strategy_for(
         return ThroughServers(
             plan.num_pieces,
             plan.bound,
-            copies=plan.copies,
             checks=plan.precision == "fp16",
             damps=plan.damping == "inverse",
             rates=plan.rate_factors if plan.rates != "even" else (),

@@ -121,6 +121,10 @@ class HeldState:
             path = f"optimizer.{run.name}"
             if path in source.plain and run.name not in self.holding.absent:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
+        self.load_groups(source)
+
+    def load_groups(self, source: Source) -> None:
+        """Take over the optimizer's settings: rates, decay, betas, also if a hook changed them."""
         groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
         self._refuse_another(source.plain[_KIND], len(groups))
         for group, values in zip(self.optimizer.param_groups, groups):
@@ -248,6 +252,7 @@ class Given:
             place.tensor.copy_(by_offset[place.offset])
 
 
+JOINED_BYTES = 1 << 20  # of small tensors in one frame
 _GROUPS, _KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
 _TENSOR, _ALIKE, _BY_ROW, _DICT, _LIST, _TUPLE, _NUMBER = (
@@ -285,7 +290,35 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
     return payload.numpy().tobytes()
 
 
-def pack_state(state: State) -> tuple[bytes, list[Tensor]]:
+def pack_state(state: State) -> list[bytes | Tensor]:
+    """What is plain, the names and the shapes; then the tensors, of which small ones are joined.
+
+    A model of thousands of small parameters then fits in one message as well.
+    """
+    header, parts = _describe(state)
+    frames: list[bytes | Tensor] = [header]
+    for run in _joined([part.nbytes for part in parts]):
+        own = parts[run.start : run.stop]
+        frames.append(own[0] if len(own) == 1 else _in_one(own))
+    return frames
+
+
+def unpack_state(frames: Sequence[memoryview]) -> State:
+    """The state, from what `pack_state` made of it; a copy."""
+    if not frames:
+        raise ValueError("a state has one frame at least, which says what is in it")
+    plain, entries = _read_header(frames[0])
+    sizes = [_num_bytes(entry) for entry in entries]
+    tensors: dict[str, list[Slice]] = {}
+    for run, frame in zip(_joined(sizes), frames[1:], strict=True):
+        payload = torch.frombuffer(bytearray(frame) or bytearray(1), dtype=torch.uint8)
+        parts = payload[: len(frame)].split(sizes[run.start : run.stop])
+        for entry, part in zip(entries[run.start : run.stop], parts, strict=True):
+            tensors.setdefault(entry.name, []).append(_part(entry, part))
+    return State(tensors, plain)
+
+
+def _describe(state: State) -> tuple[bytes, list[Tensor]]:
     """What is plain, the names and the shapes as bytes; and the tensors, in that order."""
     listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
     entries = [
@@ -296,14 +329,21 @@ def pack_state(state: State) -> tuple[bytes, list[Tensor]]:
     return header, [s.tensor.detach().contiguous() for _, s in listed]
 
 
-def unpack_state(header: bytes, frames: Sequence[memoryview]) -> State:
-    """The state, from what `pack_state` made of it; a copy."""
-    plain, entries = _read_header(header)
-    tensors: dict[str, list[Slice]] = {}
-    for entry, frame in zip(entries, frames, strict=True):
-        payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        tensors.setdefault(entry.name, []).append(_part(entry, payload))
-    return State(tensors, plain)
+def _joined(sizes: Sequence[int]) -> Iterator[range]:
+    """Which tensors share a frame, by their bytes: small neighbours do, a large one is alone."""
+    most = max(JOINED_BYTES, sum(sizes) // 1_000)  # so frames are a few thousand at the most
+    start = total = 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > most:
+            yield range(start, number)
+            start, total = number, 0
+        total += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
+def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def share_state(group: Group, source: int, state: State) -> State:
@@ -312,10 +352,10 @@ def share_state(group: Group, source: int, state: State) -> State:
     One message for what is plain, the names and the shapes, one for all the bytes. Every rank must
     call it.
     """
-    header, parts = pack_state(state)
+    header, parts = _describe(state)
     header = share_bytes(group, source, header)
     if group.rank == source:
-        group.broadcast(torch.cat([p.reshape(-1).view(torch.uint8) for p in parts]).cpu(), source)
+        group.broadcast(_in_one(parts).cpu(), source)
         return state
     plain, entries = _read_header(header)
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
@@ -326,7 +366,7 @@ def share_state(group: Group, source: int, state: State) -> State:
     return State(tensors, plain)
 
 
-def _read_header(header: bytes) -> tuple[dict[str, Any], list[_Entry]]:
+def _read_header(header: bytes | memoryview) -> tuple[dict[str, Any], list[_Entry]]:
     return msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
 
 

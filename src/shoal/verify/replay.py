@@ -78,7 +78,7 @@ class Replay:
         self.names = [name for name, _ in trained(self.workers[0].model)]
         self.batches = make_batches(run, plan.num_pieces)
         optimizer = run.make_optimizer(self.workers[0].model)
-        self.layout = layout_of(self.workers[0].model, optimizer, plan.num_servers, plan.copies)
+        self.layout = layout_of(self.workers[0].model, optimizer, plan.num_servers)
         self.next_step = [1] * plan.num_ranks
         self.played: dict[int, Played] = {}
         self.told: dict[int, Step] = {}

@@ -23,6 +23,7 @@ from shoal.sync.server.messages import Refused, ServerMessage, WorkerMessage
 
 TICK_MS = 50
 AGAIN_S = 2.0
+Payload = Sequence[bytes | Tensor]
 MOST_BYTES = 1 << 40  # a worker trusts the servers it greeted
 
 _DECODER: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
@@ -52,7 +53,11 @@ class Line:
         return len(self._sockets)
 
     def tell(
-        self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
+        self,
+        server: int,
+        kind: type[WorkerMessage],
+        payload: Payload = (),
+        **what: Any,
     ) -> None:
         """Send what nobody answers."""
         request, frames = self._message(kind, payload, what)
@@ -60,7 +65,11 @@ class Line:
         self._send(server, frames)
 
     def ask(
-        self, server: int, kind: type[WorkerMessage], payload: Sequence[Tensor] = (), **what: Any
+        self,
+        server: int,
+        kind: type[WorkerMessage],
+        payload: Payload = (),
+        **what: Any,
     ) -> int:
         """Send a question; its number is what to wait for."""
         request, frames = self._message(kind, payload, what)
@@ -86,7 +95,7 @@ class Line:
         return message, payload
 
     def _message(
-        self, kind: type[WorkerMessage], payload: Sequence[Tensor], what: dict[str, Any]
+        self, kind: type[WorkerMessage], payload: Payload, what: dict[str, Any]
     ) -> tuple[int, list[bytes | memoryview]]:
         request = next(self._numbers)
         message = kind(generation=self.servers.generation, request=request, **what)

@@ -30,13 +30,15 @@ class Halt(msgspec.Struct, frozen=True):
 
 
 class Hello(FromWorker, frozen=True, tag="hello"):
-    """I sit in this seat, at this batch. `rows` is where my rows stand, if we share memory."""
+    """I sit in this seat, at this batch, and have seen this version of your parameters. `rows` is
+    where my rows stand, if we share memory."""
 
     seat: int
     secret: str
     layout: str
     num_rows: int
     rows: Place | None
+    version: int = 0
     batch: int = 0
     halt: Halt | None = None
 
@@ -112,10 +114,9 @@ class Dump(FromWorker, frozen=True, tag="dump"):
 
 
 class Load(FromWorker, frozen=True, tag="load"):
-    """Take over this state after `step`."""
+    """Take over the state after `step` that is in the frames."""
 
     step: int
-    packed: bytes
 
 
 class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
@@ -154,7 +155,7 @@ class Values(FromServer, frozen=True, tag="values"):
     """The parameters, key by key: in frames, or in the shared memory."""
 
     committed: int
-    version: int  # updates that they are made of
+    version: int  # updates that they are made of, and states that were taken over
     halt: Halt | None
 
 
@@ -167,7 +168,7 @@ class Done(FromServer, frozen=True, tag="done"):
 
 
 class Dumped(FromServer, frozen=True, tag="dumped"):
-    packed: bytes
+    """The state, in frames."""
 
 
 class Refused(FromServer, frozen=True, tag="refused"):

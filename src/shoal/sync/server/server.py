@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
+from shoal.comm.shared_memory import Place
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -46,10 +47,18 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.records import Told, redo, snapshot_record, update_record
+from shoal.sync.server.records import (
+    Diary,
+    Past,
+    Record,
+    Told,
+    redo,
+    snapshot_record,
+    update_record,
+)
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import Source, State, pack_state
+from shoal.sync.state import Source, pack_state
 
 
 class Answer(NamedTuple):
@@ -77,16 +86,24 @@ class Server:
         self.num_seats, self.num_pieces = num_seats, num_pieces
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
-        self._secret, self._digest = secret, shard.layout.digest
+        self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
-        self.num_updates = 0
+        self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
-        self.journal = journal
+        self.journal: Diary | None = journal
         for header, frames in journal.read() if journal is not None else ():
-            self.clock, told = redo(header, frames, shard, self.clock)
-            self._told |= {one.first: one for one in told}
-        self._begun = self.clock.committed
+            self.redo(header, frames)
         self.begin(-1)
+
+    def redo(self, header: bytes | memoryview, frames: Sequence[bytes | memoryview]) -> None:
+        """Do what a predecessor wrote down."""
+        past = Past(self.clock, self.version, self._told)
+        self.clock, self.version, told = redo(header, frames, self.shard, past)
+        self._told, self._begun = dict(told), self.clock.committed
+
+    def snapshot(self) -> Record:
+        """All that a successor needs to know."""
+        return snapshot_record(self.shard, Past(self.clock, self.version, self._told))
 
     def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
@@ -149,8 +166,8 @@ class Server:
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                packed, tensors = pack_state(self._dump(message))
-                yield Answer(sender, Dumped(request=message.request, packed=packed), tensors)
+                state = pack_state(self.shard.dump(message.gradients, message.tables))
+                yield Answer(sender, Dumped(request=message.request), state)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
@@ -158,7 +175,7 @@ class Server:
                 yield Answer(sender, Done(request=message.request))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
-        if hello.secret != self._secret:
+        if hello.secret != self.secret:
             raise ValueError("the key is another run's")
         if hello.layout != self._digest:
             raise ValueError("your parameters are laid out differently; is it the same recipe?")
@@ -166,6 +183,11 @@ class Server:
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
             self.guests[sender] = guest
+        if hello.version > self.version:
+            raise ValueError(
+                "it took the place of one that died, and what that did is lost: go on from the "
+                "newest checkpoint, with the same command and --resume"
+            )
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
         if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
@@ -173,10 +195,15 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self.shard.segment.place if guest.rows and self.bound == 0 else None,
+            values=self._shown() if guest.rows is not None else None,
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
+
+    def _shown(self) -> Place | None:
+        """Where parameters stand that workers read; out of lockstep they may change under them."""
+        segment = self.shard.segment if self.bound == 0 else None
+        return None if segment is None else segment.place
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -223,11 +250,6 @@ class Server:
             raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
         return self.shard.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
 
-    def _dump(self, dump: Dump) -> State:
-        if dump.gradients:
-            return self.shard.gradient_state()
-        return self.shard.table_state() if dump.tables else self.shard.state_dict()
-
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
 
@@ -235,7 +257,7 @@ class Server:
         """
         if apply.pulled is None:
             return apply
-        num_batches = (self.num_updates - apply.pulled) / self.num_seats
+        num_batches = (self.version - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -254,12 +276,13 @@ class Server:
         if self.journal is not None and self.journal.is_long:
             # Of before the step, so that the last record is always a step: rows of tables as they
             # were before it can be asked for.
-            self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
+            self.journal.begin(*self.snapshot())
         try:
             self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
         except ValueError as error:  # nobody goes on from half a step
             raise RuntimeError(f"The optimizer's step failed: {error}") from error
         self.clock.apply(apply.batch, pieces)
+        self.version += 1
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
@@ -268,8 +291,7 @@ class Server:
             self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        self.num_updates += 1
-        return Applied(request=apply.request, version=self.num_updates - 1)
+        return Applied(request=apply.request, version=self.version - 1)
 
     @property
     def most_bytes(self) -> int:
@@ -277,7 +299,7 @@ class Server:
         keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
         tables = self.shard.tables.num_bytes
         rows = max([*keys, tables]) * self.num_pieces
-        return max(rows, (sum(keys) + tables) * 16)  # parameters, and what optimizers keep of them
+        return max(rows, self.layout.most_bytes(self.shard.keys) + 16 * tables)
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""
@@ -296,21 +318,20 @@ class Server:
 
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
-        self.shard.take_over(load.packed, payload)
-        self._go_on(clock)
+        self.shard.take_over(payload)
+        self._go_on(clock, self.version + 1)
 
-    def go_on_from(self, source: Source, step: int, num_updates: int) -> None:
+    def go_on_from(self, source: Source, step: int, version: int) -> None:
         """Hold the state after a step, which is of so many updates."""
         self.shard.load_state_dict(source)
-        self.num_updates = num_updates
-        self._go_on(Clock(self.num_pieces, self.bound, step))
+        self._go_on(Clock(self.num_pieces, self.bound, step), version)
 
-    def _go_on(self, clock: Clock) -> None:
-        self.clock = clock
+    def _go_on(self, clock: Clock, version: int) -> None:
+        self.clock, self.version = clock, version
         self._rows.clear()
         self._begun, self._told = clock.committed, {}
         if self.journal is not None:
-            self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
+            self.journal.begin(*self.snapshot())
 
     def _serve_waiting(self) -> Iterator[Answer]:
         for (sender, kind), message in list(self._waiting.items()):
@@ -341,7 +362,7 @@ class Server:
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self.num_updates,
+            version=self.version,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

@@ -32,12 +32,10 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in named if p.requires_grad and p.numel() and p not in rest]
 
 
-def layout_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, copies: int
-) -> Layout:
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Layout:
     sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in trained(model)]
     tables = weights_of(tables_of(model).values())
-    return lay_out(sizes, is_element_wise(optimizer, tables), num_servers, copies)
+    return lay_out(sizes, is_element_wise(optimizer, tables), num_servers)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -88,19 +86,26 @@ class Shard:
         layout: Layout,
         number: int,
         tables: Tables | None = None,
+        shared: bool = True,
     ):
+        """What server `number` steps on; a copy that no worker reads need not be shared."""
         self.layout, self.optimizer = layout, optimizer
         self.tables = Tables(nn.Module(), number, 1) if tables is None else tables
         self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
         self._named = trained(model)
         places = layout.value_places(number)
-        self.segment = Segment.create(max(1, places[-1]))
+        self.segment = Segment.create(max(1, places[-1])) if shared else None
+        room = (
+            torch.empty(places[-1], dtype=torch.uint8)
+            if self.segment is None
+            else (self.segment.bytes)
+        )
         self.values: dict[int, Tensor] = {}
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
         for key, place in zip(self.keys, places, strict=False):
             dtype, num_bytes = self._dtype_of(key), layout.keys[key].num_bytes
-            self.values[key] = self.segment.bytes[place : place + num_bytes].view(dtype)
+            self.values[key] = room[place : place + num_bytes].view(dtype)
         self._swap_optimizer()
         self._step = stepper(optimizer)
 
@@ -196,13 +201,13 @@ class Shard:
                     group[name] = tuple(value) if isinstance(old, tuple) else value
 
     @torch.no_grad()
-    def take_over(self, packed: bytes, frames: Sequence[memoryview]) -> None:
+    def take_over(self, frames: Sequence[memoryview]) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
         values = [(value, value.clone()) for value in (*self.values.values(), *self.tables.slabs)]
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
-            self.load_state_dict(Given(unpack_state(packed, frames)))
+            self.load_state_dict(Given(unpack_state(frames)))
         except Exception as error:  # it may be wrong in any way
             for own, value in values:
                 own.copy_(value)
@@ -218,6 +223,12 @@ class Shard:
         for name, part in self._parts({run: run.detach() for run in self.runs}):
             held.tensors.setdefault(f"model.{name}", []).append(part)
         return held
+
+    def dump(self, gradients: bool, tables: bool) -> State:
+        """All; or the gradients of the last step; or the rows of tables alone."""
+        if gradients:
+            return self.gradient_state()
+        return self.table_state() if tables else self.state_dict()
 
     def gradient_state(self) -> State:
         """The gradients of the last step, in the form of a state, until the next ones come."""

@@ -25,10 +25,8 @@ class ServedState:
         state = State({}, {})
         try:
             for server in self._servers():
-                dumped, frames = self._line.answer(
-                    self._line.ask(server, Dump, gradients=gradients, tables=tables)
-                )
-                found = unpack_state(dumped.packed, frames)
+                asked = self._line.ask(server, Dump, gradients=gradients, tables=tables)
+                found = unpack_state(self._line.answer(asked)[1])
                 state.plain.update(found.plain)
                 for name, parts in found.tensors.items():
                     state.tensors.setdefault(name, []).extend(parts)
@@ -40,8 +38,8 @@ class ServedState:
         """Let servers take over the state after a step."""
         asked = []
         for server in self._servers():
-            packed, tensors = pack_state(cut_state(source, self._runs_of(server)))
-            asked.append(self._line.ask(server, Load, tensors, step=step, packed=packed))
+            frames = pack_state(cut_state(source, self._runs_of(server)))
+            asked.append(self._line.ask(server, Load, frames, step=step))
         for request in asked:
             self._line.answer(request)
         self._group.gather_numbers([step])  # all have theirs

@@ -52,7 +52,7 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
-from shoal.sync.state import Source, State
+from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -64,13 +64,12 @@ class ThroughServers:
         num_pieces: int,
         bound: int | None,
         *,
-        copies: int = 1,
         checks: bool = False,
         damps: bool = False,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
-        self.num_pieces, self.bound, self.copies, self.checks = num_pieces, bound, copies, checks
+        self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
@@ -102,7 +101,7 @@ class ThroughServers:
         first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
         counts = [size.num_servers for size in mesh.sizes] or [len(mesh.servers.addresses)]
-        self.layout = layout_after(model, optimizer, counts, self.copies)
+        self.layout = layout_after(model, optimizer, counts)
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
@@ -184,7 +183,9 @@ class ThroughServers:
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        state = self._served.fetch() if served else State({}, {})
+        # A newcomer needs the settings that hooks have changed: it sends them with its steps.
+        settings = HeldState({}, self.held.optimizer, {})
+        state = self._served.fetch() if served else settings.state_dict()
         if served and not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
         for name, tensor in self._served.others() if served else self._all_held():
@@ -195,6 +196,7 @@ class ThroughServers:
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         source = Merged(source)
+        HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self._come_to(step)
@@ -224,17 +226,20 @@ class ThroughServers:
         memory = self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
             memory = self._memory = Memory(self.layout, num_rows, self.parameters)
+        hello = {
+            "seat": self.group.rank,
+            "batch": self.batch,
+            "halt": self._halt,
+            "secret": self.line.servers.secret,
+            "layout": self.layout.digest,
+            "num_rows": num_rows,
+            "rows": memory.place,
+        }
         welcomes = self._answers(
-            self._ask_all(
-                Hello,
-                seat=self.group.rank,
-                batch=self.batch,
-                halt=self._halt,
-                secret=self.line.servers.secret,
-                layout=self.layout.digest,
-                num_rows=num_rows,
-                rows=memory.place,
-            )
+            [
+                self._ask(server, Hello, **hello, version=version)
+                for server, version in enumerate(self._versions)
+            ]
         )
         try:
             memory.open([welcome for welcome, _ in welcomes])

@@ -5,7 +5,7 @@ What is lost is asked for again, what is damaged is not used, and each update is
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,9 @@ from shoal.sync.server import line as module
 from shoal.sync.server import serve
 from shoal.sync.server.line import Line, NotServed
 from shoal.sync.server.messages import Apply, Hello, Missing, Pull, Push, Refused, Sum, Values
-from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.testing.relay import Message, Relay
-from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, values
+from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, opened, values
 
 NUM_BATCHES = 8
 
@@ -33,25 +32,6 @@ NUM_BATCHES = 8
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AGAIN_S", 0.03)
     monkeypatch.setattr(module, "TICK_MS", 5)
-
-
-@contextmanager
-def opened(server: Server) -> Iterator[Desk]:
-    """A server at its desk, in a thread."""
-    desk, is_over = Desk(server), threading.Event()
-
-    def run() -> None:
-        while not is_over.is_set():
-            desk.turn()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield desk
-    finally:
-        is_over.set()
-        thread.join()
-        desk.close()
 
 
 @contextmanager
