@@ -82,8 +82,7 @@ class Replica:
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
-            piece = functools.partial(self.piece, batch)
-            sums = self.combined(piece)
+            sums = self.combined(functools.partial(self.piece, batch))
             if not self.told:  # quarantine left out all samples: nothing changes
                 self.buffers.restore()
                 return math.nan, 1.0

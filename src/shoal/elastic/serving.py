@@ -105,7 +105,7 @@ class Serving:
         if self.plan.local_steps > 1:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
-        return Shard(model, optimizer, layout, owner, owner == self.number, tables)
+        return Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

@@ -60,7 +60,7 @@ from shoal.sync.server.records import (
 )
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import Source, State, pack_state
+from shoal.sync.state import Source, pack_state
 
 
 class Server:
@@ -164,7 +164,7 @@ class Server:
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = pack_state(self._dump(message))
+                state = pack_state(self.shard.dump(message.gradients, message.tables))
                 yield Answer(sender, Dumped(request=message.request), state)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
@@ -247,11 +247,6 @@ class Server:
         if self.bound == 0 and ahead not in (0, 1):
             raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
         return self.shard.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
-
-    def _dump(self, dump: Dump) -> State:
-        if dump.gradients:
-            return self.shard.gradient_state()
-        return self.shard.table_state() if dump.tables else self.shard.state_dict()
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.

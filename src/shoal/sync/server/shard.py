@@ -85,8 +85,8 @@ class Shard:
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         number: int,
-        shared: bool = True,
         tables: Tables | None = None,
+        shared: bool = True,
     ):
         """What server `number` steps on; a copy that no worker reads need not be shared."""
         self.layout, self.optimizer = layout, optimizer
@@ -228,6 +228,12 @@ class Shard:
         for name, part in self._parts({run: run.detach() for run in self.runs}):
             held.tensors.setdefault(f"model.{name}", []).append(part)
         return held
+
+    def dump(self, gradients: bool, tables: bool) -> State:
+        """All; or the gradients of the last step; or the rows of tables alone."""
+        if gradients:
+            return self.gradient_state()
+        return self.table_state() if tables else self.state_dict()
 
     def gradient_state(self) -> State:
         """The gradients of the last step, in the form of a state, until the next ones come."""

@@ -25,10 +25,8 @@ class ServedState:
         state = State({}, {})
         try:
             for server in self._servers():
-                _, frames = self._line.answer(
-                    self._line.ask(server, Dump, gradients=gradients, tables=tables)
-                )
-                found = unpack_state(frames)
+                asked = self._line.ask(server, Dump, gradients=gradients, tables=tables)
+                found = unpack_state(self._line.answer(asked)[1])
                 state.plain.update(found.plain)
                 for name, parts in found.tensors.items():
                     state.tensors.setdefault(name, []).extend(parts)
