@@ -236,7 +236,8 @@ class Server:
         else:
             found = guest.rows_of(push, self.shard.values[push.key], payload)
         rows = dict(zip(push.blocks, found, strict=True))
-        if self._rows.keep(batch, push.attempt, push.key, rows, push.touched):
+        is_whole = self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        if is_whole and not is_table:
             self.shard.sets.copy_ahead(push.key)
 
     def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
