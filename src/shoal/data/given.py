@@ -36,4 +36,4 @@ def require_function(given: Any, what: str) -> None:
 
 def _shown(given: Any) -> str:
     text = repr(given)
-    return f"a {type(given).__name__}, {text if len(text) <= 60 else text[:57] + '...'},"
+    return f"the {type(given).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

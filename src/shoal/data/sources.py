@@ -187,11 +187,12 @@ def as_source(data: Any, name: str = "data") -> Source:
         len(data)
     except ShoalError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a sentence of it, whatever it is)
+        is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is not None
         raise UsageError(
             f"len({name}) failed: {type(error).__name__}: {error}. __len__ of "
             f"{type(data).__name__} must return the number of samples, a whole number from 0 on."
-        ) from error
+        ) from (error if is_its_own else None)
     return data
 
 
