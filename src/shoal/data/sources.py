@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from shoal.data.given import require_whole
 from shoal.errors import Ended, RecipeError, ShoalError, UsageError
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -145,6 +146,7 @@ def windows(text: Any, length: int) -> WindowSource:
             f"windows() was given {given}. It needs a 1-D tensor of integer token ids, or a text "
             'of the catalog: shoal.data.catalog.text("shakespeare").'
         )
+    require_whole(length, "windows()")
     if not 1 <= length < len(tokens):
         raise UsageError(
             f"windows(length={length}) over {len(tokens)} tokens has no window. A window takes "
