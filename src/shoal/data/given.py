@@ -45,8 +45,10 @@ def require_whole(given: Any, what: str) -> None:
 
 
 def texts_of(given: Any, what: str) -> list[str]:
-    found = [] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-    if not found or not all(isinstance(part, str) for part in found):
+    found: list[Any] = (
+        [None] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    )
+    if not all(isinstance(part, str) for part in found):
         raise UsageError(f"{what} was given {_shown(given)} where it needs a list of texts.")
     return found
 
