@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.errors import PlanError, nearest
 from shoal.plan_fit import Counts, fit
-from shoal.plan_keys import KEYS, NOT_YET, Value
+from shoal.plan_keys import KEYS, Value
 from shoal.plan_rules import (
     STAGES_OF,
     refuse_contradictions,
@@ -138,7 +138,10 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def has_anchor(self) -> bool:
         """Whether local steps are brought together as steps away from the last agreement."""
-        return self.outer != "average" or self.codec != "none" or self.fragments > 1
+        if self.local_steps == 1:
+            return False
+        is_average = self.outer == "average" and self.codec == "none" and self.fragments == 1
+        return self.sync == "server" or not is_average
 
     @property
     def num_servers(self) -> int:
@@ -183,12 +186,6 @@ class Plan(msgspec.Struct, frozen=True):
 
     def refuse_missing(self) -> None:
         """Refuse a technique that the text knows and the package does not have yet."""
-        for key in _changed(self):
-            if key in NOT_YET:
-                raise PlanError(
-                    f"{key}={getattr(self, key)} asks for {NOT_YET[key]}, which is not built yet. "
-                    f"A plan is followed whole or not at all. Leave {key} out."
-                )
         refuse_unbuilt_codec(self)
 
     def resolve(self, *, ranks: int | None, cores: int, batch_size: int) -> Self:
@@ -204,10 +201,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def describe() -> list[tuple[str, str, str]]:
     """Each key with its values and its meaning, in the order in which a plan prints them."""
-    return [
-        (key, known.values, known.meaning + ("; only the default so far" if key in NOT_YET else ""))
-        for key, known in KEYS.items()
-    ]
+    return [(key, known.values, known.meaning) for key, known in KEYS.items()]
 
 
 def _changed(plan: Plan) -> list[str]:

@@ -34,9 +34,15 @@ def size_of(plan: Plan) -> Size:
     return Size(plan.num_ranks, plan.num_servers)
 
 
+def can_recover(plan: Plan) -> bool:
+    """Whether what a rank holds is held by another, or by servers."""
+    is_held = plan.local_steps == 1 or plan.sync == "server"
+    return is_held and not plan.zero and plan.tensor == plan.pipeline == 1
+
+
 def can_resize(plan: Plan) -> bool:
-    """Whether a rank can come or go: what it holds is held by another."""
-    return plan.local_steps == 1 and not plan.zero and plan.tensor == plan.pipeline == 1
+    """Whether a rank can come or go. In a window of local steps it has learnt what nobody has."""
+    return can_recover(plan) and plan.local_steps == 1
 
 
 def of_size(plan: Plan, size: Size) -> Plan:
@@ -74,6 +80,12 @@ def resized(plan: Plan, text: str) -> Plan:
             f"data={size.num_ranks} is more than the {plan.num_pieces} pieces that a batch was cut "
             "into when the run began. Each replica needs one at least. Use "
             f"data={plan.num_pieces} or fewer, or begin runs that may grow with pieces=N."
+        )
+    if plan.copies > 1 and size.num_servers != plan.num_servers:
+        raise UsageError(
+            f"servers={size.num_servers}: the number of servers does not change under "
+            f"copies={plan.copies}, whose servers keep one another's shards. Give data=N alone, or "
+            "stop the run (Ctrl-C) and go on with --resume and another --plan."
         )
     if size == size_of(plan):
         raise UsageError(f"The run has that size already: {in_words(size, size)}.")

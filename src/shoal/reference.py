@@ -20,11 +20,11 @@ from shoal.data.split import share
 from shoal.errors import NotFinite
 from shoal.numerics import schedules
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.norms import clip_factor, gradient_norm
+from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
-from shoal.reference_outer import Outer, Values, average, combined, tree_sum
+from shoal.reference_outer import Outer, Rounded, Values, average, combined, tree_sum
 from shoal.run import Run, call_model, make_batches, objective
 
 
@@ -72,14 +72,17 @@ class Replica:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.rule = plan.combine
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        # Out of lockstep a replica is one worker, whose pieces are a step of their own.
+        pushed = self.shares if plan.bound == 0 else [range(len(pieces))]
+        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
+        self.arrived = Rounded(codec, pushed, len(self.parameters))
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; the sum of its loss and its weight."""
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
-            piece = functools.partial(self.piece, batch)
-            sums = tree_sum(piece, self.pieces) if self.rule == "mean" else self.combined(piece)
+            sums = self.combined(functools.partial(self.piece, batch))
             if not self.told:  # quarantine left out all samples: nothing changes
                 self.buffers.restore()
                 return math.nan, 1.0
@@ -94,7 +97,9 @@ class Replica:
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
 
     def combined(self, piece: Callable[[int], Values]) -> Values:
-        """Instead of the sum: what `combine` makes of the replicas' gradients."""
+        """The sum, or what `combine` makes of the replicas' gradients."""
+        if self.rule == "mean":
+            return tree_sum(piece, self.pieces, self.arrived)
         of_shares = functools.partial(tree_sum, piece)
         return combined(of_shares, self.shares, len(self.parameters), self.rule)
 
@@ -115,17 +120,19 @@ class Replica:
             self.told.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
-        return [*(p.grad for p in self.parameters), *values]
+        return [*map(coalesced, (p.grad for p in self.parameters)), *values]
 
     def update(self, step: int, sums: Values, scale: float) -> bool:
         gradients, buffers = sums[: len(self.parameters)], sums[len(self.parameters) :]
         present = [g for g in gradients if g is not None]
-        if not all(torch.isfinite(g).all() for g in present):
+        if not all(torch.isfinite(values_of(g)).all() for g in present):
             return False
         if self.run.clip is not None:
             scale *= clip_factor(gradient_norm(present) * scale, self.run.clip)
         for p, g in zip(self.parameters, gradients, strict=True):
-            p.grad = g if g is None else g.mul_(scale)
+            p.grad = g
+        for g in present:
+            values_of(g).mul_(scale)
         if (schedule := self.run.make_schedule()) is not None:
             schedules.apply(self.optimizer, schedule(step, self.run.num_steps()))
         self.optimizer.step()
@@ -138,5 +145,5 @@ class Replica:
 
     def snapshot(self, loss: float) -> Snapshot:
         named = dict(self.model.named_parameters())
-        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        gradients = {n: p.grad.to_dense() for n, p in named.items() if p.grad is not None}
         return Snapshot(loss, gradients, named, dict(self.model.named_buffers()))

@@ -19,6 +19,7 @@ from shoal.data.sources import LeavesOut, as_source
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
+from shoal.parallel.striping import tables_of, weights_of
 from shoal.plan import Plan
 from shoal.world import cores
 
@@ -143,7 +144,7 @@ class Run:
                 "The optimizer has a parameter that is not the model's, which replicas could not "
                 "agree on. Make it part of the model (a learnable loss, say, as a submodule)."
             )
-        fuse(optimizer)
+        fuse(optimizer, weights_of(tables_of(model).values()))
         return optimizer
 
 
@@ -162,8 +163,23 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
         )
     if waiting and isinstance(run.data, LeavesOut):
         raise PlanError(_left_out(waiting, "data"))
+    _refuse_between_windows(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+
+
+def _refuse_between_windows(plan: Plan, run: Run) -> None:
+    """Through servers replicas are at different steps of a window, and meet at its end only."""
+    if plan.sync != "server":
+        return
+    for name in ("save_every", "evaluate_every"):
+        every = getattr(run, name)
+        if every is not None and every % plan.local_steps:
+            raise PlanError(
+                f"{name}={every} does not go with local_steps={plan.local_steps} and sync=server: "
+                f"replicas meet only after every {plan.local_steps} steps. Use {name}="
+                f"{-(-every // plan.local_steps) * plan.local_steps}, or leave sync=server out."
+            )
 
 
 def check_evaluated(plan: Plan, source: Any) -> None:

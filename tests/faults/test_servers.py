@@ -28,6 +28,10 @@ SERVER_POINTS = [
     "server.applied",
     "server.pull",
 ]
+COPIED = f"{LOCKSTEP} copies=2"
+COPY_POINTS = ["server.push", "server.apply", "server.unwritten", "server.applied"]
+COPY_POINTS += ["server.copied", "server.keep", "server.kept"]  # around the acknowledgement
+QUICK_COPIES = {(3, 3), (4, 4), (5, 3)}
 QUICK = {(0, 4), (2, 3), (3, 4)}  # of these points, each with a server
 
 
@@ -95,13 +99,14 @@ def test_a_server_and_a_worker_at_once(start, undisturbed, point: str) -> None:
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("plan", [LOCKSTEP, pytest.param(COPIED, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_kills_at_random_moments(start, undisturbed, num_kills: int) -> None:
+def test_kills_at_random_moments(start, undisturbed, plan: str, num_kills: int) -> None:
     seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
     print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
     draws = random.Random(seed)
     for attempt in range(num_kills):
-        training = start(pause=0.01, plan=LOCKSTEP)
+        training = start(pause=0.01, plan=plan)
         training.wait_for_seats()
         time.sleep(draws.uniform(0.0, 0.5))
         training.signal_rank(draws.randrange(5), signal.SIGKILL)
@@ -114,12 +119,13 @@ def test_kills_at_random_moments(start, undisturbed, num_kills: int) -> None:
 @pytest.mark.parametrize(
     "bound", [pytest.param("staleness=2", marks=pytest.mark.full), "staleness=any"]
 )
+@pytest.mark.parametrize("plan", [LOCKSTEP, pytest.param(COPIED, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "fault",
     ["step.computed:kill:member=1:step=20", "server.applied:kill:member=4:step=20"],
 )
-def test_out_of_lockstep_the_others_go_on(start, bound: str, fault: str) -> None:
-    trained = start(fault, plan=f"{LOCKSTEP} {bound}").wait()
+def test_out_of_lockstep_the_others_go_on(start, plan: str, bound: str, fault: str) -> None:
+    trained = start(fault, plan=f"{plan} {bound}").wait()
     assert trained.exit_code == 0, trained.errors
     assert trained.result["recoveries"] == 1
     assert trained.result["staleness"]["count"] > 0 and "staleness: " in trained.errors
@@ -160,6 +166,9 @@ def test_when_every_worker_is_lost_the_checkpoint_is_what_is_left(start) -> None
     trained = start(*armed, plan=LOCKSTEP, options=("--set", "save_every=10")).wait()
     assert trained.exit_code != 0
     assert "--resume" in trained.last_words
+    assert "failed at step 21: Every worker was lost" in trained.last_words
+    assert "The newest checkpoint is of step " in trained.last_words
+    assert not (trained.run_dir / "servers").exists(), "a journal was left"
 
 
 def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
@@ -168,3 +177,48 @@ def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
     check_survivors(trained, [3])
+
+
+def test_copies_change_nothing(start, undisturbed: Trained) -> None:
+    trained = start(plan=COPIED).wait()
+    check(trained, undisturbed, [])
+    assert not (trained.run_dir / "servers").exists(), "copies need no journal"
+
+
+@pytest.mark.parametrize(
+    ("point", "server"),
+    [
+        pytest.param(point, server, marks=[] if (i, server) in QUICK_COPIES else [pytest.mark.full])
+        for i, point in enumerate(COPY_POINTS)
+        for server in (3, 4)
+    ],
+)
+def test_a_server_with_a_copy_killed_within_a_step(start, undisturbed, point, server) -> None:
+    trained = start(f"{point}:kill:member={server}:step=20", plan=COPIED).wait()
+    check(trained, undisturbed, [server])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["server.apply", "server.keep"])
+def test_a_server_with_a_copy_that_stands_still_is_replaced(start, undisturbed, point) -> None:
+    """Its neighbour can answer nobody meanwhile."""
+    options = ("--heartbeat-timeout", "1")
+    trained = start(f"{point}:stop:member=3:step=20", plan=COPIED, options=options).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    check_survivors(trained, [3])
+
+
+@pytest.mark.full
+def test_servers_killed_one_after_another(start, undisturbed) -> None:
+    """The second one's copy is on the successor of the first."""
+    armed = ["server.apply:kill:member=3:step=20", "server.applied:kill:member=4:step=25"]
+    check(start(*armed, plan=COPIED).wait(), undisturbed, [3, 4])
+
+
+def test_both_holders_of_a_shard_at_once_end_the_run_with_a_way_out(start) -> None:
+    armed = [f"server.apply:kill:member={server}:step=20" for server in (3, 4)]
+    trained = start(*armed, plan=COPIED, options=("--set", "save_every=10")).wait()
+    assert trained.exit_code != 0
+    assert "lost" in trained.last_words and "--resume" in trained.last_words
+    assert "The newest checkpoint is of step " in trained.last_words

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal import plan as plan_module
-from shoal.errors import PlanError
+from shoal.errors import PlanError, UsageError
 from shoal.plan import Plan, describe
-from shoal.plan_keys import KEYS, NOT_YET
+from shoal.plan_keys import KEYS
 from shoal.plan_rules import STAGES_OF, fits_schedule
+from shoal.plan_size import resized
 
 COUNT = st.integers(1, 64)
 
@@ -37,13 +37,15 @@ def pipelines(draw: st.DrawFn) -> dict[str, object]:
 def fleets(draw: st.DrawFn) -> dict[str, object]:
     """Parameter servers; the loss scale of fp16 needs workers that agree on every step."""
     servers, staleness = draw(COUNT), draw(st.integers(0, 100) | st.just("any"))
-    return {
+    local = draw(st.sampled_from([{}, {"local_steps": 4, "outer": "nesterov", "codec": "int8"}]))
+    precisions = ["fp32", "bf16", *["fp16"] * (staleness == 0 and not local)]
+    return local | {
         "sync": "server",
         "servers": servers,
         "copies": draw(st.integers(1, servers)),
         "staleness": staleness,
         "damping": draw(st.sampled_from(["none", *["inverse"] * (staleness != 0)])),
-        "precision": draw(st.sampled_from(["fp32", "bf16", *["fp16"] * (staleness == 0)])),
+        "precision": draw(st.sampled_from(precisions)),
     }
 
 
@@ -153,6 +155,7 @@ def test_a_plan_is_frozen() -> None:
         ("outer=nesterov:inf local_steps=2", "rate > 0"),
         ("outer=average:1 local_steps=2", "average, nesterov"),
         ("sync=server staleness=some", "0 or more, or any"),
+        ("data=2 sync=server servers=257", "1 to 256"),
         ("sync=server combine=trimmed:0.5", "0 < F < 0.5"),
         ("sync=server staleness=1 rates=1:0", "a number above 0"),
         ("sync=server staleness=1 rates=1:0", "a number above 0 for each replica"),
@@ -177,6 +180,8 @@ def test_bad_words_are_refused(text: str, says: str) -> None:
         ("schedule=1f1b", "add pipeline=2 or more"),
         ("staleness=4", "add sync=server"),
         ("staleness=0", "add sync=server"),
+        ("data=1 sync=server staleness=2", "add sync=server and data=2 or more"),
+        ("data=2 sync=server staleness=1 rates=1:1.0", "give one that is not 1"),
         ("servers=2", "add sync=server"),
         ("copies=2", "add sync=server"),
         ("sync=server damping=inverse", "add sync=server and staleness=1 or more"),
@@ -207,7 +212,8 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("sync=server pipeline=2", "a worker of a server is one rank"),
         ("sync=server zero=2", "Leave zero out, or sync=server."),
         ("sync=server offload=optimizer", "Leave offload out, or sync=server."),
-        ("sync=server local_steps=4", "a server steps on every batch. Leave one of them out."),
+        ("sync=server local_steps=4 data=2 fragments=2", "servers bring whole windows together"),
+        ("sync=server local_steps=4 data=3 combine=median", "Leave one of them out."),
         ("sync=server sums=ring", "Leave sums out."),
         ("data=3 sync=server staleness=1 rates=1:2", "Give 3 of them, separated by colons"),
         ("data=2 sync=server combine=median", "Use data=3 or more, or leave combine out."),
@@ -338,25 +344,22 @@ def test_of_many_divisors_the_nearest_are_named() -> None:
 def test_a_fitted_plan_keeps_every_promise(
     plan: Plan, ranks: int | None, cores: int, batch_size: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "NOT_YET", {})
-        try:
-            fitted = plan.resolve(ranks=ranks, cores=cores, batch_size=batch_size)
-        except PlanError:
-            return
-        assert batch_size % fitted.num_pieces == 0
-        assert fitted.num_replicas <= fitted.num_pieces
-        assert fitted.num_pieces % fitted.num_microbatches == 0
-        assert fitted.num_ranks == (ranks or fitted.num_ranks)
-        assert plan.data in (None, fitted.data)
-        assert plan.pieces in (None, fitted.pieces)
-        assert Plan.parse(str(fitted)) == fitted
-        again = fitted.resolve(ranks=fitted.num_ranks, cores=cores, batch_size=batch_size)
-        assert again == fitted
+    try:
+        fitted = plan.resolve(ranks=ranks, cores=cores, batch_size=batch_size)
+    except PlanError:
+        return
+    assert batch_size % fitted.num_pieces == 0
+    assert fitted.num_replicas <= fitted.num_pieces
+    assert fitted.num_pieces % fitted.num_microbatches == 0
+    assert fitted.num_ranks == (ranks or fitted.num_ranks)
+    assert plan.data in (None, fitted.data)
+    assert plan.pieces in (None, fitted.pieces)
+    assert Plan.parse(str(fitted)) == fitted
+    again = fitted.resolve(ranks=fitted.num_ranks, cores=cores, batch_size=batch_size)
+    assert again == fitted
 
 
-def test_axes_share_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "NOT_YET", {})
+def test_axes_share_the_ranks() -> None:
     assert resolve("tensor=2", cores=8) == "data=4 tensor=2 pieces=4"
     assert resolve("pipeline=2", ranks=4) == "data=2 pipeline=2 pieces=8"
     assert resolve("tensor=2 pipeline=2", cores=2) == "data=1 tensor=2 pipeline=2 pieces=4"
@@ -408,10 +411,11 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "sync=server servers=2 copies=2",
         "codec=topk:0.01",
         "codec=onebit local_steps=4",
         "codec=int8",
+        "codec=fp16",
+        "codec=int8 sync=server",
     ],
 )
 def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
@@ -427,12 +431,20 @@ def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
     [
         ("codec=int8 data=2", "Leave codec out, or add local_steps=2 or more."),
         ("codec=topk:0.01 local_steps=4", "or use fp16, bf16, int8, int4 with local_steps."),
+        ("codec=int8 sync=server", "Leave codec out, or use fp16 or bf16, or leave sync=server"),
     ],
 )
 def test_a_codec_that_is_not_built_has_a_way_out(text: str, way_out: str) -> None:
     with pytest.raises(PlanError, match="not built yet") as refused:
         Plan.parse(text).refuse_missing()
     assert way_out in str(refused.value)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_servers_take_gradients_of_two_bytes(codec: str) -> None:
+    Plan.parse(f"data=3 sync=server codec={codec}").refuse_missing()
+    with pytest.raises(PlanError, match=f"codec={codec} does not go with combine=median"):
+        Plan.parse(f"data=3 sync=server codec={codec} combine=median").refuse_missing()
 
 
 def test_an_outer_step_of_an_average_goes_all_the_way() -> None:
@@ -446,13 +458,18 @@ def test_an_outer_step_of_an_average_goes_all_the_way() -> None:
 def test_keys_are_described_in_one_place() -> None:
     fields = [field.name for field in msgspec.structs.fields(Plan)]
     assert [key for key, _, _ in describe()] == fields == list(KEYS)
-    assert set(NOT_YET) <= set(KEYS)
-    for key, values, meaning in describe():
+    for _, values, meaning in describe():
         assert values and meaning
-        assert ("only the default so far" in meaning) == (key in NOT_YET)
 
 
 def test_the_plan_does_not_load_torch() -> None:
     code = "import sys, shoal.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
+    plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4")
+    assert resized(plan, "data=3").data == 3
+    with pytest.raises(UsageError, match="copies=2, whose servers keep one another's shards"):
+        resized(plan, "servers=3")

@@ -45,7 +45,7 @@ from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
-from shoal.plan_size import Size, can_resize
+from shoal.plan_size import Size, can_recover
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -112,18 +112,27 @@ class SupervisedSeat:
         assert self._place is not None
         return self._place.sizes
 
-    def serve(self, address: str) -> TakeSeat:
-        """As a server: enter the newest generation and let workers know where; one's place."""
+    def serve(self, address: str, door: str = "") -> tuple[TakeSeat, list[str]]:
+        """As a server: enter the newest generation and let workers know where; one's place.
+
+        With a door for other servers: where theirs are.
+        """
         while True:
             place = self._await_place(None)
-            if self._await_go(place):
-                break
-        assert place.server is not None
-        store = client(place.store_host, place.store_port, timeout_s=4.0)
-        store.set(_server_key(place.generation, place.server), address)
-        self._say(Formed(self.generation, -1))
-        self._say(Done(self.generation, -1, {}))  # whenever the ranks are
-        return place
+            if not self._await_go(place):
+                continue
+            assert place.server is not None
+            store = client(place.store_host, place.store_port, timeout_s=4.0)
+            store.set(_door_key(place.generation, place.server), door)
+            store.set(_server_key(place.generation, place.server), address)
+            try:
+                doors = _find(store, place, _door_key) if door else []
+            except GroupLost as lost:
+                self._say(Lost(self.generation, -1, str(lost)))
+                continue
+            self._say(Formed(self.generation, -1))
+            self._say(Done(self.generation, -1, {}))  # whenever the ranks are
+            return place, doors
 
     def asked_to_part(self) -> int | None:
         """As a server, once: for how many servers to write down what each will hold."""
@@ -140,6 +149,7 @@ class SupervisedSeat:
     def _be_ready(self) -> None:
         if not self._is_ready:
             self._is_ready = True
+            faultpoint("seat.ready")
             self._say(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
@@ -170,6 +180,7 @@ class SupervisedSeat:
     def finish(self, meets: bool = False) -> bool:
         if meets:
             self.before_meeting()
+            faultpoint("seat.meeting", self.step)
             self._say(Met(self.generation, self.step))
         else:
             self._say(Done(self.generation, self.step, self.summarise()))
@@ -249,13 +260,7 @@ class SupervisedSeat:
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers | None:
         if not place.num_servers:
             return None
-        try:
-            addresses = [
-                store.get(_server_key(place.generation, number)).decode()
-                for number in range(place.num_servers)
-            ]
-        except RuntimeError as error:
-            raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
+        addresses = _find(store, place, _server_key)
         return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
 
     def _place_is_new(self) -> bool:
@@ -332,6 +337,22 @@ def _server_key(generation: int, number: int) -> str:
     return f"generation/{generation}/server/{number}"
 
 
+def _door_key(generation: int, number: int) -> str:
+    """Under which the address stands at which a server hears others."""
+    return f"generation/{generation}/door/{number}"
+
+
+def _find(store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str]) -> list[str]:
+    """What each server put into the store, waiting for it."""
+    try:
+        return [
+            store.get(key_of(place.generation, number)).decode()
+            for number in range(place.num_servers)
+        ]
+    except RuntimeError as error:
+        raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
+
+
 def report_failure(address: str, identity: str, failed: Failed) -> None:
     """Say that this member's program failed, and wait until the supervisor has heard it."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
@@ -347,4 +368,4 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
     address = os.environ.get("SHOAL_CONTROL")
     if address is None:
         return None
-    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_resize(plan))
+    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))

@@ -4,12 +4,15 @@ from collections.abc import Callable
 
 from shoal.numerics.fragments import Timetable
 from shoal.numerics.quantization import codec_of
+from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import Rule
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.server.windows import Windows
 from shoal.sync.sharded import Sharded
 from shoal.sync.strategy import Strategy
 
@@ -19,22 +22,38 @@ def strategy_for(
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
+    timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
+    rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    if plan.sync == "server" and rule is not None:
+        windows = Windows(
+            plan.num_replicas,
+            plan.bound,
+            rule,
+            timetable,
+            damps=plan.damping == "inverse",
+            rates=plan.rate_factors,
+            meets_after=meets_after,
+        )
+        return LocalThroughServers(plan.num_pieces, windows, exact)
     if plan.sync == "server":
         return ThroughServers(
             plan.num_pieces,
             plan.bound,
-            copies=plan.copies,
             checks=plan.precision == "fp16",
+            codec=plan.codec,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,
         )
     if plan.local_steps > 1:
-        timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
-        rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
         return LocalSGD(plan.num_pieces, timetable, exact, rule)
     if plan.zero == 3:
         return FullySharded(plan.num_pieces, round_size)
     if plan.zero:
         return Sharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
     return AllReduce(plan.num_pieces, exact, round_size)
+
+
+def tables_held(strategy: Strategy) -> dict[str, list[Slice]]:
+    """This rank's share of what servers alone hold of the model. Every rank must call it."""
+    return strategy.tables() if isinstance(strategy, ThroughServers) else {}

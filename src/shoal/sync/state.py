@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError, UsageError
+from shoal.numerics.optimizers import kind_of
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of, slices_of_run, whole
 
 
@@ -63,6 +64,20 @@ class Run(NamedTuple):
             return slices_of(self.name, tensor.view(self.shape), holding)
         return slices_of_run(self.name, self.shape, self.start, tensor, holding)
 
+    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+        """A tensor with one number for each row: optimizers that keep such step on whole ones."""
+        return [whole(tensor)]
+
+
+class Stepped(Protocol):
+    """What an optimizer steps on, in the place of a parameter or of a part of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
+    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
+
 
 class HeldState:
     """The state of a model and an optimizer, as one rank holds them.
@@ -75,7 +90,7 @@ class HeldState:
         self,
         tensors: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        runs: Mapping[Tensor, Run],
+        runs: Mapping[Tensor, Stepped],
         holding: Holding = WHOLE,
     ):
         self.tensors, self.optimizer, self.runs, self.holding = tensors, optimizer, runs, holding
@@ -85,7 +100,7 @@ class HeldState:
             f"model.{name}": slices_of(name, tensor, self.holding)
             for name, tensor in self.tensors.items()
         }
-        plain: dict[str, Any] = {_KIND: type(self.optimizer).__name__}
+        plain: dict[str, Any] = {_KIND: kind_of(self.optimizer)}
         for p, own in self.optimizer.state.items():
             path = f"optimizer.{self.runs[p].name}"
             plain[path] = self._put(own, path, tensors, p)
@@ -106,13 +121,17 @@ class HeldState:
             path = f"optimizer.{run.name}"
             if path in source.plain and run.name not in self.holding.absent:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
+        self.load_groups(source)
+
+    def load_groups(self, source: Source) -> None:
+        """Take over the optimizer's settings: rates, decay, betas, also if a hook changed them."""
         groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
         self._refuse_another(source.plain[_KIND], len(groups))
         for group, values in zip(self.optimizer.param_groups, groups):
             group.update(values)
 
     def _refuse_another(self, kind: str, num_groups: int) -> None:
-        own, num_own = type(self.optimizer).__name__, len(self.optimizer.param_groups)
+        own, num_own = kind_of(self.optimizer), len(self.optimizer.param_groups)
         if (kind, num_groups) != (own, num_own):
             raise UsageError(
                 f"The state is of the optimizer {kind} with {num_groups} groups of parameters, and "
@@ -125,9 +144,13 @@ class HeldState:
             # What is sparse is not cut as a parameter is; no checkpoint holds it.
             dense = value.layout == torch.strided
             alike = p is not None and dense and value.dim() and value.shape == p.shape
-            parts = self.runs[p].parts(value, self.holding) if alike and p is not None else None
-            tensors.setdefault(path, []).extend([whole(value)] if parts is None else parts)
-            return {_TENSOR if parts is None else _ALIKE: None}
+            kind, parts = _TENSOR, [whole(value)]
+            if p is not None and alike:
+                kind, parts = _ALIKE, self.runs[p].parts(value, self.holding)
+            elif p is not None and dense and _is_by_row(value, p):
+                kind, parts = _BY_ROW, self.runs[p].row_parts(value, self.holding)
+            tensors.setdefault(path, []).extend(parts)
+            return {kind: None}
         if isinstance(value, dict):
             return {_DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
         if isinstance(value, list | tuple):
@@ -155,6 +178,11 @@ class HeldState:
             made = torch.empty_like(p, dtype=source.dtype(path), requires_grad=False)
             source.fill(path, self.runs[p].parts(made, self.holding))
             return made
+        if kind == _BY_ROW:
+            assert p is not None
+            made = p.new_empty((len(p), *source.shape(path)[1:]), dtype=source.dtype(path))
+            source.fill(path, self.runs[p].row_parts(made, self.holding))
+            return made
         if kind == _NUMBER:
             return float(content)
         if kind == _DICT:
@@ -163,22 +191,24 @@ class HeldState:
         return tuple(parts) if kind == _TUPLE else parts
 
 
-def cut_state(source: Source, runs: Iterable[tuple[Run, tuple[int, ...]]]) -> State:
+def cut_state(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
     """What of a state belongs to some runs of elements, each given with its shape; a copy."""
     tensors: dict[str, list[Slice]] = {}
     plain = {name: source.plain[name] for name in (_KIND, _GROUPS)}
     wholes = list(_marked(plain[_GROUPS], _GROUPS))
     for run, shape in runs:
         path = f"optimizer.{run.name}"
-        alike = [f"model.{run.name}"]
+        alike, by_row = [f"model.{run.name}"], []
         if path in source.plain:
             plain[path] = source.plain[path]
             marked = list(_marked(plain[path], path))
             alike += [name for name, kind in marked if kind == _ALIKE]
+            by_row = [name for name, kind in marked if kind == _BY_ROW]
             wholes += [(name, kind) for name, kind in marked if kind == _TENSOR]
-        for name in alike:
-            made = torch.empty(shape, dtype=source.dtype(name))
-            parts = run.parts(made, WHOLE)
+        for name in (*alike, *by_row):
+            own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
+            made = torch.empty(own, dtype=source.dtype(name))
+            parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
             source.fill(name, parts)
             tensors.setdefault(name, []).extend(parts)
     for name, _ in wholes:
@@ -191,7 +221,7 @@ def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         return
     ((kind, content),) = value.items()
-    if kind in (_TENSOR, _ALIKE):
+    if kind in (_TENSOR, _ALIKE, _BY_ROW):
         yield path, kind
     elif kind == _DICT:
         for key, part in content:
@@ -222,16 +252,23 @@ class Given:
             place.tensor.copy_(by_offset[place.offset])
 
 
+JOINED_BYTES = 1 << 20  # of small tensors in one frame
 _GROUPS, _KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
-_TENSOR, _ALIKE, _DICT, _LIST, _TUPLE, _NUMBER = (
+_TENSOR, _ALIKE, _BY_ROW, _DICT, _LIST, _TUPLE, _NUMBER = (
     "tensor",
     "alike",
+    "by-row",
     "dict",
     "list",
     "tuple",
     "number",
 )
+
+
+def _is_by_row(value: Tensor, p: Tensor) -> bool:
+    """Whether a state has one number for each row of its parameter."""
+    return value.dim() > 1 and value.shape == (len(p), *[1] * (p.dim() - 1))
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -253,7 +290,35 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
     return payload.numpy().tobytes()
 
 
-def pack_state(state: State) -> tuple[bytes, list[Tensor]]:
+def pack_state(state: State) -> list[bytes | Tensor]:
+    """What is plain, the names and the shapes; then the tensors, of which small ones are joined.
+
+    A model of thousands of small parameters then fits in one message as well.
+    """
+    header, parts = _describe(state)
+    frames: list[bytes | Tensor] = [header]
+    for run in _joined([part.nbytes for part in parts]):
+        own = parts[run.start : run.stop]
+        frames.append(own[0] if len(own) == 1 else _in_one(own))
+    return frames
+
+
+def unpack_state(frames: Sequence[memoryview]) -> State:
+    """The state, from what `pack_state` made of it; a copy."""
+    if not frames:
+        raise ValueError("a state has one frame at least, which says what is in it")
+    plain, entries = _read_header(frames[0])
+    sizes = [_num_bytes(entry) for entry in entries]
+    tensors: dict[str, list[Slice]] = {}
+    for run, frame in zip(_joined(sizes), frames[1:], strict=True):
+        payload = torch.frombuffer(bytearray(frame) or bytearray(1), dtype=torch.uint8)
+        parts = payload[: len(frame)].split(sizes[run.start : run.stop])
+        for entry, part in zip(entries[run.start : run.stop], parts, strict=True):
+            tensors.setdefault(entry.name, []).append(_part(entry, part))
+    return State(tensors, plain)
+
+
+def _describe(state: State) -> tuple[bytes, list[Tensor]]:
     """What is plain, the names and the shapes as bytes; and the tensors, in that order."""
     listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
     entries = [
@@ -264,14 +329,22 @@ def pack_state(state: State) -> tuple[bytes, list[Tensor]]:
     return header, [s.tensor.detach().contiguous() for _, s in listed]
 
 
-def unpack_state(header: bytes, frames: Sequence[memoryview]) -> State:
-    """The state, from what `pack_state` made of it; a copy."""
-    plain, entries = _read_header(header)
-    tensors: dict[str, list[Slice]] = {}
-    for entry, frame in zip(entries, frames, strict=True):
-        payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        tensors.setdefault(entry.name, []).append(_part(entry, payload))
-    return State(tensors, plain)
+def _joined(sizes: Sequence[int]) -> Iterator[range]:
+    """Which tensors share a frame, by their bytes: small neighbours do, a large one is alone."""
+    most = max(JOINED_BYTES, sum(sizes) // 1_000)  # so frames are a few thousand at the most
+    start = total = 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > most:
+            yield range(start, number)
+            start, total = number, 0
+        total += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
+def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def share_state(group: Group, source: int, state: State) -> State:
@@ -280,10 +353,10 @@ def share_state(group: Group, source: int, state: State) -> State:
     One message for what is plain, the names and the shapes, one for all the bytes. Every rank must
     call it.
     """
-    header, parts = pack_state(state)
+    header, parts = _describe(state)
     header = share_bytes(group, source, header)
     if group.rank == source:
-        group.broadcast(torch.cat([p.reshape(-1).view(torch.uint8) for p in parts]).cpu(), source)
+        group.broadcast(_in_one(parts).cpu(), source)
         return state
     plain, entries = _read_header(header)
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
@@ -294,7 +367,7 @@ def share_state(group: Group, source: int, state: State) -> State:
     return State(tensors, plain)
 
 
-def _read_header(header: bytes) -> tuple[dict[str, Any], list[_Entry]]:
+def _read_header(header: bytes | memoryview) -> tuple[dict[str, Any], list[_Entry]]:
     return msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
 
 

@@ -59,7 +59,7 @@ class Journal:
         except (OSError, ValueError) as error:
             self._give_up(error)
 
-    def append(self, header: bytes, tensors: Sequence[Tensor]) -> None:
+    def append(self, header: bytes, tensors: Sequence[bytes | Tensor]) -> None:
         """Write an update down."""
         if self._is_lost:
             return
@@ -75,7 +75,7 @@ class Journal:
         """Whether it is time for a snapshot."""
         return self._file is not None and self._num_bytes > self._most_bytes
 
-    def begin(self, header: bytes, tensors: Sequence[Tensor]) -> None:
+    def begin(self, header: bytes, tensors: Sequence[bytes | Tensor]) -> None:
         """Put a snapshot of the state in the place of everything before it."""
         if self._is_lost:
             return
@@ -116,7 +116,7 @@ class Journal:
         )
 
 
-def write_record(file: BinaryIO, header: bytes, tensors: Sequence[Tensor]) -> int:
+def write_record(file: BinaryIO, header: bytes, tensors: Sequence[bytes | Tensor]) -> int:
     """Returns its bytes."""
     frames = [header, *(bytes_of(tensor) for tensor in tensors)]
     lengths = b"".join(_LENGTH.pack(len(frame)) for frame in frames[1:])

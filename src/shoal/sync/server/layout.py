@@ -65,6 +65,10 @@ class Layout(NamedTuple):
         """Where each of a server's keys begins in its shared memory, in bytes; and the end."""
         return _places(self.keys[number].num_bytes for number in self.held_by(server))
 
+    def most_bytes(self, keys: Iterable[int]) -> int:
+        """That a state may have: parameters, what optimizers keep of them, and their names."""
+        return sum(self.keys[k].num_bytes * 16 + len(self.segments(k)) * 16_384 for k in keys)
+
     @property
     def digest(self) -> str:
         """By which two processes know that they mean the same."""
@@ -72,9 +76,7 @@ class Layout(NamedTuple):
         return hashlib.sha256(told).hexdigest()[:16]
 
 
-def lay_out(
-    sizes: Sequence[tuple[int, int, object]], may_cut: bool, num_servers: int, copies: int = 1
-) -> Layout:
+def lay_out(sizes: Sequence[tuple[int, int, object]], may_cut: bool, num_servers: int) -> Layout:
     """Of parameters given as (elements, bytes of one, kind); whole ones if they may not be cut."""
     total = sum(length * itemsize for length, itemsize, _ in sizes)
     most = min(BUCKET_BYTES, max(LEAST_BYTES, total // (4 * num_servers)))
@@ -86,7 +88,7 @@ def lay_out(
         shelves.append(shelf._replace(cuts=cuts))
         for k, (start, stop) in enumerate(pairwise(cuts)):
             keys.append(Key(number, k, start, stop, itemsize))
-    holders = place([key.num_bytes for key in keys], range(num_servers), copies)
+    holders = place([key.num_bytes for key in keys], range(num_servers))
     itemsizes = [sizes[shelf.indices[0]][1] for shelf in shelves]
     return Layout(shelves, keys, holders, itemsizes)
 

@@ -8,9 +8,11 @@ What is tall and what is wide: a *row* is the sum over one block of pieces of al
 shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from shoal.comm.shared_memory import Place
 from shoal.comm.tree import Block
@@ -30,13 +32,15 @@ class Halt(msgspec.Struct, frozen=True):
 
 
 class Hello(FromWorker, frozen=True, tag="hello"):
-    """I sit in this seat, at this batch. `rows` is where my rows stand, if we share memory."""
+    """I sit in this seat, at this batch, and have seen this version of your parameters. `rows` is
+    where my rows stand, if we share memory."""
 
     seat: int
     secret: str
     layout: str
     num_rows: int
     rows: Place | None
+    version: int = 0
     batch: int = 0
     halt: Halt | None = None
 
@@ -53,6 +57,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     blocks: list[Block]
     touched: list[bool]
     is_shared: bool
+    codec: str = "none"  # by which what stands beside this is packed
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -89,6 +94,14 @@ class Pull(FromWorker, frozen=True, tag="pull"):
     meets: bool
 
 
+class Look(FromWorker, frozen=True, tag="look"):
+    """Give me some rows of a table for this batch, which I have begun; their places are beside
+    this."""
+
+    batch: int
+    table: int
+
+
 class Stop(FromWorker, frozen=True, tag="stop"):
     """I was asked to stop, or to wait for all: choose a step after which all do."""
 
@@ -97,28 +110,43 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
-    """Your whole state; or the gradients of the last step."""
+    """Your whole state; or the gradients of the last step; or the rows of tables alone."""
 
     gradients: bool = False
+    tables: bool = False
+
+
+class Check(FromWorker, frozen=True, tag="check"):
+    """Is my question `request` answered? Messages keep their order, so whoever hears `Checked` and
+    no answer knows that the question or the answer was lost, however long either takes to send."""
+
+    turn: int
 
 
 class Load(FromWorker, frozen=True, tag="load"):
-    """Take over this state after `step`."""
+    """Take over the state after `step` that is in the frames."""
 
     step: int
-    packed: bytes
 
 
 class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
 
 
+class Answer(NamedTuple):
+    """To a worker, by its address on the socket."""
+
+    to: bytes
+    message: FromServer
+    payload: Sequence[Tensor | bytes] = ()
+
+
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where they stand."""
+    are not put there but read at `values`, where their sets stand."""
 
     is_shared: bool
-    values: Place | None
+    values: list[Place]
     committed: int
     next_batch: int
 
@@ -145,16 +173,27 @@ class Values(FromServer, frozen=True, tag="values"):
     """The parameters, key by key: in frames, or in the shared memory."""
 
     committed: int
-    version: int  # updates that they are made of
+    version: int  # updates that they are made of, and states that were taken over
+    number: int  # of the set in which they stand
     halt: Halt | None
+
+
+class Found(FromServer, frozen=True, tag="found"):
+    """The rows of a table, in a frame."""
 
 
 class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
 
 
+class Checked(FromServer, frozen=True, tag="checked"):
+    """All that came before is answered, unless it waits for others."""
+
+    turn: int
+
+
 class Dumped(FromServer, frozen=True, tag="dumped"):
-    packed: bytes
+    """The state, in frames."""
 
 
 class Refused(FromServer, frozen=True, tag="refused"):
@@ -164,5 +203,7 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
+ServerMessage = (
+    Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Checked | Refused
+)

@@ -26,24 +26,24 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.placement import place
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.state import Given, Run, State, cut_state, pack_state, unpack_state
+from shoal.sync.state import Given, State, Stepped, cut_state, pack_state, unpack_state
 
 
 def layout_after(
-    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Sequence[int], copies: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, counts: Sequence[int]
 ) -> Layout:
     """Of a run that had these numbers of servers, one after another. Pure."""
     first, *later = changes(counts)
-    layout = layout_of(model, optimizer, first, copies)
+    layout = layout_of(model, optimizer, first)
     for count in later:
-        layout = relaid(layout, count, copies)
+        layout = relaid(layout, count)
     return layout
 
 
-def relaid(layout: Layout, num_servers: int, copies: int = 1) -> Layout:
+def relaid(layout: Layout, num_servers: int) -> Layout:
     """The same keys on another number of servers, of which as few as can be move. Pure."""
     sizes = [key.num_bytes for key in layout.keys]
-    holders = place(sizes, range(num_servers), copies, before=layout.holders)
+    holders = place(sizes, range(num_servers), before=layout.holders)
     return layout._replace(holders=holders)
 
 
@@ -70,11 +70,10 @@ class _Part(msgspec.Struct, frozen=True):
     """With the tensors of the state in frames."""
 
     step: int
-    num_updates: int
-    packed: bytes
+    version: int
 
 
-def write_parts(server: Server, number: int, num_servers: int, copies: int, shelf: Shelf) -> int:
+def write_parts(server: Server, number: int, num_servers: int, shelf: Shelf) -> int:
     """As server `number`, write down what each of so many will hold; the bytes that move.
 
     ValueError or OSError, and nothing is lost, if that cannot be.
@@ -84,27 +83,28 @@ def write_parts(server: Server, number: int, num_servers: int, copies: int, shel
     if server.clock.to_plain().applied:
         raise ValueError(f"pieces of batches after {step} are applied already")
     state, num_bytes = Given(server.shard.state_dict()), 0
-    after = relaid(server.layout, num_servers, copies)
+    after = relaid(server.layout, num_servers)
     for other in range(num_servers):
         keys = [
             key
             for key, holders in enumerate(after.holders)
             if other in holders and server.layout.holders[key][0] == number
         ]
-        packed, tensors = pack_state(cut_state(state, _runs(server.shard, keys)))
-        header = msgspec.msgpack.encode(_Part(step, server.num_updates, packed))
+        runs = [*_runs(server.shard, keys), *server.shard.tables.moved_to(other, num_servers)]
+        part = cut_state(state, runs)
+        header = msgspec.msgpack.encode(_Part(step, server.version))
         with replacing(shelf.part(other, number)) as partial, partial.open("wb") as file:
-            write_record(file, header, tensors)
-        if other != number and keys:
-            num_bytes += sum(tensor.nbytes for tensor in tensors)
+            write_record(file, header, pack_state(part))
+        if other != number and runs:
+            num_bytes += sum(s.tensor.nbytes for parts in part.tensors.values() for s in parts)
     faultpoint("server.parted", step)
     return num_bytes
 
 
-def _runs(shard: Shard, keys: Sequence[int]) -> Iterator[tuple[Run, tuple[int, ...]]]:
+def _runs(shard: Shard, keys: Sequence[int]) -> Iterator[tuple[Stepped, tuple[int, ...]]]:
     """What a server steps on of these keys, with its shape."""
     for run, own in shard.runs.items():
-        if shard.key_of(run) in keys:
+        if run not in shard.tables.runs and shard.key_of(run) in keys:
             yield own, tuple(run.shape)
 
 
@@ -118,14 +118,14 @@ def take_parts(server: Server, number: int, num_before: int, shelf: Shelf) -> No
         if len(found) != 1:
             raise ValueError(f"{path}, what server {source} handed over, is gone or damaged")
         part = msgspec.msgpack.decode(found[0][0], type=_Part)
-        state = unpack_state(part.packed, [memoryview(frame) for frame in found[0][1]])
+        state = unpack_state([memoryview(frame) for frame in found[0][1]])
         together.plain.update(state.plain)
         for name, slices in state.tensors.items():
             together.tensors.setdefault(name, []).extend(slices)
         parts.append(part)
     if len({part.step for part in parts}) != 1:
         raise ValueError(f"servers handed over other steps: {[part.step for part in parts]}")
-    server.go_on_from(Given(together), parts[0].step, max(part.num_updates for part in parts))
+    server.go_on_from(Given(together), parts[0].step, max(part.version for part in parts))
 
 
 def clear(shelf: Shelf, number: int, num_before: int, num_now: int) -> None:

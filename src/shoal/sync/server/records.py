@@ -5,8 +5,8 @@ a snapshot of everything. Doing updates again gives the bits that the dead serve
 optimizer sees what it saw then.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
@@ -15,9 +15,10 @@ from shoal.comm.wire import tensor_of
 from shoal.sync.server.clock import Clock, ClockRecord
 from shoal.sync.server.messages import Apply
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, pack_state, unpack_state
 
-Record = tuple[bytes, list[Tensor]]
+Record = tuple[bytes, Sequence[bytes | Tensor]]
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -30,8 +31,33 @@ class Told(msgspec.Struct, frozen=True):
     attempt: int = -1  # of the present generation
 
 
+class Diary(Protocol):
+    """Where a server writes down what it did, before it answers."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is time for a snapshot."""
+        ...
+
+    def append(self, header: bytes, tensors: Sequence[bytes | Tensor]) -> None:
+        """Write an update down."""
+        ...
+
+    def begin(self, header: bytes, tensors: Sequence[bytes | Tensor]) -> None:
+        """Put a snapshot of the state in the place of everything before it."""
+        ...
+
+
+class Past(NamedTuple):
+    """What a server has done, beside the state that it made."""
+
+    clock: Clock
+    version: int  # updates made, and states taken over from workers
+    told: Mapping[int, Told]  # the last, by first piece
+
+
 class _Update(msgspec.Struct, frozen=True, tag="update"):
-    """One step, with the sums in frames, key by key."""
+    """One step, with the sums in frames, key by key; of tables' keys the rows and their places."""
 
     batch: int
     first: int
@@ -44,10 +70,10 @@ class _Update(msgspec.Struct, frozen=True, tag="update"):
 
 
 class _Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    """The whole state, with its tensors in frames."""
+    """The whole state, in frames."""
 
     clock: ClockRecord
-    packed: bytes
+    version: int
     told: list[Told]
 
 
@@ -57,7 +83,11 @@ _RECORDS: msgspec.msgpack.Decoder[_Update | _Snapshot] = msgspec.msgpack.Decoder
 
 
 def update_record(
-    apply: Apply, sums: Mapping[int, Tensor], touched: Mapping[int, list[bool]], told: list[Told]
+    apply: Apply,
+    sums: Mapping[int, Tensor],
+    touched: Mapping[int, list[bool]],
+    told: list[Told],
+    tables: Tables,
 ) -> Record:
     update = _Update(
         apply.batch,
@@ -66,31 +96,48 @@ def update_record(
         apply.scale,
         apply.factor,
         apply.settings,
-        [touched[key] for key in sums],
+        list(touched.values()),
         told,
     )
-    return msgspec.msgpack.encode(update), list(sums.values())
+    dense = [sum_ for sum_ in sums.values() if not sum_.is_sparse]
+    return msgspec.msgpack.encode(update), [*dense, *tables.frames_of(sums)]
 
 
-def snapshot_record(shard: Shard, clock: Clock, told: Iterable[Told]) -> Record:
-    packed, tensors = pack_state(shard.state_dict())
-    return msgspec.msgpack.encode(_Snapshot(clock.to_plain(), packed, list(told))), tensors
+def snapshot_record(shard: Shard, past: Past) -> Record:
+    snapshot = _Snapshot(past.clock.to_plain(), past.version, list(past.told.values()))
+    return msgspec.msgpack.encode(snapshot), pack_state(shard.state_dict())
 
 
 def redo(
-    header: bytes, frames: list[bytes], shard: Shard, clock: Clock
-) -> tuple[Clock, list[Told]]:
-    """Do once more what a record tells of; the clock after it, and what was told."""
+    header: bytes | memoryview, frames: Sequence[bytes | memoryview], shard: Shard, past: Past
+) -> Past:
+    """Do once more what a record tells of."""
     record = _RECORDS.decode(header)
+    told = {one.first: one for one in record.told}
     if isinstance(record, _Snapshot):
-        state = unpack_state(record.packed, [memoryview(frame) for frame in frames])
-        shard.load_state_dict(Given(state))
-        return Clock.from_plain(record.clock), record.told
+        shard.load_state_dict(Given(unpack_state([memoryview(frame) for frame in frames])))
+        return Past(Clock.from_plain(record.clock), record.version, told)
     sums = {
         key: tensor_of(memoryview(frame), value.dtype, value.numel())
-        for (key, value), frame in zip(shard.values.items(), frames, strict=True)
+        for (key, value), frame in zip(shard.values.items(), frames, strict=False)
     }
-    touched = dict(zip(shard.keys, record.touched, strict=True))
+    sums |= shard.tables.sums_of([memoryview(frame) for frame in frames[len(sums) :]])
+    touched = dict(zip(sums, record.touched, strict=True))
     shard.apply(sums, touched, record.scale, record.factor, record.settings)
-    clock.apply(record.batch, range(record.first, record.last))
-    return clock, record.told
+    past.clock.apply(record.batch, range(record.first, record.last))
+    return Past(past.clock, past.version + 1, {**past.told, **told})
+
+
+class Copied:
+    """The shard of another server, stepped as that one does."""
+
+    def __init__(self, shard: Shard, clock: Clock):
+        self.shard, self.past = shard, Past(clock, 0, {})
+
+    def redo(self, frames: Sequence[memoryview]) -> None:
+        header, *tensors = frames
+        self.past = redo(header, tensors, self.shard, self.past)
+
+    def snapshot(self) -> list[bytes | Tensor]:
+        header, frames = snapshot_record(self.shard, self.past)
+        return [header, *frames]

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 import zmq
+from torch import Tensor
 
 from shoal.comm.wire import BadFrame, listen, pack, unpack
-from shoal.sync.server.messages import Refused, WorkerMessage
-from shoal.sync.server.server import Answer, Server
+from shoal.faults import faultpoint
+from shoal.sync.server.messages import Answer, Refused, WorkerMessage
+from shoal.sync.server.peers import Peers
+from shoal.sync.server.server import Server
 
 TICK_MS = 20
 SLACK_BYTES = 1 << 20  # for the head of a message
@@ -15,22 +18,40 @@ _DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(Worke
 
 
 class Desk:
-    """A server's socket. Call `turn` again and again."""
+    """A server's socket. Call `turn` again and again.
 
-    def __init__(self, server: Server, host: str = "127.0.0.1"):
-        self.server = server
+    With `peers`, answers wait until others hold copies of what they may tell of.
+    """
+
+    def __init__(self, server: Server, peers: Peers | None = None, host: str = "127.0.0.1"):
+        self.server, self.peers = server, peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._most_bytes = server.most_bytes + SLACK_BYTES
         self._socket, self.address = listen(self._context, host, None, self._most_bytes)
 
     def turn(self) -> None:
         """Answer what came, or wait a moment."""
-        if not self._socket.poll(TICK_MS):
-            return
-        while self._socket.poll(0):
+        if self.peers is None:
+            came = bool(self._socket.poll(TICK_MS))
+        else:
+            came = self.peers.turn(self._socket)
+        while came and self._socket.poll(0):
             sender, *frames = self._socket.recv_multipart(copy=False)
             for answer in self._take_in(sender.bytes, frames):
+                self._answer(answer)
+        if self.peers is not None:
+            for answer in self.peers.leader.release():
+                faultpoint("server.copied", self.peers.leader.number - 1)
                 self._send(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        if self.peers is None:
+            self._send(answer)
+            return
+        if self.server.bound != 0:  # parameters may change before it leaves
+            own = [part.clone() if isinstance(part, Tensor) else part for part in answer.payload]
+            answer = answer._replace(payload=own)
+        self.peers.leader.hold(answer)
 
     def _take_in(self, sender: bytes, frames: Sequence[zmq.Frame]) -> list[Answer]:
         try:
@@ -52,5 +73,7 @@ class Desk:
             return  # it is gone, or does not read: it will ask again
 
     def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
         self._socket.close(linger=0)
         self._context.term()

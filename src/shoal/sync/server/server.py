@@ -11,27 +11,33 @@ worker's pieces are a step of their own.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
+from shoal.comm.shared_memory import Place
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
+from shoal.numerics.norms import values_of
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.messages import (
+    Answer,
     Applied,
     Apply,
+    Check,
+    Checked,
     Done,
     Dump,
     Dumped,
+    Found,
     FromServer,
     Halt,
     Hello,
     Load,
+    Look,
     Missing,
     Pull,
     Push,
@@ -43,18 +49,18 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
-from shoal.sync.server.records import Told, redo, snapshot_record, update_record
+from shoal.sync.server.records import (
+    Diary,
+    Past,
+    Record,
+    Told,
+    redo,
+    snapshot_record,
+    update_record,
+)
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.shard import Shard
 from shoal.sync.state import Source, pack_state
-
-
-class Answer(NamedTuple):
-    """To a worker, by its address on the socket."""
-
-    to: bytes
-    message: FromServer
-    payload: Sequence[Tensor | bytes] = ()
 
 
 class Server:
@@ -74,16 +80,26 @@ class Server:
         self.num_seats, self.num_pieces = num_seats, num_pieces
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
-        self._secret, self._digest = secret, shard.layout.digest
+        self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
-        self.num_updates = 0
+        self.version = 0  # updates made, and states taken over from workers
+        if bound == 0:
+            shard.sets.double()
         self._told: dict[int, Told] = {}  # the last, by first piece
-        self.journal = journal
+        self.journal: Diary | None = journal
         for header, frames in journal.read() if journal is not None else ():
-            self.clock, told = redo(header, frames, shard, self.clock)
-            self._told |= {one.first: one for one in told}
-        self._begun = self.clock.committed
+            self.redo(header, frames)
         self.begin(-1)
+
+    def redo(self, header: bytes | memoryview, frames: Sequence[bytes | memoryview]) -> None:
+        """Do what a predecessor wrote down."""
+        past = Past(self.clock, self.version, self._told)
+        self.clock, self.version, told = redo(header, frames, self.shard, past)
+        self._told, self._begun = dict(told), self.clock.committed
+
+    def snapshot(self) -> Record:
+        """All that a successor needs to know."""
+        return snapshot_record(self.shard, Past(self.clock, self.version, self._told))
 
     def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
@@ -91,7 +107,8 @@ class Server:
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
         own = shares(self.num_pieces, self.num_seats)
-        self._rows = Rows(self.shard.keys, self.num_pieces, self.bound == 0, self._rule, own)
+        keys = [*self.shard.keys, *self.shard.tables.keys]
+        self._rows = Rows(keys, self.num_pieces, self.bound == 0, self._rule, own)
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
@@ -104,6 +121,8 @@ class Server:
         if message.generation != self.generation:
             why = f"this is generation {self.generation}, not {message.generation}"
             return [Answer(sender, Refused(request=message.request, why=why, is_stale=True))]
+        if isinstance(message, Check):
+            return [Answer(sender, Checked(request=message.request, turn=message.turn))]
         try:
             return [*self._take_in(sender, message, payload), *self._serve_waiting()]
         except (BadFrame, ValueError) as error:
@@ -136,16 +155,17 @@ class Server:
                 waits = self._waiting.get((sender, type(message)), message)
                 if message.request >= waits.request:  # or else it is late, and nobody waits for it
                     self._waiting[sender, type(message)] = message
+            case Look():
+                yield Answer(
+                    sender, Found(request=message.request), [self._look_up(guest, message, payload)]
+                )
             case Stop():
                 if self._halt is None or self._halt.step <= self.clock.committed:
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = (
-                    self.shard.gradient_state() if message.gradients else self.shard.state_dict()
-                )
-                packed, tensors = pack_state(state)
-                yield Answer(sender, Dumped(request=message.request, packed=packed), tensors)
+                state = pack_state(self.shard.dump(message.gradients, message.tables))
+                yield Answer(sender, Dumped(request=message.request), state)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
@@ -153,7 +173,7 @@ class Server:
                 yield Answer(sender, Done(request=message.request))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
-        if hello.secret != self._secret:
+        if hello.secret != self.secret:
             raise ValueError("the key is another run's")
         if hello.layout != self._digest:
             raise ValueError("your parameters are laid out differently; is it the same recipe?")
@@ -161,6 +181,11 @@ class Server:
         if guest is None:
             guest = guest_of(hello, self.layout, self.num_seats, self.num_pieces, self.bound == 0)
             self.guests[sender] = guest
+        if hello.version > self.version:
+            raise ValueError(
+                "it took the place of one that died, and what that did is lost: go on from the "
+                "newest checkpoint, with the same command and --resume"
+            )
         # What a successor would not know.
         self._begun = max(self._begun, hello.batch)
         if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
@@ -168,10 +193,14 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self.shard.segment.place if guest.rows and self.bound == 0 else None,
+            values=self._shown() if guest.rows is not None else [],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
+
+    def _shown(self) -> list[Place]:
+        """Where parameters stand that workers read; out of lockstep they may change under them."""
+        return self.shard.sets.places if self.bound == 0 else []
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -189,10 +218,10 @@ class Server:
 
     def _keep(self, guest: Guest, push: Push, payload: Sequence[memoryview]) -> None:
         """Put rows away until they are applied; what was applied before is left."""
-        if push.key not in self.shard.values:
+        is_table, batch = push.key in self.shard.tables.keys, push.batch
+        if push.key not in self.shard.values and not is_table:
             raise ValueError(f"key {push.key} is not held here")
-        values, batch = self.shard.values[push.key], push.batch
-        if len(push.touched) != len(self.layout.segments(push.key)):
+        if len(push.touched) != (1 if is_table else len(self.layout.segments(push.key))):
             raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
         if push.blocks != guest.blocks or push.attempt < 0:
             raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
@@ -202,9 +231,23 @@ class Server:
         if not self.clock.may_begin(batch):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
-        found = guest.rows_of(push, values, payload)
+        if is_table:
+            found = self.shard.tables.rows_of(push.key, payload)
+        else:
+            found = guest.rows_of(push, self.shard.values[push.key], payload)
         rows = dict(zip(push.blocks, found, strict=True))
-        self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        is_whole = self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        if is_whole and not is_table:
+            self.shard.sets.copy_ahead(push.key)
+
+    def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
+        """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
+        since after a death it may be computed again."""
+        self._refuse_early(guest, look.batch)
+        ahead = self.clock.committed - look.batch
+        if self.bound == 0 and ahead not in (0, 1):
+            raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
+        return self.shard.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -213,7 +256,7 @@ class Server:
         """
         if apply.pulled is None:
             return apply
-        num_batches = (self.num_updates - apply.pulled) / self.num_seats
+        num_batches = (self.version - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -229,30 +272,33 @@ class Server:
         faultpoint("server.apply", apply.batch)
         sums = self._rows.sums(apply.batch, pieces)
         touched = self._rows.touched(apply.batch, pieces)
+        if self.journal is not None and self.journal.is_long:
+            # Of before the step, so that the last record is always a step: rows of tables as they
+            # were before it can be asked for.
+            self.journal.begin(*self.snapshot())
         try:
             self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
         except ValueError as error:  # nobody goes on from half a step
             raise RuntimeError(f"The optimizer's step failed: {error}") from error
         self.clock.apply(apply.batch, pieces)
+        self.version += 1
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
-            if self.journal.is_long:
-                self.journal.begin(*snapshot_record(self.shard, self.clock, self._told.values()))
-            else:
-                told = [one for one in self._told.values() if one.batch == apply.batch]
-                self.journal.append(*update_record(apply, sums, touched, told))
+            told = [one for one in self._told.values() if one.batch == apply.batch]
+            record = update_record(apply, sums, touched, told, self.shard.tables)
+            self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        self.num_updates += 1
-        return Applied(request=apply.request, version=self.num_updates - 1)
+        return Applied(request=apply.request, version=self.version - 1)
 
     @property
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a state of this server."""
         keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
-        rows = max(keys, default=0) * self.num_pieces
-        return max(rows, sum(keys) * 16)  # parameters, and what optimizers keep of them
+        tables = self.shard.tables.num_bytes
+        rows = max([*keys, tables]) * self.num_pieces
+        return max(rows, self.layout.most_bytes(self.shard.keys) + 16 * tables)
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""
@@ -271,21 +317,20 @@ class Server:
 
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
-        self.shard.take_over(load.packed, payload)
-        self._go_on(clock)
+        self.shard.take_over(payload)
+        self._go_on(clock, self.version + 1)
 
-    def go_on_from(self, source: Source, step: int, num_updates: int) -> None:
+    def go_on_from(self, source: Source, step: int, version: int) -> None:
         """Hold the state after a step, which is of so many updates."""
         self.shard.load_state_dict(source)
-        self.num_updates = num_updates
-        self._go_on(Clock(self.num_pieces, self.bound, step))
+        self._go_on(Clock(self.num_pieces, self.bound, step), version)
 
-    def _go_on(self, clock: Clock) -> None:
-        self.clock = clock
+    def _go_on(self, clock: Clock, version: int) -> None:
+        self.clock, self.version = clock, version
         self._rows.clear()
         self._begun, self._told = clock.committed, {}
         if self.journal is not None:
-            self.journal.begin(*snapshot_record(self.shard, self.clock, ()))
+            self.journal.begin(*self.snapshot())
 
     def _serve_waiting(self) -> Iterator[Answer]:
         for (sender, kind), message in list(self._waiting.items()):
@@ -316,7 +361,8 @@ class Server:
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self.num_updates,
+            version=self.version,
+            number=self.shard.sets.now,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))
@@ -341,7 +387,7 @@ class Server:
         if sum_.want_norms or sum_.want_finite:
             sums = self._rows.sums(sum_.batch, pieces)
             norms = self.shard.norms(sums).numpy().tobytes()
-            finite = all(bool(total.isfinite().all()) for total in sums.values())
+            finite = all(bool(values_of(total).isfinite().all()) for total in sums.values())
         self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
         return _summed(sender, sum_, self._told[sum_.first])
 

@@ -35,6 +35,7 @@ from shoal.sync.replicas import Merged
 from shoal.sync.rounds import Around, Held
 from shoal.sync.server.clock import Staleness
 from shoal.sync.server.line import Line
+from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
 from shoal.sync.server.messages import (
     Apply,
@@ -49,9 +50,10 @@ from shoal.sync.server.messages import (
     WorkerMessage,
 )
 from shoal.sync.server.moving import layout_after
+from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
-from shoal.sync.state import Source, State
+from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -63,15 +65,16 @@ class ThroughServers:
         num_pieces: int,
         bound: int | None,
         *,
-        copies: int = 1,
         checks: bool = False,
+        codec: str = "none",
         damps: bool = False,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
-        self.num_pieces, self.bound, self.copies, self.checks = num_pieces, bound, copies, checks
+        self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
+        self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
@@ -101,7 +104,7 @@ class ThroughServers:
         first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
         counts = [size.num_servers for size in mesh.sizes] or [len(mesh.servers.addresses)]
-        self.layout = layout_after(model, optimizer, counts, self.copies)
+        self.layout = layout_after(model, optimizer, counts)
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.line = Line(mesh.servers, self.group.rank)
         self._attached.callback(self.line.close)
@@ -113,11 +116,16 @@ class ThroughServers:
         buckets = self._memory.buckets(self.parameters)
         self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
         self._attached.callback(self.buckets.close)
+        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own)
+        self.lookups.batch = self.batch
+        self._attached.callback(self.lookups.close)
         self._around = Around(self.rounds, self._end_round)
 
     def detach(self) -> None:
         self.buffers.restore()
         self._attached.close()
+        if self._memory is not None:
+            self._memory.take_back()  # the server may be gone, or step from here again
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -127,6 +135,7 @@ class ThroughServers:
             self.gradient_sum.begin()
             self.buffers.begin()
             self.buckets.begin()
+            self.lookups.begin()
         if last:
             self.buckets.arm(self.gradient_sum)
         self._around.last = last
@@ -135,6 +144,8 @@ class ThroughServers:
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         if self.blocks:
             self.buckets.send_rest()
+            for key in self.lookups.keys:
+                self._push(key)
         if self.in_lockstep:
             asked = self._ask_sums(range(self.num_pieces), want_norm)
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
@@ -167,7 +178,7 @@ class ThroughServers:
         versions = [answer.version for answer, _ in self._answers(applied)]
         self._pull(self.batch + 1, self._meets_after(self.batch + 1))
         self.trace = pulled, versions, self._versions
-        self.batch, self._attempt = self.batch + 1, 0
+        self._come_to(self.batch + 1)
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.line.take_bytes()
         return True
@@ -177,7 +188,9 @@ class ThroughServers:
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        state = self._served.fetch() if served else State({}, {})
+        # A newcomer needs the settings that hooks have changed: it sends them with its steps.
+        settings = HeldState({}, self.held.optimizer, {})
+        state = self._served.fetch() if served else settings.state_dict()
         if served and not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
         for name, tensor in self._served.others() if served else self._all_held():
@@ -187,15 +200,26 @@ class ThroughServers:
     @torch.no_grad()
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
+        assert self._memory is not None
+        self._memory.take_back()
         source = Merged(source)
+        HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
-        self.batch, self._attempt = step, 0
+        self._come_to(step)
         if served:
             self._served.send(source, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served)
         self.buffers.hold()
+
+    def tables(self) -> dict[str, list[Slice]]:
+        """This rank's share of the tables. Every rank must call it."""
+        return self._served.fetch(tables=True).tensors if self.lookups.names else {}
+
+    def _come_to(self, batch: int) -> None:
+        self.batch, self._attempt = batch, 0
+        self.lookups.batch = batch
 
     def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         """The rounds of a worker that agrees with the others on each step, or with nobody."""
@@ -208,18 +232,21 @@ class ThroughServers:
         num_rows = len(self.blocks)
         memory = self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
-            memory = self._memory = Memory(self.layout, num_rows, self.parameters)
+            memory = self._memory = Memory(self.layout, num_rows, self.held.model)
+        hello = {
+            "seat": self.group.rank,
+            "batch": self.batch,
+            "halt": self._halt,
+            "secret": self.line.servers.secret,
+            "layout": self.layout.digest,
+            "num_rows": num_rows,
+            "rows": memory.place,
+        }
         welcomes = self._answers(
-            self._ask_all(
-                Hello,
-                seat=self.group.rank,
-                batch=self.batch,
-                halt=self._halt,
-                secret=self.line.servers.secret,
-                layout=self.layout.digest,
-                num_rows=num_rows,
-                rows=memory.place,
-            )
+            [
+                self._ask(server, Hello, **hello, version=version)
+                for server, version in enumerate(self._versions)
+            ]
         )
         try:
             memory.open([welcome for welcome, _ in welcomes])
@@ -245,21 +272,30 @@ class ThroughServers:
         )
 
     def _end_round(self, last: bool) -> None:
+        self.lookups.end_piece()
         if not last:
             self.gradient_sum.push([p.grad for p in self.parameters])
             for p in self.parameters:
                 p.grad = None
 
     def _push_bucket(self, bucket: Bucket) -> "_Pushed":
+        if self._packing is not None:
+            self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
         return _Pushed()
 
     def _push(self, key: int) -> None:
+        if key in self.lookups.keys:
+            self.lookups.push(key, self.batch, self._attempt, self.blocks)
+            return
         assert self._memory is not None
         server, own = self.layout.holders[key][0], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
         is_shared = self._memory.shares_with(server)
+        packing = self._packing if is_packed(own.itemsize) else None
+        if packing is not None and not is_shared:
+            rows = [packing.pack(row) for row in rows]
         self.line.tell(
             server,
             Push,
@@ -270,9 +306,11 @@ class ThroughServers:
             blocks=self.blocks,
             touched=[self.buckets.touched[s.parameter] for s in self._segments[key]],
             is_shared=is_shared,
+            codec="none" if packing is None or is_shared else packing.name,
         )
-        if is_shared:
-            self.line.num_bytes += own.num_bytes * len(rows)
+        if is_shared:  # as if it had been sent
+            num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * BYTES
+            self.line.num_bytes += num_bytes * len(rows)
 
     def _which(self, pieces: range) -> dict[str, int]:
         return {
@@ -310,7 +348,7 @@ class ThroughServers:
         answers = self._answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
-            self._memory.take_values(server, frames)
+            self._memory.take_values(server, values.number, frames)
             if server == 0:
                 self._halt = values.halt
                 self.staleness.add(batch - values.committed)

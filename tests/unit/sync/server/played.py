@@ -1,6 +1,8 @@
 """Real servers with played workers: what these say is written out, so a test can bend it."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,8 +14,18 @@ from shoal.comm.tree import Block, blocks_of
 from shoal.comm.wire import bytes_of
 from shoal.data.split import share
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Apply, Hello, Pull, Push, ServerMessage, Sum, WorkerMessage
-from shoal.sync.server.server import Answer, Server
+from shoal.sync.server.messages import (
+    Answer,
+    Apply,
+    Hello,
+    Pull,
+    Push,
+    ServerMessage,
+    Sum,
+    WorkerMessage,
+)
+from shoal.sync.server.serve import Desk
+from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of, settings_of
 
 SECRET = "of this run"
@@ -46,7 +58,7 @@ def make_server(
 ) -> Server:
     model = make_model()
     optimizer = make_optimizer(model, kind)
-    shard = Shard(model, optimizer, layout_of(model, optimizer, num_servers, 1), number)
+    shard = Shard(model, optimizer, layout_of(model, optimizer, num_servers), number)
     server = Server(
         shard, num_seats=seats, num_pieces=pieces, bound=bound, secret=SECRET, journal=journal
     )
@@ -114,7 +126,7 @@ class Worker:
 
 
 def send(
-    server: Server, worker: Worker, message: WorkerMessage, payload: Sequence[Tensor] = ()
+    server: Server, worker: Worker, message: WorkerMessage, payload: Sequence[bytes | Tensor] = ()
 ) -> list[Answer]:
     """As if it had come over a wire: through bytes, and in memory of the server's own."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=WorkerMessage)
@@ -154,3 +166,22 @@ def state_bytes(server: Server) -> bytes:
     ]
     told = repr((server.clock.to_plain(), plain, sorted(server._told)))
     return tensor_bytes(server) + told.encode()
+
+
+@contextmanager
+def opened(server: Server) -> Iterator[Desk]:
+    """A server at its desk, in a thread."""
+    desk, is_over = Desk(server), threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            desk.turn()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield desk
+    finally:
+        is_over.set()
+        thread.join()
+        desk.close()

@@ -224,3 +224,13 @@ def test_at_the_end_nothing_is_left(tmp_path: Path) -> None:
     assert server.journal is not None
     server.journal.remove()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_successor_knows_how_many_updates_there_were(tmp_path, monkeypatch, is_long) -> None:
+    """By which an update made of old parameters counts less."""
+    server = start(tmp_path)
+    train(server, range(3))
+    monkeypatch.setattr(Journal, "is_long", is_long)
+    train(server, range(3, 5))
+    assert start(tmp_path).version == server.version == 5

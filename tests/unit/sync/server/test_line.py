@@ -5,7 +5,7 @@ What is lost is asked for again, what is damaged is not used, and each update is
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,21 @@ from shoal.mesh import Servers
 from shoal.sync.server import line as module
 from shoal.sync.server import serve
 from shoal.sync.server.line import Line, NotServed
-from shoal.sync.server.messages import Apply, Hello, Missing, Pull, Push, Refused, Sum, Values
-from shoal.sync.server.serve import Desk
+from shoal.sync.server.messages import (
+    Apply,
+    Dump,
+    Hello,
+    Load,
+    Missing,
+    Pull,
+    Push,
+    Refused,
+    Sum,
+    Values,
+)
 from shoal.sync.server.server import Server
 from shoal.testing.relay import Message, Relay
-from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, values
+from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, opened, values
 
 NUM_BATCHES = 8
 
@@ -33,25 +43,6 @@ NUM_BATCHES = 8
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AGAIN_S", 0.03)
     monkeypatch.setattr(module, "TICK_MS", 5)
-
-
-@contextmanager
-def opened(server: Server) -> Iterator[Desk]:
-    """A server at its desk, in a thread."""
-    desk, is_over = Desk(server), threading.Event()
-
-    def run() -> None:
-        while not is_over.is_set():
-            desk.turn()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield desk
-    finally:
-        is_over.set()
-        thread.join()
-        desk.close()
 
 
 @contextmanager
@@ -155,6 +146,33 @@ def test_a_bad_network_changes_nothing(fault: str, to_server: bool) -> None:
     expected = float(sum(range(1, NUM_BATCHES + 1)))
     assert server.clock.committed == NUM_BATCHES
     assert torch.equal(values(server), torch.full((47,), expected))
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+@pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])
+def test_what_takes_long_is_sent_once_and_what_is_lost_again(to_server, num_lost) -> None:
+    """A state on its way to a server or back, for longer than until it is asked after."""
+    server, seen = make_server(kind="adam"), []
+
+    def slow(message: Message) -> list[Message]:
+        if message.to_server != to_server or len(message.content) < 300:
+            return [message]
+        time.sleep(0.3)
+        seen.append(message)
+        return [] if len(seen) <= num_lost else [message]
+
+    with opened(server) as desk, Relay(desk.address) as relay, called(relay.address) as line:
+        Caller(line, server).greet()
+        _, frames = line.answer(line.ask(0, Dump))
+        state = [bytes(frame) for frame in frames]
+        relay.tamper = slow
+        if to_server:
+            line.answer(line.ask(0, Load, state, step=7))
+            assert server.clock.committed == 7
+        else:
+            assert [bytes(f) for f in line.answer(line.ask(0, Dump))[1]] == state
+        time.sleep(0.7)  # for what was sent too often
+    assert len(seen) == num_lost + 1
 
 
 @pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])

@@ -56,15 +56,15 @@ def test_what_is_as_before_is_no_change() -> None:
     assert changes([2, 2, 3, 3, 2]) == [2, 3, 2]
     model = make_model()
     optimizer = make_optimizer(model)
-    one = layout_after(model, optimizer, [2, 2, 3], 1)
-    assert one == layout_after(model, optimizer, [2, 3, 3], 1)
-    assert one.digest == layout_after(model, optimizer, [2, 3], 1).digest
+    one = layout_after(model, optimizer, [2, 2, 3])
+    assert one == layout_after(model, optimizer, [2, 3, 3])
+    assert one.digest == layout_after(model, optimizer, [2, 3]).digest
 
 
 def make(number: int, counts: list[int], kind: str = "adam", bound: int | None = 0) -> Server:
     model = make_model()
     optimizer = make_optimizer(model, kind)
-    shard = Shard(model, optimizer, layout_after(model, optimizer, counts, 1), number)
+    shard = Shard(model, optimizer, layout_after(model, optimizer, counts), number)
     return Server(shard, num_seats=1, num_pieces=1, bound=bound, secret=SECRET)
 
 
@@ -96,7 +96,7 @@ def hand_over(servers: list[Server], counts: list[int], directory: Path) -> list
     """The servers of the last count, begun with what those of the one before wrote down."""
     shelf = Shelf(directory, len(counts) - 1)
     for number, server in enumerate(servers):
-        write_parts(server, number, counts[-1], 1, shelf)
+        write_parts(server, number, counts[-1], shelf)
     made = [make(number, counts, bound=servers[0].bound) for number in range(counts[-1])]
     for number, server in enumerate(made):
         take_parts(server, number, counts[-2], shelf)
@@ -117,7 +117,7 @@ def test_bits_are_handed_over(tmp_path: Path, counts: list[int], bound: int | No
         train(moving, batches)
         moving = hand_over(moving, counts[: change + 1], tmp_path)
         assert {server.clock.committed for server in moving} == {batches.stop}
-        assert {server.num_updates for server in moving} == {batches.stop}
+        assert {server.version for server in moving} == {batches.stop}
         expected, found = elements(steady), elements(moving)
         assert found.keys() == expected.keys() and len(found) == 8
         for name, tensor in expected.items():
@@ -129,7 +129,7 @@ def test_a_part_that_is_damaged_or_gone_is_not_gone_on_from(tmp_path: Path) -> N
     train(servers, range(2))
     shelf = Shelf(tmp_path, 1)
     for number, server in enumerate(servers):
-        write_parts(server, number, 1, 1, shelf)
+        write_parts(server, number, 1, shelf)
     content = shelf.part(0, 1).read_bytes()
     shelf.part(0, 1).write_bytes(content[:-1])
     with pytest.raises(ValueError, match="gone or damaged"):
@@ -145,6 +145,6 @@ def test_servers_that_are_not_at_one_step_hand_nothing_over(tmp_path: Path) -> N
     train(servers[1:], range(3))
     shelf = Shelf(tmp_path, 1)
     for number, server in enumerate(servers):
-        write_parts(server, number, 1, 1, shelf)
+        write_parts(server, number, 1, shelf)
     with pytest.raises(ValueError, match="other steps"):
         take_parts(make(0, [2, 1]), 0, 2, shelf)

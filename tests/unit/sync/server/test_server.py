@@ -18,6 +18,7 @@ from shoal.comm.wire import bytes_of
 from shoal.sync.server.messages import (
     Applied,
     Apply,
+    Check,
     Done,
     Dump,
     Dumped,
@@ -34,6 +35,7 @@ from shoal.sync.server.messages import (
     Welcome,
 )
 from shoal.sync.server.server import Server
+from shoal.sync.state import pack_state, unpack_state
 from tests.unit.sync.server.played import (
     GENERATION,
     SECRET,
@@ -70,12 +72,12 @@ def all_of(server: Server) -> bytes:
     ]
     guests = sorted((name, guest.pieces) for name, guest in server.guests.items())
     waiting = sorted(map(repr, server._waiting.items()))
-    told = (rows, guests, waiting, server._begun, server._halt, server.num_updates)
+    told = (rows, guests, waiting, server._begun, server._halt, server.version)
     return state_bytes(server) + repr(told).encode()
 
 
 def refusal(
-    server: Server, worker: Worker, message: Any, payload: Sequence[Tensor] = ()
+    server: Server, worker: Worker, message: Any, payload: Sequence[bytes | Tensor] = ()
 ) -> Refused:
     before = all_of(server)
     (answer,) = send(server, worker, message, payload)
@@ -117,7 +119,7 @@ def test_a_stranger_is_not_let_in(wrong: dict[str, Any], why: str) -> None:
     worker = Worker(0, server)
     assert why in refusal(server, worker, worker.hello(**wrong)).why
     rest = [worker.push(0, 0), worker.sum(0), worker.apply(0), worker.pull(0)]
-    rest += [worker.make(Stop, batch=0), worker.make(Dump), worker.make(Load, step=0, packed=b"")]
+    rest += [worker.make(Stop, batch=0), worker.make(Dump), worker.make(Load, step=0)]
     for message in rest:
         assert "Greet first" in refusal(server, worker, message).why
 
@@ -245,20 +247,33 @@ def test_a_pull_of_a_batch_nobody_can_have_come_to_is_refused(bound, batch: int)
     refusal(server, worker, worker.pull(batch))
 
 
-def broken_states(server: Server, worker: Worker) -> list[tuple[Load, list[Tensor]]]:
+Frames = list[bytes | Tensor]
+
+
+def dumped(server: Server, worker: Worker) -> Frames:
+    """The state of a server, with every tensor changed."""
     (answer,) = send(server, worker, worker.make(Dump))
     assert isinstance(answer.message, Dumped)
-    packed, tensors = answer.message.packed, [t.clone() + 1 for t in answer.payload]
+    state = unpack_state([memoryview(bytes_of(frame)) for frame in answer.payload])
+    for part in (part for parts in state.tensors.values() for part in parts):
+        part.tensor.add_(1)
+    return pack_state(state)
+
+
+def broken_states(server: Server, worker: Worker) -> list[tuple[Load, Frames]]:
+    packed, *tensors = dumped(server, worker)
+    assert isinstance(packed, bytes)
     plain, entries = msgspec.msgpack.decode(packed)
 
     def bent(change: dict[str, Any]) -> bytes:
         return msgspec.msgpack.encode((plain, [entries[0] | change, *entries[1:]]))
 
-    def load(content: bytes, frames: list[Tensor], step: int = 4) -> tuple[Load, list[Tensor]]:
-        return worker.make(Load, step=step, packed=content), frames
+    def load(content: bytes, frames: Frames, step: int = 4) -> tuple[Load, Frames]:
+        return worker.make(Load, step=step), [content, *frames]
 
     other = copy.deepcopy(plain) | {"optimizer": "SGD"}
     return [
+        (worker.make(Load, step=4), []),
         load(packed, tensors, step=-1),
         load(b"", tensors),
         load(b"\xc1", tensors),
@@ -288,10 +303,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 def test_a_state_is_taken_over_once() -> None:
     server, (worker, _) = meet(seats=2, pieces=2)
-    (answer,) = send(server, worker, worker.make(Dump))
-    assert isinstance(answer.message, Dumped)
-    load = worker.make(Load, step=4, packed=answer.message.packed)
-    tensors = [tensor.clone() + 1 for tensor in answer.payload]
+    tensors, load = dumped(server, worker), worker.make(Load, step=4)
     assert isinstance(only(send(server, worker, load, tensors)), Done)
     assert server.clock.committed == 4 and torch.equal(values(server), torch.ones(47))
     server.clock.apply(4, range(2))
@@ -347,8 +359,9 @@ MESSAGES = st.one_of(
     ),
     st.builds(Pull, **HEAD, batch=NUMBERS, meets=st.booleans()),
     st.builds(Stop, **HEAD, batch=NUMBERS),
+    st.builds(Check, **HEAD, turn=NUMBERS),
     st.builds(Dump, **HEAD, gradients=st.booleans()),
-    st.builds(Load, **HEAD, step=NUMBERS, packed=st.binary(max_size=20)),
+    st.builds(Load, **HEAD, step=NUMBERS),
 )
 FRAMES = st.lists(st.sampled_from([0, 1, 28, 32, 160, 256]).map(bytearray), max_size=3)
 

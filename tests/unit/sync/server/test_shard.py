@@ -12,7 +12,7 @@ def shard_of(**options: bool | float) -> tuple[Shard, dict[int, Tensor]]:
     torch.manual_seed(1)
     model = nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **options)  # type: ignore[arg-type]
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1, 1), 0)
+    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
     return shard, {key: torch.randn_like(value) for key, value in shard.values.items()}
 
 

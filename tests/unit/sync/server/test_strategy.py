@@ -1,0 +1,54 @@
+"""A worker's side with a real server at the other end of a socket."""
+
+import pytest
+import torch
+
+from shoal.comm.collectives import Group
+from shoal.mesh import Mesh, Servers
+from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.state import Given, HeldState, Run, State
+from shoal.sync.strategy import Tally
+from tests.unit.sync.server.played import (
+    GENERATION,
+    SECRET,
+    make_model,
+    make_optimizer,
+    make_server,
+    opened,
+)
+
+
+def saved(rate: float, is_newcomer: bool) -> State:
+    """What a run left in which a hook had changed the rate."""
+    model = make_model()
+    optimizer = make_optimizer(model, "adam")
+    optimizer.param_groups[0]["lr"] = rate
+    named = dict(model.named_parameters())
+    runs = {} if is_newcomer else {p: Run(name, p.shape) for name, p in named.items()}
+    return HeldState(named, optimizer, runs).state_dict()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
+    """From a checkpoint, and from a peer."""
+    server, model = make_server(kind="adam"), make_model()
+    optimizer, strategy = make_optimizer(model, "adam"), ThroughServers(1, 0)
+    with opened(server) as desk:
+        servers = Servers((desk.address,), GENERATION, SECRET, lambda: False)
+        mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=servers)
+        strategy.attach(model, optimizer, mesh)
+        try:
+            strategy.load_state_dict(Given(saved(0.25, not served)), 0, served=served)
+            assert optimizer.param_groups[0]["lr"] == 0.25
+            told = strategy.state_dict(served=served).plain["groups"]
+            assert ["lr", 0.25] in told["list"][0]["dict"]
+            with strategy.microbatch(True, True):
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+            tally = Tally()
+            tally.add(torch.tensor(1.0), 1.0, True)
+            strategy.exchange(tally, want_norm=False)
+            strategy.update(1.0, check=False)
+        finally:
+            strategy.detach()
+    assert server.shard.optimizer.param_groups[0]["lr"] == 0.25
