@@ -115,7 +115,7 @@ KEYS: dict[str, Key] = {
         _count(),
     ),
     "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
-    "servers": Key("1 or more", "number of parameter servers", _count()),
+    "servers": Key("1 to 256", "number of parameter servers", _count(1, 256)),
     "staleness": Key(
         "0 or more, or any",
         "number of batches a worker may be ahead of those that all have done (0: lockstep)",

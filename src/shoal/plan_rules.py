@@ -52,7 +52,11 @@ _NEEDS = {
     "microbatches": _PIPELINE,
     "stages": _PIPELINE,
     "servers": _SERVER,
-    "staleness": _SERVER,
+    "staleness": Need(
+        lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
+        "without servers and several replicas: nobody is there to be ahead of",
+        "add sync=server and data=2 or more",
+    ),
     "combine": Need(
         lambda plan: plan.combine == "mean" or (plan.sync == "server" and plan.staleness == 0),
         "without servers in lockstep: nobody sees the gradients of all replicas",
@@ -153,6 +157,11 @@ def _refuse_servers(plan: "Plan") -> None:
         raise PlanError(
             f"rates={plan.rates} does not go with data={plan.data}. Each replica has a rate of its "
             f"own. Give {plan.data} of them, separated by colons, or leave rates out."
+        )
+    if plan.rates != "even" and all(float(rate) == 1 for rate in plan.rates.split(":")):
+        raise PlanError(
+            f"rates={plan.rates} has no effect: each replica's learning rate is multiplied with 1. "
+            "Leave rates out, or give one that is not 1."
         )
     if plan.combine != "mean" and plan.data is not None and plan.data < 3:
         raise PlanError(

@@ -5,7 +5,6 @@ from pathlib import Path
 from torch import nn
 
 from shoal.elastic.seat import SupervisedSeat
-from shoal.errors import StopNow
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.plan import Plan
@@ -42,7 +41,6 @@ class Serving:
         self.directory = directory
         self._counts: list[int] = []  # of servers that the run had
         self._desk: Desk | None = None
-        self._journal: Journal | None = None
 
     def serve(self) -> None:
         """Until the supervisor says leave."""
@@ -58,10 +56,6 @@ class Serving:
                     desk.turn()
                     if (count := self.seat.asked_to_part()) is not None:
                         self._part(desk.server, count)
-        except StopNow:
-            if self._journal is not None:
-                self._journal.remove()
-            raise
         finally:
             if self._desk is not None:
                 self._desk.close()
@@ -76,8 +70,7 @@ class Serving:
             self._desk = None  # and with it the state, which is on disk
         self._counts, plan = counts, self.plan
         shelf = Shelf(self.directory, len(counts) - 1)
-        if plan.copies == 1:
-            self._journal = Journal(shelf.journal(self.number), self.seat.secret)
+        in_journal = plan.copies == 1  # else what it does is written to other servers
         server = Server(
             self._shard_of(self.number),
             num_seats=self.seat.sizes[-1].num_ranks,
@@ -85,7 +78,7 @@ class Serving:
             bound=plan.bound,
             secret=self.seat.secret,
             rule=plan.combine,
-            journal=self._journal,
+            journal=Journal(shelf.journal(self.number), self.seat.secret) if in_journal else None,
         )
         if shelf.number and not server.clock.committed:
             faultpoint("server.moving", self.number)

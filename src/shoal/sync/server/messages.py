@@ -113,6 +113,13 @@ class Dump(FromWorker, frozen=True, tag="dump"):
     tables: bool = False
 
 
+class Check(FromWorker, frozen=True, tag="check"):
+    """Is my question `request` answered? Messages keep their order, so whoever hears `Checked` and
+    no answer knows that the question or the answer was lost, however long either takes to send."""
+
+    turn: int
+
+
 class Load(FromWorker, frozen=True, tag="load"):
     """Take over the state after `step` that is in the frames."""
 
@@ -167,6 +174,12 @@ class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
 
 
+class Checked(FromServer, frozen=True, tag="checked"):
+    """All that came before is answered, unless it waits for others."""
+
+    turn: int
+
+
 class Dumped(FromServer, frozen=True, tag="dumped"):
     """The state, in frames."""
 
@@ -178,5 +191,7 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
+ServerMessage = (
+    Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Checked | Refused
+)

@@ -27,6 +27,8 @@ from shoal.sync.server.journal import Journal
 from shoal.sync.server.messages import (
     Applied,
     Apply,
+    Check,
+    Checked,
     Done,
     Dump,
     Dumped,
@@ -125,6 +127,8 @@ class Server:
         if message.generation != self.generation:
             why = f"this is generation {self.generation}, not {message.generation}"
             return [Answer(sender, Refused(request=message.request, why=why, is_stale=True))]
+        if isinstance(message, Check):
+            return [Answer(sender, Checked(request=message.request, turn=message.turn))]
         try:
             return [*self._take_in(sender, message, payload), *self._serve_waiting()]
         except (BadFrame, ValueError) as error:
