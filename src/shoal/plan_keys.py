@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 Value = int | str | None
 
+HALVES = ("fp16", "bf16")  # codecs that servers take, too
 PACKED = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plan_fit import refuse_pieces
-from shoal.plan_keys import PACKED
+from shoal.plan_keys import HALVES, PACKED
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -143,10 +143,15 @@ def _refuse_servers(plan: "Plan") -> None:
             f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
             f"and no rank holds any to spare. Leave {key} out, or sync=server."
         )
-    if plan.local_steps > 1:
+    if plan.local_steps > 1 and plan.fragments > 1:
         raise PlanError(
-            f"local_steps={plan.local_steps} does not go with sync=server yet: a server steps on "
-            "every batch. Leave one of them out."
+            f"fragments={plan.fragments} does not go with sync=server: servers bring whole windows "
+            "together. Leave one of them out."
+        )
+    if plan.local_steps > 1 and plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
+            "take the mean of what replicas learnt. Leave one of them out."
         )
     if plan.sums != "exact":
         raise PlanError(
@@ -246,8 +251,15 @@ def _refuse_local_steps(plan: "Plan") -> None:
 
 
 def refuse_unbuilt_codec(plan: "Plan") -> None:
-    """Packing is there for what local steps send, by rounding each element."""
+    """Packing is there for what local steps send and servers are sent, rounding each element."""
     if plan.codec == "none":
+        return
+    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALVES:
+        if plan.combine != "mean":
+            raise PlanError(
+                f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
+                "not trusted could hide behind rounding. Leave one of them out."
+            )
         return
     rounds = plan.codec in PACKED
     if rounds and plan.local_steps > 1:
@@ -255,7 +267,7 @@ def refuse_unbuilt_codec(plan: "Plan") -> None:
     asked = "gradients packed on every step" if rounds else "a codec"
     way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
     if plan.sync == "server":
-        way_out = "leave sync=server out and " + way_out
+        way_out = f"use {' or '.join(HALVES)}, or leave sync=server out and {way_out}"
     raise PlanError(
         f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
         f"not at all. Leave codec out, or {way_out}."

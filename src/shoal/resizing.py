@@ -9,6 +9,7 @@ depends on it. On servers' side: `sync/server/moving.py`.
 from typing import TYPE_CHECKING, NoReturn
 
 from shoal.errors import GroupLeft, PlanError, StopNow
+from shoal.faults import faultpoint
 from shoal.mesh import Mesh
 from shoal.plan import Plan
 from shoal.plan_size import of_size
@@ -25,6 +26,7 @@ def take_size(trainer: "Trainer", mesh: Mesh) -> None:
 
 def _plan_in(plan: Plan, mesh: Mesh) -> Plan:
     if len(mesh.sizes) > 1:
+        faultpoint("size.taken")
         return of_size(plan, mesh.sizes[-1])
     if mesh.num_ranks != plan.num_ranks:
         raise PlanError(

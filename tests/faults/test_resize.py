@@ -4,7 +4,13 @@ The run has three pieces, so up to three ranks. Members 0 and 1 are the first ra
 forked for a new seat is the spare that stands by.
 """
 
+import os
+import random
+import signal
+import socket
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ from shoal.checkpoint.objects import open_store
 from shoal.elastic.control import ask
 from shoal.errors import UsageError
 from shoal.resume import newest
-from shoal.testing.faults import Trained, Training, check_ledger, check_same
+from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
 
 NUM_STEPS = 60
 SERVED = "sync=server servers=2"
@@ -103,7 +109,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, undisturbed) -> 
     training = start(pause=0.01, plan="data=2 pieces=3", save_every=10)
     training.wait_for_step(5)
     resize(training, "data=3")
-    training.command.send_signal(15)
+    training.command.send_signal(signal.SIGTERM)
     stopped = training.wait()
     assert stopped.exit_code == 75, stopped.errors
     again = start(plan="data=1", options=("--resume", "--run-dir", str(stopped.run_dir)))
@@ -142,6 +148,132 @@ def test_a_plan_whose_ranks_hold_what_no_other_does_is_refused(start, plan: str)
     assert training.wait().exit_code == 0
 
 
+FAULTS = {  # where who is killed, and whether the run then has the new size
+    "data=1 servers=1": [
+        ("seat.meeting", 0, True),
+        ("seat.meeting", 1, True),  # who leaves
+        ("server.parting", 2, True),
+        ("server.parting", 3, True),  # who leaves
+        ("server.parted", 3, True),
+        ("server.moving", 2, True),
+        ("server.moved", 2, True),
+    ],
+    "data=3 servers=3": [
+        ("seat.meeting", 1, True),
+        ("server.parted", 2, True),
+        ("seat.here", 4, True),  # a newcomer
+        ("server.moving", 3, True),
+        ("server.moving", 5, True),  # a newcomer
+        ("server.moved", 5, True),
+        ("seat.ready", 5, False),  # a newcomer
+    ],
+}
+QUICK = {("seat.meeting", 1), ("server.parted", 3), ("server.moving", 2), ("seat.ready", 5)}
+
+
+@pytest.mark.parametrize(
+    ("size", "point", "member", "comes_through"),
+    [
+        pytest.param(size, *case, marks=[] if case[:2] in QUICK else [pytest.mark.full])
+        for size, cases in FAULTS.items()
+        for case in cases
+    ],
+)
+def test_a_death_in_a_resize(
+    start, undisturbed, size: str, point: str, member: int, comes_through: bool
+) -> None:
+    """Members 0 and 1 are the ranks, 2 and 3 the servers, 4 the spare."""
+    training = start(f"{point}:kill:member={member}", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
+    training.wait_for_step(5)
+    answer = ask(training.run_dir, resize=size)
+    assert ("refused" not in answer) == comes_through, answer
+    trained = training.wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    assert trained.result["recoveries"] == comes_through
+    assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
+    if comes_through:
+        assert trained.result["plan"] == answer["plan"]
+    else:
+        assert "a newcomer was killed by SIGKILL" in answer["refused"]
+        assert "the run keeps its size" in trained.errors
+
+
+@pytest.mark.parametrize(
+    ("served", "size"),
+    [("", "data=1"), pytest.param(SERVED, "data=1 servers=1", marks=pytest.mark.full)],
+)
+def test_who_was_to_leave_stays_if_the_only_other_one_dies(
+    start, undisturbed, served: str, size: str
+) -> None:
+    """What the rank held that died is held by one that has no seat any more."""
+    training = start("size.taken:kill:member=0", pause=0.01, plan=f"data=2 pieces=3 {served}")
+    training.wait_for_step(5)
+    told = resize(training, size)
+    trained = training.wait()
+    check(trained, undisturbed, [told["plan"]])
+    assert trained.result["steps_again"] == 0
+    assert trained.pids()[-1][0] == trained.pids()[0][1]
+
+
+def test_a_full_disk_leaves_the_size_and_the_next_attempt_is_free(start, undisturbed) -> None:
+    training = start("server.parting:full:member=3", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
+    training.wait_for_step(5)
+    assert "No space left" in ask(training.run_dir, resize="servers=1")["refused"]
+    resize(training, "servers=1")
+    check(training.wait(), undisturbed, ["data=2 sync=server pieces=3"])
+
+
+def test_a_stop_in_a_resize_stops(start, undisturbed) -> None:
+    """The newcomer never comes, so the resize waits until the run is over."""
+    training = start("seat.ready:stop:member=4", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
+    training.wait_for_step(5)
+    answers: list[dict[str, Any]] = []
+    caller = threading.Thread(target=lambda: answers.append(ask(training.run_dir, resize="data=3")))
+    caller.start()
+    training.wait_for_step(10)
+    training.command.send_signal(signal.SIGTERM)
+    trained = training.wait()
+    caller.join()
+    assert trained.exit_code == 75 and "over before" in answers[0]["refused"]
+    again = start(plan="data=3", options=("--resume", "--run-dir", str(trained.run_dir)))
+    assert again.wait().exit_code == 0
+    assert trained.model() == undisturbed.model()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attempt", range(20))
+def test_kills_at_random_moments_of_resizes(start, undisturbed, attempt: int) -> None:
+    """Whoever is killed, each command is answered, and the bits are the same."""
+    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
+    draws = random.Random(seed)
+    training = start(pause=0.02, plan=f"data=2 pieces=3 {SERVED}")
+    training.wait_for_step(5)
+
+    def kill() -> None:
+        time.sleep(draws.uniform(0.0, 0.4))
+        started = [event["pid"] for event in events(training.run_dir, "started")]
+        with suppress(ProcessLookupError):  # it has left
+            os.kill(draws.choice(started), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    answers = []
+    for size in draws.sample(["data=3 servers=1", "data=2 servers=3", "servers=2"], 3):
+        answers.append(ask(training.run_dir, resize=size))
+        print(size, answers[-1])
+    killer.join()
+    trained = training.wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    done = [answer["plan"] for answer in answers if "plan" in answer]
+    assert [event["plan"] for event in trained.events("resized")] == done
+    for answer in answers:
+        why = answer.get("refused", "already")
+        assert "already" in why or "a newcomer" in why, answer
+
+
 def test_one_resize_at_a_time(start, undisturbed) -> None:
     """A newcomer takes its time, so the second command comes while the first waits."""
     training = start(pause=0.01, plan="data=2 pieces=3", options=("--spares", "0"))
@@ -161,9 +293,6 @@ def test_one_resize_at_a_time(start, undisturbed) -> None:
 
 @pytest.mark.parametrize("caller", ["gone", "silent", "noisy"])
 def test_a_caller_that_goes_away_or_says_nothing_does_no_harm(start, undisturbed, caller) -> None:
-    import os
-    import socket
-
     training = start(pause=0.01, plan="data=2 pieces=3")
     training.wait_for_step(5)
     directory = os.open(training.run_dir, os.O_RDONLY)

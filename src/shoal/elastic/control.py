@@ -98,8 +98,9 @@ def ask(run_dir: Path, **what: Any) -> dict[str, Any]:
                 f"The run in {run_dir} cannot be asked ({error.strerror}): it is over, or was "
                 "started by another user. Only a run of `shoal train` that goes on can be."
             ) from error
-        line.sendall(json.dumps(what).encode() + b"\n")
-        with line.makefile("rb") as answers:
+        content = b""
+        with suppress(ConnectionError), line.makefile("rb") as answers:  # the same as no answer
+            line.sendall(json.dumps(what).encode() + b"\n")
             content = answers.readline()
     if not content:
         raise UsageError(f"The run in {run_dir} ended before it answered.")

@@ -1,7 +1,22 @@
-"""How often groups were lost at one step, so that a run which cannot get past it ends. Pure."""
+"""When a run that loses groups must end: it cannot get past a step, or a group does not form.
+
+Pure.
+"""
+
+from shoal.plan_size import Size
+from shoal.tables import plural
 
 MOST_FAILURES = 3
 ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
+
+
+def did_not_form(size: Size, missing: list[str], timeout_s: float) -> str:
+    """What to tell of a group whose members did not all come."""
+    servers = f" and {plural(size.num_servers, 'server')}" if size.num_servers else ""
+    return (
+        f"the group of {plural(size.num_ranks, 'rank')}{servers} did not form within "
+        f"{timeout_s:g} s: {', '.join(missing)} did not come; --form-timeout gives them longer"
+    )
 
 
 class Failures:

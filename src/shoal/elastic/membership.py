@@ -30,10 +30,9 @@ from shoal.elastic.actions import (
     Spawn,
     how_it_ended,
 )
-from shoal.elastic.failures import ECHO_S, MOST_FAILURES, Failures
+from shoal.elastic.failures import ECHO_S, MOST_FAILURES, Failures, did_not_form
 from shoal.elastic.meeting import Meeting, Seats, deal_seats, num_newcomers
 from shoal.plan_size import Size
-from shoal.tables import plural
 
 
 class Membership:
@@ -83,6 +82,7 @@ class Membership:
         self._wanted_by = 0.0  # when newcomers must be ready
         self._meeting = Meeting()  # of this generation
         self._leaving: set[int] = set()  # who has no seat any more
+        self._last_ranks: list[int] = []  # who had a rank's before the last resize
         self._resized_at: float | None = None  # that no group worked since
 
     @property
@@ -277,6 +277,12 @@ class Membership:
     def _ready_spares(self) -> list[int]:
         return [number for number in self._spares() if self.members[number].ready]
 
+    def _stayers(self, seat: int) -> list[int]:
+        """Ranks that were to leave a group which has not formed yet, and hold the state still."""
+        if self._resized_at is None or seat >= self.size.num_ranks:
+            return []
+        return [n for n in self._last_ranks if n in self._leaving and not self.members[n].suspected]
+
     def _suspects(self) -> list[int]:
         return [n for n, member in self.members.items() if member.suspected]
 
@@ -320,6 +326,7 @@ class Membership:
             if wanted.num_servers != self.size.num_servers and not {*self.seats} <= meeting.members:
                 asked, meeting.is_parting = meeting.is_parting, True
                 return [] if asked else [Part(self.generation, wanted.num_servers)]
+            self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]
             seats = deal_seats(self.seats, self.size, wanted, ready)
             self._leaving |= {n for n in self.seats if n is not None and n not in seats}
             self._wanted, self._resized_at, self.seats = None, meeting.since, seats
@@ -331,8 +338,9 @@ class Membership:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
         actions: list[Action] = []
         for seat, member in enumerate(self.seats):
-            if member is None and (ready := self._ready_spares()):
+            if member is None and (ready := self._stayers(seat) or self._ready_spares()):
                 self.seats[seat] = ready[0]
+                self._leaving.discard(ready[0])
         num_empty = self.seats.count(None)
         actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
         if self._wants_group and self._all_seated_ready():
@@ -386,13 +394,5 @@ class Membership:
                 return True
             return self.generation >= 0 and number not in self.formed
 
-        missing = [
-            self.size.name_of(s) for s, number in enumerate(self.seats) if waited_for(number)
-        ]
-        count = self.size.num_servers
-        beside = f" and {plural(count, 'server')}" if count else ""
-        return (
-            f"the group of {plural(self.size.num_ranks, 'rank')}{beside} did not form within "
-            f"{self.form_timeout_s:g} s: {', '.join(missing)} did not come; --form-timeout gives "
-            "them longer"
-        )
+        missing = [self.size.name_of(s) for s, n in enumerate(self.seats) if waited_for(n)]
+        return did_not_form(self.size, missing, self.form_timeout_s)

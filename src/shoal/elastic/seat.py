@@ -45,7 +45,7 @@ from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
-from shoal.plan_size import Size, can_resize
+from shoal.plan_size import Size, can_recover
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class SupervisedSeat:
     def _be_ready(self) -> None:
         if not self._is_ready:
             self._is_ready = True
+            faultpoint("seat.ready")
             self._say(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
@@ -179,6 +180,7 @@ class SupervisedSeat:
     def finish(self, meets: bool = False) -> bool:
         if meets:
             self.before_meeting()
+            faultpoint("seat.meeting", self.step)
             self._say(Met(self.generation, self.step))
         else:
             self._say(Done(self.generation, self.step, self.summarise()))
@@ -366,4 +368,4 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
     address = os.environ.get("SHOAL_CONTROL")
     if address is None:
         return None
-    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_resize(plan))
+    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))

@@ -9,6 +9,7 @@ from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.moving import (
     Shelf,
@@ -74,7 +75,8 @@ class Serving:
         server = Server(
             self._shard_of(self.number),
             num_seats=self.seat.sizes[-1].num_ranks,
-            num_pieces=plan.num_pieces,
+            # Of a window of local steps each replica has one piece.
+            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_replicas,
             bound=plan.bound,
             secret=self.seat.secret,
             rule=plan.combine,
@@ -90,11 +92,13 @@ class Serving:
         return self._desk
 
     def _shard_of(self, owner: int) -> Shard:
-        tables = Tables(self.model, owner, self._counts[-1])
-        optimizer = self.run.make_optimizer(self.model)
+        model, tables = self.model, Tables(self.model, owner, self._counts[-1])
+        optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)
-        layout = layout_after(self.model, optimizer, self._counts)
-        return Shard(self.model, optimizer, layout, owner, tables, shared=owner == self.number)
+        if self.plan.local_steps > 1:
+            model, optimizer = outer_of(model, self.plan)
+        layout = layout_after(model, optimizer, self._counts)
+        return Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

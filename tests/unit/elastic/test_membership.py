@@ -202,7 +202,10 @@ class Cluster:
             self.committed = max(held, default=0)
 
     def is_seated(self, process: Process) -> bool:
-        return process.number in self.members.seats or process.step < 0
+        """Or could be again, as long as the group without it has not formed."""
+        number, members = process.number, self.members
+        stays = members.is_resizing and number in members._last_ranks
+        return number in members.seats or process.step < 0 or stays
 
     def live(self, process: Process) -> bool:
         """One move of a member; False if it has none."""

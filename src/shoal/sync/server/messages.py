@@ -8,9 +8,11 @@ What is tall and what is wide: a *row* is the sum over one block of pieces of al
 shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from shoal.comm.shared_memory import Place
 from shoal.comm.tree import Block
@@ -55,6 +57,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     blocks: list[Block]
     touched: list[bool]
     is_shared: bool
+    codec: str = "none"  # by which what stands beside this is packed
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -130,12 +133,20 @@ class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
 
 
+class Answer(NamedTuple):
+    """To a worker, by its address on the socket."""
+
+    to: bytes
+    message: FromServer
+    payload: Sequence[Tensor | bytes] = ()
+
+
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where they stand."""
+    are not put there but read at `values`, where their sets stand."""
 
     is_shared: bool
-    values: Place | None
+    values: list[Place]
     committed: int
     next_batch: int
 
@@ -163,6 +174,7 @@ class Values(FromServer, frozen=True, tag="values"):
 
     committed: int
     version: int  # updates that they are made of, and states that were taken over
+    number: int  # of the set in which they stand
     halt: Halt | None
 
 
