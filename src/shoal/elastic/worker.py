@@ -33,7 +33,7 @@ from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
 from shoal.plan_size import can_resize
-from shoal.prepare import Prepared, prepare
+from shoal.prepare import Prepared, prepare, why_alone
 from shoal.run import Run
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
@@ -72,6 +72,7 @@ def prepare_training(
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "begins": "" if beginning is None else str(beginning),
         "cuts": _cuts_in_words(prepared, plan),
+        "alone": why_alone(run, plan, model) if can_resize(plan) else "",
     }
 
     def rank_main(birth: Birth) -> int:
