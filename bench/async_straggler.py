@@ -19,7 +19,7 @@ steps, and `any` was ahead by about as much.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +34,6 @@ from bench.devices import WIDTH, OnDevice
 from bench.harness import Row
 from shoal.data.sources import tensors
 from shoal.errors import GroupLost
-from shoal.mesh import Axes, LauncherSeat, Mesh
 from shoal.prepare import prepare
 from shoal.run import Run, resolve
 from shoal.sync.server.strategy import ThroughServers
@@ -95,23 +94,12 @@ class Found(msgspec.Struct):
     stale_most: int = 0
 
 
-class ServedSeat(LauncherSeat):
-    """A launcher's seat, from which one server is in reach until `is_over`."""
-
-    def __init__(self, world: World, address: str, is_over: Callable[[], bool]):
-        super().__init__(world)
-        self.servers = serving.reached_at(address)._replace(is_lost=is_over) if address else None
-
-    def form(self, axes: Axes) -> Mesh:
-        return super().form(axes)._replace(servers=self.servers)
-
-
 def train(world: World, plan: str, address: str, over: str) -> Found:
     """Train to the target. Every rank must call it."""
     run, flag = make_run(world.rank), Path(over)
     resolved = resolve(run, plan, world.num_ranks)
     in_lockstep = not address or resolved.bound == 0
-    seat = ServedSeat(world, address, lambda: not in_lockstep and flag.exists())
+    seat = serving.ServedSeat(world, address, lambda: not in_lockstep and flag.exists())
     trainer = Trainer(run, resolved, seat)
     held_out = _inputs()[:NUM_HELD_OUT]
     found = Found()

@@ -23,7 +23,9 @@ from shoal.mesh import LauncherSeat
 from shoal.metrics.meters import Totals
 from shoal.metrics.scribe import Scribe
 from shoal.plan import Plan
+from shoal.prepare import prepare
 from shoal.run import Run, make_batches, resolve
+from shoal.sync.server.lookups import empty_tables
 from shoal.training import Trainer
 from shoal.world import World
 
@@ -75,9 +77,21 @@ class PlainLoop:
 class ShoalLoop:
     """Shoal's trainer on the group that stands, for as long as the stack is open."""
 
-    def __init__(self, run: Run, plan: str, world: World, stack: ExitStack, num_steps: int):
+    def __init__(
+        self,
+        run: Run,
+        plan: str,
+        world: World,
+        stack: ExitStack,
+        num_steps: int,
+        seat: LauncherSeat | None = None,
+    ):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.trainer = Trainer(run, resolve(run, plan, world.num_ranks), LauncherSeat(world))
+        resolved = resolve(run, plan, world.num_ranks)
+        prepared = prepare(run, resolved)
+        if resolved.num_servers:
+            empty_tables(prepared.model)
+        self.trainer = Trainer(run, resolved, seat or LauncherSeat(world), prepared=prepared)
         scribe = Scribe(folder / "metrics.jsonl", lambda: self.trainer.is_scribe)
         self.trainer.hooks += [Totals().add, scribe]
         stack.callback(scribe.close)

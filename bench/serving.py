@@ -7,7 +7,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from bench import harness
-from shoal.mesh import Servers
+from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
+from shoal.sync.server.tables import Tables
+from shoal.world import World
 
 SECRET = "bench"
 
@@ -46,6 +48,17 @@ def started(module: str, *words: str) -> Iterator[str]:
         process.wait()
 
 
+class ServedSeat(LauncherSeat):
+    """A launcher's seat, from which one server is in reach until `is_over`."""
+
+    def __init__(self, world: World, address: str, is_over: Callable[[], bool] = lambda: False):
+        super().__init__(world)
+        self.servers = reached_at(address)._replace(is_lost=is_over) if address else None
+
+    def form(self, axes: Axes) -> Mesh:
+        return super().form(axes)._replace(servers=self.servers)
+
+
 def reached_at(address: str) -> Servers:
     """One server, as a worker finds it."""
     return Servers((address,), 0, SECRET, lambda: False)
@@ -58,11 +71,12 @@ def serve(
     num_pieces: int,
     bound: int | None,
     journal: Path | None = None,
+    tables: Tables | None = None,
 ) -> None:
     """Be a server with a seat for each piece, until whoever started this process is gone."""
     torch.set_num_threads(1)
     server = Server(
-        Shard(model, optimizer, layout_of(model, optimizer, 1), 0),
+        Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables),
         num_seats=num_pieces,
         num_pieces=num_pieces,
         bound=bound,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from shoal.hooks import StepInfo as StepInfo
     from shoal.hooks import every as every
     from shoal.numerics import schedules as schedules
+    from shoal.numerics.optimizers import Optimizers as Optimizers
+    from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.plan import Plan as Plan
     from shoal.run import Run as Run
     from shoal.start import trainer as trainer
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Optimizers": "shoal.numerics.optimizers",
     "Plan": "shoal.plan",
     "Run": "shoal.run",
+    "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
     "StepInfo": "shoal.hooks",
     "every": "shoal.hooks",

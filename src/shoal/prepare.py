@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 from shoal.blame import refuse_writes, written_in_forward
 from shoal.data.batches import Batches
 from shoal.errors import PlanError, RecipeError
-from shoal.numerics.optimizers import is_element_wise
+from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
+from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.plan_size import Size, of_size
 from shoal.run import Run, call_model, make_batches
@@ -39,7 +40,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     model = run.make_model()
     _refuse_whole_tensors(run, plan, model)
     _refuse_tables_that_shrink(plan, model)
-    _refuse_sparse_gradients(run, plan, model)
+    _refuse_tables(run, plan, model)
     _refuse_too_many_fragments(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
@@ -110,37 +111,72 @@ def why_alone(run: Run, plan: Plan, model: nn.Module) -> str:
     if plan.num_ranks > 1 or plan.num_pieces == 1:
         return ""
     try:
-        _refuse_sparse_gradients(run, of_size(plan, Size(2, plan.num_servers)), model)
+        _refuse_tables(run, of_size(plan, Size(2, plan.num_servers)), model)
     except PlanError as error:
         return str(error)
     return ""
 
 
-def _refuse_sparse_gradients(run: Run, plan: Plan, model: nn.Module) -> None:
-    """Sparse gradients are stepped on where they were made, and nothing else is done with them."""
-    tables = [
+def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Embeddings with sparse gradients: on servers, or in one process; and not with everything."""
+    bags = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.sparse
-        and module.weight.requires_grad
+        if isinstance(module, nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     ]
+    tables = tables_of(model)
+    if bags and plan.num_ranks + plan.num_servers > 1:
+        raise PlanError(
+            f"{bags[0] or 'The model'} is an EmbeddingBag with sparse gradients, which only one "
+            "process (data=1) trains. Make it with sparse=False, or use an Embedding(..., "
+            "sparse=True), whose rows sync=server keeps on servers, and add them up yourself."
+        )
     if not tables:
         return
-    obstacle = ""
-    if plan.num_ranks > 1:
-        obstacle = f"{plan.num_ranks} ranks exchange dense ones"
-    elif run.clip is not None:
-        obstacle = f"clip={run.clip} takes the norm of dense ones"
-    elif plan.precision == "fp16":
-        obstacle = "the loss scale of precision=fp16 is taken off dense ones"
-    elif any(group.get("fused") for group in run.make_optimizer(model).param_groups):
-        obstacle = "the optimizer's fused kernel, taken unless it is given fused=False, wants dense"
-    if obstacle:
+    name = next(iter(tables))
+    if plan.num_ranks > 1 and plan.sync != "server":
         raise PlanError(
-            f"{tables[0] or 'The model'} is an embedding with sparse gradients, and {obstacle}. "
-            "Make the embedding with sparse=False; sparse ones train on one rank (data=1) alone, "
-            "without clip and fp16, by SparseAdam or SGD(..., fused=False)."
+            f"{name} is a table, an embedding with sparse gradients, and {plan.num_ranks} ranks "
+            "exchange dense ones. Add sync=server, and its rows are on parameter servers; or make "
+            "the embedding with sparse=False; or train on one rank (data=1)."
+        )
+    optimizer = run.make_optimizer(model)
+    for name, module in tables.items():
+        if plan.sync == "server":
+            _refuse_on_servers(plan, model, name, module)
+        if why := unfit_for_rows(optimizer, module.weight):
+            raise PlanError(
+                f"{name} is a table, an embedding with sparse gradients, and {why}. Use SGD "
+                "without momentum and weight_decay, Adagrad, SparseAdam or RowwiseAdagrad for "
+                "it (shoal.Optimizers makes one of several optimizers), or make the embedding with "
+                "sparse=False."
+            )
+
+
+def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: nn.Embedding) -> None:
+    uses = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+    others = [other for other in uses if other != name]
+    if others:
+        raise PlanError(
+            f"{name} is a table whose rows are on servers, and the model uses it as {others[0]} "
+            "too, as a whole. Make the embedding with sparse=False: then it is trained as any "
+            "other parameter is."
+        )
+    if module.max_norm is not None:
+        raise PlanError(
+            f"{name} is a table on servers, and max_norm={module.max_norm} changes rows where they "
+            "are looked up. Leave max_norm out, or scale what was looked up."
+        )
+    if plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with the table {name}: workers touch different "
+            "rows, and there is no middle of one. Leave combine out, or make the embedding with "
+            "sparse=False."
+        )
+    if plan.copies > 1:
+        raise PlanError(
+            f"copies={plan.copies} does not go with the table {name} yet: its rows are on one "
+            "server each. Leave copies out; a journal repairs a server that dies."
         )
 
 

@@ -20,7 +20,7 @@ from shoal.data.split import share
 from shoal.errors import NotFinite
 from shoal.numerics import schedules
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.norms import clip_factor, gradient_norm
+from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
@@ -115,17 +115,19 @@ class Replica:
             self.told.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
-        return [*(p.grad for p in self.parameters), *values]
+        return [*map(coalesced, (p.grad for p in self.parameters)), *values]
 
     def update(self, step: int, sums: Values, scale: float) -> bool:
         gradients, buffers = sums[: len(self.parameters)], sums[len(self.parameters) :]
         present = [g for g in gradients if g is not None]
-        if not all(torch.isfinite(g).all() for g in present):
+        if not all(torch.isfinite(values_of(g)).all() for g in present):
             return False
         if self.run.clip is not None:
             scale *= clip_factor(gradient_norm(present) * scale, self.run.clip)
         for p, g in zip(self.parameters, gradients, strict=True):
-            p.grad = g if g is None else g.mul_(scale)
+            p.grad = g
+        for g in present:
+            values_of(g).mul_(scale)
         if (schedule := self.run.make_schedule()) is not None:
             schedules.apply(self.optimizer, schedule(step, self.run.num_steps()))
         self.optimizer.step()
@@ -138,5 +140,5 @@ class Replica:
 
     def snapshot(self, loss: float) -> Snapshot:
         named = dict(self.model.named_parameters())
-        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        gradients = {n: p.grad.to_dense() for n, p in named.items() if p.grad is not None}
         return Snapshot(loss, gradients, named, dict(self.model.named_buffers()))

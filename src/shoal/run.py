@@ -18,6 +18,7 @@ from shoal.data.sources import LeavesOut, as_source
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import fuse
 from shoal.numerics.schedules import Schedule, as_schedule
+from shoal.parallel.striping import tables_of, weights_of
 from shoal.plan import Plan
 from shoal.world import cores
 
@@ -131,7 +132,7 @@ class Run:
                 "The optimizer has a parameter that is not the model's, which replicas could not "
                 "agree on. Make it part of the model (a learnable loss, say, as a submodule)."
             )
-        fuse(optimizer)
+        fuse(optimizer, weights_of(tables_of(model).values()))
         return optimizer
 
 

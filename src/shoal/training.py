@@ -38,7 +38,7 @@ from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.resizing import meet, take_size
 from shoal.run import Run, call_model, make_batches
-from shoal.sync.choose import strategy_for
+from shoal.sync.choose import strategy_for, tables_held
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -56,8 +56,7 @@ class Trainer:
         keeper: Keeper | KeepsNothing | None = None,
     ):
         self.run, self.plan, self.seat = run, plan, seat
-        self.keeper = keeper or KeepsNothing()
-        self.hooks = list(hooks)
+        self.keeper, self.hooks = keeper or KeepsNothing(), list(hooks)
         self.prepared = prepare(run, plan) if prepared is None else prepared
         self.model = self.prepared.model
         self.num_steps = run.num_steps()
@@ -132,8 +131,9 @@ class Trainer:
 
     def whole_model(self) -> dict[str, Tensor]:
         """The model's state by name, on rank 0. Every rank must call it."""
-        if self.mesh.is_cut or self.plan.zero == 3:
-            return gather_model(self.mesh.world, self.model, self.spread.held())
+        if self.mesh.is_cut or self.plan.zero == 3 or self.plan.num_servers:
+            held = self.spread.held() | tables_held(self.strategy)
+            return gather_model(self.mesh.world, self.model, held)
         return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
 
     def regroup(self, lost: GroupLost) -> None:

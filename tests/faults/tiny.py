@@ -199,3 +199,31 @@ def joined(file: str = "bad.jsonl") -> shoal.Run:
     run = run_of(0.0, steps=25)
     broken = shoal.data.quarantine(Broken(run.data), file)
     return dataclasses.replace(run, data=shoal.data.join([run.data, broken]))
+
+
+class Reads(nn.Module):
+    """A table with many more rows than a batch touches, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 1)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        answer: Tensor = self.head(self.drop(self.table(ids).mean(1)))
+        return answer
+
+
+def by_rows(named: Any) -> torch.optim.Optimizer:
+    return shoal.Optimizers(
+        torch.optim.AdamW([(n, p) for n, p in named if "table" not in n], lr=1e-2),
+        shoal.RowwiseAdagrad([(n, p) for n, p in named if "table" in n], lr=0.1),
+    )
+
+
+def tabled(pause: float = 0.002) -> shoal.Run:
+    """Each sample looks up some rows of its own and some that many do."""
+    ids = torch.arange(NUM_SAMPLES)
+    rows = torch.stack([ids * 7 % 1000, ids * 8, ids % 5, ids % 3], 1)
+    data = shoal.data.tensors(rows, ids[:, None] / NUM_SAMPLES)
+    return run_of(pause, model=Reads, data=data, optimizer=by_rows)

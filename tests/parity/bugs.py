@@ -20,7 +20,9 @@ from shoal.sync import rounds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.local import LocalSGD
+from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
 
@@ -292,6 +294,29 @@ def applied_twice() -> None:
     Shard.apply = apply  # type: ignore[method-assign]
 
 
+def a_row_forgotten() -> None:
+    """A worker leaves the first row of a table out of what it pushes."""
+    original = Lookups._gradient
+
+    def gradient(self: Lookups, table: int) -> torch.Tensor | None:
+        found = original(self, table)
+        if found is not None and found._nnz():
+            found._values()[0] = 0.0
+        return found
+
+    Lookups._gradient = gradient  # type: ignore[method-assign]
+
+
+def rows_before_the_step() -> None:
+    """A server gives rows as they were a step ago."""
+    original = Tables.look_up
+
+    def look_up(self: Tables, table: int, payload: Any, before: bool) -> torch.Tensor:
+        return original(self, table, payload, True)
+
+    Tables.look_up = look_up  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     "missing average": missing_average,
     "clip norm of one bucket": clip_norm_of_one_bucket,
@@ -314,4 +339,6 @@ BUGS: dict[str, Callable[[], None]] = {
     "loss of one rank": loss_of_one_rank,
     "first weights differ": first_weights_differ,
     "applied twice": applied_twice,
+    "a row forgotten": a_row_forgotten,
+    "rows before the step": rows_before_the_step,
 }

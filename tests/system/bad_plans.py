@@ -1,5 +1,6 @@
 """Models that some plans cannot cut, or only just can, for the tests of bad plans."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -159,7 +160,40 @@ def shrinks() -> shoal.Run:
 
 
 def sparse() -> shoal.Run:
-    return looks_up(sparse=True)
+    return stepped(looks_up(sparse=True), torch.optim.SGD, lr=0.1)
+
+
+def sparse_by_adam() -> shoal.Run:
+    return stepped(sparse(), torch.optim.AdamW)
+
+
+def sparse_by_fused() -> shoal.Run:
+    return stepped(sparse(), torch.optim.SGD, lr=0.1, fused=True)
+
+
+def sparse_by_momentum() -> shoal.Run:
+    return stepped(sparse(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def sparse_shrinks() -> shoal.Run:
+    return stepped(looks_up(sparse=True, max_norm=1.0), torch.optim.SGD, lr=0.1)
+
+
+def sparse_and_tied() -> shoal.Run:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, 8, bias=False))
+        made[1].weight = made[0].weight
+        return made
+
+    return stepped(run_of(model), torch.optim.SGD, lr=0.1)
+
+
+def bag() -> shoal.Run:
+    return stepped(run_of(lambda: nn.EmbeddingBag(8, WIDTH, sparse=True)), torch.optim.SGD, lr=0.1)
+
+
+def stepped(run: shoal.Run, kind: Any, **how: Any) -> shoal.Run:
+    return dataclasses.replace(run, optimizer=lambda named: kind(named, **how))
 
 
 def looks_up(**how: Any) -> shoal.Run:

@@ -126,11 +126,31 @@ BAD = {
         f"{RECIPES}:writes", "pipeline=2", "The forward writes to its parameter 2.scale"
     ),
     "sparse gradients": Bad(
-        f"{RECIPES}:sparse", "data=2", "table is an embedding with sparse gradients, and 2 ranks"
+        f"{RECIPES}:sparse",
+        "data=2",
+        "table.weight is a table, an embedding with sparse gradients, and 2 ranks exchange dense",
     ),
     "sparse gradients, fused": Bad(
-        f"{RECIPES}:sparse", "data=1", "fused kernel, taken unless it is given fused=False"
+        f"{RECIPES}:sparse_by_fused", "data=1", "the fused kernel of its optimizer takes dense"
     ),
+    "a table by Adam": Bad(
+        f"{RECIPES}:sparse_by_adam", "data=2 sync=server", "AdamW takes dense gradients only"
+    ),
+    "a table with momentum": Bad(
+        f"{RECIPES}:sparse_by_momentum", "data=2 sync=server", "momentum=0.9 of its optimizer"
+    ),
+    "a table that is tied": Bad(
+        f"{RECIPES}:sparse_and_tied",
+        "data=2 sync=server",
+        "0.weight is a table whose rows are on servers, and the model uses it as 1.weight too",
+    ),
+    "a table with max_norm": Bad(
+        f"{RECIPES}:sparse_shrinks", "data=1 sync=server", "max_norm=1.0 changes rows where they"
+    ),
+    "a table and a median": Bad(
+        f"{RECIPES}:sparse", "data=4 sync=server combine=median", "there is no middle of one"
+    ),
+    "a bag of rows": Bad(f"{RECIPES}:bag", "data=2 sync=server", "use an Embedding(..., sparse="),
     "dtypes in one unit": Bad(
         f"{RECIPES}:mixed", "data=2 zero=3", "second.weight is float64 and first.weight is float32"
     ),

@@ -18,6 +18,7 @@ from shoal.testing.faults import Trained, start
 from shoal.testing.ranks import Pool
 from shoal.training import Trainer
 from tests import zoo
+from tests.parity import tabled
 from tests.parity.runs import GivenSeat
 
 TINY = str(Path(__file__).with_name("tiny.py"))
@@ -182,6 +183,25 @@ SERVED = [
     pytest.param("gpt", "data=3 sync=server pieces=4", marks=pytest.mark.full),
     pytest.param("cnn", "data=3 sync=server pieces=8 combine=median", marks=pytest.mark.full),
 ]
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2 sync=server servers=2 pieces=6", "data=2 sync=server staleness=1"]
+)
+def test_workers_look_up_and_push_what_was_said_of_tables(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    """Of the first batch, which is the one that was looked at."""
+    run = tabled.rowwise()
+    told = explain(run, resolve(run, plan, None))
+    recipe = f"{tabled.__file__}:rowwise"
+    trained = start(pool, recipe, tmp_path / "run", plan=plan, settings={"steps": 1}).wait()
+    assert trained.exit_code == 0, trained.errors
+    sent = sum(message.num_bytes for rank in told.ranks for message in rank.messages)
+    assert trained.result["bytes_sent"] == sent
+    assert {m.what for m in told.ranks[0].messages} >= {"numbers of rows", "gradients of rows"}
+    held = sum(row.memory.parameters.num_bytes for row in told.servers)
+    assert held >= 4 * tabled.WIDTH * (tabled.USERS + tabled.WORDS)
 
 
 @pytest.mark.parametrize(("recipe", "plan"), SERVED)

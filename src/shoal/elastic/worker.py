@@ -35,6 +35,7 @@ from shoal.plan import Plan
 from shoal.plan_size import can_resize
 from shoal.prepare import Prepared, prepare, why_alone
 from shoal.run import Run
+from shoal.sync.server.lookups import empty_tables
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 
@@ -80,6 +81,8 @@ def prepare_training(
             keeper = None
             if keeping is not None:
                 keeper = Keeper(keeping._replace(beginning=beginning), seat.tell)
+            if plan.num_servers:
+                empty_tables(model)
             trainer = Trainer(run, plan, seat, prepared=prepared, keeper=keeper)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 

@@ -11,7 +11,7 @@ Read next: `rank.py` for who holds what, `costs.py` for bytes and messages,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.errors import RecipeError
 from shoal.explain.costs import Memory, Message, holders_of, memory, messages
+from shoal.explain.lookups import count_lookups
 from shoal.explain.rank import Facts, Kept, Rank, Whole
 from shoal.explain.servers import ServerRow, server_rows, worker_memory, worker_messages
 from shoal.explain.tensor import Cuts, count_moves, cuts_of
@@ -27,6 +28,7 @@ from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
+from shoal.parallel.striping import tables_of, weights_of
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
 from shoal.run import Run, call_model, make_batches
@@ -96,6 +98,11 @@ class Explanation(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
+_TABLES = (
+    "Rows of tables are those that the first batch looks up; other batches may touch more or fewer."
+)
+
+
 def explain(run: Run, plan: Plan) -> Explanation:
     """What a resolved plan does to a run's model. Raises PlanError if it cannot work."""
     prepared = prepare(run, plan)
@@ -126,7 +133,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         cuts=cuts_of(tensor, facts, total) if tensor else None,
         ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
         servers=server_rows(facts) if plan.num_servers else [],
-        notes=_notes(plan, found),
+        notes=[*_notes(plan, found), *([_TABLES] if facts.tables else [])],
     )
 
 
@@ -147,6 +154,8 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
         Whole(name, tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()
     ]
+    tables = weights_of(tables_of(model).values())
+    uses = count_lookups(run, plan.num_pieces, model) if plan.num_servers else {}
     held = PieceBuffers(model)
     with torch.no_grad():
         call_model(model, piece.inputs)
@@ -157,13 +166,14 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
         survey=survey,
         parameters=parameters,
         units=[_units(prepared, plan, r) for r in range(plan.pipeline) if plan.zero == 3],
-        is_element_wise=is_element_wise(optimizer),
-        state=_state(optimizer, model),
+        is_element_wise=is_element_wise(optimizer, tables),
+        state=_state(optimizer, model, tables),
         buffers={name: buffer.nbytes for name, buffer in places},
         changed={name: value.numel() for name, value in changed.items() if value is not None},
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         moves={},
         clips=run.clip is not None,
+        tables=uses,
     )
     if survey.tensor is None:
         return facts
@@ -189,7 +199,9 @@ def _units(prepared: Prepared, plan: Plan, rank: int) -> list[list[str]]:
     return units
 
 
-def _state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[Kept]]:
+def _state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tables: Collection[Tensor]
+) -> dict[str, list[Kept]]:
     """What the optimizer keeps of each parameter: one step on stand-ins of a few elements."""
     names = {p: name for name, p in model.named_parameters()}
     stand_ins: dict[str, nn.Parameter] = {}
@@ -197,7 +209,8 @@ def _state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list
     def stand_in(p: nn.Parameter) -> list[Part]:
         sizes = [*_TINY, *[1] * p.dim()][: p.dim()]
         tiny = stand_ins[names[p]] = nn.Parameter(torch.ones(sizes, dtype=p.dtype))
-        tiny.grad = torch.ones_like(tiny)
+        dense = torch.ones_like(tiny)
+        tiny.grad = dense.to_sparse(1) if p in tables else dense
         return [Part(tiny, lambda _: torch.zeros_like(tiny))]
 
     swap_parameters(optimizer, stand_in)

@@ -10,7 +10,8 @@ Read next: `costs.py` for what that costs, `explain.py`, which puts the ranks to
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +25,9 @@ from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plan import Plan
 from shoal.sync.rounds import blocks_by_rank
+
+if TYPE_CHECKING:
+    from shoal.explain.lookups import Uses
 
 
 class Place(NamedTuple):
@@ -108,6 +112,7 @@ class Facts(NamedTuple):
     averaged_buffers: int  # elements of those that local steps average
     moves: Mapping[int, Moves]  # over the tensor axis, by stage
     clips: bool
+    tables: Mapping[str, "Uses"] = MappingProxyType({})  # whose rows are on servers
 
 
 class Rank:
@@ -142,7 +147,8 @@ class Rank:
     def parameters(self) -> list[Local]:
         """In the model's order; what only other stages use is left out."""
         sharded = {name for unit in self._units() for name in unit}
-        return [self._local(p, sharded) for p in self.facts.parameters if p.name in self.owned]
+        held = self.owned - self.facts.tables.keys()
+        return [self._local(p, sharded) for p in self.facts.parameters if p.name in held]
 
     @cached_property
     def trained(self) -> list[Local]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.comm.tree import blocks_of
+from shoal.comm.tree import Block, blocks_of
 from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
+from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.copies import kept_by
 from shoal.sync.server.layout import Layout, lay_out
@@ -46,6 +47,7 @@ def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
     num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
+    sent += sent_by_worker(rank.facts.tables, rank.rounds, _blocks(rank), rank.plan.num_servers)
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
@@ -68,8 +70,16 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         num_stepped += segment.length
         state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
     others = "".join(f", and of server {n}" for n in own[1:])
+    rows = 0  # of tables, in bytes
+    for name, use in facts.tables.items():
+        count = rows_held(use, number, num_servers)
+        whole = next(p for p in facts.parameters if p.name == name)
+        num_stepped += count * whole.shape[1]
+        state += sum(kept.num_bytes((count, whole.shape[1])) for kept in facts.state.get(name, ()))
+        rows += count * use.row_bytes
+    values = sum(layout.value_places(n)[-1] for n in own)
     memory = Memory(
-        Amount(sum(layout.value_places(n)[-1] for n in own), f"its part of all{others}"),
+        Amount(values + rows, f"its part of all{others}"),
         Amount(_bytes_of(layout, own), "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),
@@ -80,7 +90,8 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     if plan.copies > 1:
         count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
         told.append(Message("sums", "servers", "copy", count, count * held))
-    return ServerRow(number, num_stepped, memory, told)
+    looked = sent_by_server(facts.tables, number, num_servers)
+    return ServerRow(number, num_stepped, memory, [*told, looked] if looked.count else told)
 
 
 def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
@@ -93,7 +104,12 @@ def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
 
 
 def _num_rows(rank: Rank) -> int:
+    return len(_blocks(rank))
+
+
+def _blocks(rank: Rank) -> list[Block]:
     """The sums that a worker pushes apart, for the servers to add up in the order of the tree."""
     if rank.plan.bound == 0:
-        return len(rank.tree[rank.place.data])
-    return len(blocks_of(range(len(rank.rounds))))
+        return rank.tree[rank.place.data]
+    own = blocks_of(range(len(rank.rounds)))
+    return [Block(block.first + rank.rounds.start, block.num_pieces) for block in own]

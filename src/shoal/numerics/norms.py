@@ -24,14 +24,28 @@ def norm_of_blocks(norms: Tensor) -> float:
     return math.sqrt(math.fsum(norms.double().square_().tolist()))
 
 
+def coalesced(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that has each of its rows once, if it is sparse; any other as it is."""
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """What a gradient is made of; of a sparse one that is coalesced, the rows that are not zero."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def num_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK)
 
 
 def block_norms(gradients: Iterable[Tensor]) -> Tensor:
-    """The norms of the blocks of all gradients."""
+    """The norms of the blocks of all gradients; of sparse ones, of their rows."""
     parts: list[Tensor] = []
     for gradient in gradients:
+        if gradient.is_sparse:
+            rows = gradient.detach()._values().flatten(1)
+            parts.append(torch.linalg.vector_norm(rows, dim=1))
+            continue
         flat = gradient.detach().reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK
         if whole:
@@ -48,6 +62,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 def scale_all(gradients: Sequence[Tensor], scale: float, check: bool) -> bool:
     """Multiply all by `scale` in place; with `check`, say from the same pass if all are finite."""
+    gradients = [values_of(g) for g in gradients]
     kinds = {(g.dtype, g.device) for g in gradients}
     for kind in kinds:
         alike = [g for g in gradients if (g.dtype, g.device) == kind]

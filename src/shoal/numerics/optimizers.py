@@ -6,13 +6,15 @@ torch wraps it in, which costs more than the step of a small model; hooks and a 
 get what they are promised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer, optimizer
+
+from shoal.errors import UsageError
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -24,27 +26,105 @@ _ELEMENT_WISE = (
 )
 
 
-def is_element_wise(optimizer: Optimizer) -> bool:
+class Optimizers(Optimizer):
+    """One optimizer made of several, each with parameters of its own.
+
+        shoal.Optimizers(torch.optim.AdamW(layers), shoal.RowwiseAdagrad(tables, lr=0.05))
+
+    State and groups are its own, the members' in their order; a member only steps on them.
+    """
+
+    def __init__(self, *members: Optimizer):
+        if not members or not all(isinstance(member, Optimizer) for member in members):
+            raise UsageError("Optimizers wants torch optimizers: Optimizers(AdamW(a), SGD(b)).")
+        groups = [group for member in members for group in member.param_groups]
+        if not all("param_names" in group for group in groups):  # torch wants all or none
+            for group in groups:
+                group.pop("param_names", None)
+        super().__init__(groups, {})
+        self.members = members
+        self._counts = [len(member.param_groups) for member in members]
+        for member in members:
+            self.state.update(member.state)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        first = 0
+        for member, count in zip(self.members, self._counts, strict=True):
+            member.state, member.param_groups = (
+                self.state,
+                self.param_groups[first : first + count],
+            )
+            stepper(member)()
+            first += count
+
+
+def members_of(chosen: Optimizer) -> Sequence[Optimizer]:
+    return chosen.members if isinstance(chosen, Optimizers) else (chosen,)
+
+
+def _groups(chosen: Optimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    for member in members_of(chosen):
+        yield from ((member, group) for group in member.param_groups)
+
+
+def kind_of(chosen: Optimizer) -> str:
+    """By which a state is known to be of the same optimizer."""
+    name = type(chosen).__name__
+    if not isinstance(chosen, Optimizers):
+        return name
+    return f"{name}({', '.join(type(member).__name__ for member in chosen.members)})"
+
+
+def is_element_wise(optimizer: Optimizer, but_for: Collection[Tensor] = ()) -> bool:
     """Whether each element is stepped on without a look at the others of its tensor.
 
     So it is with torch's, as far as they are known to; an optimizer of one's own may say so with an
-    attribute, `element_wise = True`.
+    attribute, `element_wise = True`. Parameters in `but_for` do not count.
     """
-    return type(optimizer) in _ELEMENT_WISE or getattr(optimizer, "element_wise", False) is True
+    return all(
+        type(member) in _ELEMENT_WISE or getattr(member, "element_wise", False) is True
+        for member, group in _groups(optimizer)
+        if any(p not in but_for for p in group["params"])
+    )
 
 
-def fuse(chosen: Optimizer) -> None:
-    """Take the fused kernel, unless the recipe chose another or it does not apply."""
-    if type(chosen) not in _FUSABLE:
-        return
-    for group in chosen.param_groups:
+def fuse(chosen: Optimizer, sparse: Collection[Tensor] = ()) -> None:
+    """Take the fused kernel, unless the recipe chose another or it does not apply.
+
+    It takes no gradients that are `sparse`.
+    """
+    for member, group in _groups(chosen):
+        if type(member) not in _FUSABLE:
+            continue
         decided = group.get("fused") is not None or group.get("foreach") is not None
         special = group.get("differentiable") or not all(
-            p.is_floating_point() and not p.is_sparse for p in group["params"]
+            p.is_floating_point() and p not in sparse for p in group["params"]
         )
         if not decided and not special:
             group["fused"] = True
             group["foreach"] = False
+
+
+_DENSE_ONLY = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.ASGD, torch.optim.Adafactor),
+)
+
+
+def unfit_for_rows(chosen: Optimizer, table: Tensor) -> str:
+    """Why an optimizer cannot step on some rows of a table alone, in words; empty if it can."""
+    for member, group in _groups(chosen):
+        if not any(p is table for p in group["params"]):
+            continue
+        if isinstance(member, _DENSE_ONLY):
+            return f"{type(member).__name__} takes dense gradients only"
+        for key in ("momentum", "weight_decay"):
+            if group.get(key):
+                return f"{key}={group[key]} of its optimizer changes rows that nobody touched"
+        if group.get("fused"):
+            return "the fused kernel of its optimizer takes dense gradients only"
+    return ""
 
 
 class Part(NamedTuple):

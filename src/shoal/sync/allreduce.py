@@ -20,8 +20,9 @@ from shoal.comm.buckets import Bucket, Buckets, deal, make_bucket
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, total
 from shoal.mesh import Mesh
-from shoal.numerics.norms import gradient_norm, num_blocks
+from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices
+from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.norm import SharedNorm
 from shoal.sync.rounds import Around, Held
 from shoal.sync.state import Source, State
@@ -63,12 +64,18 @@ class AllReduce:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same
             self._counted = [p for n, p in self.named.items() if first and holding.counts(n)]
             self._norm = SharedNorm(mesh.world, sum(num_blocks(p.numel()) for p in self._counted))
+        self._sparse = [
+            p.register_post_accumulate_grad_hook(_coalesce)
+            for p in weights_of(tables_of(model).values())
+        ]
         self._around = Around(self.rounds, self._end_round)
         # One process, one piece, no buffers: nothing to sum, put away or restore.
         self._plain = mesh.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
     def detach(self) -> None:
         self.buffers.restore()  # of a step given up, nothing stays
+        for hook in self._sparse:
+            hook.remove()
         if self.buckets is not None:
             self.buckets.close()
             self.buckets = None
@@ -103,7 +110,7 @@ class AllReduce:
         return self.held.update(self._gradients(), scale, check, self.held.step, alike)
 
     def gradients(self) -> dict[str, list[Slice]]:
-        present = {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.held.holding)
 
     def state_dict(self, served: bool = True) -> State:
@@ -160,6 +167,11 @@ class AllReduce:
 def is_summed(parameter: nn.Parameter) -> bool:
     """Whether a gradient is ours to sum: FSDP2 sums those of the parameters it shards."""
     return parameter.requires_grad and not isinstance(parameter, DTensor)
+
+
+def _coalesce(table: Tensor) -> None:
+    """Add up what a piece leaves of each row, before pieces are added."""
+    table.grad = coalesced(table.grad)
 
 
 def _present(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:

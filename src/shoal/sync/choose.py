@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from shoal.numerics.fragments import Timetable
 from shoal.numerics.quantization import codec_of
+from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
@@ -37,3 +38,8 @@ def strategy_for(
     if plan.zero:
         return Sharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
     return AllReduce(plan.num_pieces, exact, round_size)
+
+
+def tables_held(strategy: Strategy) -> dict[str, list[Slice]]:
+    """This rank's share of what servers alone hold of the model. Every rank must call it."""
+    return strategy.tables() if isinstance(strategy, ThroughServers) else {}

@@ -22,7 +22,7 @@ from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import Holding
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.replicas import Merged
-from shoal.sync.state import HeldState, Run, Source
+from shoal.sync.state import HeldState, Run, Source, Stepped
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
 
@@ -100,7 +100,9 @@ class Held:
         self.rounds = Rounds(model, mesh, num_pieces, round_size)
         self.step = stepper(optimizer)
         # What the optimizer steps on; a strategy that shards puts its parts here.
-        self.runs: Mapping[Tensor, Run] = {p: Run(n, p.shape) for n, p in model.named_parameters()}
+        self.runs: Mapping[Tensor, Stepped] = {
+            p: Run(n, p.shape) for n, p in model.named_parameters()
+        }
 
     def update(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError, UsageError
+from shoal.numerics.optimizers import kind_of
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of, slices_of_run, whole
 
 
@@ -63,6 +64,20 @@ class Run(NamedTuple):
             return slices_of(self.name, tensor.view(self.shape), holding)
         return slices_of_run(self.name, self.shape, self.start, tensor, holding)
 
+    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+        """A tensor with one number for each row: optimizers that keep such step on whole ones."""
+        return [whole(tensor)]
+
+
+class Stepped(Protocol):
+    """What an optimizer steps on, in the place of a parameter or of a part of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
+    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
+
 
 class HeldState:
     """The state of a model and an optimizer, as one rank holds them.
@@ -75,7 +90,7 @@ class HeldState:
         self,
         tensors: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        runs: Mapping[Tensor, Run],
+        runs: Mapping[Tensor, Stepped],
         holding: Holding = WHOLE,
     ):
         self.tensors, self.optimizer, self.runs, self.holding = tensors, optimizer, runs, holding
@@ -85,7 +100,7 @@ class HeldState:
             f"model.{name}": slices_of(name, tensor, self.holding)
             for name, tensor in self.tensors.items()
         }
-        plain: dict[str, Any] = {_KIND: type(self.optimizer).__name__}
+        plain: dict[str, Any] = {_KIND: kind_of(self.optimizer)}
         for p, own in self.optimizer.state.items():
             path = f"optimizer.{self.runs[p].name}"
             plain[path] = self._put(own, path, tensors, p)
@@ -116,7 +131,7 @@ class HeldState:
             group.update(values)
 
     def _refuse_another(self, kind: str, num_groups: int) -> None:
-        own, num_own = type(self.optimizer).__name__, len(self.optimizer.param_groups)
+        own, num_own = kind_of(self.optimizer), len(self.optimizer.param_groups)
         if (kind, num_groups) != (own, num_own):
             raise UsageError(
                 f"The state is of the optimizer {kind} with {num_groups} groups of parameters, and "
@@ -129,9 +144,13 @@ class HeldState:
             # What is sparse is not cut as a parameter is; no checkpoint holds it.
             dense = value.layout == torch.strided
             alike = p is not None and dense and value.dim() and value.shape == p.shape
-            parts = self.runs[p].parts(value, self.holding) if alike and p is not None else None
-            tensors.setdefault(path, []).extend([whole(value)] if parts is None else parts)
-            return {_TENSOR if parts is None else _ALIKE: None}
+            kind, parts = _TENSOR, [whole(value)]
+            if p is not None and alike:
+                kind, parts = _ALIKE, self.runs[p].parts(value, self.holding)
+            elif p is not None and dense and _is_by_row(value, p):
+                kind, parts = _BY_ROW, self.runs[p].row_parts(value, self.holding)
+            tensors.setdefault(path, []).extend(parts)
+            return {kind: None}
         if isinstance(value, dict):
             return {_DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
         if isinstance(value, list | tuple):
@@ -159,6 +178,11 @@ class HeldState:
             made = torch.empty_like(p, dtype=source.dtype(path), requires_grad=False)
             source.fill(path, self.runs[p].parts(made, self.holding))
             return made
+        if kind == _BY_ROW:
+            assert p is not None
+            made = p.new_empty((len(p), *source.shape(path)[1:]), dtype=source.dtype(path))
+            source.fill(path, self.runs[p].row_parts(made, self.holding))
+            return made
         if kind == _NUMBER:
             return float(content)
         if kind == _DICT:
@@ -167,22 +191,24 @@ class HeldState:
         return tuple(parts) if kind == _TUPLE else parts
 
 
-def cut_state(source: Source, runs: Iterable[tuple[Run, tuple[int, ...]]]) -> State:
+def cut_state(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
     """What of a state belongs to some runs of elements, each given with its shape; a copy."""
     tensors: dict[str, list[Slice]] = {}
     plain = {name: source.plain[name] for name in (_KIND, _GROUPS)}
     wholes = list(_marked(plain[_GROUPS], _GROUPS))
     for run, shape in runs:
         path = f"optimizer.{run.name}"
-        alike = [f"model.{run.name}"]
+        alike, by_row = [f"model.{run.name}"], []
         if path in source.plain:
             plain[path] = source.plain[path]
             marked = list(_marked(plain[path], path))
             alike += [name for name, kind in marked if kind == _ALIKE]
+            by_row = [name for name, kind in marked if kind == _BY_ROW]
             wholes += [(name, kind) for name, kind in marked if kind == _TENSOR]
-        for name in alike:
-            made = torch.empty(shape, dtype=source.dtype(name))
-            parts = run.parts(made, WHOLE)
+        for name in (*alike, *by_row):
+            own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
+            made = torch.empty(own, dtype=source.dtype(name))
+            parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
             source.fill(name, parts)
             tensors.setdefault(name, []).extend(parts)
     for name, _ in wholes:
@@ -195,7 +221,7 @@ def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         return
     ((kind, content),) = value.items()
-    if kind in (_TENSOR, _ALIKE):
+    if kind in (_TENSOR, _ALIKE, _BY_ROW):
         yield path, kind
     elif kind == _DICT:
         for key, part in content:
@@ -229,14 +255,20 @@ class Given:
 JOINED_BYTES = 1 << 20  # of small tensors in one frame
 _GROUPS, _KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
-_TENSOR, _ALIKE, _DICT, _LIST, _TUPLE, _NUMBER = (
+_TENSOR, _ALIKE, _BY_ROW, _DICT, _LIST, _TUPLE, _NUMBER = (
     "tensor",
     "alike",
+    "by-row",
     "dict",
     "list",
     "tuple",
     "number",
 )
+
+
+def _is_by_row(value: Tensor, p: Tensor) -> bool:
+    """Whether a state has one number for each row of its parameter."""
+    return value.dim() > 1 and value.shape == (len(p), *[1] * (p.dim() - 1))
 
 
 class _Entry(msgspec.Struct, frozen=True):

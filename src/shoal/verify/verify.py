@@ -22,10 +22,13 @@ from shoal.cluster.nursery import Birth, ChildMain, Nursery
 from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome
 from shoal.elastic.worker import prepare_training, use_threads
-from shoal.errors import ShoalError
+from shoal.errors import PlanError, ShoalError
 from shoal.files import replacing
 from shoal.hooks import StepInfo
+from shoal.parallel.striping import tables_of
+from shoal.plan import Plan
 from shoal.run import Run, resolve
+from shoal.sync.choose import tables_held
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
@@ -68,7 +71,9 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
     def prepare() -> tuple[dict[str, Any], ChildMain]:
         use_threads()
         run = load()
-        return prepare_training(run, resolve(run, plan, None), run_dir, more_hooks=record)
+        resolved = resolve(run, plan, None)
+        _refuse_replay(run, resolved)
+        return prepare_training(run, resolved, run_dir, more_hooks=record)
 
     beside = Nursery(run_reference, run_dir / "logs" / "reference.log")
     try:
@@ -107,6 +112,15 @@ def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
     return verdict
 
 
+def _refuse_replay(run: Run, plan: Plan) -> None:
+    if plan.sync == "server" and plan.bound != 0 and (tables := tables_of(run.make_model())):
+        raise PlanError(
+            f"The table {next(iter(tables))} is looked up in the middle of a step, and with "
+            f"staleness={plan.staleness} others change its rows meanwhile: which ones a worker saw "
+            "is not written down, so the run cannot be played again. Verify without staleness."
+        )
+
+
 def _why(outcome: Outcome) -> str:
     return outcome.cause or f"it was stopped after step {outcome.step}"
 
@@ -129,7 +143,8 @@ class Recorder:
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
         groups = self._trainer.optimizer.param_groups
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
-        content |= name_slices("held", self._trainer.spread.held())
+        tables = tables_held(self._trainer.strategy)
+        content |= name_slices("held", self._trainer.spread.held() | tables)
         strategy = self._trainer.strategy
         if isinstance(strategy, ThroughServers) and not strategy.in_lockstep:
             content["trace"] = torch.tensor(strategy.trace)

@@ -53,6 +53,14 @@ def test_spelling_drops_comments_and_variant_numbers(
     assert catalog.spelling() == expected  # from the cache
 
 
+def test_ratings_are_rows_of_numbers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b"user\titem\trating\ttimestamp\r\n196\t242\t3\t881250949\r\n"
+    archive = zipped("recbole/dataset_example/ml-100k/ml-100k.inter", lines)
+    monkeypatch.setattr(catalog, "RECBOLE", provide(cache, catalog.RECBOLE, archive))
+    for _ in range(2):  # the second time from the cache
+        assert catalog.ratings().tolist() == [[196, 242, 3, 881250949]]
+
+
 def test_digits_are_scaled_images_and_labels(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0] * 784 + [3], [255] * 784 + [9]]
     table = "".join(",".join(map(str, row)) + "\n" for row in rows).encode()

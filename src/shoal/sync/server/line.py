@@ -35,7 +35,7 @@ class NotServed(ShoalError):
 
 class Line:
     def __init__(self, servers: Servers, seat: int):
-        self.servers, self.num_bytes = servers, 0
+        self.servers, self.num_bytes, self.num_received = servers, 0, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{seat}.{servers.generation}.{os.urandom(8).hex()}".encode()
         self._sockets = [connect(self._context, a, identity, None) for a in servers.addresses]
@@ -135,6 +135,7 @@ class Line:
                 if not isinstance(message, Refused):
                     del self._asked[message.request]
                 self._answers[message.request] = message, payload
+                self.num_received += sum(map(len, payload))
 
     def _ask_again(self) -> None:
         now = time.monotonic()

@@ -91,6 +91,14 @@ class Pull(FromWorker, frozen=True, tag="pull"):
     meets: bool
 
 
+class Look(FromWorker, frozen=True, tag="look"):
+    """Give me some rows of a table for this batch, which I have begun; their places are beside
+    this."""
+
+    batch: int
+    table: int
+
+
 class Stop(FromWorker, frozen=True, tag="stop"):
     """I was asked to stop, or to wait for all: choose a step after which all do."""
 
@@ -99,9 +107,10 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
-    """Your whole state; or the gradients of the last step."""
+    """Your whole state; or the gradients of the last step; or the rows of tables alone."""
 
     gradients: bool = False
+    tables: bool = False
 
 
 class Load(FromWorker, frozen=True, tag="load"):
@@ -150,6 +159,10 @@ class Values(FromServer, frozen=True, tag="values"):
     halt: Halt | None
 
 
+class Found(FromServer, frozen=True, tag="found"):
+    """The rows of a table, in a frame."""
+
+
 class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
 
@@ -165,5 +178,5 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load
+ServerMessage = Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Refused

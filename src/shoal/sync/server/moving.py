@@ -26,7 +26,7 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.placement import place
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.state import Given, Run, State, cut_state, pack_state, unpack_state
+from shoal.sync.state import Given, State, Stepped, cut_state, pack_state, unpack_state
 
 
 def layout_after(
@@ -90,20 +90,21 @@ def write_parts(server: Server, number: int, num_servers: int, shelf: Shelf) -> 
             for key, holders in enumerate(after.holders)
             if other in holders and server.layout.holders[key][0] == number
         ]
-        part = cut_state(state, _runs(server.shard, keys))
+        runs = [*_runs(server.shard, keys), *server.shard.tables.moved_to(other, num_servers)]
+        part = cut_state(state, runs)
         header = msgspec.msgpack.encode(_Part(step, server.version))
         with replacing(shelf.part(other, number)) as partial, partial.open("wb") as file:
             write_record(file, header, pack_state(part))
-        if other != number and keys:
+        if other != number and runs:
             num_bytes += sum(s.tensor.nbytes for parts in part.tensors.values() for s in parts)
     faultpoint("server.parted", step)
     return num_bytes
 
 
-def _runs(shard: Shard, keys: Sequence[int]) -> Iterator[tuple[Run, tuple[int, ...]]]:
+def _runs(shard: Shard, keys: Sequence[int]) -> Iterator[tuple[Stepped, tuple[int, ...]]]:
     """What a server steps on of these keys, with its shape."""
     for run, own in shard.runs.items():
-        if shard.key_of(run) in keys:
+        if run not in shard.tables.runs and shard.key_of(run) in keys:
             yield own, tuple(run.shape)
 
 

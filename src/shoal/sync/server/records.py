@@ -15,6 +15,7 @@ from shoal.comm.wire import tensor_of
 from shoal.sync.server.clock import Clock, ClockRecord
 from shoal.sync.server.messages import Apply
 from shoal.sync.server.shard import Shard
+from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, pack_state, unpack_state
 
 Record = tuple[bytes, Sequence[bytes | Tensor]]
@@ -56,7 +57,7 @@ class Past(NamedTuple):
 
 
 class _Update(msgspec.Struct, frozen=True, tag="update"):
-    """One step, with the sums in frames, key by key."""
+    """One step, with the sums in frames, key by key; of tables' keys the rows and their places."""
 
     batch: int
     first: int
@@ -82,7 +83,11 @@ _RECORDS: msgspec.msgpack.Decoder[_Update | _Snapshot] = msgspec.msgpack.Decoder
 
 
 def update_record(
-    apply: Apply, sums: Mapping[int, Tensor], touched: Mapping[int, list[bool]], told: list[Told]
+    apply: Apply,
+    sums: Mapping[int, Tensor],
+    touched: Mapping[int, list[bool]],
+    told: list[Told],
+    tables: Tables,
 ) -> Record:
     update = _Update(
         apply.batch,
@@ -91,10 +96,11 @@ def update_record(
         apply.scale,
         apply.factor,
         apply.settings,
-        [touched[key] for key in sums],
+        list(touched.values()),
         told,
     )
-    return msgspec.msgpack.encode(update), list(sums.values())
+    dense = [sum_ for sum_ in sums.values() if not sum_.is_sparse]
+    return msgspec.msgpack.encode(update), [*dense, *tables.frames_of(sums)]
 
 
 def snapshot_record(shard: Shard, past: Past) -> Record:
@@ -113,9 +119,10 @@ def redo(
         return Past(Clock.from_plain(record.clock), record.version, told)
     sums = {
         key: tensor_of(memoryview(frame), value.dtype, value.numel())
-        for (key, value), frame in zip(shard.values.items(), frames, strict=True)
+        for (key, value), frame in zip(shard.values.items(), frames, strict=False)
     }
-    touched = dict(zip(shard.keys, record.touched, strict=True))
+    sums |= shard.tables.sums_of([memoryview(frame) for frame in frames[len(sums) :]])
+    touched = dict(zip(sums, record.touched, strict=True))
     shard.apply(sums, touched, record.scale, record.factor, record.settings)
     past.clock.apply(record.batch, range(record.first, record.last))
     return Past(past.clock, past.version + 1, {**past.told, **told})

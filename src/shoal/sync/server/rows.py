@@ -117,6 +117,8 @@ class Rows:
         made: list[Tensor] = []
 
         def add(left: Tensor, right: Tensor) -> Tensor:
+            if left.is_sparse:
+                return left + right
             if any(left is one for one in made):
                 return left.add_(right)
             made.append(self._spares.take(left.numel(), left))

@@ -20,6 +20,7 @@ from shoal.comm.shared_memory import Place
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
+from shoal.numerics.norms import values_of
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.journal import Journal
@@ -29,10 +30,12 @@ from shoal.sync.server.messages import (
     Done,
     Dump,
     Dumped,
+    Found,
     FromServer,
     Halt,
     Hello,
     Load,
+    Look,
     Missing,
     Pull,
     Push,
@@ -108,7 +111,8 @@ class Server:
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
         own = shares(self.num_pieces, self.num_seats)
-        self._rows = Rows(self.shard.keys, self.num_pieces, self.bound == 0, self._rule, own)
+        keys = [*self.shard.keys, *self.shard.tables.keys]
+        self._rows = Rows(keys, self.num_pieces, self.bound == 0, self._rule, own)
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
@@ -153,15 +157,17 @@ class Server:
                 waits = self._waiting.get((sender, type(message)), message)
                 if message.request >= waits.request:  # or else it is late, and nobody waits for it
                     self._waiting[sender, type(message)] = message
+            case Look():
+                yield Answer(
+                    sender, Found(request=message.request), [self._look_up(guest, message, payload)]
+                )
             case Stop():
                 if self._halt is None or self._halt.step <= self.clock.committed:
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = (
-                    self.shard.gradient_state() if message.gradients else self.shard.state_dict()
-                )
-                yield Answer(sender, Dumped(request=message.request), pack_state(state))
+                state = pack_state(self.shard.dump(message.gradients, message.tables))
+                yield Answer(sender, Dumped(request=message.request), state)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
@@ -215,10 +221,10 @@ class Server:
 
     def _keep(self, guest: Guest, push: Push, payload: Sequence[memoryview]) -> None:
         """Put rows away until they are applied; what was applied before is left."""
-        if push.key not in self.shard.values:
+        is_table, batch = push.key in self.shard.tables.keys, push.batch
+        if push.key not in self.shard.values and not is_table:
             raise ValueError(f"key {push.key} is not held here")
-        values, batch = self.shard.values[push.key], push.batch
-        if len(push.touched) != len(self.layout.segments(push.key)):
+        if len(push.touched) != (1 if is_table else len(self.layout.segments(push.key))):
             raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
         if push.blocks != guest.blocks or push.attempt < 0:
             raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
@@ -228,9 +234,21 @@ class Server:
         if not self.clock.may_begin(batch):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
-        found = guest.rows_of(push, values, payload)
+        if is_table:
+            found = self.shard.tables.rows_of(push.key, payload)
+        else:
+            found = guest.rows_of(push, self.shard.values[push.key], payload)
         rows = dict(zip(push.blocks, found, strict=True))
         self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+
+    def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
+        """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
+        since after a death it may be computed again."""
+        self._refuse_early(guest, look.batch)
+        ahead = self.clock.committed - look.batch
+        if self.bound == 0 and ahead not in (0, 1):
+            raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
+        return self.shard.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
 
     def _damped(self, apply: Apply) -> Apply:
         """An update made of old parameters counts less: by one more for each batch since then.
@@ -255,6 +273,10 @@ class Server:
         faultpoint("server.apply", apply.batch)
         sums = self._rows.sums(apply.batch, pieces)
         touched = self._rows.touched(apply.batch, pieces)
+        if self.journal is not None and self.journal.is_long:
+            # Of before the step, so that the last record is always a step: rows of tables as they
+            # were before it can be asked for.
+            self.journal.begin(*self.snapshot())
         try:
             self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
         except ValueError as error:  # nobody goes on from half a step
@@ -264,11 +286,9 @@ class Server:
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
-            if self.journal.is_long:
-                self.journal.begin(*self.snapshot())
-            else:
-                told = [one for one in self._told.values() if one.batch == apply.batch]
-                self.journal.append(*update_record(apply, sums, touched, told))
+            told = [one for one in self._told.values() if one.batch == apply.batch]
+            record = update_record(apply, sums, touched, told, self.shard.tables)
+            self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
         return Applied(request=apply.request, version=self.version - 1)
@@ -277,7 +297,9 @@ class Server:
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a state of this server."""
         keys = [self.layout.keys[key].num_bytes for key in self.shard.keys]
-        return max(max(keys, default=0) * self.num_pieces, self.layout.most_bytes(self.shard.keys))
+        tables = self.shard.tables.num_bytes
+        rows = max([*keys, tables]) * self.num_pieces
+        return max(rows, self.layout.most_bytes(self.shard.keys) + 16 * tables)
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""
@@ -365,7 +387,7 @@ class Server:
         if sum_.want_norms or sum_.want_finite:
             sums = self._rows.sums(sum_.batch, pieces)
             norms = self.shard.norms(sums).numpy().tobytes()
-            finite = all(bool(total.isfinite().all()) for total in sums.values())
+            finite = all(bool(values_of(total).isfinite().all()) for total in sums.values())
         self._told[sum_.first] = Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
         return _summed(sender, sum_, self._told[sum_.first])
 

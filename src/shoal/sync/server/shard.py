@@ -17,20 +17,25 @@ from shoal.comm.shared_memory import Segment
 from shoal.numerics.norms import block_norms
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.parallel.layout import Slice
+from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.server.layout import Layout, lay_out
-from shoal.sync.state import Given, HeldState, Run, Source, State, unpack_state
+from shoal.sync.server.tables import Tables
+from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped, unpack_state
 
 Settings = list[dict[str, Any]]
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that servers hold."""
-    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    """The parameters that servers hold, but for tables (`tables.py`)."""
+    rest = weights_of(tables_of(model).values())
+    named = model.named_parameters()
+    return [(n, p) for n, p in named if p.requires_grad and p.numel() and p not in rest]
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Layout:
     sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in trained(model)]
-    return lay_out(sizes, is_element_wise(optimizer), num_servers)
+    tables = weights_of(tables_of(model).values())
+    return lay_out(sizes, is_element_wise(optimizer, tables), num_servers)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -80,10 +85,13 @@ class Shard:
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         number: int,
+        tables: Tables | None = None,
         shared: bool = True,
     ):
         """What server `number` steps on; a copy that no worker reads need not be shared."""
         self.layout, self.optimizer = layout, optimizer
+        self.tables = Tables(nn.Module(), number, 1) if tables is None else tables
+        self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
         self._named = trained(model)
         places = layout.value_places(number)
@@ -107,7 +115,7 @@ class Shard:
 
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this server's runs instead of the parameters."""
-        self.runs: dict[Tensor, Run] = {}
+        self.runs: dict[Tensor, Stepped] = dict(self.tables.runs)
         self._places: dict[Tensor, tuple[int, int, slice]] = {}
         parts: dict[nn.Parameter, list[Part]] = {p: [] for _, p in self._named}
         for key in self.keys:
@@ -128,11 +136,12 @@ class Shard:
 
     def norms(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Of the blocks of these gradients."""
-        return block_norms(
+        dense = [
             sums[key][s.place : s.place + s.length]
             for key in self.keys
             for s in self.layout.segments(key)
-        )
+        ]
+        return block_norms([*dense, *(sums[key] for key in self.tables.keys)])
 
     def apply(
         self,
@@ -145,6 +154,7 @@ class Shard:
         """Step on gradients, of which those that no piece touched do not exist."""
         self._set(settings, factor)
         gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
+        self.tables.take_gradients(sums, touched, scale)
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
@@ -160,7 +170,8 @@ class Shard:
         return scale == 1.0 and all(g.get("fused") is True for g in self.optimizer.param_groups)
 
     def _scale(self, sums: Mapping[int, Tensor], scale: float) -> dict[int, Tensor]:
-        for key, gradient in sums.items():
+        for key in self.keys:
+            gradient = sums[key]
             if key not in self._scaled:
                 self._scaled[key] = torch.empty_like(gradient)
             torch.mul(gradient, scale, out=self._scaled[key])
@@ -192,14 +203,14 @@ class Shard:
     @torch.no_grad()
     def take_over(self, frames: Sequence[memoryview]) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
-        values = {key: value.clone() for key, value in self.values.items()}
+        values = [(value, value.clone()) for value in (*self.values.values(), *self.tables.slabs)]
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
             self.load_state_dict(Given(unpack_state(frames)))
         except Exception as error:  # it may be wrong in any way
-            for key, value in values.items():
-                self.values[key].copy_(value)
+            for own, value in values:
+                own.copy_(value)
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
             for group, old in zip(self.optimizer.param_groups, groups, strict=True):
@@ -213,16 +224,31 @@ class Shard:
             held.tensors.setdefault(f"model.{name}", []).append(part)
         return held
 
+    def dump(self, gradients: bool, tables: bool) -> State:
+        """All; or the gradients of the last step; or the rows of tables alone."""
+        if gradients:
+            return self.gradient_state()
+        return self.table_state() if tables else self.state_dict()
+
     def gradient_state(self) -> State:
         """The gradients of the last step, in the form of a state, until the next ones come."""
         tensors: dict[str, list[Slice]] = {}
-        present = {run: run.grad for run in self.runs if run.grad is not None}
+        present = {run: run.grad.to_dense() for run in self.runs if run.grad is not None}
         for name, part in self._parts(present):
+            tensors.setdefault(name, []).append(part)
+        return State(tensors, {})
+
+    def table_state(self) -> State:
+        """The rows of tables alone."""
+        parts = self._parts({slab: slab.detach() for slab in self.tables.slabs})
+        tensors: dict[str, list[Slice]] = {}
+        for name, part in parts:
             tensors.setdefault(name, []).append(part)
         return State(tensors, {})
 
     @torch.no_grad()
     def load_state_dict(self, source: Source) -> None:
+        self.tables.forget()
         for run, own in self.runs.items():
             parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)
             source.fill(f"model.{own.name}", parts)

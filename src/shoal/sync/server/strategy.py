@@ -35,6 +35,7 @@ from shoal.sync.replicas import Merged
 from shoal.sync.rounds import Around, Held
 from shoal.sync.server.clock import Staleness
 from shoal.sync.server.line import Line
+from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
 from shoal.sync.server.messages import (
     Apply,
@@ -112,6 +113,9 @@ class ThroughServers:
         buckets = self._memory.buckets(self.parameters)
         self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
         self._attached.callback(self.buckets.close)
+        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own)
+        self.lookups.batch = self.batch
+        self._attached.callback(self.lookups.close)
         self._around = Around(self.rounds, self._end_round)
 
     def detach(self) -> None:
@@ -126,6 +130,7 @@ class ThroughServers:
             self.gradient_sum.begin()
             self.buffers.begin()
             self.buckets.begin()
+            self.lookups.begin()
         if last:
             self.buckets.arm(self.gradient_sum)
         self._around.last = last
@@ -134,6 +139,8 @@ class ThroughServers:
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         if self.blocks:
             self.buckets.send_rest()
+            for key in self.lookups.keys:
+                self._push(key)
         if self.in_lockstep:
             asked = self._ask_sums(range(self.num_pieces), want_norm)
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
@@ -166,7 +173,7 @@ class ThroughServers:
         versions = [answer.version for answer, _ in self._answers(applied)]
         self._pull(self.batch + 1, self._meets_after(self.batch + 1))
         self.trace = pulled, versions, self._versions
-        self.batch, self._attempt = self.batch + 1, 0
+        self._come_to(self.batch + 1)
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.line.take_bytes()
         return True
@@ -192,12 +199,20 @@ class ThroughServers:
         HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
-        self.batch, self._attempt = step, 0
+        self._come_to(step)
         if served:
             self._served.send(source, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served)
         self.buffers.hold()
+
+    def tables(self) -> dict[str, list[Slice]]:
+        """This rank's share of the tables. Every rank must call it."""
+        return self._served.fetch(tables=True).tensors if self.lookups.names else {}
+
+    def _come_to(self, batch: int) -> None:
+        self.batch, self._attempt = batch, 0
+        self.lookups.batch = batch
 
     def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
         """The rounds of a worker that agrees with the others on each step, or with nobody."""
@@ -250,6 +265,7 @@ class ThroughServers:
         )
 
     def _end_round(self, last: bool) -> None:
+        self.lookups.end_piece()
         if not last:
             self.gradient_sum.push([p.grad for p in self.parameters])
             for p in self.parameters:
@@ -261,6 +277,9 @@ class ThroughServers:
         return _Pushed()
 
     def _push(self, key: int) -> None:
+        if key in self.lookups.keys:
+            self.lookups.push(key, self.batch, self._attempt, self.blocks)
+            return
         assert self._memory is not None
         server, own = self.layout.holders[key][0], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]

@@ -1,0 +1,173 @@
+"""`sparse`: a table of 1,000,000 rows of 64 on a parameter server, against DDP.
+
+Two ranks look up 4,000 rows a step, drawn evenly, and train them with plain SGD under a linear
+layer. The peers are DDP over Gloo with dense gradients, which exchanges all 256 MB, and DDP with
+sparse ones, which gathers the touched rows of all ranks; `served` is Shoal's whole trainer with
+`sync=server`, whose ranks hold no table. All arms train the same batches in the same processes, in
+turns, and must end with the same loss. The ceiling is the same loop without anyone to agree with,
+on sparse gradients.
+
+`sparse/bytes` is what a rank and its server moved in a step, over the bytes of the rows that it
+touched: pulled once, pushed once. Row numbers, the layer and the losses come on top.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from bench import harness, loops, ranks, serving
+from bench.harness import Row
+from bench.loops import PlainLoop, Share, ShoalLoop
+from shoal.data.sources import tensors
+from shoal.run import Run
+from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.server.tables import Tables
+from shoal.world import World
+
+NUM_RANKS = 2
+NUM_ROWS, WIDTH = 1_000_000, 64
+BATCH, IDS = 400, 10  # 4,000 lookups a step
+NUM_SAMPLES = 40_000
+CHUNK = 3  # steps measured at a time
+RATE = 0.1
+PLAN = f"data={NUM_RANKS} sync=server"
+FLOORS = {"dense": 20.0, "sparse": 3.0}
+MOST_BYTES = 1.1
+
+
+class Scored(nn.Module):
+    def __init__(self, sparse: bool):
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.table(ids).mean(1))
+        return scores
+
+
+def make_run(sparse: bool = True) -> Run:
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(NUM_ROWS, (NUM_SAMPLES, IDS), generator=draws)
+    return Run(
+        model=lambda: Scored(sparse),
+        loss=mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=RATE),
+        data=tensors(ids, ids.float().sin().mean(1, keepdim=True)),
+        batch_size=BATCH,
+        steps=1 << 30,
+    )
+
+
+def serve() -> None:
+    """Be the server."""
+    run = make_run()
+    model = run.make_model()
+    tables = Tables(model, 0, 1)
+    optimizer = run.make_optimizer(model)
+    serving.serve(model, optimizer, num_pieces=NUM_RANKS, bound=0, tables=tables)
+
+
+# ---- in the ranks
+
+
+class Found(msgspec.Struct):
+    """Seconds a step, by arm and round; and bytes of a step over those of the rows."""
+
+    seconds: dict[str, list[float]]
+    moved: float
+
+
+def plain(world: World, sparse: bool, alone: bool = False) -> PlainLoop:
+    run = make_run(sparse)
+    model = run.make_model()
+    if not alone:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=not sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, fused=not sparse)
+    return PlainLoop(run, model, optimizer, Share(world.rank, NUM_RANKS), CHUNK)
+
+
+def measure_arms(world: World, address: str, length: str) -> Found:
+    """Every rank must call it."""
+    with ExitStack() as stack:
+        seat = serving.ServedSeat(world, address)
+        served = ShoalLoop(make_run(), PLAN, world, stack, CHUNK, seat)
+        stack.enter_context(harness.quiet())
+        arms: dict[str, PlainLoop | ShoalLoop] = {
+            "served": served,
+            "dense": plain(world, sparse=False),
+            "sparse": plain(world, sparse=True),
+            "alone": plain(world, sparse=True, alone=True),
+            "again": plain(world, sparse=True),
+        }
+        chunks = {arm: loop.chunk for arm, loop in arms.items()}
+        seconds = harness.interleave(chunks, 4 if length == "quick" else 12, num_warm_up=1)
+        loops.check_alike({arm: arms[arm].mean_loss() for arm in ("served", "dense", "sparse")})
+        return Found(seconds, bytes_moved(served, world))
+
+
+def bytes_moved(served: ShoalLoop, world: World) -> float:
+    """Of one step of this rank: all that it sent and its server sent it, over the touched rows."""
+    trainer = served.trainer
+    assert isinstance(trainer.strategy, ThroughServers)
+    before, step = trainer.strategy.line.num_received, trainer.step
+    info = next(served.steps)
+    received = trainer.strategy.line.num_received - before
+    ids: Tensor = trainer.batches.at(step).piece(world.rank).inputs
+    touched = len(ids.unique()) * WIDTH * 4
+    return (info.bytes_sent + received) / (2 * touched)
+
+
+# ---- in the bench
+
+
+def measure(quick: bool) -> Iterator[Row]:
+    with serving.started("bench.sparse") as address:
+        length = "quick" if quick else "full"
+        found = ranks.start("sparse", NUM_RANKS, Found, address, length)
+    for peer, floor in FLOORS.items():
+        yield _row(peer, floor, found.seconds)
+    yield Row(
+        name="sparse/bytes",
+        value=found.moved,
+        low=found.moved,
+        high=found.moved,
+        num_pairs=1,
+        floor=MOST_BYTES,
+        at_most=True,
+        peer="the touched rows, pulled and pushed",
+        ceiling="1.000x",
+    )
+
+
+def _row(peer: str, floor: float, seconds: dict[str, list[float]]) -> Row:
+    took = {arm: 1e3 * harness.spread(figures).median for arm, figures in seconds.items()}
+    against = harness.spread(harness.ratios(seconds[peer], seconds["served"]))
+    control = harness.spread(harness.ratios(seconds["again"], seconds["sparse"])).median
+    return Row(
+        name=f"sparse/{peer}",
+        value=against.median,
+        low=against.low,
+        high=against.high,
+        num_pairs=against.num_pairs,
+        floor=floor,
+        peer=f"DDP with {peer} gradients {took[peer]:.1f} ms",
+        ceiling=f"alone {took['alone']:.1f} ms",
+        control=control,
+        note=f"Shoal {took['served']:.1f} ms a step",
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve()
+    elif ranks.is_rank():
+        ranks.serve(measure_arms)
+    else:
+        harness.main(measure)

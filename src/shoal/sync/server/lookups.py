@@ -1,0 +1,164 @@
+"""A worker's side of tables: rows are pulled when a forward looks them up, and pushed back as sums.
+
+While a strategy is attached, a table's module pulls the rows that it is asked for, each once, into
+a small leaf tensor and embeds from that; backward leaves a gradient of exactly these rows. A
+piece's gradient is what torch's own sparse embedding would give, summed in the same order, and the
+pieces of a worker are added in the order of the tree (`comm/tree.py`).
+
+A worker holds no table: its module's weight has no rows (`empty_tables`). Cost: of each lookup the
+numbers of its rows out and the rows in, of each step the touched rows out.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.tree import Block, PieceSum
+from shoal.comm.wire import tensor_of
+from shoal.errors import RecipeError
+from shoal.parallel.striping import Striping, tables_of
+from shoal.sync.server.line import Line
+from shoal.sync.server.messages import Look, Push
+
+
+def empty_tables(model: nn.Module) -> None:
+    """Let go of the tables' rows, before an optimizer is made: they are the servers'."""
+    for module in tables_of(model).values():
+        module.weight = nn.Parameter(module.weight.detach()[:0].clone())
+
+
+class Lookups:
+    """Order of calls in a step: `begin`; after each piece `end_piece`; then `push` of each key.
+
+    `first_key` is the number of the first key that is a table's, `pieces` are the worker's own.
+    """
+
+    def __init__(self, model: nn.Module, line: Line, first_key: int, pieces: range):
+        found = tables_of(model)
+        self.names, self._modules = list(found), list(found.values())
+        self._line, self._first_key = line, first_key
+        self._striping = [Striping(m.num_embeddings, len(line)) for m in self._modules]
+        self._sum = PieceSum(pieces)
+        self.batch = 0  # whose rows are looked up
+        for table, module in enumerate(self._modules):
+            module.forward = partial(self._look_up, table)  # type: ignore[method-assign]
+        self.begin()
+
+    def close(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._modules:
+            del module.forward
+
+    @property
+    def keys(self) -> range:
+        return range(self._first_key, self._first_key + len(self.names) * len(self._line))
+
+    def begin(self) -> None:
+        self._sum.begin()
+        self._parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.names]
+
+    def end_piece(self) -> None:
+        if self.names:
+            self._sum.push([self._gradient(table) for table in range(len(self.names))])
+            self._parts = [[] for _ in self.names]
+
+    def push(self, key: int, batch: int, attempt: int, blocks: list[Block]) -> None:
+        """Send a server what it holds of a table's sums."""
+        table, server = divmod(key - self._first_key, len(self._line))
+        values = [row[table] for row in self._sum.rows]
+        frames = [frame for value in values for frame in self._part(table, server, value)]
+        touched = [any(value is not None for value in values)]
+        what = {"batch": batch, "attempt": attempt, "key": key, "blocks": blocks}
+        self._line.tell(server, Push, frames, touched=touched, is_shared=False, **what)
+
+    def _look_up(self, table: int, ids: Tensor) -> Tensor:
+        """The forward of a table's module."""
+        module = self._modules[table]
+        self._refuse(table, ids)
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        rows = self._pull(table, unique.to(torch.int64).cpu()).to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(partial(self._arrived, table, unique))
+        padding = None if module.padding_idx is None else _place(unique, module.padding_idx)
+        frequency = module.scale_grad_by_freq
+        return F.embedding(inverse, rows, padding, scale_grad_by_freq=frequency, sparse=True)
+
+    def _refuse(self, table: int, ids: Tensor) -> None:
+        name, num_rows = self.names[table], self._striping[table].num_rows
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise RecipeError(
+                f"{name} was asked for rows by numbers of type {ids.dtype}. Rows are numbered by "
+                "whole numbers: convert them with .long()."
+            )
+        least, most = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if least < 0 or most >= num_rows > 0:
+            wrong = least if least < 0 else most
+            raise RecipeError(
+                f"{name} was asked for row {wrong}, and its rows are 0 to {num_rows - 1}. Look at "
+                "the samples, or make the table larger."
+            )
+
+    def _pull(self, table: int, ids: Tensor) -> Tensor:
+        striping, module = self._striping[table], self._modules[table]
+        places = striping.places_of(ids)
+        if striping.num_servers == 1 and len(ids):
+            (rows,) = self._ask(table, [(0, places)])
+            return rows
+        rows = torch.empty(len(ids), module.embedding_dim, dtype=module.weight.dtype)
+        holders = striping.servers_of(ids)
+        masks = [(server, holders == server) for server in range(striping.num_servers)]
+        wanted = [(server, mask) for server, mask in masks if bool(mask.any())]
+        found = self._ask(table, [(server, places[mask]) for server, mask in wanted])
+        for (_, mask), part in zip(wanted, found, strict=True):
+            rows[mask] = part
+        return rows
+
+    def _ask(self, table: int, wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Rows of several servers, all asked before the first answer is waited for."""
+        module, found = self._modules[table], []
+        asked = [
+            self._line.ask(server, Look, [places], batch=self.batch, table=table)
+            for server, places in wanted
+        ]
+        for request, (_, places) in zip(asked, wanted, strict=True):
+            (frame,) = self._line.answer(request)[1]
+            flat = tensor_of(frame, module.weight.dtype, len(places) * module.embedding_dim)
+            found.append(flat.view(-1, module.embedding_dim))
+        return found
+
+    def _arrived(self, table: int, unique: Tensor, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        ids = unique[gradient._indices()[0]].to(torch.int64).cpu()
+        self._parts[table].append((ids, gradient._values().cpu()))
+
+    def _gradient(self, table: int) -> Tensor | None:
+        """Of a piece, as torch adds up what several lookups leave."""
+        if not self._parts[table]:
+            return None
+        ids, rows = (torch.cat(tensors) for tensors in zip(*self._parts[table], strict=True))
+        shape = self._striping[table].num_rows, rows.shape[1]
+        gradient = torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
+        return gradient.coalesce()
+
+    def _part(self, table: int, server: int, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of a sum, what one server holds: the places of its rows there, and the rows."""
+        striping, module = self._striping[table], self._modules[table]
+        if value is None:
+            rows = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype)
+            return torch.empty(0, dtype=torch.int64), rows
+        ids, rows = value._indices()[0], value._values()
+        if striping.num_servers > 1:
+            own = striping.servers_of(ids) == server
+            ids, rows = ids[own], rows[own]
+        return striping.places_of(ids).contiguous(), rows.contiguous()
+
+
+def _place(unique: Tensor, number: int) -> int | None:
+    """Where a row stands among those that were asked for."""
+    at = int(torch.searchsorted(unique, number))
+    return at if at < len(unique) and int(unique[at]) == number else None

@@ -1,0 +1,82 @@
+"""Deaths while rows of tables are on servers: the bits are those of one process all the same.
+
+A batch that is computed again after a server died sees the rows that it saw first, also on a
+server that has stepped on it already. Members 0 to 2 are the workers, 3 and 4 the servers.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.elastic.control import ask
+from shoal.testing import faults
+from shoal.testing.faults import Trained, check_ledger, check_same
+from shoal.testing.ranks import Pool
+
+NUM_STEPS = 60
+PLAN = "data=3 sync=server servers=2"
+RECIPE = str(Path(__file__).with_name("tiny.py"))
+QUICK = ["server.applied:kill:member=3", "step.exchanged:kill:member=1"]
+FULL = [
+    *("server.push:kill:member=4", "server.apply:kill:member=3", "server.unwritten:kill:member=4"),
+    *("server.pull:kill:member=4", "step.begin:kill:member=0", "step.computed:kill:member=2"),
+    "step.committed:kill:member=1",
+]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """In one process, with as many pieces."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    plan = "data=1 accumulate=3"
+    trained = faults.start(pool, f"{RECIPE}:tabled", run_dir, plan=plan, settings={"pause": 0})
+    return trained.wait()
+
+
+@pytest.mark.parametrize(
+    "fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.full) for fault in FULL)]
+)
+def test_a_death_within_a_step(start, alone: Trained, fault: str) -> None:
+    trained = start(f"{fault}:step=20", recipe="tabled", plan=PLAN).wait()
+    check_same(trained, alone)
+    check_ledger(trained, NUM_STEPS)
+    assert trained.result["recoveries"] == 1
+
+
+@pytest.mark.parametrize("step", [20, pytest.param(0, marks=pytest.mark.full)])
+def test_a_server_and_a_worker_at_once(start, alone: Trained, step: int) -> None:
+    """The newcomer among workers has seen no row of the batch, which one server has stepped on."""
+    armed = [f"server.apply:kill:member=4:step={step}", f"step.exchanged:kill:member=1:step={step}"]
+    trained = start(*armed, recipe="tabled", plan=PLAN).wait()
+    check_same(trained, alone)
+    check_ledger(trained, NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ("data=1 accumulate=3", PLAN),
+        pytest.param(
+            ("data=3 sync=server servers=3", "data=1 accumulate=3"), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_checkpoint_moves_to_other_plans(start, alone: Trained, plans: tuple[str, str]) -> None:
+    """Rows, and what the optimizer keeps of them, as one tensor each."""
+    first = start(recipe="tabled", plan=PLAN, options=("--set", "steps=20")).wait()
+    for plan, steps in zip(plans, (40, NUM_STEPS), strict=True):
+        options = ("--resume", "--run-dir", str(first.run_dir), "--set", f"steps={steps}")
+        trained = start(recipe="tabled", plan=plan, options=options).wait()
+        assert trained.exit_code == 0, trained.errors
+    assert first.model() == alone.model()
+
+
+def test_servers_come_and_go(start, alone: Trained) -> None:
+    """Stripes move, with what the optimizer keeps of their rows."""
+    training = start(recipe="tabled", pause=0.01, plan="data=2 sync=server pieces=3")
+    training.wait_for_step(5)
+    for size in ("servers=3", "data=3 servers=2", "data=1 servers=1"):
+        answer = ask(training.run_dir, resize=size)
+        assert "refused" not in answer, answer
+        assert answer["bytes"] > 1000 * 8 * 4 / 4
+    check_same(training.wait(), alone)
