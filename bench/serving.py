@@ -76,7 +76,7 @@ def serve(
     """Be a server with a seat for each piece, until whoever started this process is gone."""
     torch.set_num_threads(1)
     server = Server(
-        Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables),
+        Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables),
         num_seats=num_pieces,
         num_pieces=num_pieces,
         bound=bound,

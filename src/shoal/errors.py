@@ -43,6 +43,10 @@ class GroupLost(ShoalError):
     """
 
 
+class AgreementLost(GroupLost):
+    """This rank has made its step; what all do after it failed, and is to be done again."""
+
+
 class GroupLeft(GroupLost):
     """All left the group together, for one of another size."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.errors import ShoalError
+from shoal.errors import AgreementLost, ShoalError
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.numerics.precision import ScaleState
@@ -29,6 +29,15 @@ class Notes(msgspec.Struct, frozen=True):
     answers: list[dict[str, float]]
     info: StepInfo | None
     stopped: bool
+
+
+def update(trainer: "Trainer", scale: float) -> bool:
+    """`Strategy.update`, in as many groups as it takes once the step is made on this rank."""
+    while True:
+        try:
+            return trainer.strategy.update(scale, check=trainer.loss_scale.dynamic)
+        except AgreementLost as lost:
+            trainer.regroup(lost)
 
 
 def catch_up(trainer: "Trainer") -> bool:
@@ -71,7 +80,7 @@ def catch_up(trainer: "Trainer") -> bool:
 
 def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
     """Where each goes on from a step of its own: a newcomer from where its seat had come."""
-    is_new = not trainer.step and trainer.strategy.begins_at > 0
+    is_new = not trainer.step
     if is_new:
         trainer.step = trainer.strategy.begins_at
         trainer.strategy.load_state_dict(state, trainer.step, served=False)

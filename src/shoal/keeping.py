@@ -115,9 +115,9 @@ class Keeper:
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
         """Save, if it is time to. Every rank must call it, in the group that made the step."""
         self.report()
-        if not self._has_looked:  # an optimizer makes its state in its first step
-            self._look_at(trainer)
-            self._has_looked = True
+        # An optimizer makes its state in its first step; out of lockstep all meet somewhat later.
+        if trainer.strategy.in_lockstep or trainer.run.meets_after(info.step):
+            self._look_once(trainer)
         every = trainer.run.save_every
         if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
             problem = self.save(trainer)
@@ -136,6 +136,9 @@ class Keeper:
             return
         self.finish(trainer)
         if not step or self.saved_step_of(world) == step:
+            return
+        self._look_once(trainer)
+        if self._holds_nothing:
             return
         problem = self.save(trainer)
         self.finish(trainer)
@@ -217,6 +220,12 @@ class Keeper:
         if why and not self._holds_nothing and world.rank == 0:
             self._tell("unholdable", why=why)
         self._holds_nothing = bool(why)
+
+    def _look_once(self, trainer: "Trainer") -> None:
+        """At a state after a step of this group. Every rank must call it."""
+        if not self._has_looked:
+            self._look_at(trainer)
+            self._has_looked = True
 
     def _tell_of_resuming(self, trainer: "Trainer", name: str) -> None:
         """Only once every rank has verified and taken what it needs."""

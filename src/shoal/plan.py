@@ -138,7 +138,10 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def has_anchor(self) -> bool:
         """Whether local steps are brought together as steps away from the last agreement."""
-        return self.outer != "average" or self.codec != "none" or self.fragments > 1
+        if self.local_steps == 1:
+            return False
+        is_average = self.outer == "average" and self.codec == "none" and self.fragments == 1
+        return self.sync == "server" or not is_average
 
     @property
     def num_servers(self) -> int:

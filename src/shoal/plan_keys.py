@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 Value = int | str | None
 
+HALVES = ("fp16", "bf16")  # codecs that servers take, too
 PACKED = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
 
 
@@ -115,7 +116,7 @@ KEYS: dict[str, Key] = {
         _count(),
     ),
     "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
-    "servers": Key("1 or more", "number of parameter servers", _count()),
+    "servers": Key("1 to 256", "number of parameter servers", _count(1, 256)),
     "staleness": Key(
         "0 or more, or any",
         "number of batches a worker may be ahead of those that all have done (0: lockstep)",

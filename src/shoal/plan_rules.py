@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plan_fit import refuse_pieces
-from shoal.plan_keys import PACKED
+from shoal.plan_keys import HALVES, PACKED
 
 if TYPE_CHECKING:
     from shoal.plan import Plan
@@ -52,7 +52,11 @@ _NEEDS = {
     "microbatches": _PIPELINE,
     "stages": _PIPELINE,
     "servers": _SERVER,
-    "staleness": _SERVER,
+    "staleness": Need(
+        lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
+        "without servers and several replicas: nobody is there to be ahead of",
+        "add sync=server and data=2 or more",
+    ),
     "combine": Need(
         lambda plan: plan.combine == "mean" or (plan.sync == "server" and plan.staleness == 0),
         "without servers in lockstep: nobody sees the gradients of all replicas",
@@ -139,10 +143,15 @@ def _refuse_servers(plan: "Plan") -> None:
             f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
             f"and no rank holds any to spare. Leave {key} out, or sync=server."
         )
-    if plan.local_steps > 1:
+    if plan.local_steps > 1 and plan.fragments > 1:
         raise PlanError(
-            f"local_steps={plan.local_steps} does not go with sync=server yet: a server steps on "
-            "every batch. Leave one of them out."
+            f"fragments={plan.fragments} does not go with sync=server: servers bring whole windows "
+            "together. Leave one of them out."
+        )
+    if plan.local_steps > 1 and plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
+            "take the mean of what replicas learnt. Leave one of them out."
         )
     if plan.sums != "exact":
         raise PlanError(
@@ -153,6 +162,11 @@ def _refuse_servers(plan: "Plan") -> None:
         raise PlanError(
             f"rates={plan.rates} does not go with data={plan.data}. Each replica has a rate of its "
             f"own. Give {plan.data} of them, separated by colons, or leave rates out."
+        )
+    if plan.rates != "even" and all(float(rate) == 1 for rate in plan.rates.split(":")):
+        raise PlanError(
+            f"rates={plan.rates} has no effect: each replica's learning rate is multiplied with 1. "
+            "Leave rates out, or give one that is not 1."
         )
     if plan.combine != "mean" and plan.data is not None and plan.data < 3:
         raise PlanError(
@@ -237,8 +251,15 @@ def _refuse_local_steps(plan: "Plan") -> None:
 
 
 def refuse_unbuilt_codec(plan: "Plan") -> None:
-    """Packing is there for what local steps send, by rounding each element."""
+    """Packing is there for what local steps send and servers are sent, rounding each element."""
     if plan.codec == "none":
+        return
+    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALVES:
+        if plan.combine != "mean":
+            raise PlanError(
+                f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
+                "not trusted could hide behind rounding. Leave one of them out."
+            )
         return
     rounds = plan.codec in PACKED
     if rounds and plan.local_steps > 1:
@@ -246,7 +267,7 @@ def refuse_unbuilt_codec(plan: "Plan") -> None:
     asked = "gradients packed on every step" if rounds else "a codec"
     way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
     if plan.sync == "server":
-        way_out = "leave sync=server out and " + way_out
+        way_out = f"use {' or '.join(HALVES)}, or leave sync=server out and {way_out}"
     raise PlanError(
         f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
         f"not at all. Leave codec out, or {way_out}."

@@ -34,9 +34,15 @@ def size_of(plan: Plan) -> Size:
     return Size(plan.num_ranks, plan.num_servers)
 
 
+def can_recover(plan: Plan) -> bool:
+    """Whether what a rank holds is held by another, or by servers."""
+    is_held = plan.local_steps == 1 or plan.sync == "server"
+    return is_held and not plan.zero and plan.tensor == plan.pipeline == 1
+
+
 def can_resize(plan: Plan) -> bool:
-    """Whether a rank can come or go: what it holds is held by another."""
-    return plan.local_steps == 1 and not plan.zero and plan.tensor == plan.pipeline == 1
+    """Whether a rank can come or go. In a window of local steps it has learnt what nobody has."""
+    return can_recover(plan) and plan.local_steps == 1
 
 
 def of_size(plan: Plan, size: Size) -> Plan:

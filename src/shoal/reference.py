@@ -24,7 +24,7 @@ from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_o
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
-from shoal.reference_outer import Outer, Values, average, combined, tree_sum
+from shoal.reference_outer import Outer, Rounded, Values, average, combined, tree_sum
 from shoal.run import Run, call_model, make_batches, objective
 
 
@@ -72,14 +72,17 @@ class Replica:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.rule = plan.combine
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        # Out of lockstep a replica is one worker, whose pieces are a step of their own.
+        pushed = self.shares if plan.bound == 0 else [range(len(pieces))]
+        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
+        self.arrived = Rounded(codec, pushed, len(self.parameters))
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; the sum of its loss and its weight."""
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
-            piece = functools.partial(self.piece, batch)
-            sums = tree_sum(piece, self.pieces) if self.rule == "mean" else self.combined(piece)
+            sums = self.combined(functools.partial(self.piece, batch))
             if not self.told:  # quarantine left out all samples: nothing changes
                 self.buffers.restore()
                 return math.nan, 1.0
@@ -94,7 +97,9 @@ class Replica:
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
 
     def combined(self, piece: Callable[[int], Values]) -> Values:
-        """Instead of the sum: what `combine` makes of the replicas' gradients."""
+        """The sum, or what `combine` makes of the replicas' gradients."""
+        if self.rule == "mean":
+            return tree_sum(piece, self.pieces, self.arrived)
         of_shares = functools.partial(tree_sum, piece)
         return combined(of_shares, self.shares, len(self.parameters), self.rule)
 

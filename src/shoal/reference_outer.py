@@ -8,6 +8,7 @@ codec rounds, and which parameters are a fragment.
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +16,60 @@ from torch import Tensor, nn
 from shoal.numerics.fragments import deal
 from shoal.numerics.quantization import Blocks, Halves, codec_of
 from shoal.plan import Plan
+from shoal.sync.server.layout import lay_out
 
 Values = list[Tensor | None]
 
 
-def tree_sum(leaf: Callable[[int], Values], pieces: range) -> Values:
-    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due."""
+def tree_sum(
+    leaf: Callable[[int], Values],
+    pieces: range,
+    arrived: Callable[[int, int, Values], Values] = lambda first, size, values: values,
+) -> Values:
+    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due.
+
+    `arrived` says what becomes of the sum over `size` pieces from the `first` on.
+    """
 
     def node(first: int, size: int) -> Values | None:
         if first >= len(pieces):
             return None
         if size == 1:
-            return leaf(pieces[first])
+            return arrived(first, 1, leaf(pieces[first]))
         left, right = node(first, size // 2), node(first + size // 2, size // 2)
         if right is None:
             return left
         pairs = zip(left or [], right, strict=True)
-        return [b if a is None else a if b is None else a + b for a, b in pairs]
+        summed = [b if a is None else a if b is None else a + b for a, b in pairs]
+        return arrived(first, size, summed)
 
     return node(0, 1 << max(0, (len(pieces) - 1).bit_length())) or []
+
+
+class Rounded:
+    """What arrives at servers of the sums that workers push, each rounded once (`codec`).
+
+    A worker pushes the largest subtrees that lie in its share: those whose parents do not.
+    """
+
+    def __init__(self, codec: str, shares: Sequence[range], num_gradients: int):
+        self._codec, self._shares, self._num_gradients = codec_of(codec), shares, num_gradients
+
+    def __call__(self, first: int, size: int, values: Values) -> Values:
+        parent = first - first % (2 * size)
+        if not self._is_one_share(first, size) or self._is_one_share(parent, 2 * size):
+            return values
+        own, others = values[: self._num_gradients], values[self._num_gradients :]
+        return [*map(self._round, own), *others]
+
+    def _is_one_share(self, first: int, size: int) -> bool:
+        return any(s.start <= first and first + size <= s.stop for s in self._shares)
+
+    def _round(self, value: Tensor | None) -> Tensor | None:
+        if value is None or self._codec is None or value.itemsize == 2:
+            return value
+        flat = value.reshape(-1)
+        return self._codec.decode(self._codec.encode(flat), flat.numel()).view_as(value).to(value)
 
 
 def combined(
@@ -75,10 +111,19 @@ def average(replicas: Sequence[Sequence[Tensor]]) -> None:
 
 
 class Part:
-    """Parameters of a fragment that are of one type, of each replica, and what all share."""
+    """Parameters of a fragment that are of one type, of each replica, and what all share.
 
-    def __init__(self, replicas: list[list[nn.Parameter]], codec: Halves | Blocks | None):
-        self.replicas, self.codec = replicas, codec
+    With `keys` servers keep the anchor. They are where in the part the elements stand that are
+    packed together, -1 where there is none; the mean is not packed, since nobody sends it.
+    """
+
+    def __init__(
+        self,
+        replicas: list[list[nn.Parameter]],
+        codec: Halves | Blocks | None,
+        keys: list[Tensor] | None = None,
+    ):
+        self.replicas, self.codec, self.keys = replicas, codec, keys
         self.anchor = joined(replicas[0])
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)
         self.momentum = torch.zeros_like(self.anchor, dtype=self.dtype)
@@ -89,7 +134,7 @@ class Part:
         self.sent = [joined(own) for own in self.replicas]
 
     def merge(self, rate: float, momentum: float, keep_progress: bool) -> None:
-        step = mean = self._mean([self.anchor.to(self.dtype) - sent for sent in self.sent])
+        step = mean = self.mean([self.anchor.to(self.dtype) - sent for sent in self.sent])
         if momentum:
             self.momentum = self.momentum * momentum + mean
             step = mean + self.momentum * momentum
@@ -102,20 +147,29 @@ class Part:
                 p.copy_(value.view(p.shape))
         self.sent = []
 
-    def _mean(self, gradients: list[Tensor]) -> Tensor:
+    def mean(self, gradients: list[Tensor]) -> Tensor:
         """Of what arrives of them."""
         if self.codec is None:
             return mean_of(gradients)
         whole = [g + residual for g, residual in zip(gradients, self.residuals, strict=True)]
         packed = [self._packed(g) for g in whole]
         self.residuals = [g - kept for g, kept in zip(whole, packed, strict=True)]
+        if self.keys is not None:
+            return mean_of(packed)
         mean = mean_of(packed) + self.owed
         self.owed = mean - self._packed(mean)
         return self._packed(mean).to(self.dtype)
 
     def _packed(self, flat: Tensor) -> Tensor:
         assert self.codec is not None
-        return self.codec.decode(self.codec.encode(flat), flat.numel())
+        if self.keys is None:
+            return self.codec.decode(self.codec.encode(flat), flat.numel())
+        made = torch.zeros_like(flat)
+        for places in self.keys:
+            row = torch.where(places < 0, 0, flat[places])
+            there = places >= 0
+            made[places[there]] = self.codec.decode(self.codec.encode(row), row.numel())[there]
+        return made
 
 
 class Outer:
@@ -124,7 +178,11 @@ class Outer:
     def __init__(self, models: Sequence[nn.Module], plan: Plan, num_steps: int):
         self.plan, self.num_steps = plan, num_steps
         trained = [
-            [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+            [
+                p
+                for p in model.parameters()
+                if p.requires_grad and p.is_floating_point() and (p.numel() or not plan.num_servers)
+            ]
             for model in models
         ]
         self.fragments: list[list[Part]] = []
@@ -132,8 +190,33 @@ class Outer:
             kinds: dict[torch.dtype, list[int]] = {}
             for i in run:
                 kinds.setdefault(trained[0][i].dtype, []).append(i)
-            parts = [[[own[i] for i in which] for own in trained] for which in kinds.values()]
-            self.fragments.append([Part(part, codec_of(plan.codec)) for part in parts])
+            codec = codec_of(plan.codec)
+            self.fragments.append(
+                [
+                    Part(
+                        [[own[i] for i in which] for own in trained],
+                        codec,
+                        _keys(plan, trained, which),
+                    )
+                    for which in kinds.values()
+                ]
+            )
+
+    def begin(self) -> None:
+        """Take the weights of now, of the one replica there is, for the anchor."""
+        for part in self.fragments[0]:
+            part.anchor = joined(part.replicas[0])
+
+    @torch.no_grad()
+    def learnt(self) -> dict[nn.Parameter, Tensor]:
+        """What arrives of a window's outer gradient, of the one replica there is."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for part in self.fragments[0]:
+            (own,) = part.replicas
+            flat = part.mean([part.anchor.to(part.dtype) - joined(own)]).to(part.anchor.dtype)
+            values = flat.split([p.numel() for p in own])
+            found |= {p: value.view(p.shape) for p, value in zip(own, values, strict=True)}
+        return found
 
     @torch.no_grad()
     def after(self, step: int) -> None:
@@ -152,6 +235,28 @@ class Outer:
                     part.merge(rate, momentum, keep_progress=False)
                 elif is_last:  # in the middle of its window: the mean
                     part.merge(1.0, 0.0, keep_progress=False)
+
+
+def _keys(
+    plan: Plan, trained: list[list[nn.Parameter]], which: Sequence[int]
+) -> list[Tensor] | None:
+    """Where servers cut a part of the parameters."""
+    if not plan.num_servers:
+        return None
+    sizes = [(p.numel(), p.itemsize, p.dtype) for p in trained[0]]
+    layout = lay_out(sizes, True, plan.num_servers)
+    starts = dict(zip(which, accumulate((sizes[i][0] for i in which), initial=0)))
+    keys = []
+    for number, key in enumerate(layout.keys):
+        places = torch.full([key.stop - key.start], -1)
+        segments = layout.segments(number)
+        if segments[0].parameter not in starts:
+            continue
+        for s in segments:
+            first = starts[s.parameter] + s.start
+            places[s.place : s.place + s.length] = torch.arange(first, first + s.length)
+        keys.append(places)
+    return keys
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -151,8 +151,23 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
         )
     if waiting and isinstance(run.data, LeavesOut):
         raise PlanError(_left_out(waiting, "data"))
+    _refuse_between_windows(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+
+
+def _refuse_between_windows(plan: Plan, run: Run) -> None:
+    """Through servers replicas are at different steps of a window, and meet at its end only."""
+    if plan.sync != "server":
+        return
+    for name in ("save_every", "evaluate_every"):
+        every = getattr(run, name)
+        if every is not None and every % plan.local_steps:
+            raise PlanError(
+                f"{name}={every} does not go with local_steps={plan.local_steps} and sync=server: "
+                f"replicas meet only after every {plan.local_steps} steps. Use {name}="
+                f"{-(-every // plan.local_steps) * plan.local_steps}, or leave sync=server out."
+            )
 
 
 def check_evaluated(plan: Plan, source: Any) -> None:

@@ -192,7 +192,7 @@ class Trainer:
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
-        self._is_fresh, self.answers, self._num_heard = True, [], 0
+        self._is_fresh, self.answers, self._num_heard = self.strategy.begins_at < self.step, [], 0
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -227,7 +227,7 @@ class Trainer:
         if self.run.clip is not None:
             scale *= clip_factor(norm, self.run.clip)
         self.keeper.await_copy()
-        return norm if self.strategy.update(scale, check=self.loss_scale.dynamic) else None
+        return norm if handover.update(self, scale) else None
 
     def _finish(self) -> bool:
         """Save the end and wait for the others; raises GroupLost if one of them was lost."""

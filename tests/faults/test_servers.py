@@ -166,6 +166,9 @@ def test_when_every_worker_is_lost_the_checkpoint_is_what_is_left(start) -> None
     trained = start(*armed, plan=LOCKSTEP, options=("--set", "save_every=10")).wait()
     assert trained.exit_code != 0
     assert "--resume" in trained.last_words
+    assert "failed at step 21: Every worker was lost" in trained.last_words
+    assert "The newest checkpoint is of step " in trained.last_words
+    assert not (trained.run_dir / "servers").exists(), "a journal was left"
 
 
 def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
@@ -217,4 +220,5 @@ def test_both_holders_of_a_shard_at_once_end_the_run_with_a_way_out(start) -> No
     armed = [f"server.apply:kill:member={server}:step=20" for server in (3, 4)]
     trained = start(*armed, plan=COPIED, options=("--set", "save_every=10")).wait()
     assert trained.exit_code != 0
-    assert "lost" in trained.errors and "--resume" in trained.last_words
+    assert "lost" in trained.last_words and "--resume" in trained.last_words
+    assert "The newest checkpoint is of step " in trained.last_words

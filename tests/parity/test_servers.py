@@ -21,12 +21,14 @@ IN_LOCKSTEP = {  # each with the recipe that meets it in the quick suite
     "data=3 sync=server servers=2 combine=median": "noisy",
     "data=4 sync=server combine=trimmed:0.2": "tied",
     "data=2 sync=server servers=2 copies=2": "tied",
+    "data=3 sync=server servers=2 pieces=4 codec=fp16": "noisy",
 }
 APART = {
     "data=2 sync=server staleness=any": "noisy",
     "data=3 sync=server servers=2 staleness=1": "unused",
     "data=2 sync=server servers=2 staleness=2 damping=inverse rates=1:0.5": "groups",
     "data=2 sync=server servers=3 copies=3 staleness=any": "unused",
+    "data=2 sync=server staleness=any accumulate=2 codec=bf16": "tied",
 }
 
 

@@ -37,13 +37,15 @@ def pipelines(draw: st.DrawFn) -> dict[str, object]:
 def fleets(draw: st.DrawFn) -> dict[str, object]:
     """Parameter servers; the loss scale of fp16 needs workers that agree on every step."""
     servers, staleness = draw(COUNT), draw(st.integers(0, 100) | st.just("any"))
-    return {
+    local = draw(st.sampled_from([{}, {"local_steps": 4, "outer": "nesterov", "codec": "int8"}]))
+    precisions = ["fp32", "bf16", *["fp16"] * (staleness == 0 and not local)]
+    return local | {
         "sync": "server",
         "servers": servers,
         "copies": draw(st.integers(1, servers)),
         "staleness": staleness,
         "damping": draw(st.sampled_from(["none", *["inverse"] * (staleness != 0)])),
-        "precision": draw(st.sampled_from(["fp32", "bf16", *["fp16"] * (staleness == 0)])),
+        "precision": draw(st.sampled_from(precisions)),
     }
 
 
@@ -153,6 +155,7 @@ def test_a_plan_is_frozen() -> None:
         ("outer=nesterov:inf local_steps=2", "rate > 0"),
         ("outer=average:1 local_steps=2", "average, nesterov"),
         ("sync=server staleness=some", "0 or more, or any"),
+        ("data=2 sync=server servers=257", "1 to 256"),
         ("sync=server combine=trimmed:0.5", "0 < F < 0.5"),
         ("sync=server staleness=1 rates=1:0", "a number above 0"),
         ("sync=server staleness=1 rates=1:0", "a number above 0 for each replica"),
@@ -177,6 +180,8 @@ def test_bad_words_are_refused(text: str, says: str) -> None:
         ("schedule=1f1b", "add pipeline=2 or more"),
         ("staleness=4", "add sync=server"),
         ("staleness=0", "add sync=server"),
+        ("data=1 sync=server staleness=2", "add sync=server and data=2 or more"),
+        ("data=2 sync=server staleness=1 rates=1:1.0", "give one that is not 1"),
         ("servers=2", "add sync=server"),
         ("copies=2", "add sync=server"),
         ("sync=server damping=inverse", "add sync=server and staleness=1 or more"),
@@ -207,7 +212,8 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("sync=server pipeline=2", "a worker of a server is one rank"),
         ("sync=server zero=2", "Leave zero out, or sync=server."),
         ("sync=server offload=optimizer", "Leave offload out, or sync=server."),
-        ("sync=server local_steps=4", "a server steps on every batch. Leave one of them out."),
+        ("sync=server local_steps=4 data=2 fragments=2", "servers bring whole windows together"),
+        ("sync=server local_steps=4 data=3 combine=median", "Leave one of them out."),
         ("sync=server sums=ring", "Leave sums out."),
         ("data=3 sync=server staleness=1 rates=1:2", "Give 3 of them, separated by colons"),
         ("data=2 sync=server combine=median", "Use data=3 or more, or leave combine out."),
@@ -408,6 +414,8 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
         "codec=topk:0.01",
         "codec=onebit local_steps=4",
         "codec=int8",
+        "codec=fp16",
+        "codec=int8 sync=server",
     ],
 )
 def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
@@ -423,12 +431,20 @@ def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
     [
         ("codec=int8 data=2", "Leave codec out, or add local_steps=2 or more."),
         ("codec=topk:0.01 local_steps=4", "or use fp16, bf16, int8, int4 with local_steps."),
+        ("codec=int8 sync=server", "Leave codec out, or use fp16 or bf16, or leave sync=server"),
     ],
 )
 def test_a_codec_that_is_not_built_has_a_way_out(text: str, way_out: str) -> None:
     with pytest.raises(PlanError, match="not built yet") as refused:
         Plan.parse(text).refuse_missing()
     assert way_out in str(refused.value)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_servers_take_gradients_of_two_bytes(codec: str) -> None:
+    Plan.parse(f"data=3 sync=server codec={codec}").refuse_missing()
+    with pytest.raises(PlanError, match=f"codec={codec} does not go with combine=median"):
+        Plan.parse(f"data=3 sync=server codec={codec} combine=median").refuse_missing()
 
 
 def test_an_outer_step_of_an_average_goes_all_the_way() -> None:

@@ -52,6 +52,10 @@ def test_what_several_ranks_say_is_shown_once(capsys: pytest.CaptureFixture[str]
     )
     said = capsys.readouterr().err
     assert said.count("the disk [of them all] is full") == 1
+    for rank in range(3):
+        display({"event": "save-failed", "step": 4, "why": f"rank {rank} has no room"})
+    assert capsys.readouterr().err.count("step 4 was not saved") == 1
+    assert len(display.unsaved[4]) == 3
     assert "rank 1 waits for data since 20 s, after step 4: samples 3, 5" in said
     assert "loss none" in said
 
@@ -63,11 +67,13 @@ def test_ranks_and_servers_are_called_by_their_names(capsys: pytest.CaptureFixtu
     display.introduce("recipe", facts | {"num_ranks": 1, "num_servers": 0}, "runs/1")
     display.introduce("recipe", facts | {"num_ranks": 2, "num_servers": 1}, "runs/1")
     gone = {"event": "exited", "status": -9, "how": "was killed by SIGKILL", "step": 4}
-    again = {"event": "recovered", "ms": 80.0, "step": 4, "generation": 1}
+    again = {"event": "recovered", "ms": 80.0, "step": 4, "generation": 1, "spare": True}
     for who in ({"rank": 1}, {"rank": 2, "server": 0}):
         display(gone | who)
         display(again | who)
+    display(again | {"rank": 0, "spare": False})
     said = capsys.readouterr().err
+    assert "a new process took the seat of rank 0" in said
     assert ", 1 rank, 5 steps" in said and ", 2 ranks, 1 server, 5 steps" in said
     assert "rank 1 was killed by SIGKILL" in said and "a spare took the seat of rank 1" in said
     assert "server 0 was killed by SIGKILL" in said and "a spare took the seat of server 0" in said

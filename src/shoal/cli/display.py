@@ -22,8 +22,8 @@ PLAIN_EVERY_S = 5.0
 class Display:
     """Told of progress and events by the supervisor.
 
-    `unsaved` is why steps were not saved, as ranks said; `unholdable` what no checkpoint can hold;
-    `model_problem` why the model was not written.
+    `saved_step` is the newest that was saved, `unsaved` why others were not, as ranks said;
+    `unholdable` what no checkpoint can hold; `model_problem` why the model was not written.
     """
 
     def __init__(self, num_steps: int | None = None):
@@ -33,6 +33,7 @@ class Display:
         self._shown_at = 0.0
         self._last_evaluation: dict[str, float] | None = None
         self._width = 0
+        self.saved_step: int | None = None
         self.unsaved: dict[int, list[str]] = {}
         self.unholdable = ""
         self.model_problem = ""
@@ -45,13 +46,15 @@ class Display:
             case "exited" if record["status"] < 0:
                 self.say(f"[bold red]{_who(record)} {record['how']}[/] after step {record['step']}")
             case "recovered":
-                seat = f"a spare took the seat of {_who(record)}; "
+                newcomer = "a spare" if record["spare"] else "a new process"
+                seat = f"{newcomer} took the seat of {_who(record)}; "
                 who = "" if record["rank"] is None else seat
                 self.say(
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"
                 )
             case "resumed":
+                self.saved_step = record["step"]
                 self.say(_going_on(record))
             case "checkpoint-refused":
                 name, why = escape(record["name"]), escape(record["why"])
@@ -63,9 +66,13 @@ class Display:
             case "unholdable" if not self.unholdable:
                 self._no_checkpoints(record["why"])
             case "save-failed" | "save-skipped":
-                self.unsaved.setdefault(record["step"], []).append(record["why"])
-                why = escape(record["why"])
-                self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
+                told = self.unsaved.setdefault(record["step"], [])
+                told.append(record["why"])
+                if len(told) == 1:  # each rank says so
+                    why = escape(record["why"])
+                    self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
+            case "saved":
+                self.saved_step = record["step"]
             case "balanced":
                 self.say(_balanced(record))
             case "emptied":

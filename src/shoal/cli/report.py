@@ -50,7 +50,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
     else:
         if outcome.trace:
             click.echo(outcome.trace, err=True)
-        say(_why_it_ended(outcome, run_dir), is_error=True)
+        say(_why_it_ended(outcome, run_dir, facts["saved_step"]), is_error=True)
     if as_json:
         _print_result(result)
     return code
@@ -135,7 +135,7 @@ def _why_no_model(result: dict[str, Any], facts: dict[str, Any]) -> str:
     return f"model.safetensors was not written: {facts['model_problem'].rstrip('.')}{held}"
 
 
-def _why_it_ended(outcome: Any, run_dir: Path) -> str:
+def _why_it_ended(outcome: Any, run_dir: Path, saved_step: int | None) -> str:
     if outcome.stopped_by and not outcome.cause:
         saved = (
             f"It is saved; go on with the same command and --resume --run-dir {run_dir}"
@@ -143,7 +143,11 @@ def _why_it_ended(outcome: Any, run_dir: Path) -> str:
             else f"It could not be saved. Its record is in {run_dir}"
         )
         return f"shoal: stopped after step {outcome.step}, as asked. {saved}."
-    return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}."
+    newest = ""
+    if saved_step is not None:
+        again = f"the same command with --resume --run-dir {run_dir}"
+        newest = f" The newest checkpoint is of step {saved_step}: {again} goes on from it."
+    return f"shoal: {outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}.{newest}"
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
         return error.exit_code
     display.close()
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
-    facts["unholdable"] = display.unholdable
+    facts["unholdable"], facts["saved_step"] = display.unholdable, display.saved_step
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 

@@ -21,6 +21,8 @@ from shoal.comm.tree import Block, fold
 class Codec(Protocol):
     """Packs flat vectors. Those of whole blocks may be packed one by one and joined."""
 
+    name: str  # in a plan
+
     @property
     def block(self) -> int:
         """The elements that are packed together."""

@@ -30,26 +30,18 @@ from shoal.data.sources import (
     map_tensors,
     position,
 )
+from shoal.data.transforms.layers import Layer
 from shoal.errors import RecipeError, UsageError
 
 
-class View:
+class View(Layer):
     """A source's samples under an order of their own."""
 
     def __init__(self, source: Source, order: Order):
-        self.source, self.order = source, order
+        super().__init__(source)
+        self.order = order
         if isinstance(source, Takes):
             self.take = source.take
-        if isinstance(source, Varied):
-            self.vary = source.vary
-        if isinstance(source, LeavesOut):
-            self.record = source.record
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[index]
 
 
 class Joined:

@@ -45,7 +45,7 @@ from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
-from shoal.plan_size import Size, can_resize
+from shoal.plan_size import Size, can_recover
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -368,4 +368,4 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
     address = os.environ.get("SHOAL_CONTROL")
     if address is None:
         return None
-    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_resize(plan))
+    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))

@@ -5,11 +5,11 @@ from pathlib import Path
 from torch import nn
 
 from shoal.elastic.seat import SupervisedSeat
-from shoal.errors import StopNow
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.moving import (
     Shelf,
@@ -42,7 +42,6 @@ class Serving:
         self.directory = directory
         self._counts: list[int] = []  # of servers that the run had
         self._desk: Desk | None = None
-        self._journal: Journal | None = None
 
     def serve(self) -> None:
         """Until the supervisor says leave."""
@@ -58,10 +57,6 @@ class Serving:
                     desk.turn()
                     if (count := self.seat.asked_to_part()) is not None:
                         self._part(desk.server, count)
-        except StopNow:
-            if self._journal is not None:
-                self._journal.remove()
-            raise
         finally:
             if self._desk is not None:
                 self._desk.close()
@@ -76,16 +71,16 @@ class Serving:
             self._desk = None  # and with it the state, which is on disk
         self._counts, plan = counts, self.plan
         shelf = Shelf(self.directory, len(counts) - 1)
-        if plan.copies == 1:
-            self._journal = Journal(shelf.journal(self.number), self.seat.secret)
+        in_journal = plan.copies == 1  # else what it does is written to other servers
         server = Server(
             self._shard_of(self.number),
             num_seats=self.seat.sizes[-1].num_ranks,
-            num_pieces=plan.num_pieces,
+            # Of a window of local steps each replica has one piece.
+            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_replicas,
             bound=plan.bound,
             secret=self.seat.secret,
             rule=plan.combine,
-            journal=self._journal,
+            journal=Journal(shelf.journal(self.number), self.seat.secret) if in_journal else None,
         )
         if shelf.number and not server.clock.committed:
             faultpoint("server.moving", self.number)
@@ -97,11 +92,13 @@ class Serving:
         return self._desk
 
     def _shard_of(self, owner: int) -> Shard:
-        tables = Tables(self.model, owner, self._counts[-1])
-        optimizer = self.run.make_optimizer(self.model)
+        model, tables = self.model, Tables(self.model, owner, self._counts[-1])
+        optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)
-        layout = layout_after(self.model, optimizer, self._counts)
-        return Shard(self.model, optimizer, layout, owner, tables, shared=owner == self.number)
+        if self.plan.local_steps > 1:
+            model, optimizer = outer_of(model, self.plan)
+        layout = layout_after(model, optimizer, self._counts)
+        return Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

@@ -7,6 +7,7 @@ death ends the nursery and every rank.
 """
 
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -226,7 +227,9 @@ class Supervisor:
         seat = self._seat_of(member)
         who = "a spare" if seat is None else self.members.size.name_of(seat)
         self.outcome.trace = message.trace
-        where = "" if message.step < 0 else f" at step {message.step + 1}"
+        # Who is new has made no step, and a server makes none of its own.
+        step = message.step or self.members.step
+        where = "" if step < 0 else f" at step {step + 1}"
         cause, now = f"{who} failed{where}: {message.message}", time.monotonic()
         self._act(self.members.failed(member, cause, message.exit_code, now))
 
@@ -317,6 +320,7 @@ class Supervisor:
                     cause=cause,
                     step=group.step,
                     ms=ms,
+                    spare=self.members.num_spares > 0,
                 )
         else:
             self._event("formed", generation=group.generation, step=group.step)
@@ -373,6 +377,8 @@ class Supervisor:
 
     def _close(self) -> None:
         self.nursery.close()
+        # What servers wrote down there is of no use to another run.
+        shutil.rmtree(self._run_dir / "servers", ignore_errors=True)
         if self._resizes is not None:
             self._resizes.close()
         self._events.close()

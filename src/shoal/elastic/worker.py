@@ -32,9 +32,10 @@ from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
-from shoal.plan_size import can_resize
+from shoal.plan_size import can_recover, can_resize
 from shoal.prepare import Prepared, prepare, why_alone
 from shoal.run import Run
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.lookups import empty_tables
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
@@ -145,7 +146,7 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
-        recovers=can_resize(plan),
+        recovers=can_recover(plan),
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -247,6 +248,8 @@ def _summary(totals: Totals) -> dict[str, Any]:
 def _staleness(trainer: Trainer) -> dict[str, Any] | None:
     """How far ahead of the others this rank began its batches; None if it waited for them."""
     strategy = trainer.strategy
+    if isinstance(strategy, LocalThroughServers):
+        strategy = strategy.windows
     if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
         return None
     return strategy.staleness.summary()

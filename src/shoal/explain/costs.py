@@ -355,11 +355,14 @@ def _averages(rank: Rank) -> list[Message]:
     ]
     if plan.has_anchor:
         sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))
-    return [message for message in sent if message.count]
+    told = sent if plan.bound == 0 else sent[:1]  # else replicas tell each other nothing
+    return [message for message in told if message.count]
 
 
 def _outer_gradients(rank: Rank, what: str) -> Message:
     """Of all fragments, each of which is sent in another step."""
+    if rank.plan.num_servers:
+        return Message(what, "servers", "push", *outer.pushed(rank))
     if rank.plan.codec != "none":
         return Message(what, "data", "all-to-all, gather", *outer.packed(rank))
     tree = blocks_by_rank(rank.num_replicas, rank.num_replicas)

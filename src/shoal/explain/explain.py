@@ -241,7 +241,7 @@ def _kept(value: Any, tiny: nn.Parameter) -> Kept | None:
 
 
 def _rank_row(rank: Rank, norm_blocks: int) -> RankRow:
-    is_worker = rank.plan.num_servers > 0
+    is_worker = rank.plan.num_servers > 0 and rank.plan.local_steps == 1
     return RankRow(
         *rank.place,
         stages=[stage.index for stage in rank.stages],

@@ -3,10 +3,14 @@
 By the functions that `sync/outer.py` and `comm/codecs.py` run themselves.
 """
 
+from collections.abc import Sequence
+
 from shoal.comm.codecs import cuts_of
 from shoal.explain.rank import Local, Rank
 from shoal.numerics.fragments import deal
 from shoal.numerics.quantization import codec_of
+from shoal.plan import Plan
+from shoal.sync.server.layout import Layout, lay_out
 
 
 def parcels(rank: Rank) -> list[tuple[int, int]]:
@@ -34,11 +38,32 @@ def packed(rank: Rank) -> tuple[int, int]:
     return 2 * len(parcels(rank)), num_bytes
 
 
+def key_layout(trained: Sequence[Local], plan: Plan) -> Layout:
+    """How servers cut the anchor."""
+    sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
+    return lay_out(sizes, True, plan.num_servers)
+
+
+def pushed(rank: Rank) -> tuple[int, int]:
+    """Messages to servers, one for each key, and their bytes."""
+    codec, keys = codec_of(rank.plan.codec), key_layout(rank.trained, rank.plan).keys
+    if codec is None:
+        return len(keys), sum(key.num_bytes for key in keys)
+    return len(keys), sum(codec.num_bytes(key.stop - key.start) for key in keys)
+
+
 def kept(rank: Rank) -> tuple[int, str]:
     """Bytes beside the weights and the inner optimizer's state, and what they are."""
     plan, words = rank.plan, ["the anchor"]
     wide = sum(count * size for count, size in parcels(rank))
     num_bytes = sum(p.num_bytes for p in rank.trained if p.dtype.is_floating_point)
+    if plan.num_servers:
+        words.append("what is pushed")
+        num_bytes += key_layout(rank.trained, plan).row_places(1)[-1]
+        if plan.codec != "none":
+            words.append("what packing dropped")
+            num_bytes += wide
+        return num_bytes, ", ".join(words)
     if plan.outer_rates[1]:
         words.append("the outer momentum")
         num_bytes += wide

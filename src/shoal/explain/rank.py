@@ -157,7 +157,7 @@ class Rank:
     @property
     def num_stepped(self) -> int:
         """Elements that this rank's optimizer steps on."""
-        if self.plan.num_servers:
+        if self.plan.num_servers and self.plan.local_steps == 1:
             return 0
         if self.plan.zero in (1, 2):
             return sum(s.length for s in self.segments)

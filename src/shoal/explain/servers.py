@@ -14,7 +14,9 @@ from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_s
 from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.copies import kept_by
-from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.layout import Key, Layout, lay_out
+from shoal.sync.server.packing import BYTES, is_packed
+from shoal.sync.server.views import stands_of
 
 
 class ServerRow(msgspec.Struct, frozen=True):
@@ -27,15 +29,22 @@ class ServerRow(msgspec.Struct, frozen=True):
 
 
 def worker_memory(rank: Rank) -> Memory:
-    """A worker keeps no state of the optimizer; its gradients stand where servers read them."""
+    """A worker keeps no state of the optimizer; its gradients stand where servers read them.
+
+    In lockstep a parameter that one server holds is read there, and is not the worker's own.
+    """
     layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
     sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
     sizes = zip(layout.shelves, layout.itemsizes, strict=True)
     largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
     rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
+    held = sum(p.num_bytes for p in rank.parameters)
+    read = 0
+    if rank.plan.bound == 0:
+        read = sum(rank.trained[number].num_bytes for number in stands_of(layout))
     words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
     return Memory(
-        Amount(sum(p.num_bytes for p in rank.parameters), "what this rank holds"),
+        Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
         Amount(layout.row_places(num_rows)[-1], rows),
         Amount(0, "on the servers"),
         Amount(2 * rank.buffer_bytes(), "all, and a copy to go back to"),
@@ -45,12 +54,18 @@ def worker_memory(rank: Rank) -> Memory:
 
 def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
-    num_bytes = _num_rows(rank) * sum(key.num_bytes for key in layout.keys)
+    num_bytes = _num_rows(rank) * sum(_sent_bytes(key, rank.plan.codec) for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
     sent += sent_by_worker(rank.facts.tables, rank.rounds, _blocks(rank), rank.plan.num_servers)
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
+
+
+def _sent_bytes(key: Key, codec: str) -> int:
+    if codec == "none" or not is_packed(key.itemsize):
+        return key.num_bytes
+    return BYTES * (key.stop - key.start)
 
 
 def server_rows(facts: Facts) -> list[ServerRow]:
@@ -68,8 +83,10 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         p = trained[segment.parameter]
         shape = p.shape if segment.length == p.num_elements else (segment.length,)
         num_stepped += segment.length
-        state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
-    others = "".join(f", and of server {n}" for n in own[1:])
+        if plan.local_steps == 1:
+            state += sum(kept.num_bytes(shape) for kept in facts.state.get(p.name, ()))
+        elif plan.outer_rates[1]:
+            state += segment.length * max(4, p.dtype.itemsize)  # the outer momentum
     rows = 0  # of tables, in bytes
     for name, use in facts.tables.items():
         count = rows_held(use, number, num_servers)
@@ -77,9 +94,13 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         num_stepped += count * whole.shape[1]
         state += sum(kept.num_bytes((count, whole.shape[1])) for kept in facts.state.get(name, ()))
         rows += count * use.row_bytes
-    values = sum(layout.value_places(n)[-1] for n in own)
+    sizes = [layout.value_places(n)[-1] for n in own]
+    words = "its part of all"
+    if plan.bound == 0:
+        sizes, words = [sizes[0], *sizes], f"{words}, two sets"
+    words += "".join(f", and of server {n}" for n in own[1:])
     memory = Memory(
-        Amount(values + rows, f"its part of all{others}"),
+        Amount(sum(sizes) + rows, words),
         Amount(_bytes_of(layout, own), "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
         Amount(0, "at the workers"),
@@ -87,11 +108,12 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     )
     num_ranks = plan.num_ranks
     told = [Message("parameters", "workers", "pull", num_ranks, num_ranks * held)]
+    looked = sent_by_server(facts.tables, number, num_servers)
+    told += [looked] if looked.count else []
     if plan.copies > 1:
         count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
         told.append(Message("sums", "servers", "copy", count, count * held))
-    looked = sent_by_server(facts.tables, number, num_servers)
-    return ServerRow(number, num_stepped, memory, [*told, looked] if looked.count else told)
+    return ServerRow(number, num_stepped, memory, told)
 
 
 def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
@@ -100,7 +122,8 @@ def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
 
 def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
-    return lay_out(sizes, facts.is_element_wise, facts.plan.num_servers)
+    may_cut = facts.is_element_wise or facts.plan.local_steps > 1
+    return lay_out(sizes, may_cut, facts.plan.num_servers)
 
 
 def _num_rows(rank: Rank) -> int:

@@ -23,8 +23,8 @@ class Halves:
 
     block = 1
 
-    def __init__(self, dtype: torch.dtype):
-        self._dtype = dtype
+    def __init__(self, name: str, dtype: torch.dtype):
+        self.name, self._dtype = name, dtype
 
     def num_bytes(self, num_elements: int) -> int:
         return 2 * num_elements
@@ -42,6 +42,7 @@ class Blocks:
     block = BLOCK
 
     def __init__(self, bits: int):
+        self.name = f"int{bits}"
         self._most, self._is_paired = 2 ** (bits - 1) - 1, bits == 4
         self._row_bytes = _SCALE_BYTES + BLOCK * bits // 8
 
@@ -77,5 +78,5 @@ def codec_of(name: str) -> Halves | Blocks | None:
     """The codec of a plan; None for `none`."""
     made = {"fp16": torch.float16, "bf16": torch.bfloat16}
     if name in made:
-        return Halves(made[name])
+        return Halves(name, made[name])
     return {"none": None, "int8": Blocks(8), "int4": Blocks(4)}[name]

@@ -10,7 +10,9 @@ from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import Rule
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.server.windows import Windows
 from shoal.sync.sharded import Sharded
 from shoal.sync.strategy import Strategy
 
@@ -20,18 +22,30 @@ def strategy_for(
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
+    timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
+    rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    if plan.sync == "server" and rule is not None:
+        windows = Windows(
+            plan.num_replicas,
+            plan.bound,
+            rule,
+            timetable,
+            damps=plan.damping == "inverse",
+            rates=plan.rate_factors,
+            meets_after=meets_after,
+        )
+        return LocalThroughServers(plan.num_pieces, windows, exact)
     if plan.sync == "server":
         return ThroughServers(
             plan.num_pieces,
             plan.bound,
             checks=plan.precision == "fp16",
+            codec=plan.codec,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,
         )
     if plan.local_steps > 1:
-        timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
-        rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
         return LocalSGD(plan.num_pieces, timetable, exact, rule)
     if plan.zero == 3:
         return FullySharded(plan.num_pieces, round_size)

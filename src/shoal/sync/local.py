@@ -10,6 +10,7 @@ Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights
 Read next: `outer.py`, where an outer optimizer takes the place of the average.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -43,6 +44,8 @@ class LocalSGD:
         self.step = 0
         self._alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
+        self._mark = 0  # of them and of those of the step under way
+        self._mine: list[float] = []  # what this rank told the others of a window
 
     def attach(
         self,
@@ -75,11 +78,11 @@ class LocalSGD:
         self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
             busy_s = [tally.busy_s] * self.group.num_ranks
-            return own._replace(
-                busy_s=busy_s, mark=None, asked=NOTHING_ASKED
-            )  # heard with the others
-        mine = [sum(own.sums), sum(own.weights), tally.busy_s, float(tally.asked.stop), self._mark]
-        rows = self.group.gather_numbers(mine)
+            # Heard with the others: all stop after the same step.
+            return own._replace(busy_s=busy_s, mark=None, asked=NOTHING_ASKED)
+        stops = float(tally.asked.stop)
+        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, stops, self._mark]
+        rows = self.group.gather_numbers(self._mine)
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
@@ -92,15 +95,19 @@ class LocalSGD:
         averages = self._averages(self.step + 1)
         if not self.inner.update(scale, check):
             return False
-        self.step += 1
-        self._marked = 0 if averages else self._mark
-        self._knows_marks |= averages
-        self._alike = self.timetable.alike(self.step)
+        self._commit(self.step + 1, averages)
         if self.outer is not None:
             self.outer.after(self.step)
         if averages:
-            self._average()
+            own = [] if self.outer is not None else list(self.model.parameters())
+            self._average([*own, *self.model.buffers()])
         return True
+
+    def _commit(self, step: int, averages: bool) -> None:
+        self.step = step
+        self._marked = 0 if averages else self._mark
+        self._knows_marks |= averages
+        self._alike = self.timetable.alike(step)
 
     def gradients(self) -> dict[str, list[Slice]]:
         return self.inner.gradients()
@@ -133,15 +140,12 @@ class LocalSGD:
         return self.timetable.ends_window(step)
 
     @torch.no_grad()
-    def _average(self) -> None:
-        """Of buffers, and of weights without an outer optimizer. Every rank must reach this."""
+    def _average(self, averaged: Sequence[Tensor]) -> None:
+        """Tensors become the mean over replicas. Every rank must reach this."""
         num_ranks = self.group.num_ranks
         if num_ranks == 1:
             return
         tree = TreeReduce(self.group, blocks_by_rank(num_ranks, num_ranks))
-        averaged = [*self.model.buffers()]
-        if self.outer is None:
-            averaged = [*self.model.parameters(), *averaged]
         for tensors in _by_kind(averaged):
             reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
             reduction.fold()
@@ -151,7 +155,7 @@ class LocalSGD:
         self.inner.buffers.hold()
 
 
-def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Floating-point tensors, those of one type and device together."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

@@ -343,7 +343,8 @@ def _joined(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def _in_one(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def share_state(group: Group, source: int, state: State) -> State:

@@ -4,17 +4,18 @@ Which parameters a worker sees depends on who was how fast, so there is no one r
 with. But who pulled which version, and in which order servers stepped, is on record: played again
 in that order, every loss and every weight must come out the same. Each worker is a replica of the
 reference that computes and does not step; each server is a model and an optimizer that step on what
-they are given, of which only the server's own elements count.
+they are given, of which only the server's own elements count. Under local steps a worker steps for
+itself and gives a server what a window came to.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.data.split import share
 from shoal.errors import RecipeError
@@ -22,7 +23,9 @@ from shoal.numerics import schedules
 from shoal.numerics.precision import tolerance
 from shoal.plan import Plan
 from shoal.reference import Replica
+from shoal.reference_outer import Outer
 from shoal.run import Run, make_batches
+from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.shard import layout_of, trained
 from shoal.verify.compare import PATIENCE_S, Place, Step, Verdict, finished, note, path_of
 
@@ -38,10 +41,14 @@ class Played(NamedTuple):
 class Master:
     """A server: versions of the parameters, one after each update."""
 
-    def __init__(self, run: Run):
-        self.run, self.num_steps = run, run.num_steps()
-        self.model = run.make_model()
-        self.optimizer = run.make_optimizer(self.model)
+    def __init__(self, run: Run, plan: Plan):
+        self.run, self.plan, self.num_steps = run, plan, run.num_steps()
+        self.model: nn.Module = run.make_model()
+        self.optimizer: torch.optim.Optimizer
+        if plan.local_steps > 1:
+            self.model, self.optimizer = outer_of(self.model, plan)
+        else:
+            self.optimizer = run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
         self.parameters = [p for _, p in trained(self.model)]
         self.versions: dict[int, list[Tensor]] = {0: self._copy()}
@@ -50,10 +57,17 @@ class Master:
     def _copy(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.parameters]
 
-    def apply(self, batch: int, gradients: Sequence[Tensor | None], factor: float) -> None:
-        schedule = self.run.make_schedule()
-        rate = 1.0 if schedule is None else schedule(batch, self.num_steps)
-        schedules.apply(self.optimizer, rate * factor)
+    def apply(self, step: int, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """`step` counts from 1."""
+        if self.plan.local_steps > 1:
+            is_short = step % self.plan.local_steps
+            rate, momentum = (1.0, 0.0) if is_short else self.plan.outer_rates
+            for group in self.optimizer.param_groups:
+                group.update(lr=rate * factor, momentum=momentum)
+        else:
+            schedule = self.run.make_schedule()
+            rate = 1.0 if schedule is None else schedule(step - 1, self.num_steps)
+            schedules.apply(self.optimizer, rate * factor)
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient
         self.optimizer.step()
@@ -70,15 +84,16 @@ class Replay:
         self.run, self.plan, self.directory = run, plan, directory
         limit = tolerance(plan.precision)
         self.verdict = Verdict(limit, limit, is_replay=True)
-        self.masters = [Master(run) for _ in range(plan.num_servers)]
+        self.masters = [Master(run, plan) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
-        for worker in self.workers:
+        self.outers = [Outer([worker.model], plan, run.num_steps()) for worker in self.workers]
+        for worker in self.workers if plan.local_steps == 1 else ():
             worker.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
         self.names = [name for name, _ in trained(self.workers[0].model)]
         self.batches = make_batches(run, plan.num_pieces)
-        optimizer = run.make_optimizer(self.workers[0].model)
-        self.layout = layout_of(self.workers[0].model, optimizer, plan.num_servers)
+        first = self.masters[0]
+        self.layout = layout_of(first.model, first.optimizer, plan.num_servers)
         self.next_step = [1] * plan.num_ranks
         self.played: dict[int, Played] = {}
         self.told: dict[int, Step] = {}
@@ -99,20 +114,27 @@ class Replay:
         return self.verdict
 
     def _compute(self, rank: int) -> bool:
-        """Play a worker's next step, if the parameters that it saw are there."""
+        """Play a worker's next step. The parameters that it saw are what it pulled last."""
         step = self.next_step[rank]
         path = path_of(self.directory, step, rank)
         if rank in self.played or step > self.run.num_steps() or not path.exists():
             return False
         told = self.told.setdefault(rank, Step(load_file(path)))
-        if not self._are_there(told.pulled):
-            return False
         worker = self.workers[rank]
-        self._set(worker, told.pulled)
+        if (step - 1) % self.plan.local_steps == 0:
+            self._set(worker, self.seen[rank])
+            self.outers[rank].begin()
         loss, weight = worker.step(self.batches.at(step - 1))
         mine = torch.tensor([loss / weight], dtype=torch.float64)
         note(self.verdict, Place(step, rank, "loss", ""), told.loss, mine)
+        if step % self.plan.local_steps and step < self.run.num_steps():
+            self._compare_weights(rank, step, told, worker.parameters)
+            self._leave(rank, self.seen[rank])
+            return True
         gradients = [None if p.grad is None else p.grad.clone() for p in worker.parameters]
+        if self.plan.local_steps > 1:
+            learnt = self.outers[rank].learnt()
+            gradients = [learnt[p] for p in worker.parameters]
         self.played[rank] = Played(step, gradients, set(range(self.plan.num_servers)))
         return True
 
@@ -123,12 +145,13 @@ class Replay:
             told, master = self.told[rank], self.masters[server]
             if server in played.waiting and told.applied[server] == master.version:
                 factor = self._factor(rank, told, server)
-                master.apply(played.step - 1, played.gradients, factor)
+                master.apply(played.step, played.gradients, factor)
                 played.waiting.discard(server)
                 moved = True
             if not played.waiting and self._are_there(told.next):
-                self._compare_weights(rank, played.step, told)
-                self._leave(rank)
+                self._compare_weights(rank, played.step, told, self._composed(told.next))
+                self._leave(rank, told.next)
+                del self.played[rank]
                 moved = True
         return moved
 
@@ -140,17 +163,17 @@ class Replay:
         num_updates = told.applied[server] - told.pulled[server]
         return share / (1 + num_updates / self.plan.num_ranks)
 
-    def _compare_weights(self, rank: int, step: int, told: Step) -> None:
-        for name, mine in zip(self.names, self._composed(told.next), strict=True):
+    def _compare_weights(self, rank: int, step: int, told: Step, weights: Iterable[Tensor]) -> None:
+        for name, mine in zip(self.names, weights, strict=True):
             for block, theirs in told.parts("held", name):
                 note(self.verdict, Place(step, rank, "weight", name), theirs, block.of(mine))
         self.verdict.num_steps = min(self.next_step)
 
-    def _leave(self, rank: int) -> None:
+    def _leave(self, rank: int, seen: list[int]) -> None:
         path_of(self.directory, self.next_step[rank], rank).unlink()
         self.next_step[rank] += 1
-        self.seen[rank] = self.told.pop(rank).next
-        del self.played[rank]
+        self.seen[rank] = seen
+        del self.told[rank]
         for server, master in enumerate(self.masters):
             master.forget(min(versions[server] for versions in self.seen))
 

@@ -29,6 +29,7 @@ from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.run import Run, resolve
 from shoal.sync.choose import tables_held
+from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
@@ -146,8 +147,10 @@ class Recorder:
         tables = tables_held(self._trainer.strategy)
         content |= name_slices("held", self._trainer.spread.held() | tables)
         strategy = self._trainer.strategy
-        if isinstance(strategy, ThroughServers) and not strategy.in_lockstep:
-            content["trace"] = torch.tensor(strategy.trace)
+        windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
+        if isinstance(windows, ThroughServers) and not windows.in_lockstep:
+            if windows.trace:  # before the first window ends there is none
+                content["trace"] = torch.tensor(windows.trace)
         else:
             content |= name_slices("gradient", strategy.gradients())
         path = path_of(self._directory, info.step, rank)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.tree import Block, blocks_of
-from shoal.comm.wire import BadFrame, tensor_of
+from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Hello, Push
+from shoal.sync.server.packing import unpacked
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Guest:
         if not push.is_shared:
             if len(payload) != len(push.blocks):
                 raise BadFrame(f"{len(push.blocks)} blocks came with {len(payload)} frames")
-            return [tensor_of(frame, values.dtype, values.numel()) for frame in payload]
+            return [unpacked(push.codec, frame, values) for frame in payload]
         if self.rows is None or payload:
             raise ValueError("rows are in shared memory or in frames, and here in neither or both")
         return [self.place(push.key, row, values) for row in range(len(push.blocks))]

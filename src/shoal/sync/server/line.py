@@ -1,8 +1,10 @@
 """A worker's conversation with its servers: questions out, answers in, each matched by a number.
 
-A question that is not answered in a while is sent again, since a connection may have broken under
-it; servers do what is asked once. It is waited for as long as the group is whole: who waits for a
-peer's gradients waits for the peer. Sending is safe from any thread, waiting from one.
+A question that is not answered in a while is followed by a `Check`, and sent again if that is
+answered first, since a connection may have broken under it; servers do what is asked once. So what
+is large and takes long is not sent twice. An answer is waited for as long as the group is whole:
+who waits for a peer's gradients waits for the peer. Sending is safe from any thread, waiting from
+one.
 """
 
 import os
@@ -10,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -19,7 +21,7 @@ from torch import Tensor
 from shoal.comm.wire import BadFrame, connect, pack, unpack
 from shoal.errors import GroupLost, ShoalError
 from shoal.mesh import Servers
-from shoal.sync.server.messages import Refused, ServerMessage, WorkerMessage
+from shoal.sync.server.messages import Check, Checked, Refused, ServerMessage, WorkerMessage
 
 TICK_MS = 50
 AGAIN_S = 2.0
@@ -33,6 +35,15 @@ class NotServed(ShoalError):
     """A server refused what this worker asked."""
 
 
+class _Asked(NamedTuple):
+    """A question without an answer, last sent or asked after at some time."""
+
+    server: int
+    frames: list[bytes | memoryview]
+    sent: int  # its turn
+    at: float
+
+
 class Line:
     def __init__(self, servers: Servers, seat: int):
         self.servers, self.num_bytes, self.num_received = servers, 0, 0
@@ -42,8 +53,8 @@ class Line:
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
-        self._numbers = count(1)
-        self._asked: dict[int, tuple[int, list[bytes | memoryview], float]] = {}
+        self._numbers, self._turns = count(1), count(1)
+        self._asked: dict[int, _Asked] = {}
         self._answers: dict[int, tuple[ServerMessage, list[memoryview]]] = {}
         self._told: set[int] = set()  # what nobody answers, in this step
         self._refused = ""  # why some of that was
@@ -73,8 +84,7 @@ class Line:
     ) -> int:
         """Send a question; its number is what to wait for."""
         request, frames = self._message(kind, payload, what)
-        self._asked[request] = server, frames, time.monotonic()
-        self._send(server, frames)
+        self._send_question(request, server, frames)
         return request
 
     def answer(self, request: int) -> tuple[Any, list[memoryview]]:
@@ -90,7 +100,7 @@ class Line:
         if isinstance(message, Refused):
             if message.is_stale:
                 raise GroupLost(message.why)
-            number = self._asked.pop(request)[0]
+            number = self._asked.pop(request).server
             raise NotServed(f"Server {number} refused: {message.why}.")
         return message, payload
 
@@ -129,6 +139,9 @@ class Line:
                 message, payload = unpack(frames, _DECODER, MOST_BYTES)
             except BadFrame:
                 continue  # damaged on the way: it will be asked for again
+            if isinstance(message, Checked):
+                self._send_again(message)
+                continue
             if isinstance(message, Refused) and message.request in self._told:
                 self._refused = "" if message.is_stale else message.why
             if message.request in self._asked:
@@ -137,9 +150,22 @@ class Line:
                 self._answers[message.request] = message, payload
                 self.num_received += sum(map(len, payload))
 
+    def _send_question(self, request: int, server: int, frames: list[bytes | memoryview]) -> None:
+        self._asked[request] = _Asked(server, frames, next(self._turns), time.monotonic())
+        self._send(server, frames)
+
     def _ask_again(self) -> None:
         now = time.monotonic()
-        for request, (server, frames, asked) in self._asked.items():
-            if now - asked > AGAIN_S and request not in self._answers:
-                self._asked[request] = server, frames, now
-                self._send(server, frames)
+        for request, asked in self._asked.items():
+            if now - asked.at > AGAIN_S and request not in self._answers:
+                self._asked[request] = asked._replace(at=now)
+                turn, generation = next(self._turns), self.servers.generation
+                check = Check(generation=generation, request=request, turn=turn)
+                self._send(asked.server, pack(check))
+
+    def _send_again(self, checked: Checked) -> None:
+        """A question was lost, or its answer; unless it was sent again since it was asked after."""
+        asked = self._asked.get(checked.request)
+        if asked is None or checked.request in self._answers or checked.turn < asked.sent:
+            return
+        self._send_question(checked.request, asked.server, asked.frames)

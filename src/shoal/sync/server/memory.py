@@ -1,13 +1,15 @@
 """A worker's memory: rows of gradients that servers read, and parameters read from theirs.
 
-Servers of the same host are shown where the rows stand, and show where parameters do; then a push
-is the copy into the bucket, and a pull one copy out of the server's memory. Others get and send
-frames. Either way the rest of a worker sees buckets and parameters only.
+Servers of the same host are shown where the rows stand; then a push is the copy into the bucket. In
+lockstep they show where parameters stand, and those of the model are what is there (`views.py`).
+Else they put them into the rows, and a pull is a copy out of these. Others get and send frames.
+Either way the rest of a worker sees buckets and parameters only.
 """
 
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,15 @@ from shoal.comm.wire import tensor_of
 from shoal.parallel import zero
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Welcome
+from shoal.sync.server.shard import trained
+from shoal.sync.server.views import Views
 
 
 class Memory:
-    def __init__(self, layout: Layout, num_rows: int, parameters: Sequence[nn.Parameter]):
+    def __init__(self, layout: Layout, num_rows: int, model: nn.Module):
         self.layout, self.num_rows = layout, num_rows
-        self._parameters = [p.detach() for p in parameters]
+        self._parameters = [p for _, p in trained(model)]
+        self._views = Views(layout, model, self._parameters)
         self._rows: Segment | None = None
         num_bytes = layout.row_places(num_rows)[-1]
         if num_bytes:
@@ -46,23 +51,25 @@ class Memory:
     def open(self, welcomes: Sequence[Welcome]) -> None:
         """Look at the memory of the servers that show theirs."""
         self._is_shared = [welcome.is_shared for welcome in welcomes]
-        self._theirs: list[Segment | None] = []
+        self._shown: list[list[_Shown]] = []  # by server and set
         for server, welcome in enumerate(welcomes):
             most = self.layout.value_places(server)[-1] + mmap.PAGESIZE
-            place = welcome.values
-            self._theirs.append(None if place is None else Segment.open(place, most))
-        self._copies = [self._views(server) for server in range(len(welcomes))]
+            segments = [Segment.open(place, most) for place in welcome.values]
+            self._shown.append([self._show(server, segment) for segment in segments])
+            if welcome.is_shared and not segments:
+                self._shown[-1].append(self._show(server, None))
 
     def shares_with(self, server: int) -> bool:
         return self._is_shared[server]
 
     @torch.no_grad()
-    def take_values(self, server: int, frames: Sequence[memoryview]) -> None:
-        """Take over a server's parameters, from memory or from frames."""
-        places, values = self._copies[server]
-        if places:
-            torch._foreach_copy_(places, values)
-        if self._is_shared[server]:
+    def take_values(self, server: int, number: int, frames: Sequence[memoryview]) -> None:
+        """Take over a server's parameters, from one of its sets or from frames."""
+        if self._shown[server]:
+            shown = self._shown[server][number]
+            if shown.places:
+                torch._foreach_copy_(shown.places, shown.values)
+            self._views.show(shown.views)
             return
         for key, frame in zip(self.layout.held_by(server), frames, strict=True):
             own = self.layout.keys[key]
@@ -70,23 +77,28 @@ class Memory:
             for place, s in self._places_of(key):
                 place.copy_(flat[s.place : s.place + s.length])
 
-    def _views(self, server: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Where parameters are, and where a server shows or puts them."""
-        own: list[Tensor] = []
-        others: list[Tensor] = []
-        for key in self.layout.held_by(server) if self._is_shared[server] else ():
-            flat = self._shown(server, key)
-            for place, s in self._places_of(key):
-                own.append(place)
-                others.append(flat[s.place : s.place + s.length])
-        return own, others
+    def take_back(self) -> None:
+        """Let no parameter stand in a server's memory any more."""
+        self._views.take_back()
 
-    def _shown(self, server: int, number: int) -> Tensor:
+    def _show(self, server: int, segment: Segment | None) -> "_Shown":
+        """What is shown in a server's memory, or put into the rows here."""
+        shown = _Shown([], [], [] if segment is None else self._views.of(server, segment))
+        viewed = {number for number, _ in shown.views}
+        for key in self.layout.held_by(server):
+            flat = self._flat(server, key, segment)
+            for place, s in self._places_of(key):
+                if s.parameter not in viewed:
+                    shown.places.append(place)
+                    shown.values.append(flat[s.place : s.place + s.length])
+        return shown
+
+    def _flat(self, server: int, number: int, segment: Segment | None) -> Tensor:
         """A key in the server's memory, or in the first row of its shelf here."""
-        key, theirs = self.layout.keys[number], self._theirs[server]
-        if theirs is not None:
+        key = self.layout.keys[number]
+        if segment is not None:
             place = self.layout.value_places(server)[self.layout.held_by(server).index(number)]
-            return theirs.bytes[place : place + key.num_bytes].view(self._dtype_of(number))
+            return segment.bytes[place : place + key.num_bytes].view(self._dtype_of(number))
         assert self._rows is not None
         start = self.layout.row_places(self.num_rows)[key.shelf] + key.start * key.itemsize
         return self._rows.bytes[start : start + key.num_bytes].view(self._dtype_of(number))
@@ -97,7 +109,15 @@ class Memory:
     def _places_of(self, key: int) -> Iterator[tuple[Tensor, zero.Segment]]:
         """Where a key's elements are in the parameters, and where in the key."""
         for s in self.layout.segments(key):
-            yield self._parameters[s.parameter].view(-1)[s.start : s.stop], s
+            yield self._parameters[s.parameter].detach().view(-1)[s.start : s.stop], s
+
+
+class _Shown(NamedTuple):
+    """What to copy where, and which parameters are to be which tensors."""
+
+    places: list[Tensor]
+    values: list[Tensor]
+    views: list[tuple[int, Tensor]]
 
 
 class _Rows(Spares):

@@ -8,9 +8,11 @@ What is tall and what is wide: a *row* is the sum over one block of pieces of al
 shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from shoal.comm.shared_memory import Place
 from shoal.comm.tree import Block
@@ -55,6 +57,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     blocks: list[Block]
     touched: list[bool]
     is_shared: bool
+    codec: str = "none"  # by which what stands beside this is packed
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -113,6 +116,13 @@ class Dump(FromWorker, frozen=True, tag="dump"):
     tables: bool = False
 
 
+class Check(FromWorker, frozen=True, tag="check"):
+    """Is my question `request` answered? Messages keep their order, so whoever hears `Checked` and
+    no answer knows that the question or the answer was lost, however long either takes to send."""
+
+    turn: int
+
+
 class Load(FromWorker, frozen=True, tag="load"):
     """Take over the state after `step` that is in the frames."""
 
@@ -123,12 +133,20 @@ class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
 
 
+class Answer(NamedTuple):
+    """To a worker, by its address on the socket."""
+
+    to: bytes
+    message: FromServer
+    payload: Sequence[Tensor | bytes] = ()
+
+
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where they stand."""
+    are not put there but read at `values`, where their sets stand."""
 
     is_shared: bool
-    values: Place | None
+    values: list[Place]
     committed: int
     next_batch: int
 
@@ -156,6 +174,7 @@ class Values(FromServer, frozen=True, tag="values"):
 
     committed: int
     version: int  # updates that they are made of, and states that were taken over
+    number: int  # of the set in which they stand
     halt: Halt | None
 
 
@@ -165,6 +184,12 @@ class Found(FromServer, frozen=True, tag="found"):
 
 class Done(FromServer, frozen=True, tag="done"):
     """It is so."""
+
+
+class Checked(FromServer, frozen=True, tag="checked"):
+    """All that came before is answered, unless it waits for others."""
+
+    turn: int
 
 
 class Dumped(FromServer, frozen=True, tag="dumped"):
@@ -178,5 +203,7 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load
-ServerMessage = Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Refused
+WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
+ServerMessage = (
+    Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Checked | Refused
+)

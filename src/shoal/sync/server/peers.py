@@ -27,8 +27,9 @@ from shoal.sync.server.copies import (
     keepers_of,
     kept_by,
 )
+from shoal.sync.server.messages import Answer
 from shoal.sync.server.records import Copied
-from shoal.sync.server.server import Answer, Server
+from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
 
 TICK_MS = 20

@@ -54,13 +54,16 @@ class Rows:
         key: int,
         rows: Mapping[Block, Tensor],
         touched: Sequence[bool],
-    ) -> None:
-        """Put rows of one key away; `touched` says which of its parameters they are of."""
+    ) -> bool:
+        """Put rows of one key away; `touched` says which of its parameters they are of.
+
+        True if they are summed now: they were the last, and sums are made eagerly.
+        """
         kept = self._batches.setdefault(batch, _Batch())
         for block in rows:
             known = kept.attempts.get(block, attempt)
             if known > attempt:
-                return  # a late message of an attempt that was given up
+                return False  # a late message of an attempt that was given up
             if known < attempt:
                 self._drop(kept, block)
             kept.attempts[block] = attempt
@@ -68,8 +71,10 @@ class Rows:
         kept.touched.setdefault(key, {}).update(dict.fromkeys(rows, touched))
         kept.totals.pop(key, None)
         everything = range(self._num_pieces)
-        if self._eager and _covers(kept, key, everything, attempt):
-            kept.totals[key] = self._total(kept, key, everything)
+        if not self._eager or not _covers(kept, key, everything, attempt):
+            return False
+        kept.totals[key] = self._total(kept, key, everything)
+        return True
 
     def missing(self, batch: int, pieces: range, attempt: int) -> list[int]:
         """The keys of which not all of these pieces are here."""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shoal.comm.wire import BadFrame, listen, pack, unpack
 from shoal.faults import faultpoint
-from shoal.sync.server.messages import Refused, WorkerMessage
+from shoal.sync.server.messages import Answer, Refused, WorkerMessage
 from shoal.sync.server.peers import Peers
-from shoal.sync.server.server import Answer, Server
+from shoal.sync.server.server import Server
 
 TICK_MS = 20
 SLACK_BYTES = 1 << 20  # for the head of a message

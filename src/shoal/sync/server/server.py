@@ -11,7 +11,6 @@ worker's pieces are a step of their own.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -25,8 +24,11 @@ from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.messages import (
+    Answer,
     Applied,
     Apply,
+    Check,
+    Checked,
     Done,
     Dump,
     Dumped,
@@ -61,14 +63,6 @@ from shoal.sync.server.shard import Shard
 from shoal.sync.state import Source, pack_state
 
 
-class Answer(NamedTuple):
-    """To a worker, by its address on the socket."""
-
-    to: bytes
-    message: FromServer
-    payload: Sequence[Tensor | bytes] = ()
-
-
 class Server:
     def __init__(
         self,
@@ -89,6 +83,8 @@ class Server:
         self.secret, self._digest = secret, shard.layout.digest
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
+        if bound == 0:
+            shard.sets.double()
         self._told: dict[int, Told] = {}  # the last, by first piece
         self.journal: Diary | None = journal
         for header, frames in journal.read() if journal is not None else ():
@@ -125,6 +121,8 @@ class Server:
         if message.generation != self.generation:
             why = f"this is generation {self.generation}, not {message.generation}"
             return [Answer(sender, Refused(request=message.request, why=why, is_stale=True))]
+        if isinstance(message, Check):
+            return [Answer(sender, Checked(request=message.request, turn=message.turn))]
         try:
             return [*self._take_in(sender, message, payload), *self._serve_waiting()]
         except (BadFrame, ValueError) as error:
@@ -195,15 +193,14 @@ class Server:
         return Welcome(
             request=hello.request,
             is_shared=guest.rows is not None,
-            values=self._shown() if guest.rows is not None else None,
+            values=self._shown() if guest.rows is not None else [],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
 
-    def _shown(self) -> Place | None:
+    def _shown(self) -> list[Place]:
         """Where parameters stand that workers read; out of lockstep they may change under them."""
-        segment = self.shard.segment if self.bound == 0 else None
-        return None if segment is None else segment.place
+        return self.shard.sets.places if self.bound == 0 else []
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -239,7 +236,9 @@ class Server:
         else:
             found = guest.rows_of(push, self.shard.values[push.key], payload)
         rows = dict(zip(push.blocks, found, strict=True))
-        self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        is_whole = self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
+        if is_whole and not is_table:
+            self.shard.sets.copy_ahead(push.key)
 
     def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
         """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
@@ -363,6 +362,7 @@ class Server:
             request=pull.request,
             committed=self.clock.committed,
             version=self.version,
+            number=self.shard.sets.now,
             halt=self._halt,
         )
         return Answer(sender, values, () if shared else list(self.shard.values.values()))

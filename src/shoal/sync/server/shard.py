@@ -1,7 +1,7 @@
 """A server's part of the job: the parameters it answers for, and the optimizer that steps on them.
 
-The parameters stand in memory that workers of the same host may read. The optimizer is the
-recipe's own, stepping on runs of the parameters as it does under ZeRO; learning rates, and what
+The parameters stand in memory that workers of the same host may read (`sets.py`). The optimizer is
+the recipe's own, stepping on runs of the parameters as it does under ZeRO; learning rates, and what
 hooks and schedules of the workers have changed of its settings, come with every step.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.shared_memory import Segment
 from shoal.numerics.norms import block_norms
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped, unpack_state
 
@@ -94,20 +94,16 @@ class Shard:
         self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
         self._named = trained(model)
-        places = layout.value_places(number)
-        self.segment = Segment.create(max(1, places[-1])) if shared else None
-        room = (
-            torch.empty(places[-1], dtype=torch.uint8)
-            if self.segment is None
-            else (self.segment.bytes)
-        )
-        self.values: dict[int, Tensor] = {}
+        dtypes = {key: self._dtype_of(key) for key in self.keys}
+        self.sets = ValueSets(layout, number, dtypes, shared)
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
-        for key, place in zip(self.keys, places, strict=False):
-            dtype, num_bytes = self._dtype_of(key), layout.keys[key].num_bytes
-            self.values[key] = room[place : place + num_bytes].view(dtype)
         self._swap_optimizer()
         self._step = stepper(optimizer)
+
+    @property
+    def values(self) -> dict[int, Tensor]:
+        """The parameters of now, by key."""
+        return self.sets.values
 
     def _dtype_of(self, key: int) -> torch.dtype:
         first = self.layout.shelves[self.layout.keys[key].shelf].indices[0]
@@ -153,6 +149,7 @@ class Shard:
     ) -> None:
         """Step on gradients, of which those that no piece touched do not exist."""
         self._set(settings, factor)
+        self._turn()
         gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
         self.tables.take_gradients(sums, touched, scale)
         for run, (key, number, where) in self._places.items():
@@ -160,6 +157,13 @@ class Shard:
             run.grad = gradients[key][where].view(run.shape) if is_there else None
         self._step()
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
+
+    def _turn(self) -> None:
+        """With two sets of values, step on the other one."""
+        self.sets.turn()
+        if len(self.sets.sets) > 1:
+            for run, (key, _, where) in self._places.items():
+                run.data = self.values[key][where].view(run.shape)
 
     def _takes_as_they_are(self, scale: float) -> bool:
         """Whether a step can read the sums where they stand, which saves a pass over memory.
@@ -211,6 +215,7 @@ class Shard:
         except Exception as error:  # it may be wrong in any way
             for own, value in values:
                 own.copy_(value)
+            self.sets.changed()
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
             for group, old in zip(self.optimizer.param_groups, groups, strict=True):
@@ -252,6 +257,7 @@ class Shard:
         for run, own in self.runs.items():
             parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)
             source.fill(f"model.{own.name}", parts)
+        self.sets.changed()
         HeldState({}, self.optimizer, self.runs).load_state_dict(source)
 
     def _parts(self, tensors: Mapping[Tensor, Tensor]) -> Iterable[tuple[str, Slice]]:

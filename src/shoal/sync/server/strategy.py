@@ -50,6 +50,7 @@ from shoal.sync.server.messages import (
     WorkerMessage,
 )
 from shoal.sync.server.moving import layout_after
+from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import HeldState, Source, State
@@ -65,6 +66,7 @@ class ThroughServers:
         bound: int | None,
         *,
         checks: bool = False,
+        codec: str = "none",
         damps: bool = False,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
@@ -72,6 +74,7 @@ class ThroughServers:
         self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
         self._damps, self._rates = damps, rates
+        self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
@@ -121,6 +124,8 @@ class ThroughServers:
     def detach(self) -> None:
         self.buffers.restore()
         self._attached.close()
+        if self._memory is not None:
+            self._memory.take_back()  # the server may be gone, or step from here again
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -195,6 +200,8 @@ class ThroughServers:
     @torch.no_grad()
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
+        assert self._memory is not None
+        self._memory.take_back()
         source = Merged(source)
         HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
@@ -225,7 +232,7 @@ class ThroughServers:
         num_rows = len(self.blocks)
         memory = self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
-            memory = self._memory = Memory(self.layout, num_rows, self.parameters)
+            memory = self._memory = Memory(self.layout, num_rows, self.held.model)
         hello = {
             "seat": self.group.rank,
             "batch": self.batch,
@@ -272,6 +279,8 @@ class ThroughServers:
                 p.grad = None
 
     def _push_bucket(self, bucket: Bucket) -> "_Pushed":
+        if self._packing is not None:
+            self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
         return _Pushed()
@@ -284,6 +293,9 @@ class ThroughServers:
         server, own = self.layout.holders[key][0], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
         is_shared = self._memory.shares_with(server)
+        packing = self._packing if is_packed(own.itemsize) else None
+        if packing is not None and not is_shared:
+            rows = [packing.pack(row) for row in rows]
         self.line.tell(
             server,
             Push,
@@ -294,9 +306,11 @@ class ThroughServers:
             blocks=self.blocks,
             touched=[self.buckets.touched[s.parameter] for s in self._segments[key]],
             is_shared=is_shared,
+            codec="none" if packing is None or is_shared else packing.name,
         )
-        if is_shared:
-            self.line.num_bytes += own.num_bytes * len(rows)
+        if is_shared:  # as if it had been sent
+            num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * BYTES
+            self.line.num_bytes += num_bytes * len(rows)
 
     def _which(self, pieces: range) -> dict[str, int]:
         return {
@@ -334,7 +348,7 @@ class ThroughServers:
         answers = self._answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
-            self._memory.take_values(server, frames)
+            self._memory.take_values(server, values.number, frames)
             if server == 0:
                 self._halt = values.halt
                 self.staleness.add(batch - values.committed)

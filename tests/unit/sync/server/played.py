@@ -14,9 +14,18 @@ from shoal.comm.tree import Block, blocks_of
 from shoal.comm.wire import bytes_of
 from shoal.data.split import share
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Apply, Hello, Pull, Push, ServerMessage, Sum, WorkerMessage
+from shoal.sync.server.messages import (
+    Answer,
+    Apply,
+    Hello,
+    Pull,
+    Push,
+    ServerMessage,
+    Sum,
+    WorkerMessage,
+)
 from shoal.sync.server.serve import Desk
-from shoal.sync.server.server import Answer, Server
+from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of, settings_of
 
 SECRET = "of this run"

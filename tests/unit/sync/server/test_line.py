@@ -20,7 +20,18 @@ from shoal.mesh import Servers
 from shoal.sync.server import line as module
 from shoal.sync.server import serve
 from shoal.sync.server.line import Line, NotServed
-from shoal.sync.server.messages import Apply, Hello, Missing, Pull, Push, Refused, Sum, Values
+from shoal.sync.server.messages import (
+    Apply,
+    Dump,
+    Hello,
+    Load,
+    Missing,
+    Pull,
+    Push,
+    Refused,
+    Sum,
+    Values,
+)
 from shoal.sync.server.server import Server
 from shoal.testing.relay import Message, Relay
 from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, opened, values
@@ -135,6 +146,33 @@ def test_a_bad_network_changes_nothing(fault: str, to_server: bool) -> None:
     expected = float(sum(range(1, NUM_BATCHES + 1)))
     assert server.clock.committed == NUM_BATCHES
     assert torch.equal(values(server), torch.full((47,), expected))
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+@pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])
+def test_what_takes_long_is_sent_once_and_what_is_lost_again(to_server, num_lost) -> None:
+    """A state on its way to a server or back, for longer than until it is asked after."""
+    server, seen = make_server(kind="adam"), []
+
+    def slow(message: Message) -> list[Message]:
+        if message.to_server != to_server or len(message.content) < 300:
+            return [message]
+        time.sleep(0.3)
+        seen.append(message)
+        return [] if len(seen) <= num_lost else [message]
+
+    with opened(server) as desk, Relay(desk.address) as relay, called(relay.address) as line:
+        Caller(line, server).greet()
+        _, frames = line.answer(line.ask(0, Dump))
+        state = [bytes(frame) for frame in frames]
+        relay.tamper = slow
+        if to_server:
+            line.answer(line.ask(0, Load, state, step=7))
+            assert server.clock.committed == 7
+        else:
+            assert [bytes(f) for f in line.answer(line.ask(0, Dump))[1]] == state
+        time.sleep(0.7)  # for what was sent too often
+    assert len(seen) == num_lost + 1
 
 
 @pytest.mark.parametrize("to_server", [True, False], ids=["request", "reply"])

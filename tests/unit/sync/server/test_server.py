@@ -18,6 +18,7 @@ from shoal.comm.wire import bytes_of
 from shoal.sync.server.messages import (
     Applied,
     Apply,
+    Check,
     Done,
     Dump,
     Dumped,
@@ -358,6 +359,7 @@ MESSAGES = st.one_of(
     ),
     st.builds(Pull, **HEAD, batch=NUMBERS, meets=st.booleans()),
     st.builds(Stop, **HEAD, batch=NUMBERS),
+    st.builds(Check, **HEAD, turn=NUMBERS),
     st.builds(Dump, **HEAD, gradients=st.booleans()),
     st.builds(Load, **HEAD, step=NUMBERS),
 )

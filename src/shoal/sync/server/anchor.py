@@ -1,0 +1,114 @@
+"""What servers hold of local steps: the anchor, and the outer optimizer that moves it.
+
+The anchor is the weights as of the last agreement, in the form of a model, so that whatever trains
+a model through servers trains it too: its gradient is what a replica's weights have moved away from
+it. The arithmetic is that of `sync/outer.py`, element for element.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.layout import Slice
+from shoal.plan import Plan
+from shoal.sync.outer import ANCHOR, MOMENTUM, Rule, trained
+from shoal.sync.state import HeldState, Run, Source
+
+_STATE = "momentum"  # of the optimizer
+
+
+class Anchor(nn.Module):
+    """Parameters under the model's names, and nothing else of it."""
+
+    def __init__(self, named: Mapping[str, Tensor]):
+        super().__init__()
+        self._named = {name: nn.Parameter(value) for name, value in named.items()}
+
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._named.items()
+
+
+def anchor_of(model: nn.Module) -> Anchor:
+    """The anchor of a model whose weights it shares."""
+    return Anchor({name: p.detach() for name, p in trained(model).items() if p.numel()})
+
+
+class OuterSGD(torch.optim.Optimizer):
+    """SGD with Nesterov momentum on sums over `total`. A rate of 1 without momentum averages."""
+
+    element_wise = True
+
+    def __init__(self, parameters: Iterable[Tensor], rule: Rule, total: float):
+        super().__init__(
+            parameters, {"lr": rule.rate, "momentum": rule.momentum, "total": float(total)}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._move(p, group["lr"], group["momentum"], group["total"])
+
+    def _move(self, p: Tensor, rate: float, momentum: float, total: float) -> None:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        assert p.grad is not None
+        mean = p.grad.to(wide) / total
+        # Not fused: the last bits would depend on an element's place in the vector.
+        if momentum:
+            state = self.state[p]
+            if not state:
+                state[_STATE] = torch.zeros_like(p, dtype=wide)
+            state[_STATE].mul_(momentum).add_(mean)
+            mean = mean + state[_STATE] * momentum
+        p.copy_(p.to(wide) - mean * rate)
+
+
+def outer_of(model: nn.Module, plan: Plan) -> tuple[Anchor, OuterSGD]:
+    """What a server of local steps trains, and by what."""
+    anchor = anchor_of(model)
+    total = plan.num_replicas if plan.bound == 0 else 1  # terms of a sum
+    return anchor, OuterSGD(anchor.parameters(), Rule(*plan.outer_rates), total)
+
+
+def outer_names(name: str) -> str:
+    """The name in a checkpoint of what servers call so; the same over all-reduce."""
+    parameter = name.removeprefix("optimizer.").removesuffix(f".{_STATE}")
+    return MOMENTUM + parameter if name.startswith("optimizer.") else name
+
+
+class OuterSource:
+    """A checkpoint as servers of an anchor take it. A momentum that is missing is none."""
+
+    def __init__(self, source: Source, anchor: Anchor, rule: Rule, total: float):
+        self._source = source
+        alike: dict[Tensor, Run] = {
+            nn.Parameter(torch.empty_like(p, device="meta")): Run(name, p.shape)
+            for name, p in anchor.named_parameters()
+        }
+        optimizer = OuterSGD(list(alike) or [torch.empty(0)], rule, total)
+        for p, run in alike.items():
+            if rule.momentum and MOMENTUM + run.name in source:
+                optimizer.state[p] = {_STATE: torch.empty_like(p)}
+        self.plain: Mapping[str, Any] = HeldState({}, optimizer, alike).state_dict().plain
+
+    def __contains__(self, name: str) -> bool:
+        return self._found(name) in self._source
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._found(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._found(name))
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        self._source.fill(self._found(name), places)
+
+    def _found(self, name: str) -> str:
+        anchor = ANCHOR + name.removeprefix("model.")
+        if name.startswith("model.") and anchor in self._source:
+            return anchor
+        return outer_names(name)
