@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.batches import Batches, Loading, Piece
+from shoal.data.given import require_function, require_whole
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch, check_end
 from shoal.data.sources import LeavesOut, as_source
@@ -53,6 +54,15 @@ class Run:
                     f"Run.{name} is a {type(getattr(self, name)).__name__}. It must be a function"
                     f"{': write model=lambda: MyModel()' if name == 'model' else ''}."
                 )
+        if self.collate is not None:
+            require_function(self.collate, "Run(collate=...)")
+        if not isinstance(self.metrics, Mapping):
+            raise UsageError(
+                f"Run.metrics is a {type(self.metrics).__name__}. It maps names to functions of "
+                "(output, target)."
+            )
+        for name in self.metrics:
+            require_function(self.metrics[name], f"Run(metrics={{{name!r}: ...}})")
         self._check_counts()
         check_end(self.end)
         as_source(self.data)
@@ -75,7 +85,9 @@ class Run:
         if (self.steps is None) == (self.epochs is None):
             given = "both are" if self.steps else "neither is"
             raise UsageError(f"A run needs steps or epochs, one of them; {given} given.")
-        if self.clip is not None and not self.clip > 0:
+        require_whole(self.seed, "Run(seed=...)")
+        is_number = isinstance(self.clip, int | float)
+        if self.clip is not None and not (is_number and self.clip > 0):
             raise UsageError(f"clip={self.clip!r} must be above 0. Leave it out to clip nothing.")
 
     def num_steps(self) -> int:

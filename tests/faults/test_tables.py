@@ -80,3 +80,19 @@ def test_servers_come_and_go(start, alone: Trained) -> None:
         assert "refused" not in answer, answer
         assert answer["bytes"] > 1000 * 8 * 4 / 4
     check_same(training.wait(), alone)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "server.applied:kill:member=4:step=20",
+        pytest.param("step.computed:kill:member=1:step=20", marks=pytest.mark.full),
+    ],
+)
+def test_out_of_lockstep_the_others_go_on(start, fault: str) -> None:
+    trained = start(fault, recipe="tabled", plan=f"{PLAN} staleness=any").wait()
+    assert trained.exit_code == 0, trained.errors
+    assert trained.result["recoveries"] == 1
+    assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
+    losses = [record["loss"] for record in trained.steps()]
+    assert sum(losses[-10:]) < sum(losses[:10]), "it did not learn"

@@ -176,11 +176,14 @@ def test_every_pair(
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["cnn", "unet", "lstm", "moe", "towers", "frozen", "llama"])
-def test_other_models(pool: Pool, runs: Runs, tmp_path: Path, model: str) -> None:
-    for number, (before, after) in enumerate(
-        [("data=2 zero=3", "pipeline=2"), ("pipeline=2", "data=2 zero=1"), ("data=4", "tensor=2")]
-    ):
-        check(pool, runs, tmp_path / str(number), model, before, after)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("data=2 zero=3", "pipeline=2"), ("pipeline=2", "data=2 zero=1"), ("data=4", "tensor=2")],
+)
+def test_other_models(
+    pool: Pool, runs: Runs, tmp_path: Path, model: str, before: str, after: str
+) -> None:
+    check(pool, runs, tmp_path, model, before, after)
 
 
 def stopped_apart(pool: Pool, folder: Path, plan: str) -> Path:

@@ -68,7 +68,7 @@ def pack(
     body = msgspec.msgpack.encode(
         _Body([len(frame) for frame in frames], msgspec.Raw(msgspec.msgpack.encode(message)))
     )
-    head = _START.pack(_MAGIC, VERSION, _digest([body, *frames])) + body
+    head = _START.pack(_MAGIC, VERSION, digest_of([body, *frames])) + body
     _check_limits(1 + len(frames), len(head))
     return [head, *frames]
 
@@ -97,7 +97,7 @@ def unpack(
             f"A message says that frames of {_some(found.lengths)} bytes follow, and there are "
             f"{_some(lengths)}: it was cut or mixed up on the way."
         )
-    if _digest([body, *payload]) != digest:
+    if digest_of([body, *payload]) != digest:
         raise BadFrame("A message was damaged on the way: its checksum differs.")
     try:
         return decoder.decode(found.message), payload
@@ -134,7 +134,8 @@ def _view(frame: zmq.Frame | bytes) -> memoryview:
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 
-def _digest(parts: Sequence[bytes | memoryview]) -> int:
+def digest_of(parts: Sequence[bytes | memoryview]) -> int:
+    """XXH3-64 of all parts, one after another."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

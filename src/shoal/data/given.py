@@ -1,11 +1,16 @@
 """What readers and transforms are handed: of the kind that they need, or a sentence that says so.
 
 A number in the place of a path, or a text in that of a function, would else be found out far below,
-or when the first sample is loaded, in the words of another library.
+or when the first sample is loaded, in the words of another library; or not at all, as half a sample
+that is rounded off.
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.errors import UsageError
 
@@ -34,6 +39,32 @@ def require_function(given: Any, what: str) -> None:
         )
 
 
+def require_whole(given: Any, what: str) -> None:
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        raise UsageError(f"{what} was given {_shown(given)} where it needs a whole number.")
+
+
+def texts_of(given: Any, what: str) -> list[str]:
+    found: list[Any] = (
+        [None] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    )
+    if not all(isinstance(part, str) for part in found):
+        raise UsageError(f"{what} was given {_shown(given)} where it needs a list of texts.")
+    return found
+
+
+def numbers_of(given: Any, what: str, are_whole: bool = False) -> NDArray[Any]:
+    """A row of numbers as an array."""
+    try:
+        found = np.asarray(given)
+    except (TypeError, ValueError):
+        found = np.asarray(None)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in ("iu" if are_whole else "iuf")):
+        kind = "whole numbers" if are_whole else "numbers"
+        raise UsageError(f"{what} was given {_shown(given)} where it needs a list of {kind}.")
+    return found
+
+
 def _shown(given: Any) -> str:
     text = repr(given)
-    return f"a {type(given).__name__}, {text if len(text) <= 60 else text[:57] + '...'},"
+    return f"the {type(given).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -10,8 +10,8 @@ A mark must be the same on another machine, whose kernels and decoders round dif
 and whole values count as they are, and of arrays three numbers to three digits. Some marks that
 differ are still a chance; most of them are other data (`are_other`).
 
-Not proof against a change in other samples than these: `identity()` is. Cost: a fork, some 10 ms,
-and sixteen samples, for at most a second.
+Not proof against a change in other samples than these: `identity()` is. Cost: a fork and sixteen
+samples, 0.1 s if they are quick to load, a second at most.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.sources import Ids, Source
-from shoal.logs import warn_once
+from shoal.logs import warn_on_screen
 from shoal.processes import die_with_parent
 
 NUM_SAMPLES = 8
@@ -49,11 +50,7 @@ def marks_of(source: Source) -> list[str]:
     """A mark for each of some samples from the first to the last."""
     told = _told_by_fork(source).split()[:NUM_SAMPLES]
     if _VARIES in told and not set(told) - {_UNTOLD, _VARIES}:
-        warn_once(
-            f"Samples of the {type(source).__name__} are others each time that they are read, so "
-            "a run that goes on knows this data by its length alone. To have it compared, give "
-            "the class a method identity() that returns a text which changes with the data."
-        )
+        _tell_of_draws(type(source).__name__)
     return [_UNTOLD if mark == _VARIES else mark for mark in told]
 
 
@@ -74,6 +71,15 @@ def mark_of(sample: Any) -> str:
 def spread(length: int, most: int) -> Ids:
     """Some places from the first to the last."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).astype(np.int64))
+
+
+@cache
+def _tell_of_draws(kind: str) -> None:
+    warn_on_screen(
+        f"Samples of the {kind} are others each time that they are read, so a run that goes on "
+        "knows this data by its length alone. To have it compared, give the class a method "
+        "identity() that returns a text which changes with the data."
+    )
 
 
 def _told_by_fork(source: Source) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from shoal.data.given import require_whole
 from shoal.errors import Ended, RecipeError, ShoalError, UsageError
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -145,6 +146,7 @@ def windows(text: Any, length: int) -> WindowSource:
             f"windows() was given {given}. It needs a 1-D tensor of integer token ids, or a text "
             'of the catalog: shoal.data.catalog.text("shakespeare").'
         )
+    require_whole(length, "windows()")
     if not 1 <= length < len(tokens):
         raise UsageError(
             f"windows(length={length}) over {len(tokens)} tokens has no window. A window takes "
@@ -187,11 +189,12 @@ def as_source(data: Any, name: str = "data") -> Source:
         len(data)
     except ShoalError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a sentence of it, whatever it is)
+        is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is not None
         raise UsageError(
             f"len({name}) failed: {type(error).__name__}: {error}. __len__ of "
             f"{type(data).__name__} must return the number of samples, a whole number from 0 on."
-        ) from error
+        ) from (error if is_its_own else None)
     return data
 
 

@@ -10,7 +10,7 @@
 Each is a view: it keeps an order (`orders.py`) and no sample. Cost: as its order's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.collating import unlike
+from shoal.data.given import numbers_of, require_whole
 from shoal.data.orders import Bucketed, Mixed, Order, Sequential, Some, Weighted, order_of
 from shoal.data.sources import (
     Ids,
@@ -113,21 +114,24 @@ def in_order(source: Any) -> View:
 def weighted(source: Any, weights: Sequence[float], num_draws: int | None = None) -> View:
     """Samples drawn with replacement; `num_draws` of them, by default as many as there are, make
     a pass."""
-    source = as_source(source)
-    _require_one_each("weights", len(weights), len(source))
-    return View(source, Weighted(weights, _pass_of("num_draws", num_draws, len(source))))
+    source, given = as_source(source), numbers_of(weights, "weighted()").tolist()
+    _require_one_each("weights", len(given), len(source))
+    return View(source, Weighted(given, _pass_of("num_draws", num_draws, len(source))))
 
 
 def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int = 64) -> View:
     """Batches of samples of like lengths, so that little is padded; `batch_size` is the Run's."""
-    source = as_source(source)
-    _require_one_each("lengths", len(lengths), len(source))
-    return View(source, Bucketed(lengths, batch_size, window))
+    source, given = as_source(source), numbers_of(lengths, "by_length()", are_whole=True).tolist()
+    _require_one_each("lengths", len(given), len(source))
+    for number in (batch_size, window):
+        require_whole(number, "by_length()")
+    return View(source, Bucketed(given, batch_size, window))
 
 
 def some(source: Any, ids: Sequence[int]) -> View:
     """These samples alone, shuffled; they keep their numbers."""
-    source, chosen = as_source(source), np.asarray(ids, dtype=np.int64)
+    source = as_source(source)
+    chosen = numbers_of(ids, "some()", are_whole=True).astype(np.int64)
     if not chosen.size or chosen.min() < 0 or chosen.max() >= len(source):
         raise UsageError(f"some() was given ids that are not all from 0 to {len(source) - 1}.")
     return View(source, Some(chosen))
@@ -135,9 +139,10 @@ def some(source: Any, ids: Sequence[int]) -> View:
 
 def join(sources: Sequence[Any]) -> Joined:
     """Several sources as one, shuffled together."""
-    if not sources:
-        raise UsageError("join() was given no source.")
-    return Joined([as_source(source) for source in sources])
+    given = list(sources) if isinstance(sources, Iterable) else []
+    if not given:
+        raise UsageError("join() and mix() need a list of sources, with one at least.")
+    return Joined([as_source(source) for source in given])
 
 
 def mix(
@@ -154,7 +159,7 @@ def mix(
         raise UsageError(
             f"source {lengths.index(0)} of mix() (counted from 0) has no samples. Leave it out."
         )
-    weights = lengths if weights is None else weights
+    weights = lengths if weights is None else numbers_of(weights, "mix()").tolist()
     _require_one_each("weights", len(weights), len(lengths), "source")
     orders = [order_of(source) for source in joined.sources]
     num_samples = _pass_of("num_samples", num_samples, len(joined))
@@ -163,6 +168,8 @@ def mix(
 
 def _pass_of(name: str, asked: int | None, usual: int) -> int:
     """How many samples make a pass."""
+    if asked is not None:
+        require_whole(asked, name)
     if asked is not None and asked < 1:
         raise UsageError(f"{name} is {asked}. A pass has at least one sample.")
     return usual if asked is None else asked

@@ -113,8 +113,7 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     if plan.copies > 1:
         count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
         told.append(Message("sums", "servers", "copy", count, count * held))
-    looked = sent_by_server(facts.tables, number, num_servers)
-    return ServerRow(number, num_stepped, memory, [*told, looked] if looked.count else told)
+    return ServerRow(number, num_stepped, memory, told)
 
 
 def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:

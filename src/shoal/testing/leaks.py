@@ -27,6 +27,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LISTENING = "0A"
 _NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_", "CRC32C_")  # set by the runner and by libraries
 _CACHES = ("torchinductor_",)  # torch's own, made once and kept
+_SERVERS = ("PostgreSQL.",)  # of servers that a session keeps, or another session of tests
 
 
 class Traces(NamedTuple):
@@ -47,7 +48,7 @@ def traces(kept: frozenset[int] = frozenset()) -> Traces:
         processes=frozenset(f"{pid} {_title(pid)}" for pid in descendants() if pid not in kept),
         threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.is_alive()),
         ports=frozenset(listening_ports()),
-        segments=frozenset(segments),
+        segments=frozenset(name for name in segments if not name.startswith(_SERVERS)),
         variables=frozenset(
             f"{name}={value}"
             for name, value in os.environ.items()

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shoal
 from shoal import data
@@ -33,7 +35,7 @@ def test_a_reader_needs_a_path(reader: str, given: Any) -> None:
     ],
 )
 def test_what_is_kept_needs_a_path(use: Any) -> None:
-    with pytest.raises(UsageError, match=r"an? int, 5, where it needs a path"):
+    with pytest.raises(UsageError, match="the int 5 where it needs a path"):
         use(5)
 
 
@@ -52,6 +54,51 @@ def test_what_is_kept_needs_a_path(use: Any) -> None:
 def test_a_transform_needs_a_function(use: Any, given: Any) -> None:
     with pytest.raises(UsageError, match="where it needs a function"):
         use(given)
+
+
+def run_of(**fields: Any) -> shoal.Run:
+    return shoal.Run(
+        model=lambda: nn.Linear(1, 1),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        **{"data": SAMPLES, "batch_size": 1, "steps": 1, **fields},
+    )
+
+
+@pytest.mark.parametrize(
+    ("use", "wrong"),
+    [
+        (lambda: data.some(SAMPLES, [0.5]), "list of whole numbers"),
+        (lambda: data.some(SAMPLES, 3), "list of whole numbers"),
+        (lambda: data.weighted(SAMPLES, ["a"]), "list of numbers"),
+        (lambda: data.weighted(SAMPLES, [1], num_draws=2.5), "a whole number"),
+        (lambda: data.by_length(SAMPLES, [1.5], 2), "list of whole numbers"),
+        (lambda: data.by_length(SAMPLES, [1], "2"), "a whole number"),
+        (lambda: data.mix([SAMPLES], weights=3), "list of numbers"),
+        (lambda: data.mix([SAMPLES], num_samples=2.5), "a whole number"),
+        (lambda: data.join(5), "need a list of sources"),
+        (lambda: data.windows(torch.arange(9), 2.5), "a whole number"),
+        (lambda: data.csv("a.csv", names="ab"), "a list of texts"),
+        (lambda: data.csv("a.csv", delimiter=5), "one ASCII character"),
+        (lambda: data.csv("a.csv", encoding=5), "a text"),
+        (lambda: data.images(".", classes="cat"), "a list of texts"),
+        (lambda: data.parquet("a", window="x"), "a whole number"),
+        (lambda: data.sql(lambda: None, "a", key="id", columns="id"), "a list of texts"),
+        (lambda: data.normalized(SAMPLES, 5), "Give a list"),
+        (lambda: data.normalized(SAMPLES, statistics=5), "those that shoal.data.statistics"),
+        (lambda: data.statistics(SAMPLES, ["inputs"], quantiles=["a"]), "list of numbers"),
+        (lambda: data.statistics(SAMPLES, ["inputs"], workers="x"), "a whole number"),
+        (lambda: data.build(SAMPLES, "out", workers=1.5), "a whole number"),
+        (lambda: run_of(collate="x"), "where it needs a function"),
+        (lambda: run_of(metrics={"a": 3}), "where it needs a function"),
+        (lambda: run_of(metrics=[3]), "maps names to functions"),
+        (lambda: run_of(seed="x"), "a whole number"),
+        (lambda: run_of(clip="x"), "must be above 0"),
+    ],
+)
+def test_numbers_and_lists_are_what_they_must_be(use: Any, wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        use()
 
 
 def test_names_are_texts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Cost and limits: `linewise.py`. For large tables of numbers Parquet is smaller a
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.data.given import texts_of
 from shoal.data.readers.files import PathLike
 from shoal.data.readers.linewise import LineRecords, Quotes
 from shoal.data.readers.records import name_content, require_columns
@@ -100,13 +101,16 @@ def csv(
     The first row of each file names the columns, unless `names` does. `columns` picks some of
     them. `quote=None` says that quotes mean nothing. `options` go to the back end of a URL.
     """
-    for what, value in (("delimiter", delimiter), ("quote", quote)):
-        if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n"):
+    for what, value in (("delimiter", delimiter), ("quote", '"' if quote is None else quote)):
+        is_one = isinstance(value, str) and len(value) == 1 and value.isascii()
+        if not is_one or value in "\r\n":
             raise UsageError(f"{what}={value!r}. It must be one ASCII character.")
     if delimiter == quote:
         raise UsageError(f"delimiter and quote are both {quote!r}. They must differ.")
+    names = None if names is None else texts_of(names, "csv(names=...)")
     rows = Rows(paths, encoding, options, names=names, delimiter=delimiter, quote=quote)
     if columns is not None:
+        columns = texts_of(columns, "csv(columns=...)")
         require_columns(columns, rows.names, rows.files.names[0])
         rows.columns = tuple(columns)
     return rows

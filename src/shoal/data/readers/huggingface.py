@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.given import texts_of
 from shoal.data.readers.columns import (
     Choice,
     ColumnPairs,
@@ -135,6 +136,7 @@ def huggingface(dataset: Any, *, columns: Sequence[str] | None = None) -> Huggin
             "the dataset has a transform of its own (set_transform), which is not called here. "
             "Hand its function to shoal.data.mapped, and give the dataset without it."
         )
+    columns = None if columns is None else texts_of(columns, "huggingface(columns=...)")
     return HuggingFaceRows(dataset, columns)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.given import require_whole, texts_of
 from shoal.data.readers.files import PathLike
 from shoal.data.readers.records import BadRecord
 from shoal.data.readers.tree import Tree
@@ -108,6 +109,8 @@ def images(
     require("PIL", "images")
     if mode not in (None, "RGB", "L"):
         raise UsageError(f"mode={mode!r}. It is 'RGB', 'L', or None to leave images as they are.")
+    classes = None if classes is None else texts_of(classes, "images(classes=...)")
+    require_whole(most_pixels, "images(most_pixels=...)")
     if most_pixels > _PILLOWS_MOST:
         raise UsageError(
             f"most_pixels={most_pixels:,}. Pillow decodes up to {_PILLOWS_MOST:,}; use that or "

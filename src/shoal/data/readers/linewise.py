@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shoal.data.given import text_of
 from shoal.data.readers.files import Files, PathLike, refuse_compressed
 from shoal.data.readers.records import BadRecord, name_content
 from shoal.data.sources import position
@@ -267,7 +268,7 @@ def _check_opening(found: NDArray[Any], offsets: NDArray[np.int64], quotes: Quot
 def _one_byte_newlines(encoding: str) -> str:
     """The encoding's own name; refuses one in which a byte 10 may be no newline."""
     try:
-        name = codecs.lookup(encoding).name
+        name = codecs.lookup(text_of(encoding, "encoding")).name
         whole = bytes(range(256)).decode(name, "replace") if name != "utf-8" else ""
     except (LookupError, UnicodeError):
         raise UsageError(f"encoding={encoding!r} is not known, or is not for text.") from None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.given import require_whole, texts_of
 from shoal.data.orders import Blocks
 from shoal.data.readers.columns import (
     Choice,
@@ -173,6 +174,8 @@ def parquet(
     decoded, and how far rows are shuffled. `options` go to the back end of a URL.
     """
     require("pyarrow.parquet", "parquet")
+    columns = None if columns is None else texts_of(columns, "parquet(columns=...)")
+    require_whole(window, "parquet(window=...)")
     if window < 1:
         raise UsageError(f"window={window}. At least 1 row group is kept decoded.")
     return ParquetRows(Files(paths, options), columns, window)

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import xxhash
 
-from shoal.data.given import require_function, text_of
+from shoal.data.given import require_function, text_of, texts_of
 from shoal.data.glimpse import NUM_SAMPLES, mark_of, spread
 from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import (
@@ -214,6 +214,7 @@ def sql(
     and not null. `columns` picks some; `query` is a SELECT for all that a table name cannot say.
     """
     require_function(connect, "sql()")
+    columns = None if columns is None else texts_of(columns, "sql(columns=...)")
     if (table is None) == (query is None):
         raise UsageError("sql() reads a table or a query. Give one of the two.")
     for what, name in [

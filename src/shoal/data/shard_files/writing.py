@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from shoal.data.given import require_whole
 from shoal.data.packing import pack
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
@@ -282,6 +283,8 @@ def _packed(sample: Any, number: int) -> bytearray:
 def _check(num_samples: int, shard_bytes: int, compress: str | None, workers: int) -> None:
     if num_samples == 0:
         raise UsageError("the source is empty: len() is 0. A set has at least 1 sample.")
+    require_whole(shard_bytes, "build(shard_bytes=...)")
+    require_whole(workers, "build(workers=...)")
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes={shard_bytes}. A shard holds at least 1 byte.")
     if workers < 1:

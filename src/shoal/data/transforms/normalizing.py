@@ -99,6 +99,11 @@ def normalized(
                 '["inputs"].'
             )
         statistics = measured(source, fields, workers=workers, identity=identity)
+    elif not isinstance(statistics, Statistics):
+        raise UsageError(
+            f"statistics={statistics!r}. Give those that shoal.data.statistics measured, or the "
+            "path of a file of them."
+        )
     elif workers != 1 or identity is not None:
         raise UsageError(
             "normalized() was given statistics, so it measures nothing, and workers= and identity= "

@@ -26,6 +26,7 @@ from typing import IO, NamedTuple
 import torch
 import xxhash
 
+from shoal.data.given import require_whole
 from shoal.errors import UsageError
 from shoal.files import write_whole
 from shoal.logs import log
@@ -62,6 +63,7 @@ class Job(NamedTuple):
 
 def result_of(job: Job, workers: int = 1) -> bytes:
     """What the job gives: kept from another time, or worked out now by this many processes."""
+    require_whole(workers, "workers")
     if workers < 1:
         raise UsageError(f"workers={workers}. At least 1 has to work.")
     if job.key is None and workers == 1:

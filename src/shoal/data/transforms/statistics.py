@@ -13,7 +13,7 @@ Not for varied samples: `source[i]` is measured. Cost: one pass over the source.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.given import path_of
+from shoal.data.given import numbers_of, path_of
 from shoal.data.sources import Source, as_source, is_of_sample, is_outage, not_reached
 from shoal.data.transforms.exact import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
@@ -102,6 +102,7 @@ def statistics(
     source, axes = as_source(source), axes_of(fields)
     if not len(source):
         raise UsageError("statistics() was given an empty source: len(source) is 0.")
+    quantiles = numbers_of(quantiles, "statistics(quantiles=...)").tolist()
     if not all(0 <= part <= 1 for part in quantiles):
         raise UsageError(f"quantiles={list(quantiles)}. Each is a share from 0 to 1.")
     key = key_of("statistics", source, identity, axes, list(quantiles))
@@ -118,7 +119,7 @@ def statistics(
 
 def axes_of(fields: Fields) -> dict[str, int | None]:
     """Fields in one form: the dim of each that is kept apart."""
-    if isinstance(fields, str):
+    if isinstance(fields, str) or not isinstance(fields, Iterable):
         raise UsageError(
             f"fields={fields!r}. Give a list, or a dict from field to dim: [{fields!r}]"
         )

@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
 from torch import Tensor
 
-from shoal.comm.wire import bytes_of
+from shoal.comm.wire import bytes_of, digest_of
 from shoal.logs import warn_on_screen
 
 MOST_GROWTH = 4  # times the snapshot's bytes, then another is made
@@ -120,7 +119,7 @@ def write_record(file: BinaryIO, header: bytes, tensors: Sequence[bytes | Tensor
     """Returns its bytes."""
     frames = [header, *(bytes_of(tensor) for tensor in tensors)]
     lengths = b"".join(_LENGTH.pack(len(frame)) for frame in frames[1:])
-    head = _HEAD.pack(_digest([lengths, *frames]), len(header), len(tensors))
+    head = _HEAD.pack(digest_of([lengths, *frames]), len(header), len(tensors))
     parts = [memoryview(part).cast("B") for part in (head, lengths, *frames)]
     total = sum(len(part) for part in parts)
     for part in parts:
@@ -155,11 +154,4 @@ def _read(file: BinaryIO) -> tuple[bytes, list[bytes]] | None:
     if sum(lengths) > left:
         return None
     frames = [file.read(size) for size in (length, *lengths)]
-    return (frames[0], frames[1:]) if _digest([table, *frames]) == digest else None
-
-
-def _digest(parts: Sequence[bytes | memoryview]) -> int:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
+    return (frames[0], frames[1:]) if digest_of([table, *frames]) == digest else None

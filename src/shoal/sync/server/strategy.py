@@ -203,7 +203,8 @@ class ThroughServers:
         assert self._memory is not None
         self._memory.take_back()
         source = Merged(source)
-        HeldState({}, self.held.optimizer, {}).load_groups(source)
+        if source.plain:  # else its own weights come from elsewhere, and no server's through it
+            HeldState({}, self.held.optimizer, {}).load_groups(source)
         for name, tensor in self._served.others() if served else self._all_held():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self._come_to(step)

@@ -100,7 +100,7 @@ class Odd(Small):
 
     def __getitem__(self, index: int) -> Any:
         if index == 50 and self.is_stopped:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         sample = super().__getitem__(index)
         return sample if index != 20 else (*sample, "odd")
 
@@ -155,7 +155,7 @@ def test_a_damaged_draft_is_not_gone_on_with(tmp_path: Path) -> None:
     class Stops(Small):
         def __getitem__(self, index: int) -> Any:
             if index == 55 and self.asked > 40:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             return super().__getitem__(index)
 
     with pytest.raises(KeyboardInterrupt):
