@@ -15,11 +15,12 @@ given the tensors that arrived. Figures are taken against the fastest peer of th
 `frames` against ZeroMQ. The ceiling is a copy of the gradients and a step on them, in one process.
 Nothing is pinned, since RPC works with several threads; each process has one torch thread.
 
-Where the time of `shared` goes, on two cores at rest that copy 7 to 8 GB a second each: 13 to 15 ms
-for the worker's copy of the gradients into rows that the server reads, beside which the server
-copies the old parameters into its other set; 12 to 14 ms for the step, in which the worker waits;
-about 2 ms for some 35 messages. The pull is a change of pointers. The step cannot begin before all
-have voted on the gradients, so copy and step do not overlap.
+Where the time of `shared` goes, by the smallest figure of each part on two cores that others used
+too: 12 to 15 ms for the worker's copy of gradients into rows that the server reads, beside which it
+copies the old parameters into its other set; 12 to 14 ms for the step, in which the
+worker waits; about 2 ms for 33 messages. The pull is a change of pointers. The step cannot begin
+before all have voted on the gradients, so copy and step do not overlap, and the ceiling stands for
+what is left.
 """
 
 import importlib.util

@@ -20,6 +20,7 @@ from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
+from shoal.plan_size import Size, of_size
 from shoal.run import Run, call_model, make_batches
 from shoal.sync.outer import trained
 
@@ -103,6 +104,17 @@ def _refuse_tables_that_shrink(plan: Plan, model: nn.Module) -> None:
         is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_table and module.max_norm is not None and plan.num_pieces > 1:
             raise written_in_forward(f"{name}.weight".lstrip("."), plan)
+
+
+def why_alone(run: Run, plan: Plan, model: nn.Module) -> str:
+    """Why a run of one rank can take in no other; empty if it can, or has others."""
+    if plan.num_ranks > 1 or plan.num_pieces == 1:
+        return ""
+    try:
+        _refuse_tables(run, of_size(plan, Size(2, plan.num_servers)), model)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:

@@ -48,7 +48,11 @@ def check_sizes(trained: Trained, plans: list[str]) -> None:
     assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
 
 
-@pytest.mark.parametrize("served", ["", SERVED], ids=["replicas", "servers"])
+@pytest.mark.parametrize(
+    "served",
+    ["", SERVED, pytest.param(f"{SERVED} copies=2", marks=pytest.mark.full)],
+    ids=["replicas", "servers", "copies"],
+)
 def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
     training = start(pause=0.01, plan=f"data=2 pieces=3 {served}")
     training.wait_for_step(5)
@@ -58,7 +62,7 @@ def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
     trained = training.wait()
     check(trained, undisturbed, [f"data={n} {served} pieces=3".replace("  ", " ") for n in (3, 1)])
     first, *_, last = trained.pids()
-    assert first[0] == last[0] and len(trained.pids()) == 3, "a generation for each size"
+    assert first[0] == last[0] and len(trained.pids()) == 3, trained.events("lost")
     assert "resized at step" in trained.errors
     assert trained.result["recoveries"] == trained.result["steps_again"] == 0
 
@@ -272,6 +276,28 @@ def test_kills_at_random_moments_of_resizes(start, undisturbed, attempt: int) ->
     for answer in answers:
         why = answer.get("refused", "already")
         assert "already" in why or "a newcomer" in why, answer
+
+
+def test_evaluations_saves_and_loaders_go_on(start) -> None:
+    """All of them need every rank, and loaders are processes of a rank's own."""
+    settings = {"pause": 0.01, "save_every": 2, "loaders": 1}
+    steady = start(recipe="evaluated", plan="data=2 pieces=3", **settings).wait()
+    training = start(recipe="evaluated", plan="data=2 pieces=3", **settings)
+    training.wait_for_step(5)
+    for size in ("data=3", "data=1", "data=2"):
+        resize(training, size)
+    trained = training.wait()
+    check_same(trained, steady)
+    told = [record.get("evaluation") for record in trained.steps()]
+    assert told == [record.get("evaluation") for record in steady.steps()]
+    assert not trained.events("save-failed")
+
+
+def test_a_model_that_trains_on_one_rank_alone_takes_in_no_other(start) -> None:
+    training = start(recipe="sparse", plan="data=1 pieces=2", pause=0.05)
+    training.wait_for_step(1)
+    assert "sparse" in ask(training.run_dir, resize="data=2")["refused"]
+    assert training.wait().exit_code == 0
 
 
 def test_one_resize_at_a_time(start, undisturbed) -> None:

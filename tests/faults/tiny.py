@@ -47,6 +47,19 @@ def mlp(pause: float = 0.002) -> shoal.Run:
     return run_of(pause)
 
 
+def sparse(pause: float = 0.002) -> shoal.Run:
+    """An embedding whose gradients are sparse, which one rank alone can train."""
+    ids = torch.arange(NUM_SAMPLES)
+    return run_of(
+        pause,
+        model=lambda: nn.Sequential(nn.Embedding(NUM_SAMPLES, 1, sparse=True), nn.Flatten()),
+        optimizer=lambda named: torch.optim.SparseAdam(list(named)),
+        data=shoal.data.tensors(ids[:, None], ids[:, None] / NUM_SAMPLES),
+        steps=20,
+        clip=None,
+    )
+
+
 def evaluated(pause: float = 0.002) -> shoal.Run:
     held_out = shoal.data.tensors(torch.randn(30, 4), torch.zeros(30, 1))
     return run_of(pause, evaluate=held_out, evaluate_every=5)

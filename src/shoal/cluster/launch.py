@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
 from shoal.elastic.membership import Membership
+from shoal.elastic.resizes import open_resizes
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.plan import Plan
@@ -40,8 +41,10 @@ def launch(
     try:
         facts = await_facts(nursery)
         prepared(facts)
-        plan = Plan.parse(facts["plan"]) if can_resize else None
-        return Supervisor(nursery, members(facts), run_dir, watch, plan).run()
+        resizes = None
+        if can_resize:
+            resizes = open_resizes(run_dir, Plan.parse(facts["plan"]), facts["alone"])
+        return Supervisor(nursery, members(facts), run_dir, watch, resizes).run()
     finally:
         nursery.close()
 

@@ -63,6 +63,7 @@ class Membership:
         self.over = False
         self.members: dict[int, Member] = {}
         self.seats: Seats = []
+        self._announced: Seats = []  # to the members that form a group, or did
         self.formed: set[int] = set()  # members in the working group
         self._here: set[int] = set()
         self._done: set[int] = set()
@@ -188,7 +189,7 @@ class Membership:
         if self._done != set(self.seats):
             return []
         if self.scripts:  # another training may follow
-            self._wants_group, self.formed, self.step = True, set(), 0
+            self._wants_group, self.formed, self.step, self._announced = True, set(), 0, []
             self._failures.forget()
             self._spares_lost = 0
             for number in self._done:
@@ -343,7 +344,7 @@ class Membership:
                 self._leaving.discard(ready[0])
         num_empty = self.seats.count(None)
         actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
-        if self._wants_group and self._all_seated_ready():
+        if self._wants_group and self._all_seated_ready() and self.seats != self._announced:
             actions += self._announce(now)
         elif num_empty and self._deadline is None:
             self._deadline = now + self.form_timeout_s
@@ -362,7 +363,7 @@ class Membership:
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1
         self._here, self.formed, self._done = set(), set(), set()
-        self._broken_at, self._formed_at = None, -1
+        self._broken_at, self._formed_at, self._announced = None, -1, [*self.seats]
         self._meeting = Meeting()
         self._deadline = now + self.form_timeout_s
         return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]

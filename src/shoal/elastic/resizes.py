@@ -13,43 +13,46 @@ from shoal.plan import Plan
 from shoal.plan_size import in_words, resized, size_of
 
 
-def open_resizes(run_dir: Path, plan: Plan, members: Membership) -> "Resizes | None":
+def open_resizes(run_dir: Path, plan: Plan, alone: str) -> "Resizes | None":
     """None, with a warning, where no command can reach the run."""
     try:
-        return Resizes(run_dir, plan, members)
+        return Resizes(run_dir, plan, alone)
     except OSError as error:
         warn_once(f"{run_dir} cannot hold a socket ({error.strerror}): no `shoal resize` here.")
         return None
 
 
 class Resizes:
-    """Of one run; one at a time. `plan` is what the run follows now."""
+    """Of one run; one at a time. `plan` is what the run follows now, and `alone` why its one rank
+    can have no other, if it cannot."""
 
-    def __init__(self, run_dir: Path, plan: Plan, members: Membership):
+    def __init__(self, run_dir: Path, plan: Plan, alone: str = ""):
         self.control, self.plan = Control(run_dir), plan
-        self._members, self._wanted = members, plan
+        self._alone, self._wanted = alone, plan
         self._caller: Caller | None = None
         self._num_bytes = 0
 
-    def turn(self, is_stopping: bool) -> list[Action]:
+    def turn(self, members: Membership, is_stopping: bool) -> list[Action]:
         """Hear what is asked for, and begin it."""
         actions: list[Action] = []
         for caller, asked in self.control.requests():
             try:
-                actions += self._begin(asked, is_stopping)
+                actions += self._begin(asked, members, is_stopping)
                 self._caller = caller
             except UsageError as wrong:
                 caller.answer(refused=str(wrong))
         return actions
 
-    def _begin(self, asked: dict[str, Any], is_stopping: bool) -> list[Action]:
-        if is_stopping or self._members.over:
+    def _begin(self, asked: dict[str, Any], members: Membership, is_stopping: bool) -> list[Action]:
+        if is_stopping or members.over:
             raise UsageError("The run is about to end. Go on with --resume and another --plan.")
-        if self._members.is_resizing:
+        if members.is_resizing:
             raise UsageError("The run is being resized already. Ask again when that is done.")
         wanted = resized(self.plan, str(asked.get("resize", "")))
+        if self._alone and wanted.num_ranks > 1:
+            raise UsageError(self._alone)
         self._wanted, self._num_bytes = wanted, 0
-        return self._members.resize(size_of(wanted), time.monotonic())
+        return members.resize(size_of(wanted), time.monotonic())
 
     def parted(self, num_bytes: int) -> None:
         """So many bytes move from a server."""

@@ -39,11 +39,10 @@ from shoal.elastic.messages import (
     Stop,
     TakeSeat,
 )
-from shoal.elastic.resizes import open_resizes
+from shoal.elastic.resizes import Resizes
 from shoal.errors import RUN_AGAIN
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
-from shoal.plan import Plan
 
 POLL_MS = 100
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,9 +76,9 @@ class Supervisor:
         members: Membership,
         run_dir: Path,
         watch: Watch,
-        plan: Plan | None = None,
+        resizes: Resizes | None = None,
     ):
-        """A run with a plan can be resized."""
+        """`resizes` are requests for another size, if the run can have one."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -101,7 +100,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._pids: dict[int, int] = {}  # of members, as they say themselves
         self._logs: dict[int, Path] = {}
-        self._resizes = None if plan is None else open_resizes(run_dir, plan, members)
+        self._resizes = resizes
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -119,7 +118,9 @@ class Supervisor:
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
                 if self._resizes is not None:
-                    self._act(self._resizes.turn(bool(self._signals or self._stop_signal)))
+                    self._act(
+                        self._resizes.turn(self.members, bool(self._signals or self._stop_signal))
+                    )
                 self._pass_on_stop()
                 self._watch({"event": "tick"})
             self._let_go()

@@ -32,8 +32,8 @@ from shoal.metrics.scribe import Scribe
 from shoal.metrics.sinks import Sink, TensorBoard
 from shoal.numerics.precision import environment_for
 from shoal.plan import Plan
-from shoal.plan_size import can_recover
-from shoal.prepare import Prepared, prepare
+from shoal.plan_size import can_recover, can_resize
+from shoal.prepare import Prepared, prepare, why_alone
 from shoal.run import Run
 from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.lookups import empty_tables
@@ -74,6 +74,7 @@ def prepare_training(
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "begins": "" if beginning is None else str(beginning),
         "cuts": _cuts_in_words(prepared, plan),
+        "alone": why_alone(run, plan, model) if can_resize(plan) else "",
     }
 
     def rank_main(birth: Birth) -> int:

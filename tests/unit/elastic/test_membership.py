@@ -587,6 +587,14 @@ def test_a_spare_that_comes_late_is_not_counted_as_a_failure() -> None:
     assert form(members, 9.6)[0].generation == 1
 
 
+def test_a_spare_that_comes_while_a_group_forms_does_not_disturb_it() -> None:
+    members = formed(num_spares=1)
+    assert members.exited(1, -9, 1.0) == [Announce(1, (0, 3, 2))]
+    late = members._spawn(1.1).member
+    assert members.ready(late, 1.2) == []
+    assert form(members, 1.3)[0].generation == 1
+
+
 def test_a_spare_that_dies_before_it_is_ready_is_replaced() -> None:
     members = formed(num_spares=0)
     (spawn,) = members.exited(1, -9, 1.0)

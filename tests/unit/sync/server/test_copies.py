@@ -198,7 +198,7 @@ TestDeaths = Deaths.TestCase
 
 
 class TestManyDeaths(Deaths.TestCase):
-    settings = settings(max_examples=4_000, stateful_step_count=120, deadline=None)
+    settings = settings(max_examples=800, stateful_step_count=80, deadline=None)
     pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
