@@ -1,6 +1,7 @@
 """Fixtures for all tests: the pool of ranks, and leaks that fail the test that made them."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks fill the cores
 
@@ -23,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """The quick suite tries fewer examples of each property."""
     is_quick = config.getoption("markexpr") == "not full"
     hypothesis.settings.load_profile("quick" if is_quick else "full")
+    # What a shell starts in the background ignores Ctrl-C, and some tests are about that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _pools: list[Pool] = []

@@ -1,13 +1,13 @@
 """What is said at the end of a run, and that nothing in it steers the terminal."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.cli.report import report
+from shoal.elastic.supervise import Outcome
 from shoal.sync.server.clock import Staleness
 
 FACTS = {
@@ -16,22 +16,13 @@ FACTS = {
     "model_problem": "a full disk",
     "unholdable": "a tensor",
     "unsaved": {},
+    "saved_step": None,
 }
 
 
-def ended(**changes: Any) -> SimpleNamespace:
+def ended(**changes: Any) -> Outcome:
     """The end of a run after three steps."""
-    usual: dict[str, Any] = {
-        "summaries": {},
-        "step": 3,
-        "exit_code": 0,
-        "trace": "",
-        "cause": "",
-        "stopped_by": "",
-        "num_recoveries": 0,
-        "num_steps_again": 0,
-    }
-    return SimpleNamespace(**usual | changes)
+    return Outcome(**{"step": 3} | changes)
 
 
 def test_the_staleness_that_ranks_saw_is_told_together(
