@@ -16,17 +16,17 @@ setup: .venv/.ready ## make .venv with Shoal and all it needs
 demo: .venv/.ready ## train a small language model on two processes, and kill one
 	@$(BIN)/python examples/demo.py
 
-# Unit tests share the cores; the others start ranks that fill them.
-UNIT := tests/unit -n 2
-OTHERS := tests --ignore tests/unit
+# Most tests share the cores; those of faults and commands are about time, and have them alone.
+SHARED := tests/unit tests/rules tests/ranks tests/parity -n 2
+ALONE := tests/faults tests/system
 
 test: .venv/.ready servers ## the quick suite
-	@$(BIN)/pytest -m "not full" $(UNIT)
-	@$(BIN)/pytest -m "not full" $(OTHERS)
+	@$(BIN)/pytest -m "not full" $(SHARED)
+	@$(BIN)/pytest -m "not full" $(ALONE)
 
 test-full: .venv/.ready servers ## the quick suite and the long matrix
-	@$(BIN)/pytest $(UNIT)
-	@$(BIN)/pytest $(OTHERS)
+	@$(BIN)/pytest $(SHARED)
+	@$(BIN)/pytest $(ALONE)
 
 # Tests start these on loopback by themselves, and leave out what needs one that is not there.
 servers: ## install the servers that tests talk to, where that can be done

@@ -62,7 +62,11 @@ def test_out_of_lockstep_the_others_go_on(start, bound: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    ["data=3 local_steps=4", PLAN, pytest.param(f"{PLAN} staleness=any", marks=pytest.mark.full)],
+    [
+        pytest.param("data=3 local_steps=4", marks=pytest.mark.full),
+        PLAN,
+        pytest.param(f"{PLAN} staleness=any", marks=pytest.mark.full),
+    ],
 )
 def test_a_stop_is_at_the_end_of_a_window(start, plan: str) -> None:
     training = start(pause=0.02, plan=plan)

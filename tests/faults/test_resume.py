@@ -359,6 +359,7 @@ NONSENSE = {  # by the step of the checkpoint that is made so
 }
 
 
+@pytest.mark.full
 def test_sealed_nonsense_is_passed_over(train, tmp_path: Path) -> None:
     # Slow enough for every save to end before the next is due.
     assert train(steps=20, save_every=5, pause=0.05, keep=4).wait().exit_code == 0

@@ -6,6 +6,7 @@ In lockstep that is seen in the bits: they are those of the undisturbed run with
 
 import os
 import random
+import re
 import signal
 import time
 
@@ -166,7 +167,8 @@ def test_when_every_worker_is_lost_the_checkpoint_is_what_is_left(start) -> None
     trained = start(*armed, plan=LOCKSTEP, options=("--set", "save_every=10")).wait()
     assert trained.exit_code != 0
     assert "--resume" in trained.last_words
-    assert "failed at step 21: Every worker was lost" in trained.last_words
+    # The step was applied or not when they died.
+    assert re.search("failed at step 2[01]: Every worker was lost", trained.last_words)
     assert "The newest checkpoint is of step " in trained.last_words
     assert not (trained.run_dir / "servers").exists(), "a journal was left"
 

@@ -71,6 +71,7 @@ def test_a_checkpoint_moves_to_other_plans(start, alone: Trained, plans: tuple[s
     assert first.model() == alone.model()
 
 
+@pytest.mark.full
 def test_servers_come_and_go(start, alone: Trained) -> None:
     """Stripes move, with what the optimizer keeps of their rows."""
     training = start(recipe="tabled", pause=0.01, plan="data=2 sync=server pieces=3")

@@ -241,7 +241,7 @@ def talks_all_the_time() -> None:
 
 def forgets_to_average() -> None:
     """Local SGD whose replicas never meet, though they exchange their losses."""
-    LocalSGD._average = lambda self: None  # type: ignore[method-assign]
+    LocalSGD._average = lambda self, averaged: None  # type: ignore[method-assign]
 
 
 def loses_what_packing_drops() -> None:
