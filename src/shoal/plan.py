@@ -36,6 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
     stages: int | None = None  # None: `num_stages`
     sync: str = "allreduce"
     servers: int = 1
+    hosts: int = 1
     staleness: int | Literal["any"] = 0
     combine: str = "mean"
     damping: str = "none"
@@ -147,6 +148,16 @@ class Plan(msgspec.Struct, frozen=True):
     def num_servers(self) -> int:
         """Parameter servers, which come on top of the ranks."""
         return self.servers if self.sync == "server" else 0
+
+    @property
+    def num_host_servers(self) -> int:
+        """Those that add up for the parameter servers, one a host."""
+        return self.hosts if self.hosts > 1 else 0
+
+    @property
+    def num_serving(self) -> int:
+        """All processes that serve."""
+        return self.num_servers + self.num_host_servers
 
     @property
     def bound(self) -> int | None:

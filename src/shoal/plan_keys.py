@@ -117,6 +117,11 @@ KEYS: dict[str, Key] = {
     ),
     "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
     "servers": Key("1 to 256", "number of parameter servers", _count(1, 256)),
+    "hosts": Key(
+        "1 or more",
+        "number of hosts that ranks sit on, each of which adds up its gradients in its own server",
+        _count(),
+    ),
     "staleness": Key(
         "0 or more, or any",
         "number of batches a worker may be ahead of those that all have done (0: lockstep)",

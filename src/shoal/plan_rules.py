@@ -52,6 +52,7 @@ _NEEDS = {
     "microbatches": _PIPELINE,
     "stages": _PIPELINE,
     "servers": _SERVER,
+    "hosts": _SERVER,
     "staleness": Need(
         lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
         "without servers and several replicas: nobody is there to be ahead of",
@@ -153,6 +154,7 @@ def _refuse_servers(plan: "Plan") -> None:
             f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
             "take the mean of what replicas learnt. Leave one of them out."
         )
+    _refuse_hosts(plan)
     if plan.sums != "exact":
         raise PlanError(
             f"sums={plan.sums} does not go with sync=server, whose servers add up the pieces in "
@@ -177,6 +179,34 @@ def _refuse_servers(plan: "Plan") -> None:
         raise PlanError(
             f"precision=fp16 does not go with staleness={plan.staleness}. The loss scale of fp16 "
             "is agreed on every step, and here workers agree on none. Use precision=bf16."
+        )
+
+
+def _refuse_hosts(plan: "Plan") -> None:
+    if plan.hosts == 1:
+        return
+    unlike = {"staleness": 0, "combine": "mean", "local_steps": 1, "codec": "none"}
+    for key, value in unlike.items():
+        if getattr(plan, key) != value:
+            raise PlanError(
+                f"{key}={getattr(plan, key)} does not go with hosts={plan.hosts} yet, whose "
+                "servers add up the gradients of every step, in lockstep and as they are. "
+                f"Leave {key} or hosts out."
+            )
+    if plan.data is not None and plan.data % plan.hosts:
+        raise PlanError(
+            f"data={plan.data} cannot be spread evenly over hosts={plan.hosts}. "
+            f"Use data={plan.hosts} or a multiple of it."
+        )
+    if plan.data is None or plan.pieces is None:
+        return
+    pieces, rest = divmod(plan.pieces, plan.hosts)
+    if rest or pieces & (pieces - 1):
+        raise PlanError(
+            f"pieces={plan.pieces} do not make subtrees for hosts={plan.hosts}. Each host adds up "
+            "its own pieces in the order of one process, so it needs 1, 2, 4, 8, ... of them. "
+            f"Use pieces={plan.hosts * (1 << pieces.bit_length())}, or data, accumulate and hosts "
+            "that are powers of two."
         )
 
 

@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
 
 def size_of(plan: Plan) -> Size:
-    return Size(plan.num_ranks, plan.num_servers)
+    return Size(plan.num_ranks, plan.num_serving)
 
 
 def can_recover(plan: Plan) -> bool:
@@ -42,13 +42,14 @@ def can_recover(plan: Plan) -> bool:
 
 def can_resize(plan: Plan) -> bool:
     """Whether a rank can come or go. In a window of local steps it has learnt what nobody has."""
-    return can_recover(plan) and plan.local_steps == 1
+    return can_recover(plan) and plan.local_steps == plan.hosts == 1
 
 
 def of_size(plan: Plan, size: Size) -> Plan:
     """The same plan for so many ranks and servers; PlanError if they do not go with the rest."""
     # Pieces are what `accumulate` stood for when the run began.
-    servers = {"servers": size.num_servers} if plan.sync == "server" else {}
+    num_servers = size.num_servers - plan.num_host_servers
+    servers = {"servers": num_servers} if plan.sync == "server" else {}
     return msgspec.structs.replace(plan, data=size.num_ranks, accumulate=1, **servers)
 
 

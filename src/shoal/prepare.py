@@ -173,15 +173,13 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: nn.Embed
             "rows, and there is no middle of one. Leave combine out, or make the embedding with "
             "sparse=False."
         )
-    if plan.local_steps > 1 or plan.codec != "none":
-        key, value = (
-            ("codec", plan.codec) if plan.local_steps == 1 else ("local_steps", plan.local_steps)
-        )
-        raise PlanError(
-            f"{key}={value} does not go with the table {name} yet: its rows are stepped on by the "
-            f"servers, on every batch and as they are. Leave {key} out, or make the embedding with "
-            "sparse=False."
-        )
+    for key, usual in {"local_steps": 1, "codec": "none", "hosts": 1}.items():
+        if getattr(plan, key) != usual:
+            raise PlanError(
+                f"{key}={getattr(plan, key)} does not go with the table {name} yet: its rows go to "
+                f"the servers on every batch, and as they are. Leave {key} out, or make the "
+                "embedding with sparse=False."
+            )
     if plan.copies > 1:
         raise PlanError(
             f"copies={plan.copies} does not go with the table {name} yet: its rows are on one "

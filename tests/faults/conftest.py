@@ -1,6 +1,7 @@
 """What the fault tests share: the tiny run, started from the pool, and its undisturbed twin."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,25 @@ Start = Callable[..., Training]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    training = faults.start(pool, f"{RECIPE}:mlp", run_dir, plan=PLAN, settings={"pause": 0})
-    trained = training.wait()
-    assert trained.exit_code == 0, trained.errors
-    return trained
+def undisturbed_under(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Trained]:
+    """The tiny run under a plan, without faults."""
+
+    @cache
+    def train(plan: str) -> Trained:
+        run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+        training = faults.start(pool, f"{RECIPE}:mlp", run_dir, plan=plan, settings={"pause": 0})
+        trained = training.wait()
+        assert trained.exit_code == 0, trained.errors
+        return trained
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_under: Callable[[str], Trained]) -> Trained:
+    return undisturbed_under(PLAN)
 
 
 @pytest.fixture

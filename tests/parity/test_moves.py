@@ -39,6 +39,7 @@ PLANS = [
     "data=2 sync=server servers=2",
 ]
 SERVED = PLANS[-1]
+HOSTED = "data=2 sync=server servers=2 hosts=2"
 STALE = f"{SERVED} staleness=1"  # has no one result: only its state is compared
 LOCAL = "data=2 local_steps=3"  # is not what one process trains: only its state is compared
 # At step 5, in the middle of a window, a fragment is under way.
@@ -139,6 +140,8 @@ def test_a_ring_of_plans(pool: Pool, runs: Runs, tmp_path: Path, before: str, af
         pytest.param("data=1", SERVED, marks=pytest.mark.full),
         pytest.param(SERVED, SERVED, marks=pytest.mark.full),
         (SERVED, "data=2 zero=1"),
+        ("data=2 zero=1", HOSTED),
+        pytest.param(HOSTED, "data=1", marks=pytest.mark.full),
     ],
 )
 def test_to_servers_and_back(

@@ -178,6 +178,7 @@ def test_ranks_send_in_a_window_what_was_said(pool: Pool, recipe: str, plan: str
 
 # A bound lets workers say nothing to each other; with three pieces one of two has two rows to push.
 SERVED = [
+    ("cnn", "data=2 sync=server hosts=2 pieces=4"),
     ("cnn", "data=2 sync=server servers=2"),
     ("gpt", "data=2 sync=server servers=3 pieces=4 staleness=2 codec=bf16"),
     pytest.param("gpt", "data=3 sync=server pieces=4", marks=pytest.mark.full),

@@ -252,14 +252,18 @@ class SupervisedSeat:
                 form_group(store, f"generation/{place.generation}", world, timeout)
                 group = Group(dist.group.WORLD)
             mesh = Mesh.form(group, self._axes, world.device)
-            return mesh._replace(servers=self._find_servers(store, place), sizes=sizes)
+            servers = self._find_servers(store, place) if place.num_servers else None
+            return mesh._replace(servers=servers, sizes=sizes)
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None
 
-    def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers | None:
-        if not place.num_servers:
-            return None
+    def find_servers(self, place: TakeSeat) -> Servers:
+        """As a server: where the others of its generation are."""
+        store = client(place.store_host, place.store_port, timeout_s=4.0)
+        return self._find_servers(store, place)
+
+    def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
         addresses = _find(store, place, _server_key)
         return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
 

@@ -1,15 +1,18 @@
 """What a parameter server's process does, under a seat that comes after those of the ranks."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
 from shoal.elastic.seat import SupervisedSeat
+from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
+from shoal.sync.server.host import HostServer, way_of_host
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.moving import (
     Shelf,
@@ -42,39 +45,45 @@ class Serving:
         self.directory = directory
         self._counts: list[int] = []  # of servers that the run had
         self._desk: Desk | None = None
+        self._server: Server | None = None
 
     def serve(self) -> None:
         """Until the supervisor says leave."""
         try:
             while True:
-                desk = self._open()
+                desk, server = self._open()
                 peers = desk.peers
                 place, doors = self.seat.serve(desk.address, peers.address if peers else "")
-                desk.server.begin(place.generation, place.num_ranks)
+                server.begin(place.generation, self._num_guests(place.num_ranks))
                 if peers is not None:
                     peers.turn_to(place.generation, doors)
                 while not self.seat.has_new_place:
                     desk.turn()
                     if (count := self.seat.asked_to_part()) is not None:
-                        self._part(desk.server, count)
+                        self._part(server, count)
         finally:
             if self._desk is not None:
                 self._desk.close()
 
-    def _open(self) -> Desk:
+    def _num_guests(self, num_ranks: int) -> int:
+        """Who pushes here: the ranks, or hosts' own servers."""
+        return num_ranks if self.plan.hosts == 1 else self.plan.hosts
+
+    def _open(self) -> tuple[Desk, Server]:
         """The desk of the present layout; that of the one before is closed."""
-        counts = changes([size.num_servers for size in self.seat.sizes])
-        if self._desk is not None and counts == self._counts:
-            return self._desk
+        num_others, plan = self.plan.num_host_servers, self.plan
+        counts = changes([size.num_servers - num_others for size in self.seat.sizes])
+        if self._desk is not None and self._server is not None and counts == self._counts:
+            return self._desk, self._server
         if self._desk is not None:
             self._desk.close()
             self._desk = None  # and with it the state, which is on disk
-        self._counts, plan = counts, self.plan
+        self._counts = counts
         shelf = Shelf(self.directory, len(counts) - 1)
         in_journal = plan.copies == 1  # else what it does is written to other servers
-        server = Server(
+        server = self._server = Server(
             self._shard_of(self.number),
-            num_seats=self.seat.sizes[-1].num_ranks,
+            num_seats=self._num_guests(self.seat.sizes[-1].num_ranks),
             # Of a window of local steps each replica has one piece.
             num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_replicas,
             bound=plan.bound,
@@ -89,7 +98,7 @@ class Serving:
             faultpoint("server.moved", self.number)
         peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of)
         self._desk = Desk(server, peers)
-        return self._desk
+        return self._desk, server
 
     def _shard_of(self, owner: int) -> Shard:
         model, tables = self.model, Tables(self.model, owner, self._counts[-1])
@@ -109,3 +118,24 @@ class Serving:
         except (OSError, ValueError) as error:
             problem = f"server {self.number} cannot write down what it holds: {error}"
         self.seat.parted(num_bytes, problem)
+
+
+def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: nn.Module) -> None:
+    """Be the server of a host, which adds up for those of the plan."""
+    layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
+    num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
+    server = HostServer(model, layout, num_seats, num_pieces, seat.secret)
+    desk = Desk(server)
+    try:
+        while True:
+            place, _ = seat.serve(desk.address)
+            with suppress(GroupLost):  # a server died; all meet in another generation
+                servers = seat.find_servers(place)
+                server.enter(
+                    place.generation, way_of_host(servers, number, plan.hosts, plan.num_pieces)
+                )
+                while not seat.has_new_place:
+                    desk.turn()
+    finally:
+        server.leave()
+        desk.close()

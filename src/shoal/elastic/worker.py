@@ -21,7 +21,7 @@ from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
-from shoal.elastic.serving import Serving
+from shoal.elastic.serving import Serving, serve_host
 from shoal.errors import ShoalError, StopNow
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
@@ -66,7 +66,7 @@ def prepare_training(
     facts = {
         "plan": str(plan),
         "num_ranks": plan.num_ranks,
-        "num_servers": plan.num_servers,
+        "num_servers": plan.num_serving,
         "num_pieces": plan.num_pieces,
         "num_steps": run.num_steps(),
         "batch_size": run.batch_size,
@@ -91,6 +91,8 @@ def prepare_training(
             number = seat.server_number() if plan.num_servers else None
             if number is None:
                 train(seat)
+            elif number >= plan.num_servers:
+                serve_host(number - plan.num_servers, seat, run, plan, model)
             else:
                 Serving(number, seat, run, plan, model, run_dir / "servers").serve()
 

@@ -22,7 +22,7 @@ from shoal.errors import RecipeError
 from shoal.explain.costs import Memory, Message, holders_of, memory, messages
 from shoal.explain.lookups import count_lookups
 from shoal.explain.rank import Facts, Kept, Rank, Whole
-from shoal.explain.servers import ServerRow, server_rows, worker_memory, worker_messages
+from shoal.explain.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
 from shoal.explain.tensor import Cuts, count_moves, cuts_of
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
@@ -95,6 +95,7 @@ class Explanation(msgspec.Struct, frozen=True):
     cuts: Cuts | None
     ranks: list[RankRow]
     servers: list[ServerRow]
+    hosts: list[ServerRow]  # the servers that hosts have of their own
     notes: list[str]
 
 
@@ -133,6 +134,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         cuts=cuts_of(tensor, facts, total) if tensor else None,
         ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
         servers=server_rows(facts) if plan.num_servers else [],
+        hosts=host_rows(facts) if plan.hosts > 1 else [],
         notes=[*_notes(plan, found), *([_TABLES] if facts.tables else [])],
     )
 

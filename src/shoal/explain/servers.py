@@ -107,13 +107,33 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         Amount(held, "sums over pieces"),
     )
     num_ranks = plan.num_ranks
-    told = [Message("parameters", "workers", "pull", num_ranks, num_ranks * held)]
+    who, count = ("workers", num_ranks) if plan.hosts == 1 else ("hosts", plan.hosts)
+    told = [Message("parameters", who, "pull", count, count * held)]
     looked = sent_by_server(facts.tables, number, num_servers)
     told += [looked] if looked.count else []
     if plan.copies > 1:
         count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
         told.append(Message("sums", "servers", "copy", count, count * held))
     return ServerRow(number, num_stepped, memory, told)
+
+
+def host_rows(facts: Facts) -> list[ServerRow]:
+    """What a host's own server holds and passes on; all hosts are alike."""
+    plan, layout = facts.plan, _layout(facts, Rank(facts, 0).trained).on_one()
+    held = sum(key.num_bytes for key in layout.keys)
+    memory = Memory(
+        Amount(2 * layout.value_places(0)[-1], "all, for its workers, two sets"),
+        Amount(held, "sums over its workers"),
+        Amount(0, "on the servers"),
+        Amount(0, "at the workers"),
+        Amount(held, "parameters as they come in"),
+    )
+    num_workers = plan.num_ranks // plan.hosts
+    sent = [
+        Message("gradients", "servers", "push", len(layout.keys), held),
+        Message("parameters", "workers", "pull", num_workers, num_workers * held),
+    ]
+    return [ServerRow(host, 0, memory, sent) for host in range(plan.hosts)]
 
 
 def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:

@@ -31,6 +31,7 @@ def _head(found: Explanation, recipe: str) -> str:
     if found.round_size > 1:
         each += f", in rounds of {found.round_size} through the pipeline"
     servers = f", {plural(len(found.servers), 'server')}" if found.servers else ""
+    servers += f", {len(found.hosts)} of hosts" if found.hosts else ""
     frozen = found.num_parameters - found.num_trained
     return (
         f"{recipe} under {found.plan or 'data=1'!r}: {plural(found.num_ranks, 'rank')}"
@@ -104,8 +105,7 @@ def _of_memory(found: Explanation) -> str:
         (str(rank.rank), rank.memory)
         for rank in _heaviest(found, lambda rank: rank.memory.num_bytes)
     ]
-    for server in _of_servers(found):
-        heaviest.append((f"server {server.server}", server.memory))
+    heaviest += [(who, row.memory) for who, row in _of_servers(found)]
     for who, memory in heaviest:
         named = {
             "parameters": memory.parameters,
@@ -125,7 +125,7 @@ def _of_memory(found: Explanation) -> str:
 def _of_messages(found: Explanation) -> str:
     rows = [["rank", "what", "axis", "how", "count", "bytes sent"]]
     senders = [(str(rank.rank), rank.messages) for rank in _heaviest(found, _sent)]
-    senders += [(f"server {row.server}", row.messages) for row in _of_servers(found)]
+    senders += [(who, row.messages) for who, row in _of_servers(found)]
     for who, messages in senders:
         for i, sent in enumerate(messages):
             first = who if i == 0 else ""
@@ -150,9 +150,11 @@ def _heaviest(found: Explanation, weight: Callable[[RankRow], int]) -> list[Rank
     return [max((r for r in found.ranks if r.pipeline == p), key=weight) for p in places]
 
 
-def _of_servers(found: Explanation) -> list[ServerRow]:
-    """The server that has most, if there are any."""
-    return sorted(found.servers, key=lambda row: -row.memory.num_bytes)[:1]
+def _of_servers(found: Explanation) -> list[tuple[str, ServerRow]]:
+    """The server that has most, and one of a host, if there are any."""
+    heaviest = sorted(found.servers, key=lambda row: -row.memory.num_bytes)[:1]
+    named = [(f"server {row.server}", row) for row in heaviest]
+    return [*named, *((f"host {row.server}'s", row) for row in found.hosts[:1])]
 
 
 def _who(found: Explanation) -> str:

@@ -41,6 +41,7 @@ def strategy_for(
             plan.bound,
             checks=plan.precision == "fp16",
             codec=plan.codec,
+            hosts=plan.hosts,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors if plan.rates != "even" else (),
             meets_after=meets_after,

@@ -69,6 +69,10 @@ class Layout(NamedTuple):
         """That a state may have: parameters, what optimizers keep of them, and their names."""
         return sum(self.keys[k].num_bytes * 16 + len(self.segments(k)) * 16_384 for k in keys)
 
+    def on_one(self) -> "Layout":
+        """The same keys, all with one server."""
+        return self._replace(holders=[(0,)] * len(self.keys))
+
     @property
     def digest(self) -> str:
         """By which two processes know that they mean the same."""

@@ -10,7 +10,7 @@ one.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -21,7 +21,14 @@ from torch import Tensor
 from shoal.comm.wire import BadFrame, connect, pack, unpack
 from shoal.errors import GroupLost, ShoalError
 from shoal.mesh import Servers
-from shoal.sync.server.messages import Check, Checked, Refused, ServerMessage, WorkerMessage
+from shoal.sync.server.messages import (
+    Check,
+    Checked,
+    Missing,
+    Refused,
+    ServerMessage,
+    WorkerMessage,
+)
 
 TICK_MS = 50
 AGAIN_S = 2.0
@@ -169,3 +176,36 @@ class Line:
         if asked is None or checked.request in self._answers or checked.turn < asked.sent:
             return
         self._send_question(checked.request, asked.server, asked.frames)
+
+
+class Question(NamedTuple):
+    server: int
+    request: int
+    kind: type[WorkerMessage]
+    what: dict[str, Any]
+
+
+class Questions:
+    """What is asked of servers; rows that one misses are pushed again."""
+
+    def __init__(self, line: Line, push: Callable[[int], None]):
+        """`push` sends the rows of a key."""
+        self._line, self._push = line, push
+
+    def ask_all(self, kind: type[WorkerMessage], **what: Any) -> list[Question]:
+        return [self.ask(server, kind, **what) for server in range(len(self._line))]
+
+    def ask(self, server: int, kind: type[WorkerMessage], **what: Any) -> Question:
+        return Question(server, self._line.ask(server, kind, **what), kind, what)
+
+    def answers(self, questions: Sequence[Question]) -> list[tuple[Any, list[memoryview]]]:
+        """In their order."""
+        found = []
+        for server, request, kind, what in questions:
+            answer, frames = self._line.answer(request)
+            while isinstance(answer, Missing):
+                for key in answer.keys:
+                    self._push(key)
+                answer, frames = self._line.answer(self._line.ask(server, kind, **what))
+            found.append((answer, frames))
+        return found

@@ -91,11 +91,16 @@ class Rows:
 
     def touched(self, batch: int, pieces: range) -> dict[int, list[bool]]:
         """By key, which of its parameters some of these pieces touched; none is missing."""
-        found = {}
-        for key in self.keys:
-            told = self._batches[batch].touched[key].items()
-            found[key] = list(map(any, zip(*(own for block, own in told if block.first in pieces))))
-        return found
+        return {key: self.touched_in(batch, key, pieces) for key in self.keys}
+
+    def touched_in(self, batch: int, key: int, pieces: range) -> list[bool]:
+        told = self._batches[batch].touched[key].items()
+        return list(map(any, zip(*(own for block, own in told if block.first in pieces))))
+
+    def total(self, batch: int, key: int) -> Tensor | None:
+        """Over all pieces, if they are here."""
+        kept = self._batches.get(batch)
+        return None if kept is None else kept.totals.get(key)
 
     def forget(self, batch: int, pieces: range, committed: int) -> None:
         """Let go of what was applied, and of all batches before `committed`."""

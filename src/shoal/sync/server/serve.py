@@ -10,7 +10,7 @@ from shoal.comm.wire import BadFrame, listen, pack, unpack
 from shoal.faults import faultpoint
 from shoal.sync.server.messages import Answer, Refused, WorkerMessage
 from shoal.sync.server.peers import Peers
-from shoal.sync.server.server import Server
+from shoal.sync.server.reception import Reception
 
 TICK_MS = 20
 SLACK_BYTES = 1 << 20  # for the head of a message
@@ -23,7 +23,7 @@ class Desk:
     With `peers`, answers wait until others hold copies of what they may tell of.
     """
 
-    def __init__(self, server: Server, peers: Peers | None = None, host: str = "127.0.0.1"):
+    def __init__(self, server: Reception, peers: Peers | None = None, host: str = "127.0.0.1"):
         self.server, self.peers = server, peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._most_bytes = server.most_bytes + SLACK_BYTES

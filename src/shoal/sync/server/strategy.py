@@ -16,7 +16,6 @@ Li et al. 2014, "Scaling distributed machine learning with the parameter server"
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +33,19 @@ from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.replicas import Merged
 from shoal.sync.rounds import Around, Held
 from shoal.sync.server.clock import Staleness
-from shoal.sync.server.line import Line
+from shoal.sync.server.host import Upward, way_of
+from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
 from shoal.sync.server.messages import (
     Apply,
     Halt,
     Hello,
-    Missing,
     Pull,
     Push,
     Stop,
     Sum,
     Welcome,
-    WorkerMessage,
 )
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.packing import BYTES, Packing, is_packed
@@ -68,12 +66,13 @@ class ThroughServers:
         checks: bool = False,
         codec: str = "none",
         damps: bool = False,
+        hosts: int = 1,
         rates: Sequence[float] = (),
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
         self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
         self.in_lockstep, self.meets_after = bound == 0, meets_after
-        self._damps, self._rates = damps, rates
+        self._damps, self._hosts, self._rates = damps, hosts, rates
         self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self._halt: Halt | None = None
@@ -101,14 +100,20 @@ class ThroughServers:
         self.named = trained(model)
         self.parameters = [p for _, p in self.named]
         self.gradient_sum = PieceSum(self.rounds.own)
-        first = self.own.start - self.rounds.own.start  # of pieces that are counted from zero
+        self._way = way_of(mesh.servers, self.group, self.num_pieces, self._hosts)
+        # Of pieces that are counted from zero, and in a host from its first one.
+        first = self.own.start - self.rounds.own.start - self._way.pieces.start
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
-        counts = [size.num_servers for size in mesh.sizes] or [len(mesh.servers.addresses)]
-        self.layout = layout_after(model, optimizer, counts)
+        layout = layout_after(model, optimizer, self._way.counts(mesh.sizes))
+        self.layout = layout if self._hosts == 1 else layout.on_one()
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
-        self.line = Line(mesh.servers, self.group.rank)
+        self.line = state_line = Line(self._way.near, self.group.rank)
         self._attached.callback(self.line.close)
-        self._served = ServedState(model, self.layout, self.line, self.group)
+        self._questions = Questions(self.line, self._push)
+        if self._hosts > 1:  # a host's own server holds no state
+            state_line = Upward(layout, self._way).line
+            self._attached.callback(state_line.close)
+        self._served = ServedState(model, layout, state_line, self.group)
         if len(self._versions) != len(self.line):  # all have made the same updates when all met
             self._versions = [max(self._versions, default=0)] * len(self.line)
         self._greet()
@@ -147,7 +152,7 @@ class ThroughServers:
             for key in self.lookups.keys:
                 self._push(key)
         if self.in_lockstep:
-            asked = self._ask_sums(range(self.num_pieces), want_norm)
+            asked = self._ask_sums(self._all_pieces, want_norm)
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
         else:
             asked = self._ask_sums(self.own, want_norm) if want_norm else []
@@ -162,20 +167,21 @@ class ThroughServers:
             self.buffers.restore()
             return False
         assert self._changed is not None
-        pieces = range(self.num_pieces) if self.in_lockstep else self.own
+        pieces = self._all_pieces if self.in_lockstep else self.own
+        part = 1.0 if self.in_lockstep else len(pieces) / self.num_pieces
         rate = self._rates[self.group.rank] if self._rates else 1.0
         what = {
             **self._which(pieces),
             "scale": scale,
-            "factor": rate * len(pieces) / self.num_pieces,
+            "factor": rate * part,
             "settings": self._changed.of(self.held.optimizer),
         }
         applied = [
-            self._ask(server, Apply, **what, pulled=version if self._damps else None)
+            self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
-        versions = [answer.version for answer, _ in self._answers(applied)]
+        versions = [answer.version for answer, _ in self._questions.answers(applied)]
         self._pull(self.batch + 1, self._meets_after(self.batch + 1))
         self.trace = pulled, versions, self._versions
         self._come_to(self.batch + 1)
@@ -210,6 +216,7 @@ class ThroughServers:
         self._come_to(step)
         if served:
             self._served.send(source, step)
+            self._way.tell(self.line, self.group, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served)
         self.buffers.hold()
@@ -235,7 +242,7 @@ class ThroughServers:
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
             memory = self._memory = Memory(self.layout, num_rows, self.held.model)
         hello = {
-            "seat": self.group.rank,
+            "seat": self._way.seat,
             "batch": self.batch,
             "halt": self._halt,
             "secret": self.line.servers.secret,
@@ -243,9 +250,9 @@ class ThroughServers:
             "num_rows": num_rows,
             "rows": memory.place,
         }
-        welcomes = self._answers(
+        welcomes = self._questions.answers(
             [
-                self._ask(server, Hello, **hello, version=version)
+                self._questions.ask(server, Hello, **hello, version=version)
                 for server, version in enumerate(self._versions)
             ]
         )
@@ -254,6 +261,11 @@ class ThroughServers:
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
         self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
+
+    @property
+    def _all_pieces(self) -> range:
+        """Those that are stepped on together in lockstep, as whoever takes them counts them."""
+        return range(len(self._way.pieces))
 
     def _where_to_begin(self, welcomes: list[Welcome]) -> int:
         """The first batch of which not all servers have this seat's pieces."""
@@ -321,15 +333,15 @@ class ThroughServers:
             "last": pieces.stop,
         }
 
-    def _ask_sums(self, pieces: range, want_norm: bool) -> list["_Asked"]:
-        return self._ask_all(
+    def _ask_sums(self, pieces: range, want_norm: bool) -> list[Question]:
+        return self._questions.ask_all(
             Sum, **self._which(pieces), want_norms=want_norm, want_finite=self.checks
         )
 
-    def _read_sums(self, asked: list["_Asked"]) -> Iterator[memoryview]:
+    def _read_sums(self, asked: list[Question]) -> Iterator[memoryview]:
         """Wait until every server has all rows, which is the vote; the norms that they found."""
         self._finite = True
-        for summed, frames in self._answers(asked):
+        for summed, frames in self._questions.answers(asked):
             self._finite &= summed.finite
             yield from frames
 
@@ -345,8 +357,8 @@ class ThroughServers:
     def _pull(self, batch: int, meets: bool) -> None:
         """Take the parameters for a batch, as soon as it may be begun."""
         assert self._memory is not None
-        asked = self._ask_all(Pull, batch=batch, meets=meets)
-        answers = self._answers(asked)
+        asked = self._questions.ask_all(Pull, batch=batch, meets=meets)
+        answers = self._questions.answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
             self._memory.take_values(server, values.number, frames)
@@ -354,30 +366,9 @@ class ThroughServers:
                 self._halt = values.halt
                 self.staleness.add(batch - values.committed)
 
-    def _ask_all(self, kind: type[WorkerMessage], **what: Any) -> list["_Asked"]:
-        return [self._ask(server, kind, **what) for server in range(len(self.line))]
-
-    def _ask(self, server: int, kind: type[WorkerMessage], **what: Any) -> "_Asked":
-        return server, self.line.ask(server, kind, **what), kind, what
-
-    def _answers(self, asked: list["_Asked"]) -> list[tuple[Any, list[memoryview]]]:
-        """In the servers' order; rows that one misses are pushed again."""
-        found = []
-        for server, request, kind, what in asked:
-            answer, frames = self.line.answer(request)
-            while isinstance(answer, Missing):
-                for key in answer.keys:
-                    self._push(key)
-                answer, frames = self.line.answer(self.line.ask(server, kind, **what))
-            found.append((answer, frames))
-        return found
-
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.held.model.named_parameters()
         yield from self.held.model.named_buffers()
-
-
-_Asked = tuple[int, int, type[WorkerMessage], dict[str, Any]]  # server, question's number, question
 
 
 class _Pushed:

@@ -86,7 +86,7 @@ class Windows(ThroughServers):
             p.grad = p - weight
         self.buckets.send_rest()
         if self.in_lockstep:
-            list(self._read_sums(self._ask_sums(range(self.num_pieces), want_norm=False)))
+            list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
         self.update(1.0, check=False)
         self.residual |= self._dropped
         self.take_anchor()
