@@ -138,6 +138,8 @@ def _are_of_one_type(values: Sequence[Any]) -> bool:
         kinds = {getattr(value, "dtype", None) for value in values}
         return len({str(kind).removeprefix("torch.") for kind in kinds}) == 1
     if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            return False
         return all(_are_of_one_type([value[name] for value in values]) for name in first)
     if isinstance(first, (tuple, list)):
         return all(map(_are_of_one_type, zip(*values, strict=True)))

@@ -110,6 +110,13 @@ def test_a_list_is_a_source() -> None:
     assert inputs.tolist() == [[1, 1], [0, 0]] and target.tolist() == [1, 0]
 
 
+def test_a_name_that_only_some_samples_have_is_not_dropped() -> None:
+    data = [({"a": 1.0}, 0), ({"a": 1.0, "b": 2.0}, 0)]
+    for ids in ([0, 1], [1, 0]):
+        with pytest.raises(RecipeError, match="a dict of a, b"):
+            fetch(as_source(data), np.array(ids), None)
+
+
 def test_samples_of_unlike_shape_are_named() -> None:
     data = [(torch.zeros(3), 0), (torch.zeros(3), 0), (torch.zeros(4), 0)]
     with pytest.raises(

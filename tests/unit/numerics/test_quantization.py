@@ -44,7 +44,8 @@ def test_an_element_is_off_by_half_a_step_of_its_block(
         most = before.double().abs().max().item()
         half = most / (2 ** (bits - 1) - 1) / 2
         error = (before.double() - after.double()).abs().max().item()
-        assert error <= half * (1 + 1e-5) + 2e-44, "the least that a number can be, at the end"
+        # The scale itself may be among the least numbers there are, and is off by half of one.
+        assert error <= half * (1 + 1e-5) + 1e-43
 
 
 @given(LENGTHS, st.integers(0, 4), BITS, st.integers(0, 99))

@@ -66,6 +66,12 @@ class FolderDraft:
             raise UsageError(_foreign(self._target))
         if names and not force:
             raise UsageError(_taken(self._target))
+        others = sorted(name for name in names - {INDEX, SEAL} if not _OURS.fullmatch(name))
+        if others:
+            raise UsageError(
+                f"{self._target} holds {others[0]} beside its set, which --force would remove with "
+                "it. Move that elsewhere first, or build into another place."
+            )
 
     def begin(self) -> None:
         """Go on with a draft, or begin one; refuses if another process is at it."""

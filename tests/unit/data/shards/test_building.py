@@ -226,6 +226,17 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     assert is_good(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "sub/index.json"])
+def test_what_lies_beside_a_set_is_not_removed_with_it(tmp_path: Path, name: str) -> None:
+    make("rows", tmp_path / "out")
+    own = tmp_path / "out" / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("precious")
+    with pytest.raises(UsageError, match=f"holds {name.partition('/')[0]} beside its set.*Move"):
+        make("rows", tmp_path / "out", force=True)
+    assert own.read_text() == "precious"
+
+
 def test_two_builds_do_not_mix(tmp_path: Path) -> None:
     one = drafts.FolderDraft(Folder(tmp_path / "out"))
     one.begin()
