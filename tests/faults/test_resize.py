@@ -54,7 +54,7 @@ def check_sizes(trained: Trained, plans: list[str]) -> None:
     ids=["replicas", "servers", "copies"],
 )
 def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
-    training = start(pause=0.01, plan=f"data=2 pieces=3 {served}")
+    training = start(pause=0.03, plan=f"data=2 pieces=3 {served}")
     training.wait_for_step(5)
     for size in ("data=3", "data=1"):
         told = resize(training, size)
@@ -71,7 +71,7 @@ def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
     "bound", [pytest.param("staleness=2", marks=pytest.mark.full), "staleness=any"]
 )
 def test_ranks_come_and_go_out_of_lockstep(start, bound: str) -> None:
-    training = start(pause=0.01, plan=f"data=2 pieces=3 {SERVED} {bound} damping=inverse")
+    training = start(pause=0.03, plan=f"data=2 pieces=3 {SERVED} {bound} damping=inverse")
     training.wait_for_step(5)
     for size in ("data=3", "data=2"):
         resize(training, size)
@@ -81,7 +81,7 @@ def test_ranks_come_and_go_out_of_lockstep(start, bound: str) -> None:
 
 
 def test_servers_come_and_go(start, undisturbed) -> None:
-    training = start(pause=0.01, plan="data=2 sync=server pieces=3")
+    training = start(pause=0.04, plan="data=2 sync=server pieces=3")
     training.wait_for_step(5)
     moved = []
     for size in ("servers=2", "data=3 servers=3", "data=1 servers=1"):
@@ -98,7 +98,7 @@ def test_servers_come_and_go(start, undisturbed) -> None:
 @pytest.mark.parametrize("bound", ["staleness=2", "staleness=any"])
 def test_servers_come_and_go_out_of_lockstep(start, bound: str) -> None:
     rest = f"{bound} damping=inverse pieces=3"
-    training = start(pause=0.01, plan=f"data=2 sync=server servers=2 {rest}")
+    training = start(pause=0.03, plan=f"data=2 sync=server servers=2 {rest}")
     training.wait_for_step(5)
     for size in ("data=3 servers=3", "data=2 servers=1"):
         resize(training, size)

@@ -91,7 +91,7 @@ def prepare_training(
             number = seat.server_number() if plan.num_servers else None
             if number is None:
                 train(seat)
-            elif number >= plan.num_servers:
+            elif plan.hosts > 1 and number >= plan.num_servers:  # whose size does not change
                 serve_host(number - plan.num_servers, seat, run, plan, model)
             else:
                 Serving(number, seat, run, plan, model, run_dir / "servers").serve()
