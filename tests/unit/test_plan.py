@@ -480,3 +480,10 @@ def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
     assert resized(plan, "data=3").data == 3
     with pytest.raises(UsageError, match="copies=2, whose servers keep one another's shards"):
         resized(plan, "servers=3")
+
+
+@pytest.mark.parametrize("words", ["hosts=2", "local_steps=2"])
+def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str) -> None:
+    plan = Plan.parse(f"data=2 sync=server pieces=4 {words}")
+    with pytest.raises(UsageError, match="cannot be resized"):
+        resized(plan, "data=1")
