@@ -51,7 +51,9 @@ def catch_up(trainer: "Trainer") -> bool:
     first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
     trainer.is_scribe = first and group.rank == scribes[0]  # one in all, however models are cut
     # After the first batch, who is new and who is not hold the same: the first weights.
-    if not furthest[0] and min(row[3] for row in rows) > 1:
+    served = int(min(row[3] for row in rows))
+    if not furthest[0] and served > 1:
+        trainer.seat.step = served  # where the run was, which nobody else can tell any more
         raise ShoalError(
             "Every worker was lost at once, and what they held beside the servers with them. Go on "
             "from the newest checkpoint: the same command with --resume."
