@@ -194,11 +194,12 @@ def _train(
 
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:
-            tensors = trainer.whole_model()
-            if trainer.mesh.rank == 0:
-                try:
+            try:
+                tensors = trainer.whole_model()
+                if trainer.mesh.rank == 0:
                     write_tensors(tensors, run_dir / "model.safetensors")
-                except (OSError, SafetensorError) as error:  # the checkpoint may lie elsewhere
+            except (OSError, SafetensorError) as error:  # the checkpoint may lie elsewhere
+                if trainer.mesh.rank == 0:
                     seat.tell("model-failed", step=info.step, why=str(error))
 
     seat.summarise = lambda: {
