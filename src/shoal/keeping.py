@@ -30,7 +30,7 @@ from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import FailedElsewhere, RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
@@ -193,8 +193,10 @@ class Keeper:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
         try:
             state = trainer.strategy.state_dict()
-        except OSError as error:  # of all ranks, where servers hold more than there is room for
+        except OSError as error:  # there is no room for what servers hold
             return error.strerror or str(error)
+        except FailedElsewhere as error:
+            return str(error).rstrip(".")
         # A forward may change buffers, and weights that no update does (a teacher's, say).
         frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
@@ -305,6 +307,8 @@ class Keeper:
             trainer.strategy.load_state_dict(source, progress.step)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
+        except FailedElsewhere:
+            return ""  # that rank says why
         except StoreError:
             raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:

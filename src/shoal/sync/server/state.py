@@ -25,19 +25,13 @@ class ServedState:
     def fetch(self, gradients: bool = False, tables: bool = False) -> State:
         """This rank's part of it; nobody goes on before all have theirs.
 
-        OSError on all, if there is no room for it on the disk of one.
+        OSError, and FailedElsewhere on the others, if there is no room for it on a disk.
         """
-        spool, why = Spool(), None
-        try:
+        spool = Spool()
+        with self._group.all_or_none():
             for server in self._servers():
                 for stretch in self._stretches(server, gradients=gradients, tables=tables):
                     spool.add(stretch)
-        except OSError as error:
-            why = error
-        finally:
-            rows = self._group.gather_numbers([why is not None])
-        if late := [rank for rank, row in enumerate(rows) if row[0]]:
-            raise why or OSError(f"rank {late[0]} has no room for what servers hold")
         return spool.state()
 
     def kinds(self) -> State:
@@ -49,7 +43,7 @@ class ServedState:
         return spool.state()
 
     def send(self, source: Source, step: int) -> None:
-        """Let servers take over the state after a step."""
+        """Let servers take over the state after a step, each when its rank comes to it."""
         last = []
         for server in self._servers():
             sent: int | None = None
@@ -63,7 +57,6 @@ class ServedState:
         for request in last:
             assert request is not None
             self._line.answer(request)
-        self._group.gather_numbers([step])  # all have theirs
 
     def _stretches(self, server: int, **what: Any) -> Iterator[State]:
         first = 0
