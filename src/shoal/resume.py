@@ -31,7 +31,8 @@ MAY_CHANGE = (
 )
 
 
-_CONTENT = "data_content"  # among a run's fields: what its data holds (`data/likeness.py`)
+# Among a run's fields: what its data holds (`data/likeness.py`), and its order (`data/orders.py`).
+_CONTENT, _ORDER = "data_content", "data_order"
 
 
 def newest(store: Store) -> Manifest:
@@ -63,7 +64,7 @@ def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
     """Refuse to go on with another run; `own` is the plain description of this one."""
     for field, value in own.items():
         before = origin.run.get(field, value)
-        if field not in (*MAY_CHANGE, _CONTENT) and value != before:
+        if field not in (*MAY_CHANGE, _CONTENT, _ORDER) and value != before:
             raise UsageError(
                 f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
                 f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
@@ -84,6 +85,13 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
         raise UsageError(
             f"The data had {origin.num_samples} samples and has {len(run.data)} now, so no sample "
             "would be where it was in the order. Go on with the data that the run began with."
+        )
+    if own[_ORDER] != origin.run.get(_ORDER, own[_ORDER]):
+        raise UsageError(
+            f"The order of samples was {origin.run[_ORDER]!r} when the run began and is "
+            f"{own[_ORDER]!r} now, so samples would be lost and repeated. Give the data the order "
+            "(in_order, weighted, by_length, some, mix) that it had, or take the weights alone "
+            "(--from)."
         )
     before, now = origin.run.get(_CONTENT), own[_CONTENT]
     if before and now and is_other(before, now):

@@ -52,6 +52,20 @@ def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:
     refuse_changes(plain(run_of()), run_of(), origin(began))
 
 
+def test_another_order_of_the_same_data_is_refused() -> None:
+    rows = torch.arange(8.0)[:, None]
+    data = shoal.data.tensors(rows, rows)
+    began = run_of(data=shoal.data.in_order(data))
+    now = run_of(data=shoal.data.weighted(data, [1.0] * 8))
+    with pytest.raises(UsageError, match=r"order of samples was 'Sequential .* now, so samples"):
+        refuse_changes(plain(now), now, origin(began))
+    again = run_of(data=shoal.data.in_order(data))
+    refuse_changes(plain(again), again, origin(began))
+    old = origin(began)
+    del old.run["data_order"]
+    refuse_changes(plain(now), now, old)
+
+
 class Drawn(Dataset[Any]):
     """Samples that are others each time."""
 

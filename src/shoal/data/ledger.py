@@ -45,6 +45,7 @@ class Audit(msgspec.Struct):
     last_step: int = 0
     num_samples: int = 0  # trained on, each as often as it was
     num_marked: int = 0  # steps whose mark was compared with the order
+    num_wrong: int = 0  # steps whose mark is that of other samples
     num_unmarked: int = 0  # steps for which none was kept, or of which no file tells who was out
     num_left_out: int = 0  # samples in quarantine
     passes: float = 0.0
@@ -80,6 +81,7 @@ def audit(
         elif num_unnamed:  # by no file: there is nothing to compare with
             found.num_unmarked += since
         else:
+            found.num_wrong += since
             of = f"step {step}" if since == 1 else f"steps {step - since + 1} to {step}"
             found.problems.append(f"{of}: other samples were trained on than the order gives")
         expected, since, num_unnamed = 0, 0, 0
