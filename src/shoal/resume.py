@@ -12,8 +12,9 @@ from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
-from shoal.data.likeness import is_other
+from shoal.data.likeness import is_other, shown
 from shoal.errors import PlanError, UsageError
+from shoal.logs import warn_on_screen
 from shoal.plan import Plan
 from shoal.run import Run, resolve
 
@@ -93,12 +94,19 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             "(in_order, weighted, by_length, some, mix) that it had, or take the weights alone "
             "(--from)."
         )
-    before, now = origin.run.get(_CONTENT), own[_CONTENT]
-    if before and now and is_other(before, now):
+    before, now = origin.run.get(_CONTENT) or "", own[_CONTENT]
+    is_known_as_other = is_other(before, now) if before and now else None
+    if is_known_as_other is None:
+        warn_on_screen(
+            "Whether this is the data that the run began with could not be told, except by its "
+            "length: there are no marks of the same samples from then and now."
+        )
+    if is_known_as_other:
         raise UsageError(
-            f"The data was {before!r} when the run began and is {now!r} now: as many samples, and "
-            "other ones. Go on with the data that the run began with (it may lie elsewhere), or "
-            "begin a new run in another directory; --from RUN begins with this one's weights."
+            f"The data was {shown(before)!r} when the run began and is {shown(now)!r} now: as many "
+            "samples, and other ones. Go on with the data that the run began with (it may lie "
+            "elsewhere), or begin a new run in another directory; --from RUN begins with this "
+            "one's weights."
         )
 
 
