@@ -31,8 +31,11 @@ from shoal.data.sources import (
 from shoal.errors import RecipeError
 
 _NUMBERS = {  # those of numpy that torch makes the same of as of Python's own
-    **{"bool": "a bool", "int": "an int", "float": "a float"},
-    **{"int64": "an int", "float64": "a float"},
+    "bool": "a bool",
+    "int": "an int",
+    "float": "a float",
+    "int64": "an int",
+    "float64": "a float",
 }
 _ALIKE = (
     "Samples must be alike. Give all of them one type, and pad them to one size "

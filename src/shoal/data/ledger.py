@@ -61,7 +61,7 @@ def audit(
     found, since = Audit(), 0
     counts = np.zeros(len(batches.source), dtype=np.int64)
     out = np.asarray(sorted(left_out), dtype=np.int64)
-    expected, num_unnamed = 0, 0
+    expected, num_unnamed, num_unknown = 0, 0, 0
     for record in records:
         step = int(record["step"])
         if found.last_step and step != found.last_step + 1:
@@ -70,7 +70,8 @@ def audit(
         whole = batches.at(step - 1).ids
         ids = _loaded(whole, out, record)
         found.num_left_out += len(whole) - len(ids)
-        num_unnamed += max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
+        of_step = max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
+        num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
         counts += np.bincount(ids, minlength=len(counts))
         found.num_samples += len(ids)
         expected, since = add_marks((expected, mark(ids))), since + 1
@@ -86,8 +87,10 @@ def audit(
             found.problems.append(f"{of}: other samples were trained on than the order gives")
         expected, since, num_unnamed = 0, 0, 0
     found.num_unmarked += since
+    found.num_samples -= num_unknown
     found.passes = found.num_samples / max(1, batches.num_samples)
-    found.most_often, found.least_often = int(counts.max()), int(counts.min())
+    # Of those that were left out and no file names, each may have been the one that came least.
+    found.most_often, found.least_often = int(counts.max()), max(0, int(counts.min()) - num_unknown)
     return found
 
 
