@@ -116,8 +116,11 @@ def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
 class Seat(Protocol):
     """A rank's place in the mesh. Called by the trainer, from its thread only.
 
-    `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed.
+    `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed. `step`
+    is the one of which a failure is told.
     """
+
+    step: int
 
     def form(self, axes: Axes) -> Mesh: ...
     def reform(self, lost: GroupLost) -> Mesh:
@@ -148,7 +151,7 @@ class LauncherSeat:
     """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
 
     def __init__(self, world: World):
-        self.world = world
+        self.world, self.step = world, 0
         self._form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
         self._owns_group = False
         self._stop = False

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
-from shoal.explain.costs import Memory, Message, holders_of, memory, messages
 from shoal.explain.lookups import count_lookups
+from shoal.explain.memory import Memory, memory
+from shoal.explain.messages import Message, holders_of, messages
 from shoal.explain.rank import Facts, Kept, Rank, Whole
 from shoal.explain.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
 from shoal.explain.tensor import Cuts, count_moves, cuts_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.tree import Block
-from shoal.explain.costs import Message
+from shoal.explain.messages import Message
 from shoal.numerics.buffers import PieceBuffers
 from shoal.parallel.striping import Striping, tables_of
 from shoal.run import Run, call_model, make_batches

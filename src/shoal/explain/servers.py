@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.comm.tree import Block, blocks_of
-from shoal.explain.costs import Amount, Memory, Message, changed_buffers, most_sums, tail
 from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
+from shoal.explain.memory import Amount, Memory, most_sums
+from shoal.explain.messages import Message, changed_buffers, tail
 from shoal.explain.rank import Facts, Local, Rank
 from shoal.sync.server.copies import kept_by
 from shoal.sync.server.layout import Key, Layout, lay_out
