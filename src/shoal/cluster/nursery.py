@@ -180,7 +180,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     redirect_output(log)
-    faulthandler.register(_SAY_WHERE)
+    faulthandler.register(_SAY_WHERE, file=2)
     try:
         facts, child_main = prepare()
         _check_forkable()

@@ -26,7 +26,7 @@ def test_a_reader_needs_a_path(reader: str, given: Any) -> None:
 @pytest.mark.parametrize("given", [5, 0, [], "anon"])
 @pytest.mark.parametrize("reader", ["csv", "jsonl", "lines", "parquet", "tar", "images"])
 def test_options_are_a_dict(tmp_path: Path, reader: str, given: Any) -> None:
-    with pytest.raises(UsageError, match="options= was given .* where it needs a dict"):
+    with pytest.raises(UsageError, match=r"options= was given .* where it needs a dict"):
         getattr(data, reader)(tmp_path, options=given)
 
 

@@ -77,9 +77,9 @@ def test_tensors_take_equals_default_collate_of_samples(kind: str) -> None:
 
 def test_tensors_of_any_array_that_holds_numbers() -> None:
     rows = np.arange(12.0).reshape(4, 3)
-    for given in (rows[::-1], rows[:, ::-1], rows.astype(">f8"), rows.astype(">i4")[::-1]):
-        source = tensors(given, given[:, 0])
-        expected = torch.tensor(given.tolist(), dtype=source.inputs.dtype)
+    for array in (rows[::-1], rows[:, ::-1], rows.astype(">f8"), rows.astype(">i4")[::-1]):
+        source = tensors(array, array[:, 0])
+        expected = torch.tensor(array.tolist(), dtype=source.inputs.dtype)
         assert torch.equal(source.inputs, expected)
         assert torch.equal(source.take(np.array([2, 1]))[1], expected[[2, 1], 0])
     assert tensors(rows, rows).inputs.data_ptr() == rows.ctypes.data  # no copy
@@ -92,7 +92,6 @@ def test_tensors_of_any_array_that_holds_numbers() -> None:
         (np.array([{}, {}]), "an array of object stands where a tensor should"),
         (np.array(["2026-01-02"], "M8[D]"), "no tensor can hold that. Make numbers of it first"),
         (torch.eye(3).to_sparse(), "of torch.sparse_coo, whose rows do not lie in memory"),
-        (torch.eye(3).to_sparse_csr(), "of torch.sparse_csr, whose rows"),
         (torch.empty(3, 2, device="meta"), "on the meta device, whose rows"),
     ],
 )
