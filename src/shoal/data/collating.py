@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -27,6 +26,7 @@ from shoal.data.sources import (
     is_outage,
     not_reached,
     sample_of,
+    tensor_of,
 )
 from shoal.errors import RecipeError
 
@@ -150,13 +150,13 @@ def collate_samples(
 def _stacked(column: list[Any]) -> Any:
     try:
         return default_collate(column)
-    except (TypeError, ValueError):  # arrays beside tensors, or turned round (`array[::-1]`)
+    except (TypeError, ValueError):  # arrays beside tensors, or that lie otherwise than those
         return default_collate([_with_tensors(value) for value in column])
 
 
 def _with_tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value))
+        return tensor_of(value)
     if isinstance(value, Mapping):
         return {name: _with_tensors(part) for name, part in value.items()}
     if not isinstance(value, (tuple, list)):

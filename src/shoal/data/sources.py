@@ -269,7 +269,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, np.ndarray):
-        return change(_tensor_of(value))
+        return change(tensor_of(value))
     if isinstance(value, (tuple, list)):
         return tuple(map_tensors(change, part) for part in value)
     if isinstance(value, Mapping):
@@ -280,7 +280,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def _tensor_of(array: NDArray[Any]) -> Tensor:
+def tensor_of(array: NDArray[Any]) -> Tensor:
     """An array as a tensor, without a copy if it lies in memory as tensors do."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     if any(stride < 0 for stride in native.strides):
