@@ -14,7 +14,7 @@ from shoal.logs import log
 from shoal.plan import Plan
 
 Facts = dict[str, Any]
-FIRST_S = 10.0  # after which it is told that a recipe is not ready, and then at doubling times
+FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
 
 
 class NotLoaded(ShoalError):
