@@ -40,7 +40,7 @@ def test_complex_parameters_have_no_median() -> None:
         zoo.mlp(), model=lambda: nn.Linear(32, zoo.KINDS, dtype=torch.complex64)
     )
     with pytest.raises(PlanError, match="weight is complex, and combine=median"):
-        prepare(run, resolved(run, "data=3 sync=server combine=median pieces=3"))
+        prepare(run, resolved(run, "data=4 sync=server combine=median"))
 
 
 def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
