@@ -157,7 +157,8 @@ class LocalSGD:
             self.agreed, self._alike = step, True
             warn_on_screen(
                 f"Replica {self.group.rank} goes on from step {step}, where replicas agreed last, "
-                "with an optimizer that has seen nothing yet. The others keep what they learnt."
+                "with an optimizer that has seen nothing yet. "
+                "The others keep what they have learnt."
             )
             return
         same = source.plain.get(REPLICAS) == self.group.num_ranks
