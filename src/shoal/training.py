@@ -167,8 +167,7 @@ class Trainer:
     def _try_step(self) -> None:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
         faultpoint("step.begin", self.step)
-        started = perf_counter()
-        sent_before = self.mesh.bytes_sent
+        started, sent_before = perf_counter(), self.mesh.bytes_sent
         batch = self.batches.at(self.step)
         tally = Tally(asked=self.seat.asked())
         data_s, rounds = 0.0, self.compute.rounds
@@ -201,9 +200,10 @@ class Trainer:
         self.stopped, self.meets = agreed.asked
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
+        mark = self.strategy.late_mark if agreed.mark is None else agreed.mark
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.last_info = StepInfo(
-            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, agreed.mark, out
+            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
         )
         rebalance(self, agreed.busy_s)
 

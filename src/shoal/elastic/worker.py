@@ -206,6 +206,7 @@ def _train(
         "stopped": trainer.step < trainer.num_steps,
         "checkpoint": trainer.keeper.saved_step,
         "staleness": _staleness(trainer),
+        "rounds": _rounds(trainer),
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
     seat.before_meeting = scribe.flush
@@ -255,6 +256,15 @@ def _staleness(trainer: Trainer) -> dict[str, Any] | None:
     if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
         return None
     return strategy.staleness.summary()
+
+
+def _rounds(trainer: Trainer) -> dict[str, Any] | None:
+    """What became of the rounds of a run whose rounds close at a deadline, as it was last told."""
+    strategy = trainer.strategy
+    told = strategy.windows.last_round if isinstance(strategy, LocalThroughServers) else None
+    if told is None:
+        return None
+    return {"closed": told.num_rounds, "early": told.num_early, "late": told.num_late}
 
 
 def _warm_up(run: Run, model: nn.Module) -> None:

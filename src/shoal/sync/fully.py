@@ -28,7 +28,7 @@ from shoal.sync.strategy import Agreed, Tally
 
 
 class FullySharded:
-    in_lockstep, begins_at = True, 0
+    in_lockstep, begins_at, late_mark = True, 0, None
 
     def __init__(self, num_pieces: int, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size

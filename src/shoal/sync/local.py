@@ -49,6 +49,7 @@ class LocalSGD:
     """
 
     in_lockstep, begins_at = False, 0
+    late_mark: int | None = None
 
     def __init__(
         self, num_pieces: int, timetable: Timetable, exact: bool = True, rule: Rule | None = None

@@ -82,6 +82,11 @@ class Strategy(Protocol):
     in_lockstep: bool  # whether no rank commits a step before all have computed it
     begins_at: int  # after which step a newcomer in this seat goes on, as far as servers know
 
+    @property
+    def late_mark(self) -> int | None:
+        """In the place of the mark in `Agreed`, if it is known only after `update`."""
+        ...
+
     def attach(
         self,
         model: nn.Module,

@@ -9,8 +9,13 @@ keep what they have learnt.
 That needs an order. In lockstep all ranks first agree on losses and buffers, and then push: so as
 long as a server misses a push of a window, every rank does all of that window's agreement once more
 in a new group, and as soon as none does, nobody does. Cost and codecs: `windows.py`.
+
+With a deadline nobody waits for a late replica, so each reports its own losses and keeps its own
+buffers, as out of lockstep; samples are counted by the server that closes rounds.
 """
 
+from shoal.data.ledger import add_marks
+from shoal.logs import warn_once
 from shoal.mesh import NOTHING_ASKED, Mesh
 from shoal.parallel.layout import Slice
 from shoal.sync.local import LocalSGD
@@ -26,7 +31,10 @@ class LocalThroughServers(LocalSGD):
 
     def __init__(self, num_pieces: int, windows: Windows, exact: bool = True):
         super().__init__(num_pieces, windows.timetable, exact)
-        self.windows, self._meets = windows, windows.bound == 0
+        self.windows = windows
+        self._meets = windows.bound == 0 and not windows.closes_early
+        self._num_samples = self._brought = 0  # since a round was joined; with the step under way
+        self._was_in = True  # the last round
 
     def _find_place(self, mesh: Mesh) -> None:
         self.windows.open(self.model, mesh)
@@ -41,6 +49,8 @@ class LocalThroughServers(LocalSGD):
         if self._meets:
             return super().exchange(tally, want_norm)
         own = self.inner.exchange(tally, want_norm)._replace(num_samples=None, mark=None)
+        self._mark = add_marks((self._marked, tally.mark))
+        self._brought = self._num_samples + tally.num_samples
         asked = NOTHING_ASKED
         if self._averages(step):
             ask = self.windows.ask_to_stop if tally.asked.stop else self.windows.stops_after
@@ -69,16 +79,37 @@ class LocalThroughServers(LocalSGD):
         if self._meets and self.begins_at < step:  # a server misses some of this window's pushes
             self._tell_anew()
             self._means = Means(self.group, list(self.model.buffers()))
-        self.windows.agree(step)
+        self._was_in = self.windows.agree(step, self._brought, self._mark)
+        if self.windows.closes_early:
+            self._look_at_round()
+
+    def _look_at_round(self) -> None:
+        joined = self.windows.last_round
+        assert joined is not None
+        self.late_mark = joined.mark if self._was_in and self._knows_marks else None
+        if not self._was_in:
+            warn_once(
+                f"Replica {self.group.rank} came after the deadline of a round. What it learnt "
+                "goes into a later one, with its samples. Is it often so? Give a longer deadline."
+            )
+
+    def _commit(self, step: int, ends: bool) -> None:
+        super()._commit(step, ends)
+        counts = ends and self._was_in
+        self._num_samples = 0 if counts else self._brought
+        self._marked = 0 if counts else self._mark
+        self.late_mark = self.late_mark if ends else None
 
     def _join(self, source: Source, step: int) -> None:
         for name, places in self._untrained().items():
             source.fill(name, places)
         self.buffers.hold()
+        self._num_samples = 0
         self.windows.join(step)
 
     def _take_agreed(self, own: Source, mean: Source, step: int) -> int:
         self.windows.load_outer(own, mean, step)
+        self._num_samples = 0
         return step
 
     def _agreed_state(self) -> dict[str, list[Slice]]:
