@@ -170,6 +170,12 @@ class DeadlineServer(Server):
                 touched[key] = [a or b for a, b in zip(own[key], touched.get(key, own[key]))]
         return sums, touched
 
+    def _refuse_early(self, guest: Guest, batch: int) -> None:
+        """A late worker comes to a batch by a round that it was not in, perhaps before this server
+        has stepped on it."""
+        if not 0 <= batch <= self.clock.committed + 1:
+            super()._refuse_early(guest, batch)
+
     def _refuse_counts(self, apply: Apply) -> None:
         if len(apply.counts) != self.num_pieces or not any(apply.counts):
             raise ValueError(f"{len(apply.counts)} counts came for {self.num_pieces} replicas")
