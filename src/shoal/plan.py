@@ -171,6 +171,11 @@ class Plan(msgspec.Struct, frozen=True):
         return None if self.deadline == "none" else float(self.deadline)
 
     @property
+    def waits_for_all(self) -> bool:
+        """Whether no replica goes on before all have agreed, wherever they do."""
+        return self.bound == 0 and self.deadline_s is None
+
+    @property
     def rate_factors(self) -> list[float]:
         """What each replica's learning rate is multiplied with. Needs a resolved plan."""
         if self.rates == "even":

@@ -200,7 +200,7 @@ def _averages(rank: Rank) -> list[Message]:
         sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))
     if plan.fragments == 1 and not plan.num_servers:
         sent.append(_all_reduce("that all have it", "data", [n * DOUBLE], rank))
-    told = sent if plan.bound == 0 else sent[:1]  # else replicas tell each other nothing
+    told = sent if plan.waits_for_all else sent[:1]  # else replicas tell each other nothing
     return [message for message in told if message.count]
 
 

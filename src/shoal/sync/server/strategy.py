@@ -75,7 +75,7 @@ class ThroughServers:
         self._damps, self._hosts, self._rates = damps, hosts, rates
         self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
-        self.late_mark = None
+        self.late_mark: int | None = None
         self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: Memory | None = None
