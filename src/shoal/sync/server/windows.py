@@ -120,9 +120,9 @@ class Windows(ThroughServers):
         brought = {"num_samples": num_samples, "mark": mark}
         waits = self._meets_after(self.batch + 1)
         asked = self._questions.ask(0, Join, **which, **brought, waits=waits)
-        ((joined, _),) = self._questions.answers([asked])
+        joined: Joined = self._questions.answers([asked])[0][0]
         self.last_round = joined
-        return joined  # type: ignore[no-any-return]
+        return joined
 
     def _follow_anchor(self) -> None:
         """Move the weights as the anchor has moved, so that what they are away from it stays."""
