@@ -26,8 +26,8 @@ def check_whole(trained: Trained) -> None:
     assert trained.result["rounds"]["closed"] == NUM_STEPS // 4
 
 
-def test_as_long_as_nobody_is_late_it_is_the_plan_without(start) -> None:
-    plain = start(plan=SERVED, recipe="stateless", pause=0).wait()
+def test_as_long_as_nobody_is_late_it_is_the_plan_without(start, undisturbed_under) -> None:
+    plain = undisturbed_under(SERVED, "stateless")
     trained = start(plan=f"{SERVED} deadline=300", recipe="stateless", pause=0).wait()
     check_whole(trained)
     assert trained.model() == plain.model()

@@ -69,9 +69,9 @@ def check_same(trained: Trained, other: Trained) -> None:
     ],
 )
 def test_a_window_done_again_has_the_same_bits(
-    start, plan: str, point: str, step: int, rank: int
+    start, undisturbed_under, plan: str, point: str, step: int, rank: int
 ) -> None:
-    whole = start(plan=plan, recipe="stateless", pause=0).wait()
+    whole = undisturbed_under(plan, "stateless")
     armed = f"{point}:kill:member={rank}:step={step}"
     trained = start(armed, plan=plan, recipe="stateless").wait()
     check_whole(trained, [rank])
@@ -94,8 +94,10 @@ def test_who_has_not_heard_that_all_agreed_follows_who_has(start, plan: str, los
 
 
 @pytest.mark.parametrize("point", ["local.brought", "local.agreed"])
-def test_a_group_that_breaks_without_a_death_agrees_once(start, point: str) -> None:
-    whole = start(plan=PACKED, pause=0).wait()
+def test_a_group_that_breaks_without_a_death_agrees_once(
+    start, undisturbed_under, point: str
+) -> None:
+    whole = undisturbed_under(PACKED)
     trained = start(f"{point}:lose:member=1:step=24", plan=PACKED).wait()
     check_whole(trained, [])
     check_same(trained, whole)
@@ -119,9 +121,9 @@ def test_buffers_and_moments_may_differ_and_no_sample_is_lost(
 
 @pytest.mark.full
 @pytest.mark.parametrize("second", [0, 3])
-def test_a_second_death_while_the_first_is_repaired(start, second: int) -> None:
+def test_a_second_death_while_the_first_is_repaired(start, undisturbed_under, second: int) -> None:
     """Member 3 takes the seat of rank 1, and it or rank 0 dies when it is given the state."""
-    whole = start(plan=NESTEROV, recipe="stateless", pause=0).wait()
+    whole = undisturbed_under(NESTEROV, "stateless")
     armed = ["step.computed:kill:member=1:step=22", f"handover.sharing:kill:member={second}"]
     trained = start(*armed, plan=NESTEROV, recipe="stateless").wait()
     check_same(trained, whole)
@@ -130,8 +132,8 @@ def test_a_second_death_while_the_first_is_repaired(start, second: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2)])
-def test_one_survivor_is_enough(start, ranks: tuple[int, int]) -> None:
-    whole = start(plan=NESTEROV, recipe="stateless", pause=0).wait()
+def test_one_survivor_is_enough(start, undisturbed_under, ranks: tuple[int, int]) -> None:
+    whole = undisturbed_under(NESTEROV, "stateless")
     armed = [f"step.computed:kill:member={rank}:step=22" for rank in ranks]
     trained = start(*armed, plan=NESTEROV, recipe="stateless").wait()
     check_whole(trained, list(ranks))
@@ -171,11 +173,10 @@ def test_where_one_cannot_be_replaced_all_begin_from_the_checkpoint(
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_kills_at_random_moments(start, num_kills: int) -> None:
+def test_kills_at_random_moments(start, undisturbed_under, num_kills: int) -> None:
     seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
     print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
     draws = random.Random(seed)
-    whole = {plan: start(plan=plan, recipe="stateless", pause=0).wait() for plan in PLANS}
     for attempt in range(num_kills):
         plan = PLANS[attempt % 2]
         training = start(pause=0.01, plan=plan, recipe="stateless")
@@ -183,6 +184,6 @@ def test_kills_at_random_moments(start, num_kills: int) -> None:
         time.sleep(draws.uniform(0.0, 0.5))
         training.signal_rank(draws.randrange(3), signal.SIGKILL)
         trained = training.wait()
-        check_same(trained, whole[plan])
+        check_same(trained, undisturbed_under(plan, "stateless"))
         check_ledger(trained, NUM_STEPS)
         assert trained.result["recoveries"] == 1, f"kill {attempt} of seed {seed}"
