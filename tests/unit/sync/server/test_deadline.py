@@ -138,8 +138,10 @@ class World:
         replica.phase = "push"
 
     def _push(self, replica: Replica, worker: Worker) -> None:
-        for server in self.servers:
-            push_all(server, worker, replica.window, replica.learnt)
+        for number, server in enumerate(self.servers):
+            for key in server.shard.keys:
+                rows = worker.rows(key, replica.learnt)
+                self._hear(number, send(server, worker, worker.push(key, replica.window), rows))
         self._ask(replica, 1, worker.make(Kept, batch=replica.window, attempt=0))
         replica.phase = "join"
 
@@ -314,3 +316,15 @@ def test_the_mean_is_weighted_by_samples() -> None:
     send(server, workers[0], workers[0].apply(0, counts=counts))
     # Servers of local steps divide by the number of replicas.
     assert torch.allclose(values(server) / 3, torch.tensor((10 * 3.0 + 30 * 7.0) / 40))
+
+
+def test_who_was_late_is_answered_as_soon_as_the_others_step() -> None:
+    server = make_server(1, 2)
+    server.begin(GENERATION)
+    workers = [Worker(seat, server) for seat in range(2)]
+    for worker in workers:
+        send(server, worker, worker.hello())
+    assert not send(server, workers[1], workers[1].pull(1))
+    push_all(server, workers[0], 0, 1.0)
+    answers = send(server, workers[0], workers[0].apply(0, counts=[2.0, 0.0]))
+    assert [answer.to for answer in answers] == [workers[0].name, workers[1].name]
