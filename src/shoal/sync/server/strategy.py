@@ -231,6 +231,10 @@ class ThroughServers:
         """This rank's share of the tables. Every rank must call it."""
         return self._served.fetch(tables=True).tensors if self.lookups.names else {}
 
+    def kinds(self) -> State:
+        """The names and types of what servers hold for this rank, without a value."""
+        return self._served.kinds()
+
     def _come_to(self, batch: int) -> None:
         self.batch, self._attempt = batch, 0
         self.lookups.batch = batch
