@@ -149,7 +149,7 @@ def test_an_evaluation_and_a_save_after_a_window(start, rank: int) -> None:
     check_whole(trained, [rank])
     told = [record.get("evaluation") for record in trained.steps()]
     assert [t is not None for t in told] == [r.get("evaluation") is not None for r in whole.steps()]
-    saved = {event["step"] for event in trained.events("saved")}  # but for what the dead did not tell
+    saved = {event["step"] for event in trained.events("saved")}
     assert 60 in saved and any(24 < step < 60 for step in saved)
 
 
