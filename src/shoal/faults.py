@@ -2,7 +2,7 @@
 
 Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms
 points through the environment, as `point:action[:member=N][:step=K]` separated by commas: the
-action (kill, stop, raise, full, exit, segfault) happens once, in that member, at that step.
+action (kill, stop, raise, lose, full, exit, segfault) happens once, in that member, at that step.
 """
 
 import errno
@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Callable
 from typing import NamedTuple
+
+from shoal.errors import GroupLost
 
 VARIABLE = "SHOAL_FAULTS"
 
@@ -33,6 +35,10 @@ def _raise() -> None:
     raise InjectedError("a test broke this rank on purpose")
 
 
+def _lose() -> None:
+    raise GroupLost("a test broke the group on purpose")
+
+
 def _full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -43,6 +49,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "segfault": _signal(signal.SIGSEGV),
     "abort": _signal(signal.SIGABRT),
     "raise": _raise,
+    "lose": _lose,
     "full": _full,
     "exit": lambda: os._exit(0),
 }

@@ -27,6 +27,7 @@ class Notes(msgspec.Struct, frozen=True):
     step: int
     loss_scale: ScaleState
     answers: list[dict[str, float]]
+    past: tuple[int, list[dict[str, float]]]
     info: StepInfo | None
     stopped: bool
 
@@ -88,7 +89,9 @@ def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
         trainer.last_info = None if notes.info is None else notes.info._replace(step=trainer.step)
     if trainer.step == notes.step:
         trainer.answers, trainer.stopped = notes.answers, notes.stopped
-    # An evaluation needs all ranks, so whatever came after a step that one has left is over.
+    elif trainer.step == notes.past[0]:
+        # An evaluation needs all ranks, so what came after a step that one has left is over.
+        trainer.answers = notes.past[1]
     return is_new and trainer.step == notes.step
 
 
@@ -97,6 +100,7 @@ def _share_notes(trainer: "Trainer", leader: int) -> Notes:
         trainer.step,
         trainer.loss_scale.state,
         trainer.answers,
+        trainer.past,
         trainer.last_info,
         trainer.stopped,
     )

@@ -42,6 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     damping: str = "none"
     rates: str = "even"
     copies: int = 1
+    deadline: str = "none"
     local_steps: int = 1
     outer: str = "average"
     fragments: int = 1
@@ -163,6 +164,16 @@ class Plan(msgspec.Struct, frozen=True):
     def bound(self) -> int | None:
         """How many batches a worker may be ahead; None for any number."""
         return None if self.staleness == "any" else self.staleness
+
+    @property
+    def deadline_s(self) -> float | None:
+        """After how long a round closes without those who have not come."""
+        return None if self.deadline == "none" else float(self.deadline)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether no replica goes on before all have agreed, wherever they do."""
+        return self.bound == 0 and self.deadline_s is None
 
     @property
     def rate_factors(self) -> list[float]:

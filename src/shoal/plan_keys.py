@@ -65,6 +65,15 @@ def _rates(text: str) -> str:
     return ":".join(str(rate) for rate in rates)
 
 
+def _deadline(text: str) -> str:
+    if text == "none":
+        return text
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return f"{seconds:g}"
+
+
 def _outer(text: str) -> str:
     """`nesterov` is written out with its rate and momentum, so that equal plans are equal text."""
     name, *numbers = text.split(":")
@@ -143,6 +152,12 @@ KEYS: dict[str, Key] = {
         _rates,
     ),
     "copies": Key("1 or more", "number of servers that hold each shard", _count()),
+    "deadline": Key(
+        "none, or seconds above 0",
+        "time after the first replica's push when servers close a round of local steps without "
+        "those who have not come",
+        _deadline,
+    ),
     "local_steps": Key("1 or more", "number of steps between two agreements", _count()),
     "outer": Key(
         "average, nesterov[:rate[:momentum]] with rate > 0 and 0 <= momentum < 1",

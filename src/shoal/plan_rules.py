@@ -66,6 +66,14 @@ _NEEDS = {
     "damping": _STALE,
     "rates": _STALE,
     "copies": _SERVER,
+    "deadline": Need(
+        lambda plan: (
+            plan.deadline == "none"
+            or (plan.sync == "server" and plan.local_steps > 1 and plan.data != 1)
+        ),
+        "without servers and local steps of several replicas: there are no rounds to close",
+        "add sync=server, local_steps=2 and data=2 or more",
+    ),
     "local_steps": Need(
         lambda plan: (
             plan.local_steps == 1
@@ -155,6 +163,7 @@ def _refuse_servers(plan: "Plan") -> None:
             "take the mean of what replicas learnt. Leave one of them out."
         )
     _refuse_hosts(plan)
+    _refuse_deadline(plan)
     if plan.sums != "exact":
         raise PlanError(
             f"sums={plan.sums} does not go with sync=server, whose servers add up the pieces in "
@@ -179,6 +188,21 @@ def _refuse_servers(plan: "Plan") -> None:
         raise PlanError(
             f"precision=fp16 does not go with staleness={plan.staleness}. The loss scale of fp16 "
             "is agreed on every step, and here workers agree on none. Use precision=bf16."
+        )
+
+
+def _refuse_deadline(plan: "Plan") -> None:
+    if plan.deadline == "none":
+        return
+    if plan.staleness != 0:
+        raise PlanError(
+            f"deadline={plan.deadline} does not go with staleness={plan.staleness}, under which "
+            "replicas wait for nobody and there are no rounds. Leave one of them out."
+        )
+    if plan.copies > 1:
+        raise PlanError(
+            f"deadline={plan.deadline} does not go with copies={plan.copies} yet: who was in a "
+            "round is written to a journal. Leave copies out; a journal repairs a server that dies."
         )
 
 

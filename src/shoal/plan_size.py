@@ -4,6 +4,7 @@ A plan can be resized where a rank's state is held by another, or by servers. Th
 pieces stay what they were, so that what is trained does not depend on it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,15 +35,21 @@ def size_of(plan: Plan) -> Size:
     return Size(plan.num_ranks, plan.num_serving)
 
 
-def can_recover(plan: Plan) -> bool:
-    """Whether what a rank holds is held by another, or by servers."""
-    is_held = plan.local_steps == 1 or plan.sync == "server"
-    return is_held and not plan.zero and plan.tensor == plan.pipeline == 1
+def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
+    """Whether what a rank holds is held by another, or by servers; or of local steps, what a rank
+    has to begin its window again.
+
+    That needs all to meet only where windows end: after every so many steps, if that is known.
+    """
+    if plan.local_steps > 1 and plan.sync != "server":
+        in_windows = meets_every is not None and not any(n % plan.local_steps for n in meets_every)
+        return in_windows and plan.fragments == 1 and plan.num_replicas > 1
+    return not plan.zero and plan.tensor == plan.pipeline == 1
 
 
 def can_resize(plan: Plan) -> bool:
     """Whether a rank can come or go. In a window of local steps it has learnt what nobody has."""
-    return can_recover(plan) and plan.local_steps == plan.hosts == 1
+    return plan.local_steps == plan.hosts == 1 and can_recover(plan)
 
 
 def of_size(plan: Plan, size: Size) -> Plan:

@@ -101,6 +101,12 @@ class Run:
         saves = self.save_every is not None and step % self.save_every == 0
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
+    @property
+    def meets_every(self) -> list[int]:
+        """After how many steps each time, beside the last, the whole state is wanted."""
+        evaluates = None if self.evaluate is None else self.evaluate_every
+        return [every for every in (self.save_every, evaluates) if every is not None]
+
     def evaluates_after(self, step: int) -> bool:
         """Whether `step` is one to evaluate after: as often as the run says, and the last."""
         if self.evaluate is None:

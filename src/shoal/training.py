@@ -59,18 +59,17 @@ class Trainer:
         self.keeper, self.hooks = keeper or KeepsNothing(), list(hooks)
         self.prepared = prepare(run, plan) if prepared is None else prepared
         self.model = self.prepared.model
-        self.num_steps = run.num_steps()
+        self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
         self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
         self.loss_scale = LossScale(plan.precision)
-        self.schedule = run.make_schedule()
         self.step = 0
         self.stopped = self.meets = False  # after this step: for good, until the next generation
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
+        self.past = 0, self.answers  # the last step that has some, and those
         self.last_info: StepInfo | None = None
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
-        self._is_fresh = False  # whether the last step was committed in the group as it is
 
     def __enter__(self) -> Self:
         if self.plan.saves_memory:
@@ -122,8 +121,8 @@ class Trainer:
         """Mean loss and metrics over a source, each sample once. Every rank must call it."""
         while self._num_heard == len(self.answers):
             try:
-                answer = measure(self.run, self.compute, source, self.mesh)
-                self.answers.append(answer)
+                self.answers.append(measure(self.run, self.compute, source, self.mesh))
+                self.past = self.step, self.answers
             except GroupLost as lost:
                 self.regroup(lost)
         self._num_heard += 1
@@ -157,7 +156,8 @@ class Trainer:
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
         take_size(self, mesh)
-        self.balance, self._is_fresh = balance_of(self.plan, mesh), False
+        self.balance = balance_of(self.plan, mesh)
+        self._is_fresh = False  # whether the last step was committed in the group as it is
         self.take_place(mesh)
         if handover.catch_up(self):
             self._unseen, self._num_heard = self.last_info, 0
@@ -167,8 +167,7 @@ class Trainer:
     def _try_step(self) -> None:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
         faultpoint("step.begin", self.step)
-        started = perf_counter()
-        sent_before = self.mesh.bytes_sent
+        started, sent_before = perf_counter(), self.mesh.bytes_sent
         batch = self.batches.at(self.step)
         tally = Tally(asked=self.seat.asked())
         data_s, rounds = 0.0, self.compute.rounds
@@ -201,9 +200,10 @@ class Trainer:
         self.stopped, self.meets = agreed.asked
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
+        mark = self.strategy.late_mark if agreed.mark is None else agreed.mark
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.last_info = StepInfo(
-            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, agreed.mark, out
+            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
         )
         rebalance(self, agreed.busy_s)
 

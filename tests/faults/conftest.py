@@ -20,13 +20,15 @@ Start = Callable[..., Training]
 @pytest.fixture(scope="session")
 def undisturbed_under(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Trained]:
-    """The tiny run under a plan, without faults."""
+) -> Callable[..., Trained]:
+    """The tiny run (or another of its file) under a plan, without faults."""
 
     @cache
-    def train(plan: str) -> Trained:
+    def train(plan: str, recipe: str = "mlp") -> Trained:
         run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-        training = faults.start(pool, f"{RECIPE}:mlp", run_dir, plan=plan, settings={"pause": 0})
+        training = faults.start(
+            pool, f"{RECIPE}:{recipe}", run_dir, plan=plan, settings={"pause": 0}
+        )
         trained = training.wait()
         assert trained.exit_code == 0, trained.errors
         return trained
@@ -35,7 +37,7 @@ def undisturbed_under(
 
 
 @pytest.fixture(scope="session")
-def undisturbed(undisturbed_under: Callable[[str], Trained]) -> Trained:
+def undisturbed(undisturbed_under: Callable[..., Trained]) -> Trained:
     return undisturbed_under(PLAN)
 
 

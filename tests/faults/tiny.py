@@ -47,6 +47,15 @@ def mlp(pause: float = 0.002) -> shoal.Run:
     return run_of(pause)
 
 
+def stateless(pause: float = 0.002) -> shoal.Run:
+    """Without buffers and without state of the optimizer: a step made again has the same bits."""
+    return run_of(
+        pause,
+        model=lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+
+
 def sparse(pause: float = 0.002) -> shoal.Run:
     """An embedding whose gradients are sparse, which one rank alone can train."""
     ids = torch.arange(NUM_SAMPLES)
@@ -63,6 +72,12 @@ def sparse(pause: float = 0.002) -> shoal.Run:
 def evaluated(pause: float = 0.002) -> shoal.Run:
     held_out = shoal.data.tensors(torch.randn(30, 4), torch.zeros(30, 1))
     return run_of(pause, evaluate=held_out, evaluate_every=5)
+
+
+def judged(pause: float = 0.002, save: int = 8) -> shoal.Run:
+    """Evaluated and saved, after as many steps."""
+    held_out = shoal.data.tensors(torch.randn(30, 4), torch.zeros(30, 1))
+    return run_of(pause, evaluate=held_out, evaluate_every=save, save_every=save)
 
 
 def raises(pause: float = 0.002, at_id: int = 5) -> shoal.Run:

@@ -110,4 +110,11 @@ def train(mesh: Mesh, recipe: str, plan: str) -> dict[str, Any]:
     }
 
 
+def check_same(found: Any, steps: int) -> None:
+    """What `verify` found: so many steps, and the same bits."""
+    assert found.exit_code == 0, found.errors
+    assert found.verdict["passed"] and found.verdict["num_steps"] == steps
+    assert found.verdict["identical"], found.errors
+
+
 RECIPES = {"network": network, "clipped": clipped, "padded": padded, "tokens": tokens}

@@ -1,4 +1,5 @@
-"""Local steps under an outer optimizer, packed and in fragments: the bits of one process.
+"""Local steps under an outer optimizer, packed, in fragments, through servers in lockstep: the bits
+of one process that plays all replicas.
 
 Codecs round, and rounding makes a whole step of a last bit; so nothing less than the same bits is
 accepted, which both sides have since they add in one order.
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.testing.ranks import Pool
-from tests.parity.runs import train
+from tests.parity.runs import check_same, train
 
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 UNLIKE = str(Path(__file__).with_name("unlike.py"))
@@ -19,6 +20,8 @@ QUICK = [
     ("data=2 local_steps=4 outer=nesterov", f"{ZOO}:mlp", 6),
     ("data=3 local_steps=4 outer=nesterov:0.5:0.8 codec=int8 fragments=2", f"{UNLIKE}:noisy", 11),
     ("data=4 local_steps=3 codec=int4", f"{UNLIKE}:frozen", 7),
+    ("data=3 sync=server servers=2 local_steps=3 outer=nesterov:0.5:0.8", f"{UNLIKE}:noisy", 8),
+    ("data=2 sync=server servers=2 local_steps=4 codec=int4", f"{UNLIKE}:frozen", 10),
 ]
 PLANS = [
     "data=2 local_steps=4 outer=nesterov",
@@ -28,13 +31,16 @@ PLANS = [
     "data=4 local_steps=7 outer=nesterov codec=bf16 fragments=2 accumulate=2",
     "data=2 local_steps=4 outer=nesterov codec=fp16 precision=bf16",
     "data=1 local_steps=4 outer=nesterov:0.5",
+    "data=2 sync=server local_steps=4",
+    "data=4 sync=server servers=3 local_steps=8 outer=nesterov codec=int8",
+    "data=4 sync=server servers=2 local_steps=7 outer=nesterov codec=bf16 accumulate=2",
+    "data=2 sync=server local_steps=5 outer=nesterov codec=fp16 precision=bf16",
+    "data=1 sync=server local_steps=4 outer=nesterov:0.5",
 ]
-
-
-def check_same(found: Any, steps: int) -> None:
-    assert found.exit_code == 0, found.errors
-    assert found.verdict["passed"] and found.verdict["num_steps"] == steps
-    assert found.verdict["identical"], found.errors
+PACKED = [
+    "data=3 local_steps=4 outer=nesterov codec=int4 fragments=2",
+    "data=3 sync=server servers=2 local_steps=4 outer=nesterov codec=int8",
+]
 
 
 @pytest.mark.parametrize(("plan", "recipe", "steps"), QUICK)
@@ -48,13 +54,14 @@ def test_replicas_train_what_the_reference_does(
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("recipe", ["mlp", "cnn", "gpt"])
 def test_many_steps(verify: Any, recipe: str, plan: str) -> None:
-    check_same(verify(f"{ZOO}:{recipe}", plan, steps=20), 20)
+    steps = 18 if "server" in plan else 20
+    check_same(verify(f"{ZOO}:{recipe}", plan, steps=steps), steps)
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("plan", PACKED)
 @pytest.mark.parametrize("recipe", ["tied", "frozen", "unused", "double", "groups", "recurrent"])
-def test_models_unlike_one_another(verify: Any, recipe: str) -> None:
-    plan = "data=3 local_steps=4 outer=nesterov codec=int4 fragments=2"
+def test_models_unlike_one_another(verify: Any, recipe: str, plan: str) -> None:
     check_same(verify(f"{UNLIKE}:{recipe}", plan, steps=11), 11)
 
 

@@ -186,6 +186,7 @@ SERVED = [
     pytest.param("cnn", "data=3 sync=server pieces=8 combine=median", 3, marks=pytest.mark.full),
     ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int4", 2),
     ("gpt", "data=2 sync=server local_steps=2 outer=nesterov staleness=any", 2),
+    ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int8 deadline=300", 2),
 ]
 
 

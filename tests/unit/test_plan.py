@@ -39,10 +39,12 @@ def fleets(draw: st.DrawFn) -> dict[str, object]:
     servers, staleness = draw(COUNT), draw(st.integers(0, 100) | st.just("any"))
     local = draw(st.sampled_from([{}, {"local_steps": 4, "outer": "nesterov", "codec": "int8"}]))
     precisions = ["fp32", "bf16", *["fp16"] * (staleness == 0 and not local)]
+    deadline = draw(st.sampled_from(["none", *(["0.5", "30"] if local and staleness == 0 else [])]))
     return local | {
         "sync": "server",
         "servers": servers,
-        "copies": draw(st.integers(1, servers)),
+        "copies": draw(st.integers(1, servers)) if deadline == "none" else 1,
+        "deadline": deadline,
         "staleness": staleness,
         "damping": draw(st.sampled_from(["none", *["inverse"] * (staleness != 0)])),
         "precision": draw(st.sampled_from(precisions)),
@@ -155,6 +157,9 @@ def test_a_plan_is_frozen() -> None:
         ("outer=nesterov:inf local_steps=2", "rate > 0"),
         ("outer=average:1 local_steps=2", "average, nesterov"),
         ("sync=server staleness=some", "0 or more, or any"),
+        ("data=2 sync=server local_steps=2 deadline=0", "seconds above 0"),
+        ("data=2 sync=server local_steps=2 deadline=nan", "seconds above 0"),
+        ("data=2 sync=server local_steps=2 deadline=soon", "none, or seconds above 0"),
         ("data=2 sync=server servers=257", "1 to 256"),
         ("sync=server combine=trimmed:0.5", "0 < F < 0.5"),
         ("sync=server staleness=1 rates=1:0", "a number above 0"),
@@ -185,6 +190,8 @@ def test_bad_words_are_refused(text: str, says: str) -> None:
         ("servers=2", "add sync=server"),
         ("data=2 hosts=2", "add sync=server"),
         ("copies=2", "add sync=server"),
+        ("data=2 local_steps=2 deadline=5", "add sync=server, local_steps=2 and data=2 or more"),
+        ("data=2 sync=server deadline=5", "there are no rounds to close"),
         ("sync=server damping=inverse", "add sync=server and staleness=1 or more"),
         ("sync=server rates=1:2", "add sync=server and staleness=1 or more"),
         ("sync=server staleness=2 combine=median", "and leave staleness out"),
@@ -209,6 +216,8 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
     ("text", "way_out"),
     [
         ("sync=server servers=2 copies=3", "Use servers=3 or copies=2."),
+        ("data=2 sync=server local_steps=2 staleness=1 deadline=5", "there are no rounds"),
+        ("data=2 sync=server servers=2 copies=2 local_steps=2 deadline=5", "Leave copies out"),
         ("data=4 sync=server hosts=2 staleness=1", "Leave staleness or hosts out."),
         ("data=4 sync=server hosts=2 combine=median", "Leave combine or hosts out."),
         ("data=4 sync=server hosts=2 local_steps=2", "Leave local_steps or hosts out."),

@@ -38,6 +38,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         "model": str(model) if model.exists() and not facts["model_problem"] else None,
         "recoveries": outcome.num_recoveries,
         "staleness": _staleness(outcome),
+        "rounds": _rounds(outcome),
         "steps_again": outcome.num_steps_again,
         "plan": outcome.plan or facts["plan"],
         "run_dir": str(run_dir),
@@ -54,6 +55,12 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
     if as_json:
         _print_result(result)
     return code
+
+
+def _rounds(outcome: Any) -> dict[str, Any] | None:
+    """Of a run whose rounds close at a deadline, what was told last."""
+    told = [s["rounds"] for s in outcome.summaries.values() if s.get("rounds")]
+    return max(told, key=lambda one: one["closed"], default=None)
 
 
 def _staleness(outcome: Any) -> dict[str, Any] | None:
@@ -113,6 +120,8 @@ def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]
     if seen := result["staleness"]:
         mean, largest = f"{seen['mean']:.2f}", plural(seen["largest"], "batch", "batches")
         lines.insert(-1, f"staleness: {mean} on the mean, {largest} at the most")
+    if told := result["rounds"]:
+        lines.insert(-1, _rounds_in_words(told))
     if result["recoveries"]:
         again = result["steps_again"]
         told = f"{again} steps were done again" if again else "no step was done again"
@@ -155,3 +164,13 @@ def _print_result(result: dict[str, Any]) -> None:
         print(msgspec.json.encode(result).decode(), flush=True)
     except OSError as error:
         raise UsageError(f"The result could not be written to standard output: {error}.") from error
+
+
+def _rounds_in_words(rounds: dict[str, Any]) -> str:
+    late = [
+        f"rank {rank} {plural(times, 'time', 'times')}"
+        for rank, times in enumerate(rounds["late"])
+        if times
+    ]
+    who = f"; late: {', '.join(late)}" if late else ""
+    return f"rounds: {rounds['early']} of {rounds['closed']} closed early{who}"

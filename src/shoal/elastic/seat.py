@@ -253,7 +253,7 @@ class SupervisedSeat:
                 group = Group(dist.group.WORLD)
             mesh = Mesh.form(group, self._axes, world.device)
             servers = self._find_servers(store, place) if place.num_servers else None
-            return mesh._replace(servers=servers, sizes=sizes)
+            return mesh._replace(servers=servers, sizes=sizes, is_lost=self._place_is_new)
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None

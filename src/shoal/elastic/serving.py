@@ -1,6 +1,8 @@
 """What a parameter server's process does, under a seat that comes after those of the ranks."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -12,6 +14,7 @@ from shoal.numerics import schedules
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
+from shoal.sync.server.deadline import DeadlineServer
 from shoal.sync.server.host import HostServer, way_of_host
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.moving import (
@@ -23,6 +26,7 @@ from shoal.sync.server.moving import (
     write_parts,
 )
 from shoal.sync.server.peers import copied
+from shoal.sync.server.referee import Referee
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
@@ -81,7 +85,7 @@ class Serving:
         self._counts = counts
         shelf = Shelf(self.directory, len(counts) - 1)
         in_journal = plan.copies == 1  # else what it does is written to other servers
-        server = self._server = Server(
+        server = self._server = self._kind()(
             self._shard_of(self.number),
             num_seats=self._num_guests(self.seat.sizes[-1].num_ranks),
             # Of a window of local steps each replica has one piece.
@@ -99,6 +103,14 @@ class Serving:
         peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of)
         self._desk = Desk(server, peers)
         return self._desk, server
+
+    def _kind(self) -> Callable[..., Server]:
+        deadline_s = self.plan.deadline_s
+        if deadline_s is None:
+            return Server
+        # One server decides who is in a round.
+        referee = None if self.number else Referee(self.plan.num_replicas, deadline_s)
+        return partial(DeadlineServer, referee=referee)
 
     def _shard_of(self, owner: int) -> Shard:
         model, tables = self.model, Tables(self.model, owner, self._counts[-1])

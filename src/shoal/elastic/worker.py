@@ -96,7 +96,7 @@ def prepare_training(
             else:
                 Serving(number, seat, run, plan, model, run_dir / "servers").serve()
 
-        return under_seat(birth, plan, work)
+        return under_seat(birth, can_recover(plan, run.meets_every), work)
 
     return facts, rank_main
 
@@ -138,7 +138,7 @@ def use_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None]) -> int:
+def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], None]) -> int:
     """Run `work` in a member's seat; an error goes to the supervisor, and is the exit code."""
     logs.set_up(f"member {birth.number} ")
     os.environ.update(birth.told)
@@ -148,7 +148,7 @@ def under_seat(birth: Birth, plan: Plan, work: Callable[[SupervisedSeat], None])
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
-        recovers=can_recover(plan),
+        recovers=recovers,
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -208,6 +208,7 @@ def _train(
         "stopped": trainer.step < trainer.num_steps,
         "checkpoint": trainer.keeper.saved_step,
         "staleness": _staleness(trainer),
+        "rounds": _rounds(trainer),
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
     seat.before_meeting = scribe.flush
@@ -257,6 +258,15 @@ def _staleness(trainer: Trainer) -> dict[str, Any] | None:
     if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
         return None
     return strategy.staleness.summary()
+
+
+def _rounds(trainer: Trainer) -> dict[str, Any] | None:
+    """What became of the rounds of a run whose rounds close at a deadline, as it was last told."""
+    strategy = trainer.strategy
+    told = strategy.windows.last_round if isinstance(strategy, LocalThroughServers) else None
+    if told is None:
+        return None
+    return {"closed": told.num_rounds, "early": told.num_early, "late": told.num_late}
 
 
 def _warm_up(run: Run, model: nn.Module) -> None:

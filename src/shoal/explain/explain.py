@@ -325,6 +325,11 @@ def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
             f"staleness={plan.staleness}: each rank's pieces are a step of the optimizer, with a "
             "learning rate that is their share of the batch."
         )
+    if plan.deadline_s is not None:
+        notes.append(
+            f"deadline={plan.deadline}: a round closes so many seconds after its first replica "
+            "came. Who is late brings what it learnt to its next round."
+        )
     if plan.precision != "fp32":
         notes.append(
             f"precision={plan.precision} is that of forward and backward; parameters, gradients "

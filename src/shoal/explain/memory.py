@@ -105,6 +105,9 @@ def _extra(rank: Rank, gradients: int) -> Amount:
         num_bytes, named = outer.kept(rank)
         extra += num_bytes
         words.append(named)
+    elif plan.local_steps > 1:
+        extra += sum(p.num_bytes for p in rank.parameters if p.dtype.is_floating_point)
+        words.append("the weights of the last agreement")
     if rank.num_replicas > 1 and plan.local_steps == 1:
         window, largest = _in_flight(rank, gradients)
         if window:

@@ -198,7 +198,9 @@ def _averages(rank: Rank) -> list[Message]:
     ]
     if plan.has_anchor:
         sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))
-    told = sent if plan.bound == 0 else sent[:1]  # else replicas tell each other nothing
+    if plan.fragments == 1 and not plan.num_servers:
+        sent.append(_all_reduce("that all have it", "data", [n * DOUBLE], rank))
+    told = sent if plan.waits_for_all else sent[:1]  # else replicas tell each other nothing
     return [message for message in told if message.count]
 
 

@@ -97,7 +97,7 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
         rows += count * use.row_bytes
     sizes = [layout.value_places(n)[-1] for n in own]
     words = "its part of all"
-    if plan.bound == 0:
+    if plan.waits_for_all:
         sizes, words = [sizes[0], *sizes], f"{words}, two sets"
     words += "".join(f", and of server {n}" for n in own[1:])
     memory = Memory(

@@ -35,6 +35,7 @@ class AllReduce:
     """`round_size` pieces are in a pipeline together and count as one term of the sum."""
 
     in_lockstep, begins_at = True, 0
+    late_mark: int | None = None
 
     def __init__(self, num_pieces: int, exact: bool = True, round_size: int = 1):
         self.num_pieces, self.round_size, self.exact = num_pieces, round_size, exact

@@ -33,6 +33,7 @@ def strategy_for(
             timetable,
             damps=plan.damping == "inverse",
             rates=plan.rate_factors,
+            closes_early=plan.deadline_s is not None,
             meets_after=meets_after,
         )
         return LocalThroughServers(plan.num_pieces, windows, exact)

@@ -29,6 +29,7 @@ from shoal.sync.strategy import Agreed, Tally
 
 class FullySharded:
     in_lockstep, begins_at = True, 0
+    late_mark: int | None = None
 
     def __init__(self, num_pieces: int, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size

@@ -3,38 +3,53 @@
 Each replica trains on its share of every global batch with its own optimizer; after H steps, and
 after the last one, weights and buffers become the mean over replicas. Optimizer state stays local.
 Use it where the link is slow: an H-th of the traffic, for results that differ from training on the
-whole batch. Between two averages a replica's weights exist once, so its death ends the run. Losses
-and requests are agreed on when weights are; in between, a replica reports its own.
+whole batch. Losses and requests are agreed on when weights are; in between, a replica reports its
+own.
 
-Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step.
-Read next: `outer.py`, where an outer optimizer takes the place of the average.
+A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
+the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
+two phases (`means.py`), so that after a death either all survivors count it or none does. Only in
+fragments, of which each is agreed on at another time, does a death take all back to a checkpoint.
+
+Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step; in
+memory the weights once more. Read next: `outer.py`, where an outer optimizer takes the place of the
+average.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
-from shoal.comm.reduce import TreeReduce
 from shoal.data.ledger import add_marks
 from shoal.data.split import share
+from shoal.errors import AgreementLost, GroupLost
+from shoal.faults import faultpoint
+from shoal.logs import warn_on_screen
 from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.numerics.fragments import Timetable
-from shoal.parallel.layout import WHOLE, Holding, Slice
+from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.means import Means
 from shoal.sync.outer import Outer, Rule
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
-from shoal.sync.rounds import blocks_by_rank
 from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
 
+_BOUND = 2  # added to a flag: whoever says it has acted on what it heard
+
 
 class LocalSGD:
-    """Without a `rule` weights are averaged, all at once."""
+    """Without a `rule` weights are averaged, all at once.
 
-    in_lockstep, begins_at = True, 0
+    `in_lockstep` is about steps, of which each replica takes its own; `begins_at` is the last one
+    after which any replica of the group counts an agreement.
+    """
+
+    in_lockstep, begins_at = False, 0
+    late_mark: int | None = None
 
     def __init__(
         self, num_pieces: int, timetable: Timetable, exact: bool = True, rule: Rule | None = None
@@ -42,10 +57,15 @@ class LocalSGD:
         self.num_pieces, self.timetable, self.exact = num_pieces, timetable, exact
         self.outer = None if rule is None else Outer(rule, timetable)
         self.step = 0
+        self.agreed = 0  # the last step after which this replica counts an agreement
+        self._kept: dict[str, Tensor] = {}  # weights as of then, if no outer optimizer has them
+        self._made = 0  # the step that is made, and perhaps not agreed on
+        self._means: Means | None = None  # that came, and may not count yet
         self._alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
         self._mine: list[float] = []  # what this rank told the others of a window
+        self._told: Group | None = None  # who they were
 
     def attach(
         self,
@@ -54,14 +74,13 @@ class LocalSGD:
         mesh: Mesh,
         holding: Holding = WHOLE,
     ) -> None:
-        self.group = mesh.data
+        self.group, self.holding, self._is_lost = mesh.data, holding, mesh.is_lost
         self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.inner = AllReduce(len(self.pieces), self.exact)
         alone = Group()
         self.inner.attach(model, optimizer, mesh._replace(world=alone, data=alone), holding)
         self.model, self.buffers = model, self.inner.buffers
-        if self.outer is not None:
-            self.outer.attach(model, self.group)
+        self._find_place(mesh)
 
     def detach(self) -> None:
         self.inner.detach()
@@ -69,6 +88,9 @@ class LocalSGD:
             self.outer.detach()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        if first and self._is_lost():
+            # Now, and not when the window ends: a newcomer waits for all to come.
+            raise GroupLost("another generation was announced")
         if first and self.outer is not None:
             self.outer.send_again()
         return self.inner.microbatch(first, last)
@@ -81,39 +103,43 @@ class LocalSGD:
             # Heard with the others: all stop after the same step.
             return own._replace(busy_s=busy_s, mark=None, asked=NOTHING_ASKED)
         stops = float(tally.asked.stop)
-        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, stops, self._mark]
-        rows = self.group.gather_numbers(self._mine)
+        mark = self._mark if self._knows_marks else -1
+        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, stops, mark]
+        rows = self._tell()
+        stops = _heard([row[3] for row in rows])
+        self._mine[3] = stops + _BOUND
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             busy_s=[row[2] for row in rows],
-            asked=Asked(stop=any(row[3] for row in rows)),
-            mark=add_marks(row[4] for row in rows) if self._knows_marks else None,
+            asked=Asked(stop=stops),
+            mark=None if any(row[4] < 0 for row in rows) else add_marks(row[4] for row in rows),
         )
 
     def update(self, scale: float, check: bool = True) -> bool:
-        averages = self._averages(self.step + 1)
-        if not self.inner.update(scale, check):
-            return False
-        self._commit(self.step + 1, averages)
-        if self.outer is not None:
-            self.outer.after(self.step)
-        if averages:
-            own = [] if self.outer is not None else list(self.model.parameters())
-            self._average([*own, *self.model.buffers()])
+        """Raises AgreementLost if the step is made and replicas could not agree after it: then
+        call it again, in a new group."""
+        step = self.step + 1
+        ends = self._averages(step)
+        if self._made != step:
+            if not self.inner.update(scale, check):
+                return False
+            self._made = step
+        try:
+            self._agree(step, ends)
+        except GroupLost as lost:
+            raise AgreementLost(str(lost)) from lost
+        self._commit(step, ends)
         return True
-
-    def _commit(self, step: int, averages: bool) -> None:
-        self.step = step
-        self._marked = 0 if averages else self._mark
-        self._knows_marks |= averages
-        self._alike = self.timetable.alike(step)
 
     def gradients(self) -> dict[str, list[Slice]]:
         return self.inner.gradients()
 
     def state_dict(self, served: bool = True) -> State:
-        """What replicas do not share carries the replica's number."""
+        """What replicas do not share carries the replica's number. A newcomer gets what they do,
+        as of the last agreement, and of one of them what none trains."""
+        if not served:
+            return State(self._untrained() | self._agreed_state(), {})
         state = self.inner.state_dict()
         own = of_replica("", self.group.rank)
         tensors = {
@@ -125,40 +151,119 @@ class LocalSGD:
         return State(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
-        self.step = step
+        self.step, self._made = step, 0
         self._marked, self._knows_marks = 0, self._averages(step)
+        if not served:
+            self._join(source, step)
+            self.agreed, self._alike = step, True
+            warn_on_screen(
+                f"Replica {self.group.rank} goes on from step {step}, where replicas agreed last, "
+                "with an optimizer that has seen nothing yet. "
+                "The others keep what they have learnt."
+            )
+            return
         same = source.plain.get(REPLICAS) == self.group.num_ranks
         own = Merged(source, self.group.rank if same else None)
         self.inner.load_state_dict(own, step)
         first = next((f"model.{name}" for name, _ in self.model.named_parameters()), "")
         self._alike = not same or first in source
+        self.agreed = self._take_agreed(own, Merged(source), step)
+
+    def _find_place(self, mesh: Mesh) -> None:
+        """Learn what was agreed on last. Every rank must reach this."""
         if self.outer is not None:
-            self.outer.load_state_dict(own, Merged(source), step)
+            self.outer.attach(self.model, self.group)
+        elif not self._kept:
+            self._kept = self._copy_weights()
+        self.begins_at = int(max(row[0] for row in self.group.gather_numbers([self.agreed])))
+
+    def _agree(self, step: int, ends: bool) -> None:
+        """Take in what replicas make of the step, aside. Every rank must reach this."""
+        if step <= self.begins_at:
+            return  # some count it, so all had it before the group broke
+        if ends:
+            self._tell_anew()
+        if self.outer is not None:
+            self.outer.bring(step)
+        if ends:
+            faultpoint("local.bringing", step)
+            weights = [] if self.outer is not None else list(self.model.parameters())
+            self._means = Means(self.group, [*weights, *self.model.buffers()])
+            if self.timetable.num_fragments == 1:
+                faultpoint("local.brought", step)
+                self.group.gather_numbers([step])  # who hears of all knows that all have it
+                faultpoint("local.agreed", step)
+
+    def _commit(self, step: int, ends: bool) -> None:
+        """Let a step count, and what was agreed on after it. Nobody talks in it."""
+        if self.outer is not None:
+            self.outer.take(step)
+        if self._means is not None:
+            self._means.take()
+            self._kept = {n: self._means[p] for n, p in self._weights() if n in self._kept}
+            self._means = None
+            self.buffers.hold()
+        self.step = step
+        self.agreed = step if ends else self.agreed
+        self._marked = 0 if ends else self._mark
+        self._knows_marks |= ends
+        self._alike = self.timetable.alike(step)
+
+    def _tell(self) -> list[list[float]]:
+        self._told = self.group
+        return self.group.gather_numbers(self._mine)
+
+    def _tell_anew(self) -> None:
+        """In a new group a newcomer asks, and whoever had not heard."""
+        if self._told is not self.group:
+            self._tell()
+
+    def _join(self, source: Source, step: int) -> None:
+        """As a newcomer, take what the others share."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
+        self.buffers.hold()
+        if self.outer is None:
+            self._kept = self._copy_weights()
+        else:
+            self.outer.load_state_dict(source, source, step)
+
+    def _take_agreed(self, own: Source, mean: Source, step: int) -> int:
+        """Take over what a state after `step` tells of the last agreement; after which step it was.
+
+        Without an anchor nobody goes back further than to what a replica had then.
+        """
+        if self.outer is not None:
+            has_anchor = self.outer.load_state_dict(own, mean, step)
+            return step - step % self.timetable.local_steps if has_anchor else step
+        self._kept = self._copy_weights()
+        return step
+
+    def _agreed_state(self) -> dict[str, list[Slice]]:
+        """What was agreed on last."""
+        if self.outer is not None:
+            return self.outer.shared_state()
+        return {f"model.{n}": slices_of(n, t, self.holding) for n, t in self._kept.items()}
+
+    def _untrained(self) -> dict[str, list[Slice]]:
+        """Buffers, and weights that nobody brings together."""
+        others = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {f"model.{n}": slices_of(n, t, self.holding) for n, t in others}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are averaged."""
+        return ((n, p) for n, p in self.model.named_parameters() if p.is_floating_point())
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self._weights()}
 
     def _averages(self, step: int) -> bool:
         """Whether replicas agree on losses and buffers, and without fragments on weights."""
         return self.timetable.ends_window(step)
 
-    @torch.no_grad()
-    def _average(self, averaged: Sequence[Tensor]) -> None:
-        """Tensors become the mean over replicas. Every rank must reach this."""
-        num_ranks = self.group.num_ranks
-        if num_ranks == 1:
-            return
-        tree = TreeReduce(self.group, blocks_by_rank(num_ranks, num_ranks))
-        for tensors in _by_kind(averaged):
-            reduction = tree.start([torch.cat([t.reshape(-1) for t in tensors])])
-            reduction.fold()
-            mean = reduction.finish().div_(num_ranks)
-            for tensor, part in zip(tensors, mean.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        self.inner.buffers.hold()
 
-
-def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Floating-point tensors, those of one type and device together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
+def _heard(flags: Sequence[float]) -> bool:
+    """Whether to stop. Some may have acted on what they heard in a group that broke since, and all
+    follow them; else one that was asked is enough."""
+    bound = [flag for flag in flags if flag >= _BOUND]
+    return any(flag % _BOUND for flag in bound or flags)

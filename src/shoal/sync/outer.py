@@ -7,7 +7,8 @@ moves the anchor, and the weights follow. Outer gradients stand packing into a f
 the following steps compute, and what a replica learnt meanwhile stays: its weights move by as much
 as the new anchor differs from what was sent.
 
-A fragment under way is kept as what was sent, and nothing else changes until it arrives. So a state
+All at once, an agreement has two phases: what came is kept aside until all have it (`means.py`). A
+fragment under way is kept as what was sent, and nothing else changes until it arrives. So a state
 may be saved, or the group be left, at any time: it is sent again.
 
 Douillard et al. 2023, arXiv 2311.08105; in fragments, Douillard et al. 2025, arXiv 2501.18512.
@@ -46,7 +47,7 @@ class Rule(NamedTuple):
 class Parcel:
     """The parameters of a fragment that are of one type, as flat vectors.
 
-    Order of calls: `leave`, `fold`, `arrive`, on every rank.
+    Order of calls: `leave`, `fold`, `arrive`, `move`, on every rank; nobody talks in the last.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], rule: Rule, group: Group):
@@ -60,6 +61,8 @@ class Parcel:
         self.sent: Tensor | None = None  # the weights, while they are under way
         self._trip: PackedMean | Reduction | None = None
         self._is_folded = False
+        self._mean: Tensor | None = None  # that came, and does not count yet
+        self._dropped: tuple[Tensor, Tensor] | None = None  # by its packing: of the own, of it
         self.settle(group)
 
     def settle(self, group: Group) -> None:
@@ -96,15 +99,23 @@ class Parcel:
             self._trip.fold()
             self._is_folded = True
 
-    def arrive(self, rule: Rule, keep_progress: bool) -> None:
-        """Move the anchor and the weights."""
+    def arrive(self) -> None:
+        """Take in the mean, aside."""
         self.fold()
-        assert self._trip is not None and self.sent is not None
-        mean = self._trip.finish().to(self.dtype)
+        assert self._trip is not None
+        self._mean = self._trip.finish().to(self.dtype)
         if isinstance(self._trip, PackedMean):
-            self.residual, self.owed = self._trip.dropped, self._trip.owes
+            self._dropped = self._trip.dropped, self._trip.owes
         else:
-            mean.div_(self.group.num_ranks)
+            self._mean.div_(self.group.num_ranks)
+        self._trip = None
+
+    def move(self, rule: Rule, keep_progress: bool) -> None:
+        """Move the anchor and the weights by what arrived."""
+        mean, self._mean = self._mean, None
+        assert mean is not None and self.sent is not None
+        if self._dropped is not None:
+            (self.residual, self.owed), self._dropped = self._dropped, None
         # Not fused: the last bits would depend on an element's place in the vector.
         if rule.momentum:
             assert self.momentum is not None
@@ -116,7 +127,7 @@ class Parcel:
             now = self.weights() + (self.anchor.to(self.dtype) - self.sent)
         for p, value in zip(self.named.values(), self.parts(now).values(), strict=True):
             p.copy_(value)
-        self._trip = self.sent = None
+        self.sent = None
 
     def drain(self) -> None:
         if self._trip is not None:
@@ -150,7 +161,7 @@ class Parcel:
 
 
 class Outer:
-    """The outer optimizer of one replica. `after` each step, on every rank."""
+    """The outer optimizer of one replica. `bring` and `take` each step, on every rank."""
 
     def __init__(self, rule: Rule, timetable: Timetable):
         self.rule, self.timetable = rule, timetable
@@ -179,33 +190,64 @@ class Outer:
 
     def send_again(self) -> None:
         """What was under way when the group was left, or the state saved. Every rank calls it."""
-        for parcel in self._parcels():
+        for parcel in self._parcels() if self.timetable.num_fragments > 1 else ():
             if parcel.is_waiting:
                 parcel.leave()
 
     @torch.no_grad()
-    def after(self, step: int) -> None:
-        """Every rank must reach this."""
+    def bring(self, step: int) -> None:
+        """Send, and take in what arrives, aside but for fragments. Every rank must reach this."""
+        if self.timetable.num_fragments > 1:
+            self._stream(step)
+        elif self.timetable.ends_window(step):
+            self._fetch([0])
+
+    @torch.no_grad()
+    def take(self, step: int) -> None:
+        """Let what was brought count. Nobody talks in it, and it does not fail."""
+        if self.timetable.num_fragments == 1 and self.timetable.ends_window(step):
+            is_whole = step % self.timetable.local_steps == 0
+            self._move([0], self.rule if is_whole else self._mean_rule, keep_progress=False)
+        self._is_at_anchor = self.timetable.alike(step)
+
+    @property
+    def _mean_rule(self) -> Rule:
+        """A window that the end cuts short is no gradient for the momentum: take the mean."""
+        return self.rule._replace(rate=1.0, momentum=0.0)
+
+    def _stream(self, step: int) -> None:
         is_last, leaving = step == self.timetable.num_steps, self.timetable.sent(step)
         if self._under_way is not None:
             number, at = self._under_way
             if is_last or step - at >= self.timetable.delay:
-                self._arrive([number], self.rule, keep_progress=True)
+                self._arrive([number])
+                self._move([number], self.rule, keep_progress=True)
                 self._under_way = None
             elif step - at >= max(1, self.timetable.delay // 2):
                 for parcel in self.fragments[number]:
                     parcel.fold()
         if is_last:
-            # A window that the end cuts short is no gradient for the momentum: take the mean.
             short = [n for n in range(len(self.fragments)) if n != leaving]
-            self._agree(short, self.rule._replace(rate=1.0, momentum=0.0))
-        if leaving is not None and (is_last or not self.timetable.delay):
-            self._agree([leaving], self.rule)
-        elif leaving is not None:
-            for parcel in self.fragments[leaving]:
-                parcel.leave()
-            self._under_way = leaving, step
-        self._is_at_anchor = self.timetable.alike(step)
+            self._fetch(short)
+            self._move(short, self._mean_rule, keep_progress=False)
+        if leaving is None:
+            return
+        if is_last:
+            self._fetch([leaving])
+            self._move([leaving], self.rule, keep_progress=False)
+            return
+        for parcel in self.fragments[leaving]:
+            parcel.leave()
+        self._under_way = leaving, step
+
+    def shared_state(self) -> dict[str, list[Slice]]:
+        """What all replicas hold alike: the anchor, in the weights' place, and the momentum."""
+        found: dict[str, list[Slice]] = {}
+        for parcel in self._parcels():
+            for kind, flat in (("model.", parcel.anchor), (MOMENTUM, parcel.momentum)):
+                if flat is not None:
+                    found |= {kind + n: [whole(part)] for n, part in parcel.parts(flat).items()}
+        return found
 
     def state_dict(self, of_own: str) -> dict[str, list[Slice]]:
         """By name; what is the replica's own has `of_own` before it. Anchors that are the weights
@@ -223,15 +265,17 @@ class Outer:
         return found
 
     @torch.no_grad()
-    def load_state_dict(self, own: Source, mean: Source, step: int) -> None:
+    def load_state_dict(self, own: Source, mean: Source, step: int) -> bool:
         """Take over the state after `step`: `own` is this replica's if there are as many as there
-        were, `mean` that over all. What is missing starts as in a new run."""
+        were, `mean` that over all. What is missing starts as in a new run. Whether the anchor is
+        of before the step."""
         self.detach()
-        self._is_at_anchor = True
+        self._is_at_anchor, has_anchor = True, False
         for parcel in self._parcels():
             parcel.sent = None
             for name, part in parcel.parts(parcel.anchor).items():
                 is_kept = ANCHOR + name in own
+                has_anchor |= is_kept
                 source, kind = (own, ANCHOR) if is_kept else (mean, "model.")
                 source.fill(kind + name, [whole(part)])
             self._is_at_anchor &= torch.equal(parcel.anchor, parcel.weights())
@@ -247,6 +291,7 @@ class Outer:
         self._under_way = self.timetable.under_way(step)
         if self._under_way is not None:
             self._take_sent(own, self.fragments[self._under_way[0]])
+        return has_anchor
 
     def _take_sent(self, own: Source, fragment: list[Parcel]) -> None:
         """If it is the fragment that was under way; else it is sent when its next window ends."""
@@ -259,19 +304,25 @@ class Outer:
             for name, part in parcel.parts(parcel.sent).items():
                 own.fill(SENT + name, [whole(part)])
 
-    def _agree(self, numbers: list[int], rule: Rule) -> None:
-        """Send and wait: afterwards the weights are the anchor."""
+    def _fetch(self, numbers: list[int]) -> None:
+        """Send and wait."""
         for number in numbers:
             for parcel in self.fragments[number]:
                 parcel.leave()
-        self._arrive(numbers, rule, keep_progress=False)
+        self._arrive(numbers)
 
-    def _arrive(self, numbers: list[int], rule: Rule, keep_progress: bool) -> None:
+    def _arrive(self, numbers: list[int]) -> None:
         parcels = [parcel for number in numbers for parcel in self.fragments[number]]
         for parcel in parcels:
             parcel.fold()
         for parcel in parcels:
-            parcel.arrive(rule, keep_progress)
+            parcel.arrive()
+
+    def _move(self, numbers: list[int], rule: Rule, keep_progress: bool) -> None:
+        """Without progress to keep, the weights are the anchor afterwards."""
+        for number in numbers:
+            for parcel in self.fragments[number]:
+                parcel.move(rule, keep_progress)
 
     def _parcels(self) -> Iterator[Parcel]:
         return (parcel for fragment in self.fragments for parcel in fragment)

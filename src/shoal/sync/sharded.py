@@ -60,6 +60,7 @@ class Sending(NamedTuple):
 
 class Sharded:
     in_lockstep, begins_at = True, 0
+    late_mark: int | None = None
 
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size

@@ -81,6 +81,7 @@ class Strategy(Protocol):
     buffers: BufferMeans  # told of each forward by `microbatch`, or by a pipeline
     in_lockstep: bool  # whether no rank commits a step before all have computed it
     begins_at: int  # after which step a newcomer in this seat goes on, as far as servers know
+    late_mark: int | None  # in the place of that in `Agreed`, if it is known only after `update`
 
     def attach(
         self,

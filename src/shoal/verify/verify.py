@@ -114,6 +114,12 @@ def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
 
 
 def _refuse_replay(run: Run, plan: Plan) -> None:
+    if plan.deadline_s is not None:
+        raise PlanError(
+            f"deadline={plan.deadline} makes a result depend on who came in time, and there is no "
+            "other to compare it with. Verify the plan without deadline: as long as nobody is "
+            "late, the weights are the same."
+        )
     if plan.sync == "server" and plan.bound != 0 and (tables := tables_of(run.make_model())):
         raise PlanError(
             f"The table {next(iter(tables))} is looked up in the middle of a step, and with "

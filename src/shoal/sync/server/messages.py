@@ -84,6 +84,25 @@ class Apply(FromWorker, frozen=True, tag="apply"):
     factor: float
     pulled: int | None
     settings: list[dict[str, Any]]
+    counts: list[float] = []  # of a round that closed early: how much each piece counts, 0 if out
+
+
+class Kept(FromWorker, frozen=True, tag="kept"):
+    """Are all my rows of this batch there?"""
+
+    batch: int
+    attempt: int
+
+
+class Join(FromWorker, frozen=True, tag="join"):
+    """I have brought what I learnt from so many samples, with this mark, for a round: answer when
+    it is closed. `waits`: it is to wait for all."""
+
+    batch: int
+    attempt: int
+    num_samples: int
+    mark: int
+    waits: bool
 
 
 class Pull(FromWorker, frozen=True, tag="pull"):
@@ -169,6 +188,18 @@ class Summed(FromServer, frozen=True, tag="summed"):
     finite: bool
 
 
+class Joined(FromServer, frozen=True, tag="joined"):
+    """The round is closed: with you, or you were late. The other fields are those of `referee.py`,
+    and tell of all rounds."""
+
+    is_in: bool
+    counts: list[float]
+    mark: int | None
+    num_rounds: int
+    num_early: int
+    num_late: list[int]
+
+
 class Applied(FromServer, frozen=True, tag="applied"):
     """`version`: how many updates came before this one; -1 if it was made before."""
 
@@ -211,7 +242,18 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
+Asking = Sum | Apply | Kept | Join  # of rows that were pushed
+WorkerMessage = Hello | Push | Asking | Pull | Look | Stop | Dump | Load | Check
 ServerMessage = (
-    Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Checked | Refused
+    Welcome
+    | Missing
+    | Summed
+    | Joined
+    | Applied
+    | Values
+    | Found
+    | Done
+    | Dumped
+    | Checked
+    | Refused
 )

@@ -25,6 +25,7 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import (
     Answer,
     Apply,
+    Asking,
     Check,
     Checked,
     Done,
@@ -86,8 +87,17 @@ class Reception(ABC):
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
-        if bound == 0:
+        if self.in_place:
             held.sets.double()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether workers read parameters where they stand: they change when all have read."""
+        return self.bound == 0
+
+    def tick(self, now: float) -> list[Answer]:
+        """What there is to say because time has passed."""
+        return []
 
     @abstractmethod
     def _apply(self, guest: Guest, apply: Apply) -> FromServer:
@@ -110,11 +120,11 @@ class Reception(ABC):
         self.guests: dict[bytes, Guest] = {}
         own = shares(self.num_pieces, self.num_seats)
         keys = [*self.held.keys, *self.held.tables.keys]
-        self._rows = Rows(keys, self.num_pieces, self.bound == 0, self._rule, own)
+        self._rows = Rows(keys, self.num_pieces, self.in_place, self._rule, own)
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
-        self._waiting: dict[tuple[bytes, type[Sum | Pull]], Sum | Pull] = {}
+        self._waiting: dict[tuple[bytes, type[WorkerMessage]], WorkerMessage] = {}
 
     def take_in(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
@@ -154,9 +164,7 @@ class Reception(ABC):
                 yield Answer(sender, Missing(request=message.request, keys=missing))
             case Sum() | Pull():
                 self._refuse_early(guest, message.batch)
-                waits = self._waiting.get((sender, type(message)), message)
-                if message.request >= waits.request:  # or else it is late, and nobody waits for it
-                    self._waiting[sender, type(message)] = message
+                self._wait(sender, message)
             case Look():
                 yield Answer(
                     sender, Found(request=message.request), [self._look_up(guest, message, payload)]
@@ -205,7 +213,7 @@ class Reception(ABC):
 
     def _shown(self) -> list[Place]:
         """Where parameters stand that workers read; out of lockstep they may change under them."""
-        return self.held.sets.places if self.bound == 0 else []
+        return self.held.sets.places if self.in_place else []
 
     def _refuse_early(self, guest: Guest, batch: int) -> None:
         """A worker comes to a batch by its own pieces of the one before.
@@ -272,21 +280,29 @@ class Reception(ABC):
             )
         return pieces
 
-    def _missing(self, pieces: range, guest: Guest, message: Sum | Apply) -> list[int]:
+    def _missing(self, pieces: range, guest: Guest, message: Asking) -> list[int]:
         """The keys of which some rows are not here, of a batch that may have been begun."""
         self._refuse_early(guest, message.batch)
         return self._rows.missing(message.batch, pieces, message.attempt)
 
+    def _wait(self, sender: bytes, message: WorkerMessage) -> None:
+        """Answer it when that can be done."""
+        waits = self._waiting.get((sender, type(message)), message)
+        if message.request >= waits.request:  # or else it is late, and nobody waits for it
+            self._waiting[sender, type(message)] = message
+
     def _serve_waiting(self) -> Iterator[Answer]:
         for (sender, kind), message in list(self._waiting.items()):
-            answer = (
-                self._values(sender, message)
-                if isinstance(message, Pull)
-                else self._summed(sender, message)
-            )
+            answer = self._answer_waiting(sender, message)
             if answer is not None:
                 del self._waiting[sender, kind]
                 yield answer
+
+    def _answer_waiting(self, sender: bytes, message: WorkerMessage) -> Answer | None:
+        if isinstance(message, Pull):
+            return self._values(sender, message)
+        assert isinstance(message, Sum)
+        return self._summed(sender, message)
 
     def _values(self, sender: bytes, pull: Pull) -> Answer | None:
         if not self.clock.may_begin(pull.batch):
@@ -300,7 +316,7 @@ class Reception(ABC):
         is_new, guest.pulled = pull.request > guest.pulled, max(pull.request, guest.pulled)
         # Where they stand they may change under the reader. A question that came twice may find
         # the next gradients in these rows.
-        if shared and self.bound != 0 and is_new:
+        if shared and not self.in_place and is_new:
             for key, value in self.held.values.items():
                 guest.place(key, 0, value).copy_(value)
         values = Values(

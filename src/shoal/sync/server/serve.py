@@ -1,5 +1,6 @@
 """The process of a parameter server, under a seat that comes after those of the ranks."""
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -39,6 +40,8 @@ class Desk:
             sender, *frames = self._socket.recv_multipart(copy=False)
             for answer in self._take_in(sender.bytes, frames):
                 self._answer(answer)
+        for answer in self.server.tick(time.monotonic()):
+            self._answer(answer)
         if self.peers is not None:
             for answer in self.peers.leader.release():
                 faultpoint("server.copied", self.peers.leader.number - 1)
@@ -48,7 +51,7 @@ class Desk:
         if self.peers is None:
             self._send(answer)
             return
-        if self.server.bound != 0:  # parameters may change before it leaves
+        if not self.server.in_place:  # parameters may change before it leaves
             own = [part.clone() if isinstance(part, Tensor) else part for part in answer.payload]
             answer = answer._replace(payload=own)
         self.peers.leader.hold(answer)
@@ -67,7 +70,7 @@ class Desk:
         is_small = sum(map(len, frames)) < 65_536
         try:
             self._socket.send_multipart(
-                frames, zmq.NOBLOCK, copy=is_small or self.server.bound != 0
+                frames, zmq.NOBLOCK, copy=is_small or not self.server.in_place
             )
         except zmq.ZMQError:
             return  # it is gone, or does not read: it will ask again

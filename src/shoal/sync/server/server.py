@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+from torch import Tensor
 
 from shoal.faults import faultpoint
 from shoal.numerics.norms import values_of
@@ -90,8 +91,7 @@ class Server(Reception):
             raise ValueError(f"nobody steps with scale {apply.scale} and factor {apply.factor}")
         self.shard.refuse_settings(apply.settings)
         faultpoint("server.apply", apply.batch)
-        sums = self._rows.sums(apply.batch, pieces)
-        touched = self._rows.touched(apply.batch, pieces)
+        sums, touched = self._sums(apply, pieces)
         if self.journal is not None and self.journal.is_long:
             # Of before the step, so that the last record is always a step: rows of tables as they
             # were before it can be asked for.
@@ -111,6 +111,11 @@ class Server(Reception):
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
         return Applied(request=apply.request, version=self.version - 1)
+
+    def _sums(self, apply: Apply, pieces: range) -> tuple[dict[int, Tensor], dict[int, list[bool]]]:
+        """What is stepped on of some pieces, by key, and the parameters that it is of."""
+        batch = apply.batch
+        return self._rows.sums(batch, pieces), self._rows.touched(batch, pieces)
 
     def _look(self, sum_: Sum, pieces: range) -> Told:
         norms, finite = b"", True

@@ -75,9 +75,11 @@ class ThroughServers:
         self._damps, self._hosts, self._rates = damps, hosts, rates
         self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
+        self.late_mark: int | None = None
         self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: Memory | None = None
+        self._counts: list[float] = []  # of pieces that do not all count alike
         self._versions: list[int] = []  # of the parameters at hand, by server
         self._changed: Changed | None = None
         self._attached = ExitStack()  # what is to be closed
@@ -175,6 +177,7 @@ class ThroughServers:
             "scale": scale,
             "factor": rate * part,
             "settings": self._changed.of(self.held.optimizer),
+            "counts": self._counts,
         }
         applied = [
             self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)

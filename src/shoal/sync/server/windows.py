@@ -8,6 +8,10 @@ outer rate.
 
 A codec packs what is pushed, key by key, and what it drops is added to the next window's push.
 
+With a deadline a round of windows may close without this replica (`deadline.py`). Then nothing was
+pushed, as far as anybody knows: the weights move by as much as the anchor has, so what was learnt
+since the last round that it was in is still the difference, and goes into the next one.
+
 Cost: per worker and window the packed weights' bytes out and the weights' in; in its memory the
 anchor, the row that is pushed and, with a codec, what is not sent yet. Read next: `local.py`.
 """
@@ -22,7 +26,7 @@ from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.outer import RESIDUAL, Rule
 from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_names
-from shoal.sync.server.messages import Push, Stop, Welcome
+from shoal.sync.server.messages import Join, Joined, Kept, Push, Stop, Welcome
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.state import Source
 
@@ -39,9 +43,11 @@ class Windows(ThroughServers):
         *,
         damps: bool = False,
         rates: Sequence[float] = (),
+        closes_early: bool = False,
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
-        self.rule, self.timetable = rule, timetable
+        self.rule, self.timetable, self.closes_early = rule, timetable, closes_early
+        self.last_round: Joined | None = None  # that was heard of
         self._total = num_replicas if bound == 0 else 1  # terms of the sum that is stepped on
         self._packed: dict[int, Tensor] = {}  # what this window pushes, by key
         self._dropped: dict[int, Tensor] = {}  # of that
@@ -72,8 +78,11 @@ class Windows(ThroughServers):
         return min(window * self.timetable.local_steps, self.timetable.num_steps)
 
     @torch.no_grad()
-    def agree(self, step: int) -> None:
-        """Push what was learnt in the window that this step ends, and take the new anchor."""
+    def agree(self, step: int, num_samples: int = 0, mark: int = 0) -> bool:
+        """Push what was learnt up to the end of a window, and take the new anchor.
+
+        False if the round closed without it: then nothing counts of so many samples.
+        """
         self.batch = self.window_of(step)
         is_short = step % self.timetable.local_steps != 0
         for group in self.optimizer.param_groups:
@@ -85,11 +94,43 @@ class Windows(ThroughServers):
         for p, weight in zip(self.parameters, self.weights, strict=True):
             p.grad = p - weight
         self.buckets.send_rest()
-        if self.in_lockstep:
+        if self.closes_early:
+            joined = self._join(num_samples, mark)
+            if not joined.is_in:
+                self._follow_anchor()
+                return False
+            self._counts = joined.counts
+        elif self.in_lockstep:
             list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
-        self.update(1.0, check=False)
+        if self.closes_early and not self._counts:  # it was long stepped on
+            self._pull(self.batch + 1, self._meets_after(self.batch + 1))
+            self._come_to(self.batch + 1)
+        else:
+            self.update(1.0, check=False)
         self.residual |= self._dropped
         self.take_anchor()
+        return True
+
+    def _join(self, num_samples: int, mark: int) -> Joined:
+        """Wait until the round is closed. All other servers have the rows by then: whoever is in a
+        round may stop for a while, and nobody waits for it."""
+        which = {"batch": self.batch, "attempt": self._attempt}
+        others = range(1, len(self.line))
+        self._questions.answers([self._questions.ask(server, Kept, **which) for server in others])
+        brought = {"num_samples": num_samples, "mark": mark}
+        waits = self._meets_after(self.batch + 1)
+        asked = self._questions.ask(0, Join, **which, **brought, waits=waits)
+        joined: Joined = self._questions.answers([asked])[0][0]
+        self.last_round = joined
+        return joined
+
+    def _follow_anchor(self) -> None:
+        """Move the weights as the anchor has moved, so that what they are away from it stays."""
+        before = [p.detach().clone() for p in self.parameters]
+        self._pull(self.batch + 1, meets=False)
+        self._come_to(self.batch + 1)
+        for weight, p, old in zip(self.weights, self.parameters, before, strict=True):
+            weight.add_(p - old)
 
     @torch.no_grad()
     def take_anchor(self) -> None:
