@@ -24,6 +24,7 @@ class Guest:
     layout: Layout
     rows: Segment | None  # memory that both see
     pulled: int = 0  # the number of the last question for parameters that was answered
+    made: int = -1  # how many updates came before the last one that it asked for
     loaded: int = 0  # and of the last state that it sent
 
     def rows_of(self, push: Push, values: Tensor, payload: Sequence[memoryview]) -> list[Tensor]:

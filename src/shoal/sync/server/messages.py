@@ -48,7 +48,8 @@ class Hello(FromWorker, frozen=True, tag="hello"):
 class Push(FromWorker, frozen=True, tag="push"):
     """Rows of one key for some blocks of a batch: beside this, or in the shared memory.
 
-    Nobody answers; a `Sum` or `Apply` whose rows did not come is answered with `Missing`.
+    Nobody answers; a `Sum` or `Apply` of a worker whose rows did not come is answered with
+    `Missing`.
     """
 
     batch: int
@@ -73,8 +74,9 @@ class Sum(FromWorker, frozen=True, tag="sum"):
 
 
 class Apply(FromWorker, frozen=True, tag="apply"):
-    """Step on these pieces' gradients times `scale`, with learning rates times `factor`; less, if
-    `pulled` is said, the more updates came since that version."""
+    """Step on these pieces' gradients times `scale`, as soon as all are here, with learning rates
+    times `factor`; less, if `pulled` is said, the more updates came since that version. Then give
+    me the parameters for the next batch, as for a `Pull`."""
 
     batch: int
     attempt: int
@@ -84,6 +86,7 @@ class Apply(FromWorker, frozen=True, tag="apply"):
     factor: float
     pulled: int | None
     settings: list[dict[str, Any]]
+    meets: bool = False
 
 
 class Pull(FromWorker, frozen=True, tag="pull"):
@@ -163,12 +166,6 @@ class Summed(FromServer, frozen=True, tag="summed"):
     finite: bool
 
 
-class Applied(FromServer, frozen=True, tag="applied"):
-    """`version`: how many updates came before this one; -1 if it was made before."""
-
-    version: int
-
-
 class Values(FromServer, frozen=True, tag="values"):
     """The parameters, key by key: in frames, or in the shared memory."""
 
@@ -176,6 +173,7 @@ class Values(FromServer, frozen=True, tag="values"):
     version: int  # updates that they are made of, and states that were taken over
     number: int  # of the set in which they stand
     halt: Halt | None
+    made: int = -1  # how many updates came before the last one that this worker asked for
 
 
 class Found(FromServer, frozen=True, tag="found"):
@@ -204,6 +202,4 @@ class Refused(FromServer, frozen=True, tag="refused"):
 
 
 WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
-ServerMessage = (
-    Welcome | Missing | Summed | Applied | Values | Found | Done | Dumped | Checked | Refused
-)
+ServerMessage = Welcome | Missing | Summed | Values | Found | Done | Dumped | Checked | Refused

@@ -31,7 +31,6 @@ from shoal.sync.server.messages import (
     Dump,
     Dumped,
     Found,
-    FromServer,
     Halt,
     Hello,
     Load,
@@ -52,6 +51,8 @@ from shoal.sync.server.rows import Rows
 from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State, pack_state
+
+Waiting = Sum | Apply | Pull
 
 
 class Held(Protocol):
@@ -89,8 +90,12 @@ class Reception(ABC):
             held.sets.double()
 
     @abstractmethod
-    def _apply(self, guest: Guest, apply: Apply) -> FromServer:
-        """Step on some pieces, once."""
+    def _refuse_apply(self, apply: Apply) -> None:
+        """ValueError if nobody can step like that."""
+
+    @abstractmethod
+    def _apply(self, guest: Guest, apply: Apply, pieces: range) -> None:
+        """Step on some pieces, all of which are here and none is applied."""
 
     @abstractmethod
     def _look(self, sum_: Sum, pieces: range) -> Told:
@@ -113,7 +118,7 @@ class Reception(ABC):
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
-        self._waiting: dict[tuple[bytes, type[Sum | Pull]], Sum | Pull] = {}
+        self._waiting: dict[tuple[bytes, type[Waiting]], Waiting] = {}
 
     def take_in(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
@@ -141,18 +146,18 @@ class Reception(ABC):
         match message:
             case Push():
                 self._keep(guest, message, payload)
-            case Apply():
-                yield Answer(sender, self._apply(guest, message))
             case Sum() if not self.clock.is_new(message.batch, self._pieces(guest, message)):
                 yield self._summed_before(sender, message)
             case Sum() if told := self._told_of(message):
                 # Whoever was told first may have begun another attempt.
                 yield _summed(sender, message, told)
-            case Sum() if missing := self._missing(guest.pieces, guest, message):
+            case Sum() | Apply() if missing := self._missing(guest, message):
                 # What a worker pushed came before what it asks, or will not come.
                 yield Answer(sender, Missing(request=message.request, keys=missing))
-            case Sum() | Pull():
+            case Sum() | Apply() | Pull():
                 self._refuse_early(guest, message.batch)
+                if isinstance(message, Apply):
+                    self._refuse_apply(message)
                 waits = self._waiting.get((sender, type(message)), message)
                 if message.request >= waits.request:  # or else it is late, and nobody waits for it
                     self._waiting[sender, type(message)] = message
@@ -268,30 +273,42 @@ class Reception(ABC):
             )
         return pieces
 
-    def _missing(self, pieces: range, guest: Guest, message: Sum | Apply) -> list[int]:
-        """The keys of which some rows are not here, of a batch that may have been begun."""
+    def _missing(self, guest: Guest, message: Sum | Apply) -> list[int]:
+        """The keys of which a worker's rows are not here, of a batch that may have been begun."""
         self._refuse_early(guest, message.batch)
-        return self._rows.missing(message.batch, pieces, message.attempt)
+        if not self.clock.is_new(message.batch, self._pieces(guest, message)):
+            return []
+        return self._rows.missing(message.batch, guest.pieces, message.attempt)
 
     def _serve_waiting(self) -> Iterator[Answer]:
+        for (sender, _), message in self._waiting.items():
+            if isinstance(message, Apply):
+                self._step_if_whole(self.guests[sender], message)
         for (sender, kind), message in list(self._waiting.items()):
-            answer = (
-                self._values(sender, message)
-                if isinstance(message, Pull)
-                else self._summed(sender, message)
-            )
+            if isinstance(message, Sum):
+                answer = self._summed(sender, message)
+            elif isinstance(message, Apply):
+                answer = self._values(sender, message, message.batch + 1)
+            else:
+                answer = self._values(sender, message, message.batch)
             if answer is not None:
                 del self._waiting[sender, kind]
                 yield answer
 
-    def _values(self, sender: bytes, pull: Pull) -> Answer | None:
-        if not self.clock.may_begin(pull.batch):
+    def _step_if_whole(self, guest: Guest, apply: Apply) -> None:
+        pieces = self._pieces(guest, apply)
+        if self.clock.is_new(apply.batch, pieces) and self._rows.are_whole(
+            apply.batch, pieces, apply.attempt
+        ):
+            self._apply(guest, apply, pieces)
+
+    def _values(self, sender: bytes, pull: Pull | Apply, batch: int) -> Answer | None:
+        """The parameters for a batch, if it may be begun."""
+        if not self.clock.may_begin(batch) or (pull.meets and self.clock.committed < batch):
             return None
-        if pull.meets and self.clock.committed < pull.batch:
-            return None
-        faultpoint("server.pull", pull.batch)
+        faultpoint("server.pull", batch)
         guest = self.guests[sender]
-        self._begun = max(self._begun, pull.batch)
+        self._begun = max(self._begun, batch)
         shared = guest.rows is not None
         is_new, guest.pulled = pull.request > guest.pulled, max(pull.request, guest.pulled)
         # Where they stand they may change under the reader. A question that came twice may find
@@ -305,6 +322,7 @@ class Reception(ABC):
             version=self.version,
             number=self.held.sets.now,
             halt=self._halt,
+            made=guest.made,
         )
         return Answer(sender, values, () if shared else list(self.held.values.values()))
 
@@ -322,7 +340,7 @@ class Reception(ABC):
 
     def _summed(self, sender: bytes, sum_: Sum) -> Answer | None:
         pieces = self._pieces(self.guests[sender], sum_)
-        if self._rows.missing(sum_.batch, pieces, sum_.attempt):
+        if not self._rows.are_whole(sum_.batch, pieces, sum_.attempt):
             return None
         self._told[sum_.first] = self._look(sum_, pieces)
         return _summed(sender, sum_, self._told[sum_.first])

@@ -45,6 +45,7 @@ from shoal.sync.server.messages import (
     Push,
     Stop,
     Sum,
+    Values,
     Welcome,
 )
 from shoal.sync.server.moving import layout_after
@@ -151,11 +152,12 @@ class ThroughServers:
             self.buckets.send_rest()
             for key in self.lookups.keys:
                 self._push(key)
+        pieces = self._all_pieces if self.in_lockstep else self.own
+        # What nobody looks at need not be told: servers wait for all rows before they step.
+        asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
         if self.in_lockstep:
-            asked = self._ask_sums(self._all_pieces, want_norm)
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
         else:
-            asked = self._ask_sums(self.own, want_norm) if want_norm else []
             agreed = self._agree_alone(tally)
         norms = [tensor_of(f, torch.float32, len(f) // 4) for f in self._read_sums(asked)]
         if not want_norm:
@@ -175,15 +177,15 @@ class ThroughServers:
             "scale": scale,
             "factor": rate * part,
             "settings": self._changed.of(self.held.optimizer),
+            "meets": self._meets_after(self.batch + 1),
         }
-        applied = [
+        asked = [
             self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
-        versions = [answer.version for answer, _ in self._questions.answers(applied)]
-        self._pull(self.batch + 1, self._meets_after(self.batch + 1))
-        self.trace = pulled, versions, self._versions
+        made = [values.made for values in self._take(asked, self.batch + 1)]
+        self.trace = pulled, made, self._versions
         self._come_to(self.batch + 1)
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.line.take_bytes()
@@ -356,8 +358,11 @@ class ThroughServers:
 
     def _pull(self, batch: int, meets: bool) -> None:
         """Take the parameters for a batch, as soon as it may be begun."""
+        self._take(self._questions.ask_all(Pull, batch=batch, meets=meets), batch)
+
+    def _take(self, asked: list[Question], batch: int) -> list[Values]:
+        """What servers answer who were asked for parameters, which are the model's from then on."""
         assert self._memory is not None
-        asked = self._questions.ask_all(Pull, batch=batch, meets=meets)
         answers = self._questions.answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
@@ -365,6 +370,7 @@ class ThroughServers:
             if server == 0:
                 self._halt = values.halt
                 self.staleness.add(batch - values.committed)
+        return [values for values, _ in answers]
 
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.held.model.named_parameters()
