@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from shoal.data.split import shares
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Hello, Push
 from shoal.sync.server.packing import unpacked
+from shoal.sync.server.sharing import Borrowed
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Guest:
     layout: Layout
     rows: Segment | None  # memory that both see
     pulled: int = 0  # the number of the last question for parameters that was answered
+    lent: Borrowed = field(default_factory=Borrowed)  # what it lays out of tables
     made: int = -1  # how many updates came before the last one that it asked for
     loaded: int = 0  # and of the last state that it sent
 

@@ -45,6 +45,13 @@ class Hello(FromWorker, frozen=True, tag="hello"):
     halt: Halt | None = None
 
 
+class Lent(msgspec.Struct, frozen=True):
+    """Frames that stand in a worker's memory, each from one byte to another."""
+
+    place: Place
+    spans: list[tuple[int, int]]
+
+
 class Push(FromWorker, frozen=True, tag="push"):
     """Rows of one key for some blocks of a batch: beside this, or in the shared memory.
 
@@ -59,6 +66,14 @@ class Push(FromWorker, frozen=True, tag="push"):
     touched: list[bool]
     is_shared: bool
     codec: str = "none"  # by which what stands beside this is packed
+    lent: Lent | None = None  # where what would stand beside this is, of a table
+
+
+class Pushes(FromWorker, frozen=True, tag="pushes"):
+    """Several in one message, with so many frames each."""
+
+    pushes: list[Push]
+    counts: list[int]
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -146,12 +161,13 @@ class Answer(NamedTuple):
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where their sets stand."""
+    are not put there but read at `values`, where their sets stand, and those of `tables`."""
 
     is_shared: bool
     values: list[Place]
     committed: int
     next_batch: int
+    tables: list[Place | None] = []
 
 
 class Missing(FromServer, frozen=True, tag="missing"):
@@ -201,5 +217,5 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-WorkerMessage = Hello | Push | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
+WorkerMessage = Hello | Push | Pushes | Sum | Apply | Pull | Look | Stop | Dump | Load | Check
 ServerMessage = Welcome | Missing | Summed | Values | Found | Done | Dumped | Checked | Refused

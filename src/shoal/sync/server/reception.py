@@ -10,12 +10,13 @@ It has no socket: `take_in` is given a message and says what to answer. `serve.p
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
-from shoal.comm.shared_memory import Place
+from shoal.comm.shared_memory import Place, Segment
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -38,6 +39,7 @@ from shoal.sync.server.messages import (
     Missing,
     Pull,
     Push,
+    Pushes,
     Refused,
     Stop,
     Sum,
@@ -49,6 +51,7 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.records import Told
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.sets import ValueSets
+from shoal.sync.server.sharing import share
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State, pack_state
 
@@ -86,8 +89,10 @@ class Reception(ABC):
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
+        self._slabs: list[Segment | None] = []
         if bound == 0:
             held.sets.double()
+            self._slabs = share(held.tables.slabs)
 
     @abstractmethod
     def _refuse_apply(self, apply: Apply) -> None:
@@ -130,9 +135,21 @@ class Reception(ABC):
         if isinstance(message, Check):
             return [Answer(sender, Checked(request=message.request, turn=message.turn))]
         try:
+            if isinstance(message, Pushes):
+                return self._take_all(sender, message, payload)
             return [*self._take_in(sender, message, payload), *self._serve_waiting()]
         except (BadFrame, ValueError) as error:
             return [Answer(sender, Refused(request=message.request, why=str(error)))]
+
+    def _take_all(
+        self, sender: bytes, message: Pushes, payload: Sequence[memoryview]
+    ) -> list[Answer]:
+        if len(message.counts) != len(message.pushes) or sum(message.counts) != len(payload):
+            raise BadFrame(f"{len(message.pushes)} pushes came with {len(payload)} frames")
+        frames = iter(payload)
+        own = [list(islice(frames, max(0, count))) for count in message.counts]
+        pairs = zip(message.pushes, own, strict=True)
+        return [answer for push, own in pairs for answer in self.take_in(sender, push, own)]
 
     def _take_in(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
@@ -200,6 +217,7 @@ class Reception(ABC):
             request=hello.request,
             is_shared=guest.rows is not None,
             values=self._shown() if guest.rows is not None else [],
+            tables=[s.place if s is not None else None for s in self._slabs if guest.rows],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
@@ -238,6 +256,8 @@ class Reception(ABC):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
         if is_table:
+            if push.lent is not None:
+                payload = guest.lent.frames(push.lent, 4 * self.most_bytes)
             found = self.held.tables.rows_of(push.key, payload)
         else:
             found = guest.rows_of(push, self.held.values[push.key], payload)

@@ -42,7 +42,6 @@ from shoal.sync.server.messages import (
     Halt,
     Hello,
     Pull,
-    Push,
     Stop,
     Sum,
     Values,
@@ -54,6 +53,8 @@ from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
+
+SMALL_BYTES = 1 << 16  # of a bucket whose rows may leave later, with others
 
 
 class ThroughServers:
@@ -117,12 +118,13 @@ class ThroughServers:
         self._served = ServedState(model, layout, state_line, self.group)
         if len(self._versions) != len(self.line):  # all have made the same updates when all met
             self._versions = [max(self._versions, default=0)] * len(self.line)
-        self._greet()
+        welcomes = self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
         self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
         self._attached.callback(self.buckets.close)
-        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own)
+        first_key = len(self.layout.keys)
+        self.lookups = Lookups(model, self.line, first_key, self.rounds.own, welcomes)
         self.lookups.batch = self.batch
         self._attached.callback(self.lookups.close)
         self._around = Around(self.rounds, self._end_round)
@@ -152,6 +154,7 @@ class ThroughServers:
             self.buckets.send_rest()
             for key in self.lookups.keys:
                 self._push(key)
+            self.line.flush()
         pieces = self._all_pieces if self.in_lockstep else self.own
         # What nobody looks at need not be told: servers wait for all rows before they step.
         asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
@@ -238,7 +241,7 @@ class ThroughServers:
         alone = self.mesh._replace(world=Group(), data=Group())
         return Held(model, optimizer, alone, self.holding, len(self.own), 1)
 
-    def _greet(self) -> None:
+    def _greet(self) -> list[Welcome]:
         num_rows = len(self.blocks)
         memory = self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
@@ -252,17 +255,17 @@ class ThroughServers:
             "num_rows": num_rows,
             "rows": memory.place,
         }
-        welcomes = self._questions.answers(
-            [
-                self._questions.ask(server, Hello, **hello, version=version)
-                for server, version in enumerate(self._versions)
-            ]
-        )
+        asked = [
+            self._questions.ask(server, Hello, **hello, version=version)
+            for server, version in enumerate(self._versions)
+        ]
+        welcomes = [welcome for welcome, _ in self._questions.answers(asked)]
         try:
-            memory.open([welcome for welcome, _ in welcomes])
+            memory.open(welcomes)
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
-        self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
+        self.begins_at = self._where_to_begin(welcomes)
+        return welcomes
 
     @property
     def _all_pieces(self) -> range:
@@ -298,6 +301,8 @@ class ThroughServers:
             self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
+        if sum(row.nbytes for row in bucket.rows) > SMALL_BYTES:
+            self.line.flush()  # so that servers add up while backward goes on
         return _Pushed()
 
     def _push(self, key: int) -> None:
@@ -311,9 +316,8 @@ class ThroughServers:
         packing = self._packing if is_packed(own.itemsize) else None
         if packing is not None and not is_shared:
             rows = [packing.pack(row) for row in rows]
-        self.line.tell(
+        self.line.leave(
             server,
-            Push,
             () if is_shared else rows,
             batch=self.batch,
             attempt=self._attempt,

@@ -26,6 +26,7 @@ from shoal.sync.server.messages import (
     Missing,
     Pull,
     Push,
+    Pushes,
     Refused,
     Stop,
     Sum,
@@ -346,6 +347,12 @@ MESSAGES = st.one_of(
         touched=st.lists(st.booleans(), max_size=3),
         is_shared=st.booleans(),
     ),
+    st.builds(
+        Pushes,
+        **HEAD,
+        pushes=st.just([Worker(0, make_server(seats=2, pieces=3)).push(0, 0)] * 2),
+        counts=st.lists(NUMBERS, max_size=3),
+    ),
     st.builds(Sum, **HEAD, **WHICH, want_norms=st.booleans(), want_finite=st.booleans()),
     st.builds(
         Apply,
@@ -386,7 +393,7 @@ def test_any_message_is_answered_or_refused(bound: int | None, sent) -> None:
             elif answer.to != name:
                 assert isinstance(answer.message, Summed | Values)
         # A push may be the last that a step waits for.
-        if not isinstance(message, Apply | Load | Push):
+        if not isinstance(message, Apply | Load | Push | Pushes):
             assert before.startswith(tensor_bytes(server)), "parameters were changed"
         assert len(server._waiting) <= 3 * len(server.guests), "waiting costs memory"
         assert len(server._rows._batches) <= 2 + (bound or 0), "rows cost memory"
@@ -405,6 +412,19 @@ def test_an_apply_that_comes_twice_is_made_once() -> None:
     push_all(server, worker, 0, 1.0)
     assert isinstance(only(send(server, worker, worker.apply(0))), Values)
     assert state_bytes(server) == before
+
+
+def test_pushes_come_together_and_each_with_its_frames() -> None:
+    server, (worker, _) = meet()
+    keys = server.shard.keys
+    pushes = [worker.push(key, 0) for key in keys]
+    rows = [worker.rows(key, 1.0) for key in keys]
+    everything = [row for own in rows for row in own]
+    good = [len(own) for own in rows]
+    for counts in (good[:-1], [*good[:-1], 0], [*good, -1], [-1, *good[1:]], []):
+        refusal(server, worker, worker.make(Pushes, pushes=pushes, counts=counts), everything)
+    assert not send(server, worker, worker.make(Pushes, pushes=pushes, counts=good), everything)
+    assert not server._rows.missing(0, worker.pieces, 0)
 
 
 def test_a_step_is_made_when_the_last_rows_have_come_and_all_are_told() -> None:
