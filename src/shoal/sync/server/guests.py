@@ -26,6 +26,7 @@ class Guest:
     rows: Segment | None  # memory that both see
     pulled: int = 0  # the number of the last question for parameters that was answered
     lent: Borrowed = field(default_factory=Borrowed)  # what it lays out of tables
+    _places: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by key and row
     made: int = -1  # how many updates came before the last one that it asked for
     loaded: int = 0  # and of the last state that it sent
 
@@ -41,12 +42,15 @@ class Guest:
 
     def place(self, number: int, row: int, values: Tensor) -> Tensor:
         """Where a key that holds `values` stands in a row of the memory that both see."""
-        assert self.rows is not None
-        key = self.layout.keys[number]
-        place = self.layout.row_places(len(self.blocks))[key.shelf]
-        length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
-        start = place + row * length + key.start * key.itemsize
-        return self.rows.bytes[start : start + key.num_bytes].view(values.dtype)
+        if (number, row) not in self._places:
+            assert self.rows is not None
+            key = self.layout.keys[number]
+            place = self.layout.row_places(len(self.blocks))[key.shelf]
+            length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
+            start = place + row * length + key.start * key.itemsize
+            bytes_ = self.rows.bytes[start : start + key.num_bytes]
+            self._places[number, row] = bytes_.view(values.dtype)
+        return self._places[number, row]
 
 
 def guest_of(hello: Hello, layout: Layout, num_seats: int, num_pieces: int, whole: bool) -> Guest:

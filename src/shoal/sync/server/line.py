@@ -158,11 +158,15 @@ class Line:
     def _send(self, server: int, frames: list[bytes | memoryview]) -> None:
         self.num_bytes += sum(len(frame) for frame in frames[1:])  # of tensors, as elsewhere
         socket = self._sockets[server]
+        is_small = sum(map(len, frames)) < 65_536
         with self._lock:
-            while not socket.poll(TICK_MS, zmq.POLLOUT):  # it is gone, and much was sent to it
-                if self.servers.is_lost():
-                    raise GroupLost("another generation was announced")
-            socket.send_multipart(frames, copy=sum(map(len, frames)) < 65_536)
+            while True:
+                try:
+                    socket.send_multipart(frames, zmq.NOBLOCK, copy=is_small)
+                    return
+                except zmq.Again:  # it is gone, and much was sent to it
+                    if not socket.poll(TICK_MS, zmq.POLLOUT) and self.servers.is_lost():
+                        raise GroupLost("another generation was announced") from None
 
     def _receive(self) -> None:
         for socket, _ in self._poller.poll(TICK_MS):

@@ -86,6 +86,7 @@ class Reception(ABC):
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
         self.secret, self._digest = secret, held.layout.digest
+        self._num_parameters = {key: len(held.layout.segments(key)) for key in held.keys}
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
@@ -245,7 +246,7 @@ class Reception(ABC):
         is_table, batch = push.key in self.held.tables.keys, push.batch
         if push.key not in self.held.values and not is_table:
             raise ValueError(f"key {push.key} is not held here")
-        if len(push.touched) != (1 if is_table else len(self.layout.segments(push.key))):
+        if len(push.touched) != (1 if is_table else self._num_parameters[push.key]):
             raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
         if push.blocks != guest.blocks or push.attempt < 0:
             raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
