@@ -51,6 +51,10 @@ class GroupLeft(GroupLost):
     """All left the group together, for one of another size."""
 
 
+class FailedElsewhere(ShoalError):
+    """Another rank failed in what all had to do, and says why."""
+
+
 class FormError(ShoalError):
     """A group could not form before its deadline; the message names the ranks that did not come."""
 

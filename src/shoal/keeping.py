@@ -30,7 +30,7 @@ from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import FailedElsewhere, RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import warn_once
 from shoal.numerics.precision import ScaleState
@@ -300,6 +300,8 @@ class Keeper:
             trainer.strategy.load_state_dict(source, progress.step)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
+        except FailedElsewhere:
+            return ""  # that rank says why
         except StoreError:
             raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:

@@ -196,6 +196,21 @@ def test_a_bad_checkpoint_is_passed_over(train, undisturbed: Trained) -> None:
     assert all("passed over" in line for line in told[at - 2 : at])
 
 
+@pytest.mark.parametrize("damaged", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_what_one_rank_finds_damaged_all_ranks_pass_over(
+    train, undisturbed: Trained, damaged: int
+) -> None:
+    """A server's state is read by one rank, and the others may find nothing wrong."""
+    plan = "data=3 sync=server servers=2"
+    trained = train(plan=plan).wait()
+    _flip(trained.run_dir / "checkpoints" / "step-00000060" / f"rank-{damaged:05}.safetensors")
+    again = train(plan=plan, resume=True).wait()
+    check_same(again, undisturbed)
+    (refused,) = again.events("checkpoint-refused")
+    assert f"rank-{damaged:05}.safetensors: the bytes of" in refused["why"]
+    assert [event["step"] for event in again.events("resumed")] == [50]
+
+
 def test_a_run_without_a_good_checkpoint_is_not_begun_anew(train) -> None:
     training = train(pause=0.02)
     training.wait_for_step(5)

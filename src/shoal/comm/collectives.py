@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.errors import GroupLost
+from shoal.errors import FailedElsewhere, GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 SMALL_BYTES = 128 * 1024  # to send in a sum that waits for messages rather than for bytes
@@ -179,6 +179,19 @@ class Group:
         table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         rows: list[list[float]] = self.merge(table).tolist()
         return rows
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What fails on one rank fails on all, before any of them goes on."""
+        try:
+            yield
+        except GroupLost:
+            raise
+        except Exception:
+            self.gather_numbers([True])
+            raise
+        if any(failed for (failed,) in self.gather_numbers([False])):
+            raise FailedElsewhere("Another rank failed in what all ranks had to do.")
 
     def merge(self, table: Tensor) -> Tensor:
         """Sum of tables in which each entry has one contributor: exact in any order."""

@@ -35,14 +35,13 @@ class ServedState:
         return state
 
     def send(self, source: Source, step: int) -> None:
-        """Let servers take over the state after a step."""
+        """Let servers take over the state after a step, each when its rank comes to it."""
         asked = []
         for server in self._servers():
             frames = pack_state(cut_state(source, self._runs_of(server)))
             asked.append(self._line.ask(server, Load, frames, step=step))
         for request in asked:
             self._line.answer(request)
-        self._group.gather_numbers([step])  # all have theirs
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """What servers do not hold: buffers, and weights that nothing trains."""

@@ -15,7 +15,7 @@ Li et al. 2014, "Scaling distributed machine learning with the parameter server"
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -214,13 +214,16 @@ class ThroughServers:
         assert self._memory is not None
         self._memory.take_back()
         source = Merged(source)
-        if source.plain:  # else its own weights come from elsewhere, and no server's through it
-            HeldState({}, self.held.optimizer, {}).load_groups(source)
-        for name, tensor in self._served.others() if served else self._all_held():
-            source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
+        # Of a checkpoint one rank may read what is damaged, and another what is not.
+        with self.group.all_or_none() if served else nullcontext():
+            if source.plain:  # else its own weights come from elsewhere, and no server's through it
+                HeldState({}, self.held.optimizer, {}).load_groups(source)
+            for name, tensor in self._served.others() if served else self._all_held():
+                source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
+            if served:
+                self._served.send(source, step)
         self._come_to(step)
         if served:
-            self._served.send(source, step)
             self._way.tell(self.line, self.group, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served)
