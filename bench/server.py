@@ -11,8 +11,8 @@ The peers are a remote object of torch RPC (TensorPipe), a Ray actor (if Ray can
 does not depend on it) and a pair of ZeroMQ sockets, all in the same rounds, each written twice:
 
 - *plain*, as one writes it first: lists of torch tensors are given to a call and come back from it
-  (over ZeroMQ with `send_pyobj`), and what came is copied into the parameters of the model. The
-  floor of `shared` is against the fastest of these.
+  (over ZeroMQ lists of arrays, with `send_pyobj`), and what came is copied into the parameters of
+  the model. The floor of `shared` is against the fastest of these.
 - *tuned*, with as few copies as each allows: the model is given the tensors that arrived, Ray gets
   arrays, which it moves without a copy, and ZeroMQ sends the frames back as they came, unchecked
   and without a step. `frames` is measured against ZeroMQ so, `journal` against the fastest so, and
@@ -111,7 +111,7 @@ def serve(arm: str, *words: str) -> None:
         answer_each(lambda door: door.send_multipart(door.recv_multipart(copy=False), copy=False))
     elif arm == "zmq-plain":
         held = Held()
-        answer_each(lambda door: door.send_pyobj(held.step(door.recv_pyobj())))
+        answer_each(lambda door: door.send_pyobj(held.step_on_arrays(door.recv_pyobj())))
     else:
         model = Weights()
         journal = Path(words[0]) if words else None
@@ -219,8 +219,8 @@ def through_zmq(gradients: Sequence[Tensor], arm: str) -> Iterator[dict[str, Rou
             return []
 
         def plain() -> Sequence[Tensor]:
-            line.send_pyobj(gradients)
-            return copy(model, line.recv_pyobj())
+            line.send_pyobj([g.numpy() for g in gradients])
+            return copy(model, [torch.from_numpy(value) for value in line.recv_pyobj()])
 
         yield {arm: tuned if arm == "zmq" else plain}
 

@@ -32,6 +32,9 @@ def share(slabs: Sequence[nn.Parameter]) -> list[Segment | None]:
     made: list[Segment | None] = []
     for slab in slabs:
         segment = None
+        if type(slab) is not nn.Parameter:  # it may be larger than memory
+            made.append(segment)
+            continue
         with suppress(NotShared):
             segment = Segment.create(max(1, slab.nbytes))
             place = segment.bytes[: slab.nbytes].view(slab.dtype).view(slab.shape)
@@ -114,7 +117,7 @@ def _open(module: nn.Embedding, server: int, num_servers: int, place: Place) -> 
     shape = sum(map(len, stripes)), module.embedding_dim
     num_bytes = shape[0] * shape[1] * module.weight.itemsize
     try:
-        segment = Segment.open(place, num_bytes + mmap.PAGESIZE)
+        segment = Segment.open(place, num_bytes + mmap.PAGESIZE, at_once=False)
     except NotShared as error:  # it died in between
         raise GroupLost(f"a server is gone: {error}") from error
     return segment.bytes[:num_bytes].view(module.weight.dtype).view(shape)

@@ -54,7 +54,7 @@ from shoal.sync.server.state import ServedState
 from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
 
-SMALL_BYTES = 1 << 16  # of a bucket whose rows may leave later, with others
+SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
 
 class ThroughServers:
@@ -330,6 +330,8 @@ class ThroughServers:
             is_shared=is_shared,
             codec="none" if packing is None or is_shared else packing.name,
         )
+        if not is_shared and own.num_bytes > SMALL_BYTES:
+            self.line.flush()  # the next one is made ready while this one travels
         if is_shared:  # as if it had been sent
             num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * BYTES
             self.line.num_bytes += num_bytes * len(rows)

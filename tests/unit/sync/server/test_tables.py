@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.shared_memory import Segment
+from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.wire import BadFrame, bytes_of
 from shoal.errors import RecipeError
 from shoal.sync.server.lookups import Lookups, empty_tables
@@ -234,3 +234,13 @@ def test_memory_that_is_gone_is_refused() -> None:
     segment.close()
     with pytest.raises(ValueError, match="cannot be read"):
         Borrowed().frames(lent, 4096)
+
+
+def test_rows_stay_where_they_are_if_there_is_no_memory_to_share(monkeypatch) -> None:
+    def refuse(num_bytes: int) -> Segment:
+        raise NotShared("none")
+
+    tables, before = held(), model().weight
+    monkeypatch.setattr(Segment, "create", refuse)
+    assert share(tables.slabs) == [None] and torch.equal(tables.slabs[0], before)
+    assert Lender().lend([torch.zeros(3)]) is None
