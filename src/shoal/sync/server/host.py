@@ -170,7 +170,7 @@ class Upward:
 
     def _push(self, key: int) -> None:
         total, what = self._rows[key]
-        server = self.layout.holders[key][0]
+        server = self.layout.holders[key]
         self.line.tell(
             server, Push, [total], key=key, blocks=[self._block], is_shared=False, **what
         )

@@ -313,7 +313,7 @@ class ThroughServers:
             self.lookups.push(key, self.batch, self._attempt, self.blocks)
             return
         assert self._memory is not None
-        server, own = self.layout.holders[key][0], self.layout.keys[key]
+        server, own = self.layout.holders[key], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
         is_shared = self._memory.shares_with(server)
         packing = self._packing if is_packed(own.itemsize) else None
