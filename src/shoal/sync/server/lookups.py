@@ -94,7 +94,8 @@ class Lookups:
         """The forward of a table's module."""
         module = self._modules[table]
         self._refuse(table, ids)
-        if len(self._line) == 1 and (slab := self._shown.rows(table, 0, self.batch)) is not None:
+        slab = self._shown.rows(table, 0, self.batch)
+        if slab is not None and len(self._line) == 1 and ids.is_cpu:
             self._line.num_received += ids.numel() * slab.shape[1] * slab.itemsize
             return self._embed(table, ids, slab, module.padding_idx)
         unique, inverse = torch.unique(ids, return_inverse=True)

@@ -78,8 +78,8 @@ class Lender:
         spans = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
         starts = [*accumulate(spans, initial=self._used)]
         if self._segment is None or starts[-1] > self._segment.num_bytes:
-            try:  # twice as much, since the next step may touch some rows more
-                self._segment = Segment.create(max(mmap.PAGESIZE, 2 * sum(spans)))
+            try:  # twice as much as this step takes: the next one may touch some rows more
+                self._segment = Segment.create(max(mmap.PAGESIZE, 2 * starts[-1]))
             except NotShared:
                 return None
             starts = [*accumulate(spans, initial=0)]

@@ -221,6 +221,15 @@ def test_what_is_lent_is_read_until_the_next_begin() -> None:
         lender.begin()
 
 
+def test_memory_that_fits_one_step_fits_the_next() -> None:
+    lender, names = Lender(), []
+    for _ in range(6):
+        lent = [lender.lend([torch.zeros(length)]) for length in (10_000, 12_000, 9_000)]
+        names.append({one.place.name for one in lent if one is not None})
+        lender.begin()
+    assert len(names[-1]) == 1 and names[-1] == names[-2] == names[-3]
+
+
 @pytest.mark.parametrize("span", [(0, 1 << 30), (-8, 8), (16, 8), (4096, 4097)])
 def test_what_does_not_stand_in_the_memory_is_refused(span: tuple[int, int]) -> None:
     segment = Segment.create(4096)
