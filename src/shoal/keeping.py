@@ -37,6 +37,7 @@ from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
 from shoal.remote import StoreError
 from shoal.run import Run
+from shoal.sync.choose import kinds_held
 from shoal.sync.replicas import shared_name
 from shoal.sync.state import Given, share_bytes
 
@@ -190,7 +191,12 @@ class Keeper:
 
     def save(self, trainer: "Trainer") -> str:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
-        state = trainer.strategy.state_dict()
+        try:
+            state = trainer.strategy.state_dict()
+        except OSError as error:  # there is no room for what servers hold
+            return error.strerror or str(error)
+        except FailedElsewhere as error:
+            return str(error).rstrip(".")
         # A forward may change buffers, and weights that no update does (a teacher's, say).
         frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
@@ -201,6 +207,7 @@ class Keeper:
             state.plain,
             (self._progress(trainer), self.origin),
             at_once={name for name in state.tensors if shared_name(name) in changing},
+            copied=state.copied,
         )
         if self._others_may_write:
             self.await_copy()
@@ -209,7 +216,7 @@ class Keeper:
     def _look_at(self, trainer: "Trainer") -> None:
         """Find what no checkpoint can hold. Every rank must call it."""
         try:
-            held = trainer.strategy.state_dict().tensors
+            held = kinds_held(trainer.strategy).tensors
             own = unholdable((name, part.tensor) for name, parts in held.items() for part in parts)
         except RecipeError as error:  # of one rank perhaps, while the others wait
             own = str(error).partition(". ")[0]

@@ -4,21 +4,25 @@ Equal weights give equal bytes, so two runs can be compared with `cmp`. Where ra
 each sends what no lower rank holds to the one that writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.chunks import Held
+from shoal.checkpoint.chunks import Held, Placed, header
+from shoal.checkpoint.manifest import ITEM_BYTES
 from shoal.checkpoint.save import held_by_all, listed
-from shoal.checkpoint.types import first_names, why_not
+from shoal.checkpoint.snapshot import PART_BYTES
+from shoal.checkpoint.types import bytes_of, first_names, name_of_type, why_not
 from shoal.comm.collectives import Group
 from shoal.faults import faultpoint
 from shoal.files import replacing
+from shoal.parallel.boxes import pieces, whole_box
 from shoal.parallel.layout import Slice
+from shoal.sync.stretches import room
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -54,7 +58,7 @@ def gather_model(
                     values = torch.empty(part.box.shape, dtype=getattr(torch, part.dtype))
                     world.receive(values, rank)
                 if part.name not in whole:
-                    whole[part.name] = torch.empty(part.whole, dtype=values.dtype)
+                    whole[part.name] = room(part.whole, values.dtype)
                 part.box.of(whole[part.name]).copy_(values)
             elif world.rank == rank:
                 world.send(own[part].contiguous(), 0)
@@ -67,5 +71,21 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         if why := why_not(tensor):
             raise SafetensorError(f"{name} is {why}, which no such file can hold")
     with replacing(path) as partial:
-        save_file(dict(tensors), partial)
+        with partial.open("wb") as file:
+            file.writelines(_contents(tensors))
         faultpoint("model.written")
+
+
+def _contents(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """What such a file is made of, as `safetensors` writes it, a little at a time."""
+    held = [
+        Held(name, name_of_type(t.dtype), tuple(t.shape), whole_box(t.shape))
+        for name, t in tensors.items()
+    ]
+    ends = [0]
+    for one in (held := sorted(held, key=lambda one: (-ITEM_BYTES[one.dtype], one.name))):
+        ends.append(ends[-1] + one.num_bytes)
+    yield header([Placed(one, *span) for one, span in zip(held, pairwise(ends), strict=True)])
+    for one in held:
+        for box in pieces(one.box, PART_BYTES // ITEM_BYTES[one.dtype]):
+            yield bytes_of(box.of(tensors[one.name]))

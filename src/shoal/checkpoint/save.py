@@ -94,11 +94,12 @@ class Saver:
         about: tuple[Progress, Origin],
         *,
         at_once: Collection[str] = (),
+        copied: Collection[str] = (),
     ) -> str:
         """Begin a save; every rank calls it with what it holds. Returns why not, if it did not.
 
         The tensors in `at_once` may change as soon as this returns, the others once
-        `await_copy` has.
+        `await_copy` has; those in `copied` never do.
         """
         views = dict(listed(tensors, name_of_type))
         token = int.from_bytes(os.urandom(6), "big")
@@ -114,7 +115,8 @@ class Saver:
             self._dealt = all_held
         sources = [where.of(views[held]) for held, where in self._sources]
         now = [held.name in at_once for held, _ in self._sources]
-        self._snapshot = Snapshot(self._placed, sources, now, self._space)
+        never = [held.name in copied for held, _ in self._sources]
+        self._snapshot = Snapshot(self._placed, sources, now, self._space, never)
         work = _Work(group.rank, group.num_ranks, name, f"{int(rows[0][1]):x}", plain, about)
         self._begun.clear()
         self._written.clear()

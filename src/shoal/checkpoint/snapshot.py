@@ -33,14 +33,21 @@ class Space:
 
 
 class Snapshot:
-    """`sources` are the chunks' tensors; those in `at_once` are copied now. One thread reads."""
+    """`sources` are the chunks' tensors; those in `at_once` are copied now, and those that `never`
+    change are read where they are. One thread reads."""
 
     def __init__(
-        self, placed: Sequence[Placed], sources: list[Tensor], at_once: Sequence[bool], space: Space
+        self,
+        placed: Sequence[Placed],
+        sources: list[Tensor],
+        at_once: Sequence[bool],
+        space: Space,
+        never: Sequence[bool] | None = None,
     ):
         self._placed, self._sources, self._space = placed, sources, space
         self._num_bytes = placed[-1].stop if placed else 0
-        self._is_copied = [False] * len(sources)
+        self._never = never or [False] * len(sources)
+        self._is_copied = [*self._never]
         self._versions = [source._version for source in sources]
         self._lock = threading.Lock()
         self._spoilt: RuntimeError | None = None  # found by a release, and the reader's to raise
@@ -74,7 +81,7 @@ class Snapshot:
             self._sources = []  # let go of what the run may want to free
 
     def _parts(self, i: int) -> Iterator[memoryview]:
-        content = bytes_of(self._place(i))
+        content = bytes_of(self._sources[i] if self._never[i] else self._place(i))
         return (content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES))
 
     def _place(self, i: int) -> Tensor:

@@ -22,7 +22,7 @@ from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.serving import Serving, serve_host
-from shoal.errors import ShoalError, StopNow
+from shoal.errors import FailedElsewhere, ShoalError, StopNow
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
 from shoal.hooks import Hook, StepInfo
@@ -194,11 +194,13 @@ def _train(
 
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:
-            tensors = trainer.whole_model()
-            if trainer.mesh.rank == 0:
-                try:
+            try:
+                tensors = trainer.whole_model()
+                if trainer.mesh.rank == 0:
                     write_tensors(tensors, run_dir / "model.safetensors")
-                except (OSError, SafetensorError) as error:  # the checkpoint may lie elsewhere
+            except (OSError, SafetensorError, FailedElsewhere) as error:
+                # The checkpoint may lie elsewhere.
+                if trainer.mesh.rank == 0:
                     seat.tell("model-failed", step=info.step, why=str(error))
 
     seat.summarise = lambda: {

@@ -6,7 +6,7 @@ holds its heads of all three; its part is then several blocks of the whole.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -127,6 +127,19 @@ def whole(tensor: Tensor) -> Slice:
     """All of a logical tensor."""
     tensor = tensor.detach()
     return Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def fill_from(parts: Iterable[Slice], place: Slice) -> int:
+    """Fill a place from parts that are cut in any way; how many elements did not come."""
+    wanted, missing = Box(place.offset, tuple(place.tensor.shape)), place.tensor.numel()
+    for part in parts:
+        there = Box(part.offset, tuple(part.tensor.shape))
+        is_of_it = part.global_shape == place.global_shape and there.fits(part.global_shape)
+        if is_of_it and (common := wanted.meet(there)) is not None:
+            source = common.inside(there).of(part.tensor)
+            common.inside(wanted).of(place.tensor).copy_(source)
+            missing -= common.numel
+    return missing
 
 
 def slices(tensors: Mapping[str, Tensor], holding: Holding) -> dict[str, list[Slice]]:

@@ -14,6 +14,7 @@ from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.server.windows import Windows
 from shoal.sync.sharded import Sharded
+from shoal.sync.state import State
 from shoal.sync.strategy import Strategy
 
 
@@ -58,3 +59,11 @@ def strategy_for(
 def tables_held(strategy: Strategy) -> dict[str, list[Slice]]:
     """This rank's share of what servers alone hold of the model. Every rank must call it."""
     return strategy.tables() if isinstance(strategy, ThroughServers) else {}
+
+
+def kinds_held(strategy: Strategy) -> State:
+    """Names and types of the tensors that this rank saves; of servers' without their values."""
+    if not isinstance(strategy, ThroughServers):
+        return strategy.state_dict()
+    own, served = strategy.state_dict(served=False), strategy.kinds()
+    return State(served.tensors | own.tensors, {})

@@ -19,7 +19,15 @@ from torch import Tensor
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError, UsageError
 from shoal.numerics.optimizers import kind_of
-from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of, slices_of_run, whole
+from shoal.parallel.layout import (
+    WHOLE,
+    Holding,
+    Slice,
+    fill_from,
+    slices_of,
+    slices_of_run,
+    whole,
+)
 
 
 class State(NamedTuple):
@@ -27,6 +35,7 @@ class State(NamedTuple):
 
     tensors: dict[str, list[Slice]]
     plain: dict[str, Any]
+    copied: frozenset[str] = frozenset()  # tensors that nobody will change
 
 
 class Source(Protocol):
@@ -191,8 +200,8 @@ class HeldState:
         return tuple(parts) if kind == _TUPLE else parts
 
 
-def cut_state(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
-    """What of a state belongs to some runs of elements, each given with its shape; a copy."""
+def outline_of(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
+    """What of a state belongs to some runs of elements, each given with its shape; no values."""
     tensors: dict[str, list[Slice]] = {}
     plain = {name: source.plain[name] for name in (_KIND, _GROUPS)}
     wholes = list(_marked(plain[_GROUPS], _GROUPS))
@@ -207,12 +216,12 @@ def cut_state(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -
             wholes += [(name, kind) for name, kind in marked if kind == _TENSOR]
         for name in (*alike, *by_row):
             own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
-            made = torch.empty(own, dtype=source.dtype(name))
+            made = torch.empty(own, dtype=source.dtype(name), device="meta")
             parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
-            source.fill(name, parts)
             tensors.setdefault(name, []).extend(parts)
     for name, _ in wholes:
-        tensors[name] = [whole(read_whole(source, name))]
+        made = torch.empty(source.shape(name), dtype=source.dtype(name), device="meta")
+        tensors[name] = [whole(made)]
     return State(tensors, plain)
 
 
@@ -232,7 +241,7 @@ def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 class Given:
-    """A peer's state as a source: the same plan's, so its parts are the very ones wanted."""
+    """A state as a source; that of a peer has the very parts that are wanted."""
 
     def __init__(self, state: State):
         self._tensors, self.plain = state.tensors, state.plain
@@ -247,9 +256,14 @@ class Given:
         return self._tensors[name][0].global_shape
 
     def fill(self, name: str, places: Sequence[Slice]) -> None:
-        by_offset = {part.offset: part.tensor for part in self._tensors.get(name, ())}
+        parts = self._tensors.get(name, ())
+        known = {(part.offset, part.tensor.shape): part.tensor for part in parts}
         for place in places:
-            place.tensor.copy_(by_offset[place.offset])
+            same = known.get((place.offset, place.tensor.shape))
+            if same is not None:
+                place.tensor.copy_(same)
+            elif fill_from(parts, place):
+                raise KeyError(f"{name} from {place.offset}")
 
 
 JOINED_BYTES = 1 << 20  # of small tensors in one frame

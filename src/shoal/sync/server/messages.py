@@ -128,10 +128,13 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 
 class Dump(FromWorker, frozen=True, tag="dump"):
-    """Your whole state; or the gradients of the last step; or the rows of tables alone."""
+    """A stretch of your state, from part `first` on; or of the gradients of the last step; or of
+    the rows of tables alone. `kinds`: only names and types."""
 
     gradients: bool = False
     tables: bool = False
+    first: int = 0
+    kinds: bool = False
 
 
 class Check(FromWorker, frozen=True, tag="check"):
@@ -142,9 +145,12 @@ class Check(FromWorker, frozen=True, tag="check"):
 
 
 class Load(FromWorker, frozen=True, tag="load"):
-    """Take over the state after `step` that is in the frames."""
+    """Take over the state after `step` that is in the frames: a stretch of it, unless it `begins`
+    and `ends` there."""
 
     step: int
+    begins: bool = True
+    ends: bool = True
 
 
 class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
@@ -207,7 +213,9 @@ class Checked(FromServer, frozen=True, tag="checked"):
 
 
 class Dumped(FromServer, frozen=True, tag="dumped"):
-    """The state, in frames."""
+    """The stretch, in frames; the next one begins with part `next`, unless that is 0."""
+
+    next: int = 0
 
 
 class Refused(FromServer, frozen=True, tag="refused"):

@@ -26,7 +26,8 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.placement import place
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.state import Given, State, Stepped, cut_state, pack_state, unpack_state
+from shoal.sync.state import Given, State, Stepped, outline_of, pack_state, unpack_state
+from shoal.sync.stretches import read
 
 
 def layout_after(
@@ -91,7 +92,7 @@ def write_parts(server: Server, number: int, num_servers: int, shelf: Shelf) -> 
             if holder == other and server.layout.holders[key] == number
         ]
         runs = [*_runs(server.shard, keys), *server.shard.tables.moved_to(other, num_servers)]
-        part = cut_state(state, runs)
+        part = read(state, outline_of(state, runs))
         header = msgspec.msgpack.encode(_Part(step, server.version))
         with replacing(shelf.part(other, number)) as partial, partial.open("wb") as file:
             write_record(file, header, pack_state(part))

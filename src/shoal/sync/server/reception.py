@@ -54,6 +54,7 @@ from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.sharing import share
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State, pack_state
+from shoal.sync.stretches import STRETCH_BYTES, kinds_of, stretch_of
 
 Waiting = Sum | Apply | Pull
 
@@ -188,8 +189,11 @@ class Reception(ABC):
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = pack_state(self._dump(message))
-                yield Answer(sender, Dumped(request=message.request), state)
+                state = self._dump(message)
+                state = kinds_of(state) if message.kinds else state
+                stretch = stretch_of(state, message.first)
+                dumped = Dumped(request=message.request, next=stretch.next)
+                yield Answer(sender, dumped, pack_state(stretch.state))
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
@@ -278,11 +282,11 @@ class Reception(ABC):
 
     @property
     def most_bytes(self) -> int:
-        """That one message may hold: the rows of a key, or a state of this server."""
+        """That one message may hold: the rows of a key, or a stretch of a state, with names."""
         keys = [self.layout.keys[key].num_bytes for key in self.held.keys]
         tables = self.held.tables.num_bytes
         rows = max([*keys, tables]) * self.num_pieces
-        return max(rows, self.layout.most_bytes(self.held.keys) + 16 * tables)
+        return max(rows, self.layout.most_bytes(self.held.keys) + 2 * STRETCH_BYTES)
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
         """Those that are stepped on together: all in lockstep, else a worker's own."""

@@ -27,7 +27,8 @@ from shoal.sync.server.records import (
     update_record,
 )
 from shoal.sync.server.shard import Shard
-from shoal.sync.state import Source, State
+from shoal.sync.state import Source, State, unpack_state
+from shoal.sync.stretches import Spool
 
 
 class Server(Reception):
@@ -53,6 +54,7 @@ class Server(Reception):
         )
         self.shard = shard
         self.journal: Diary | None = journal
+        self._coming = Spool()  # a state that is loaded
         for header, frames in journal.read() if journal is not None else ():
             self.redo(header, frames)
         self.begin(-1)
@@ -120,8 +122,16 @@ class Server(Reception):
 
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)
-        self.shard.take_over(payload)
-        self._go_on(clock, self.version + 1)
+        if load.begins:
+            self._coming = Spool()
+        try:
+            self._coming.add(unpack_state(payload))
+        except Exception as error:  # it may be wrong in any way, or the disk full
+            raise ValueError(f"a state came that cannot be taken in: {error}") from error
+        if load.ends:
+            state, self._coming = self._coming.state(), Spool()
+            self.shard.take_over(state)
+            self._go_on(clock, self.version + 1)
 
     def go_on_from(self, source: Source, step: int, version: int) -> None:
         """Hold the state after a step, which is of so many updates."""

@@ -20,7 +20,8 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.server.layout import Layout, lay_out
 from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.tables import Tables
-from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped, unpack_state
+from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped
+from shoal.sync.stretches import room
 
 Settings = list[dict[str, Any]]
 
@@ -205,13 +206,14 @@ class Shard:
                     group[name] = tuple(value) if isinstance(old, tuple) else value
 
     @torch.no_grad()
-    def take_over(self, frames: Sequence[memoryview]) -> None:
+    def take_over(self, sent: State) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
-        values = [(value, value.clone()) for value in (*self.values.values(), *self.tables.slabs)]
+        held = (*self.values.values(), *self.tables.slabs)
+        values = [(value, room(value.shape, value.dtype).copy_(value)) for value in held]
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
-            self.load_state_dict(Given(unpack_state(frames)))
+            self.load_state_dict(Given(sent))
         except Exception as error:  # it may be wrong in any way
             for own, value in values:
                 own.copy_(value)

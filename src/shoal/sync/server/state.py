@@ -1,6 +1,7 @@
 """What servers hold, as workers fetch it for a checkpoint and send it from one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,7 +11,8 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.line import Line
 from shoal.sync.server.messages import Dump, Load
 from shoal.sync.server.shard import trained
-from shoal.sync.state import Run, Source, State, Stepped, cut_state, pack_state, unpack_state
+from shoal.sync.state import Run, Source, State, Stepped, outline_of, pack_state, unpack_state
+from shoal.sync.stretches import Spool, read, stretches_of
 
 
 class ServedState:
@@ -21,27 +23,49 @@ class ServedState:
         self._named, self._tables = trained(model), tables_of(model)
 
     def fetch(self, gradients: bool = False, tables: bool = False) -> State:
-        """This rank's part of it; nobody goes on before all have theirs."""
-        state = State({}, {})
-        try:
+        """This rank's part of it; nobody goes on before all have theirs.
+
+        OSError, and FailedElsewhere on the others, if there is no room for it on a disk.
+        """
+        spool = Spool()
+        with self._group.all_or_none():
             for server in self._servers():
-                asked = self._line.ask(server, Dump, gradients=gradients, tables=tables)
-                found = unpack_state(self._line.answer(asked)[1])
-                state.plain.update(found.plain)
-                for name, parts in found.tensors.items():
-                    state.tensors.setdefault(name, []).extend(parts)
-        finally:
-            self._group.gather_numbers([0])
-        return state
+                for stretch in self._stretches(server, gradients=gradients, tables=tables):
+                    spool.add(stretch)
+        return spool.state()
+
+    def kinds(self) -> State:
+        """The names and types of the tensors that pass through this rank."""
+        spool = Spool()
+        for server in self._servers():
+            for stretch in self._stretches(server, kinds=True):
+                spool.add(stretch)
+        return spool.state()
 
     def send(self, source: Source, step: int) -> None:
         """Let servers take over the state after a step, each when its rank comes to it."""
-        asked = []
+        last = []
         for server in self._servers():
-            frames = pack_state(cut_state(source, self._runs_of(server)))
-            asked.append(self._line.ask(server, Load, frames, step=step))
-        for request in asked:
+            sent: int | None = None
+            for stretch in stretches_of(outline_of(source, self._runs_of(server))):
+                frames = pack_state(read(source, stretch.state))
+                if sent is not None:
+                    self._line.answer(sent)
+                begins, ends = sent is None, not stretch.next
+                sent = self._line.ask(server, Load, frames, step=step, begins=begins, ends=ends)
+            last.append(sent)
+        for request in last:
+            assert request is not None
             self._line.answer(request)
+
+    def _stretches(self, server: int, **what: Any) -> Iterator[State]:
+        first = 0
+        while True:
+            dumped, frames = self._line.answer(self._line.ask(server, Dump, first=first, **what))
+            yield unpack_state(frames)
+            first = dumped.next
+            if not first:
+                return
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """What servers do not hold: buffers, and weights that nothing trains."""

@@ -37,16 +37,7 @@ from shoal.sync.server.host import Upward, way_of
 from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
-from shoal.sync.server.messages import (
-    Apply,
-    Halt,
-    Hello,
-    Pull,
-    Stop,
-    Sum,
-    Values,
-    Welcome,
-)
+from shoal.sync.server.messages import Apply, Halt, Hello, Pull, Stop, Sum, Values, Welcome
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, trained
@@ -232,6 +223,10 @@ class ThroughServers:
     def tables(self) -> dict[str, list[Slice]]:
         """This rank's share of the tables. Every rank must call it."""
         return self._served.fetch(tables=True).tensors if self.lookups.names else {}
+
+    def kinds(self) -> State:
+        """The names and types of what servers hold for this rank, without a value."""
+        return self._served.kinds()
 
     def _come_to(self, batch: int) -> None:
         self.batch, self._attempt = batch, 0
