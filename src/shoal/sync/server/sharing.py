@@ -66,29 +66,30 @@ class Lender:
     """Where a worker lays what servers of the host are to read, from one `begin` to the next."""
 
     def __init__(self) -> None:
-        self._segment: Segment | None = None
+        self._segments: list[Segment] = []  # of this step; the last has room
         self._used = 0
 
     def begin(self) -> None:
         """Nobody reads what was lent before."""
+        del self._segments[:-1]
         self._used = 0
 
     def lend(self, parts: Sequence[Tensor]) -> Lent | None:
         """Copy some tensors there; None if the system has no memory to share."""
         spans = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
         starts = [*accumulate(spans, initial=self._used)]
-        if self._segment is None or starts[-1] > self._segment.num_bytes:
+        if not self._segments or starts[-1] > self._segments[-1].num_bytes:
             try:  # twice as much as this step takes: the next one may touch some rows more
-                self._segment = Segment.create(max(mmap.PAGESIZE, 2 * starts[-1]))
+                self._segments.append(Segment.create(max(mmap.PAGESIZE, 2 * starts[-1])))
             except NotShared:
                 return None
             starts = [*accumulate(spans, initial=0)]
         for part, start in zip(parts, starts, strict=False):
-            place = self._segment.bytes[start : start + part.nbytes]
+            place = self._segments[-1].bytes[start : start + part.nbytes]
             place.view(part.dtype).copy_(part.view(-1))
         self._used = starts[-1]
         ends = [start + part.nbytes for start, part in zip(starts, parts, strict=False)]
-        return Lent(self._segment.place, list(zip(starts, ends, strict=False)))
+        return Lent(self._segments[-1].place, list(zip(starts, ends, strict=False)))
 
 
 class Borrowed:

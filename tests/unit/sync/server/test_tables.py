@@ -221,6 +221,15 @@ def test_what_is_lent_is_read_until_the_next_begin() -> None:
         lender.begin()
 
 
+def test_what_was_lent_first_is_there_when_more_room_was_needed() -> None:
+    """A server may open it only then."""
+    lender = Lender()
+    first, second = lender.lend([torch.ones(3)]), lender.lend([torch.zeros(10_000)])
+    assert first is not None and second is not None and first.place.name != second.place.name
+    (frame_,) = Borrowed().frames(first, 1 << 20)
+    assert bytes(frame_) == bytes(bytes_of(torch.ones(3)))
+
+
 def test_memory_that_fits_one_step_fits_the_next() -> None:
     lender, names = Lender(), []
     for _ in range(6):
