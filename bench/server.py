@@ -7,20 +7,27 @@ Shoal's ways: `shared`, in memory that both see, as it is on one host; `frames`,
 checksums, as between hosts; `journal`, shared and with each update written down before it is
 answered, as in a run of `shoal train` without copies.
 
-The peers, all in the same rounds and each with as few copies as it allows: a remote object of torch
-RPC (TensorPipe), a Ray actor that is given arrays, which it moves without a copy (if Ray can be
-imported; Shoal does not depend on it), and ZeroMQ alone, which sends the frames back as they came,
-unchecked and without a step. None of them copies what came into the old parameters: the model is
-given the tensors that arrived. Figures are taken against the fastest peer of the run, that of
-`frames` against ZeroMQ. The ceiling is a copy of the gradients and a step on them, in one process.
-Nothing is pinned, since RPC works with several threads; each process has one torch thread.
+The peers are a remote object of torch RPC (TensorPipe), a Ray actor (if Ray can be imported; Shoal
+does not depend on it) and a pair of ZeroMQ sockets, all in the same rounds, each written twice:
+
+- *plain*, as one writes it first: lists of torch tensors are given to a call and come back from it
+  (over ZeroMQ lists of arrays, with `send_pyobj`), and what came is copied into the parameters of
+  the model. The floor of `shared` is against the fastest of these.
+- *tuned*, with as few copies as each allows: the model is given the tensors that arrived, Ray gets
+  arrays, which it moves without a copy, and ZeroMQ sends the frames back as they came, unchecked
+  and without a step. `frames` is measured against ZeroMQ so, `journal` against the fastest so, and
+  the row of `shared` tells of them.
+
+All but tuned ZeroMQ end in the same state, which is checked: a step was made, and the worker's own
+model has the new parameters. The ceiling is a copy of the gradients and a step on them, in one
+process. Nothing is pinned, since RPC works with several threads; each process has one torch thread.
 
 Where the time of `shared` goes, by the smallest figure of each part on two cores that others used
 too: 12 to 15 ms for the worker's copy of gradients into rows that the server reads, beside which it
-copies the old parameters into its other set; 12 to 14 ms for the step, in which the
-worker waits; about 2 ms for 33 messages. The pull is a change of pointers. The step cannot begin
-before all have voted on the gradients, so copy and step do not overlap, and the ceiling stands for
-what is left.
+copies the old parameters into its other set; 12 to 14 ms for the step, in which the worker waits.
+Messages take little: eleven, of which one is answered. That answer is the pull, a change of
+pointers. A gradient could stand in the row from the start, but autograd would then have to add it
+to zeros there, which is more traffic than the copy of one that it made elsewhere.
 """
 
 import importlib.util
@@ -55,7 +62,11 @@ NUM_TENSORS, LENGTH = 10, 2_500_000
 RATE = 0.125
 # The last two are what checksums and writing may cost, set from first runs: they guard, no more.
 FLOORS = {"shared": 3.0, "frames": 0.6, "journal": 0.2}
-NAMES = {"rpc": "torch RPC", "ray": "a Ray actor", "zmq": "plain ZeroMQ"}
+TUNED = {"rpc": "torch RPC", "ray": "a Ray actor", "zmq": "ZeroMQ"}
+PLAIN = {f"{peer}-plain": name for peer, name in TUNED.items()}
+AGAINST = {"shared": list(PLAIN), "frames": ["zmq"], "journal": list(TUNED)}
+
+Round = Callable[[], Sequence[Tensor]]  # the new parameters, if they are to be checked
 
 
 class Weights(nn.Module):
@@ -97,7 +108,10 @@ def serve(arm: str, *words: str) -> None:
     if arm == "rpc":
         serve_rpc(*words)
     elif arm == "zmq":
-        echo()
+        answer_each(lambda door: door.send_multipart(door.recv_multipart(copy=False), copy=False))
+    elif arm == "zmq-plain":
+        held = Held()
+        answer_each(lambda door: door.send_pyobj(held.step_on_arrays(door.recv_pyobj())))
     else:
         model = Weights()
         journal = Path(words[0]) if words else None
@@ -110,14 +124,14 @@ def serve_rpc(address: str) -> None:
     rpc.shutdown()
 
 
-def echo() -> None:
+def answer_each(answer: Callable[[zmq.Socket[bytes]], object]) -> None:
     with zmq.Context() as context, context.socket(zmq.REP) as door:
         port = door.bind_to_random_port("tcp://127.0.0.1")
         serving.say(f"tcp://127.0.0.1:{port}")
         parent = os.getppid()
         while os.getppid() == parent:
             if door.poll(100):
-                door.send_multipart(door.recv_multipart(copy=False), copy=False)
+                answer(door)
 
 
 def join_rpc(address: str, name: str, rank: int) -> None:
@@ -128,10 +142,23 @@ def join_rpc(address: str, name: str, rank: int) -> None:
 # ---- in the worker, a context and a round for each arm
 
 
+def give(model: nn.Module, new: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Let the parameters be what came."""
+    for p, value in zip(model.parameters(), new, strict=True):
+        p.data = value
+    return list(model.parameters())
+
+
+@torch.no_grad()
+def copy(model: nn.Module, new: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy what came into the parameters."""
+    for p, value in zip(model.parameters(), new, strict=True):
+        p.copy_(value)
+    return list(model.parameters())
+
+
 @contextmanager
-def through_shoal(
-    gradients: Sequence[Tensor], arm: str, *words: str
-) -> Iterator[Callable[[], Sequence[Tensor]]]:
+def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterator[dict[str, Round]]:
     model = Weights()
     parameters = list(model.parameters())
     strategy = ThroughServers(1, 0)
@@ -156,50 +183,50 @@ def through_shoal(
             strategy.update(1.0, check=False)
             return parameters
 
-        yield round_
+        yield {arm: round_}
 
 
 @contextmanager
-def through_rpc(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequence[Tensor]]]:
+def through_rpc(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
     model = Weights()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with serving.started("bench.server", "rpc", f"tcp://127.0.0.1:{port}") as address:
         join_rpc(address, "worker", 0)
-        held = rpc.remote("server", Held)
-
-        def round_() -> Sequence[Tensor]:
-            new = held.rpc_sync(timeout=60).step(gradients)
-            for p, value in zip(model.parameters(), new, strict=True):
-                p.data = value
-            return list(model.parameters())
-
-        yield round_
+        held, own = rpc.remote("server", Held), rpc.remote("server", Held)
+        yield {
+            "rpc": lambda: give(model, held.rpc_sync(timeout=60).step(gradients)),
+            "rpc-plain": lambda: copy(model, own.rpc_sync(timeout=60).step(gradients)),
+        }
         rpc.shutdown()
 
 
 @contextmanager
-def through_zmq(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequence[Tensor]]]:
+def through_zmq(gradients: Sequence[Tensor], arm: str) -> Iterator[dict[str, Round]]:
     model = Weights()
     with (
-        serving.started("bench.server", "zmq") as address,
+        serving.started("bench.server", arm) as address,
         zmq.Context() as context,
         context.socket(zmq.REQ) as line,
     ):
         line.connect(address)
 
-        def round_() -> Sequence[Tensor]:
+        def tuned() -> Sequence[Tensor]:
             line.send_multipart([bytes_of(g) for g in gradients], copy=False)
-            for p, frame in zip(model.parameters(), line.recv_multipart(copy=False), strict=True):
-                p.data = tensor_of(frame.buffer, torch.float32, LENGTH)
+            frames = line.recv_multipart(copy=False)
+            give(model, [tensor_of(frame.buffer, torch.float32, LENGTH) for frame in frames])
             return []
 
-        yield round_
+        def plain() -> Sequence[Tensor]:
+            line.send_pyobj([g.numpy() for g in gradients])
+            return copy(model, [torch.from_numpy(value) for value in line.recv_pyobj()])
+
+        yield {arm: tuned if arm == "zmq" else plain}
 
 
 @contextmanager
-def through_ray(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequence[Tensor]]]:
+def through_ray(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
     import ray  # type: ignore[import-not-found]
 
     model = Weights()
@@ -211,21 +238,22 @@ def through_ray(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequence[T
         object_store_memory=700_000_000,
     )
     try:
-        held = ray.remote(Held).remote()
+        held, own = ray.remote(Held).remote(), ray.remote(Held).remote()
 
-        def round_() -> Sequence[Tensor]:
-            sent = held.step_on_arrays.remote([g.numpy() for g in gradients])
-            for p, value in zip(model.parameters(), ray.get(sent), strict=True):
-                p.data = torch.from_numpy(value)
-            return list(model.parameters())
+        def tuned() -> Sequence[Tensor]:
+            new = ray.get(held.step_on_arrays.remote([g.numpy() for g in gradients]))
+            return give(model, [torch.from_numpy(value) for value in new])
 
-        yield round_
+        yield {
+            "ray": tuned,
+            "ray-plain": lambda: copy(model, ray.get(own.step.remote(gradients))),
+        }
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def in_one_process(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequence[Tensor]]]:
+def in_one_process(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
     between, held = torch.zeros(NUM_TENSORS, LENGTH), Held()
 
     def round_() -> Sequence[Tensor]:
@@ -234,16 +262,16 @@ def in_one_process(gradients: Sequence[Tensor]) -> Iterator[Callable[[], Sequenc
         held.step(list(between))
         return held.parameters
 
-    yield round_
+    yield {"ceiling": round_}
 
 
-def timed(round_: Callable[[], Sequence[Tensor]]) -> float:
+def timed(round_: Round) -> float:
     started = perf_counter()
     round_()
     return perf_counter() - started
 
 
-def check(arm: str, round_: Callable[[], Sequence[Tensor]], gradients: Sequence[Tensor]) -> None:
+def check(arm: str, round_: Round, gradients: Sequence[Tensor]) -> None:
     """An arm that steps wrongly is not fast."""
     for p, gradient in zip(round_(), gradients, strict=False):
         if not torch.equal(p.detach(), -RATE * gradient):
@@ -260,17 +288,18 @@ def measure(quick: bool) -> Iterator[Row]:
     gradients = [torch.randn(LENGTH) for _ in range(NUM_TENSORS)]
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory())
-        arms = {
-            "shared": through_shoal(gradients, "shared"),
-            "frames": through_shoal(gradients, "frames"),
-            "journal": through_shoal(gradients, "journal", f"{place}/journal"),
-            "rpc": through_rpc(gradients),
-            "zmq": through_zmq(gradients),
-            "ceiling": in_one_process(gradients),
-        }
+        arms = [
+            through_shoal(gradients, "shared"),
+            through_shoal(gradients, "frames"),
+            through_shoal(gradients, "journal", f"{place}/journal"),
+            through_rpc(gradients),
+            through_zmq(gradients, "zmq"),
+            through_zmq(gradients, "zmq-plain"),
+            in_one_process(gradients),
+        ]
         if importlib.util.find_spec("ray") is not None:
-            arms["ray"] = through_ray(gradients)
-        rounds = {arm: stack.enter_context(opened) for arm, opened in arms.items()}
+            arms.append(through_ray(gradients))
+        rounds = {n: round_ for arm in arms for n, round_ in stack.enter_context(arm).items()}
         for arm, round_ in rounds.items():
             check(arm, round_, gradients)
         rounds["again"] = rounds["rpc"]
@@ -283,13 +312,15 @@ def measure(quick: bool) -> Iterator[Row]:
 
 def _row(arm: str, seconds: dict[str, list[float]]) -> Row:
     took = {name: 1e3 * harness.spread(figures).median for name, figures in seconds.items()}
-    peers = {name: took[name] for name in NAMES if name in took}
-    best = "zmq" if arm == "frames" else min(peers, key=peers.__getitem__)
+    best = min((name for name in AGAINST[arm] if name in took), key=took.__getitem__)
     against = harness.spread(harness.ratios(seconds[best], seconds[arm]))
     control = harness.spread(harness.ratios(seconds["again"], seconds["rpc"])).median
-    others = [f"{NAMES[name]} {ms:.0f} ms" for name, ms in peers.items() if name != best]
-    if "ray" not in peers:
-        others.append("no Ray here")
+    told = [f"Shoal {took[arm]:.0f} ms"]
+    if arm == "shared":
+        for kind, names in (("plain", PLAIN), ("tuned", TUNED)):
+            figures = [f"{names[name]} {took[name]:.0f} ms" for name in names if name in took]
+            told.append(f"{kind}: {', '.join(figures)}")
+        told += [] if "ray" in took else ["no Ray here"]
     return Row(
         name=f"server/{arm}",
         value=against.median,
@@ -297,10 +328,10 @@ def _row(arm: str, seconds: dict[str, list[float]]) -> Row:
         high=against.high,
         num_pairs=against.num_pairs,
         floor=FLOORS[arm],
-        peer=f"{NAMES[best]} {took[best]:.0f} ms",
+        peer=f"{'plain' if best in PLAIN else 'tuned'} {(PLAIN | TUNED)[best]} {took[best]:.0f} ms",
         ceiling=f"a copy and a step {took['ceiling']:.0f} ms",
         control=control,
-        note=f"Shoal {took[arm]:.0f} ms; {', '.join(others)}",
+        note="; ".join(told),
     )
 
 

@@ -8,7 +8,9 @@ turns, and must end with the same loss. The ceiling is the same loop without any
 on sparse gradients.
 
 `sparse/bytes` is what a rank and its server moved in a step, over the bytes of the rows that it
-touched: pulled once, pushed once. Row numbers, the layer and the losses come on top.
+touched: pulled once, pushed once. Row numbers, the layer and the losses come on top. What stands in
+memory that both see counts as moved. All arms use torch's plain SGD. The server remembers the rows
+before a step, as in any run, but keeps no journal, since nothing that DDP does compares with it.
 """
 
 import sys

@@ -23,7 +23,7 @@ from shoal.sync.local import LocalSGD
 from shoal.sync.means import Means
 from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.shard import Shard
-from shoal.sync.server.tables import Tables
+from shoal.sync.server.sharing import Shown
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
 
@@ -309,13 +309,14 @@ def a_row_forgotten() -> None:
 
 
 def rows_before_the_step() -> None:
-    """A server gives rows as they were a step ago."""
-    original = Tables.look_up
+    """Workers read rows as they were when they greeted the server."""
+    original, first = Shown.rows, dict[tuple[int, int], torch.Tensor | None]()
 
-    def look_up(self: Tables, table: int, payload: Any, before: bool) -> torch.Tensor:
-        return original(self, table, payload, True)
+    def rows(self: Shown, table: int, server: int, batch: int) -> torch.Tensor | None:
+        found = original(self, table, server, batch)
+        return first.setdefault((table, server), None if found is None else found.clone())
 
-    Tables.look_up = look_up  # type: ignore[method-assign]
+    Shown.rows = rows  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {

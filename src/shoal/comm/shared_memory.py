@@ -52,12 +52,13 @@ class Segment:
     tensor in it. A forked child holds it too, and may close it without harm to its parent.
     """
 
-    def __init__(self, fd: int, num_bytes: int, name: str):
+    def __init__(self, fd: int, num_bytes: int, name: str, at_once: bool = True):
         """Take over the descriptor of a segment; `create` and `open` make one."""
         self._name = name
         self.num_bytes = num_bytes
         # Tensors alone hold the mapping, so it ends with the last of them and never under one.
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
+        mapping = mmap.mmap(fd, num_bytes, flags=flags)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self._fd = fd  # last: until here the caller closes it
 
@@ -82,8 +83,11 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, place: Place, most_bytes: int) -> Self:
-        """The segment that another process holds; NotShared if it is not the one that was meant."""
+    def open(cls, place: Place, most_bytes: int, at_once: bool = True) -> Self:
+        """The segment that another process holds; NotShared if it is not the one that was meant.
+
+        Pages are mapped `at_once`, or each with its first use.
+        """
         _check_numbers(place, most_bytes)
         path = f"/proc/{place.pid}/fd/{place.fd}"
         fd = -1
@@ -94,7 +98,7 @@ class Segment:
             # And after, since the other process may have closed it and opened something else.
             _check_link(f"/proc/self/fd/{fd}", place)
             _check_seals(fd, place)
-            return cls(fd, place.num_bytes, place.name)
+            return cls(fd, place.num_bytes, place.name, at_once)
         except NotShared:
             _close(fd)
             raise

@@ -193,7 +193,7 @@ class Replay:
         """The parameters, each element of its server's version."""
         parts = [master.versions[v] for master, v in zip(self.masters, versions, strict=True)]
         made = [value.clone() for value in parts[0]]
-        for key, (server, *_) in enumerate(self.layout.holders):
+        for key, server in enumerate(self.layout.holders):
             for s in self.layout.segments(key):
                 where = slice(s.start, s.stop)
                 made[s.parameter].view(-1)[where] = parts[server][s.parameter].view(-1)[where]

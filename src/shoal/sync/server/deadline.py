@@ -19,7 +19,6 @@ from shoal.sync.server.guests import Guest
 from shoal.sync.server.messages import (
     Answer,
     Apply,
-    Asking,
     Done,
     Hello,
     Join,
@@ -29,6 +28,7 @@ from shoal.sync.server.messages import (
     Welcome,
     WorkerMessage,
 )
+from shoal.sync.server.reception import Waiting
 from shoal.sync.server.records import Record
 from shoal.sync.server.referee import Brought, Referee, Rounds, no_rounds
 from shoal.sync.server.server import Server
@@ -89,9 +89,9 @@ class DeadlineServer(Server):
         if guest is None or not isinstance(message, Kept | Join | Apply):
             yield from super()._take_in(sender, message, payload)
             return
-        if self.clock.is_new(message.batch, guest.pieces) and (
-            missing := super()._missing(guest.pieces, guest, message)
-        ):
+        self._refuse_early(guest, message.batch)
+        missing = self._rows.missing(message.batch, guest.pieces, message.attempt)
+        if missing and self.clock.is_new(message.batch, guest.pieces):
             yield Answer(sender, Missing(request=message.request, keys=missing))
         elif isinstance(message, Kept):
             yield Answer(sender, Done(request=message.request))
@@ -99,7 +99,7 @@ class DeadlineServer(Server):
             if isinstance(message, Join):
                 self._join(guest, message)
             else:
-                self._refuse_counts(message)
+                self._refuse_apply(message)
             self._wait(sender, message)
 
     def _join(self, guest: Guest, join: Join) -> None:
@@ -126,19 +126,14 @@ class DeadlineServer(Server):
         while answers := list(super()._serve_waiting()):
             yield from answers
 
-    def _answer_waiting(self, sender: bytes, message: WorkerMessage) -> Answer | None:
-        guest = self.guests[sender]
+    def _answer_waiting(self, sender: bytes, message: Waiting) -> Answer | None:
         if isinstance(message, Join):
-            return self._verdict(sender, guest, message)
-        if not isinstance(message, Apply):
-            return super()._answer_waiting(sender, message)
-        answer = self._apply(guest, message)
-        # Others that are in the round push again, if they have not after a death.
-        return None if isinstance(answer, Missing) else Answer(sender, answer)
+            return self._verdict(sender, message)
+        return super()._answer_waiting(sender, message)
 
-    def _verdict(self, sender: bytes, guest: Guest, join: Join) -> Answer | None:
+    def _verdict(self, sender: bytes, join: Join) -> Answer | None:
         assert self.referee is not None
-        verdict = self.referee.verdict(join.batch, guest.pieces.start)
+        verdict = self.referee.verdict(join.batch, self.guests[sender].pieces.start)
         if verdict is None:
             return None
         rounds = self.referee.rounds
@@ -153,13 +148,11 @@ class DeadlineServer(Server):
         )
         return Answer(sender, joined)
 
-    def _missing(self, pieces: range, guest: Guest, message: Asking) -> list[int]:
-        if not isinstance(message, Apply):
-            return super()._missing(pieces, guest, message)
-        found: set[int] = set()
-        for piece in _counted(message):
-            found |= set(super()._missing(piece, guest, message))
-        return sorted(found)
+    def _is_whole(self, apply: Apply, pieces: range) -> bool:
+        """Others that are in the round push again, if they have not after a death."""
+        return not any(
+            self._rows.missing(apply.batch, piece, apply.attempt) for piece in _counted(apply)
+        )
 
     def _sums(self, apply: Apply, pieces: range) -> tuple[dict[int, Tensor], dict[int, list[bool]]]:
         """Rows times what they count, added in the order of seats."""
@@ -181,12 +174,12 @@ class DeadlineServer(Server):
         if not 0 <= batch <= self.clock.committed + 1:
             super()._refuse_early(guest, batch)
 
-    def _refuse_counts(self, apply: Apply) -> None:
+    def _refuse_apply(self, apply: Apply) -> None:
         if len(apply.counts) != self.num_pieces or not any(apply.counts):
             raise ValueError(f"{len(apply.counts)} counts came for {self.num_pieces} replicas")
         if not all(0 <= count <= self.num_pieces for count in apply.counts):
             raise ValueError(f"counts of {apply.counts} are not those of a round")
-        self.shard.refuse_settings(apply.settings)
+        super()._refuse_apply(apply)
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
         welcome = super()._greet(sender, hello)

@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from shoal.data.split import shares
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import Hello, Push
 from shoal.sync.server.packing import unpacked
+from shoal.sync.server.sharing import Borrowed
 
 
 @dataclass
@@ -24,6 +25,9 @@ class Guest:
     layout: Layout
     rows: Segment | None  # memory that both see
     pulled: int = 0  # the number of the last question for parameters that was answered
+    lent: Borrowed = field(default_factory=Borrowed)  # what it lays out of tables
+    _places: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by key and row
+    made: int = -1  # how many updates came before the last one that it asked for
     loaded: int = 0  # and of the last state that it sent
 
     def rows_of(self, push: Push, values: Tensor, payload: Sequence[memoryview]) -> list[Tensor]:
@@ -38,12 +42,15 @@ class Guest:
 
     def place(self, number: int, row: int, values: Tensor) -> Tensor:
         """Where a key that holds `values` stands in a row of the memory that both see."""
-        assert self.rows is not None
-        key = self.layout.keys[number]
-        place = self.layout.row_places(len(self.blocks))[key.shelf]
-        length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
-        start = place + row * length + key.start * key.itemsize
-        return self.rows.bytes[start : start + key.num_bytes].view(values.dtype)
+        if (number, row) not in self._places:
+            assert self.rows is not None
+            key = self.layout.keys[number]
+            place = self.layout.row_places(len(self.blocks))[key.shelf]
+            length = self.layout.shelves[key.shelf].starts[-1] * key.itemsize
+            start = place + row * length + key.start * key.itemsize
+            bytes_ = self.rows.bytes[start : start + key.num_bytes]
+            self._places[number, row] = bytes_.view(values.dtype)
+        return self._places[number, row]
 
 
 def guest_of(hello: Hello, layout: Layout, num_seats: int, num_pieces: int, whole: bool) -> Guest:

@@ -30,13 +30,10 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.line import Line, Questions
 from shoal.sync.server.messages import (
     Answer,
-    Applied,
     Apply,
     Dump,
-    FromServer,
     Hello,
     Load,
-    Missing,
     Pull,
     Push,
     Sum,
@@ -47,6 +44,8 @@ from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.shard import trained
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State
+
+Values = list[tuple[Any, list[memoryview]]]  # what servers of the plan answer, with parameters
 
 
 class Way(NamedTuple):
@@ -138,7 +137,8 @@ class Upward:
         norms = b"".join(bytes(frame) for _, frames in found for frame in frames)
         return all(summed.finite for summed, _ in found), norms
 
-    def apply(self, apply: Apply) -> None:
+    def apply(self, apply: Apply) -> Values:
+        """Step; the parameters for the next batch."""
         asked = self._questions.ask_all(
             Apply,
             **self._which(apply),
@@ -147,11 +147,13 @@ class Upward:
             pulled=apply.pulled,
             settings=apply.settings,
         )
-        self._questions.answers(asked)
+        return self._questions.answers(asked)
 
-    def pull(self, batch: int, meets: bool, values: dict[int, Tensor]) -> int:
-        """Put the parameters for a batch into `values`, by key; their version."""
-        answers = self._questions.answers(self._questions.ask_all(Pull, batch=batch, meets=meets))
+    def pull(self, batch: int, meets: bool) -> Values:
+        return self._questions.answers(self._questions.ask_all(Pull, batch=batch, meets=meets))
+
+    def put(self, answers: Values, values: dict[int, Tensor]) -> int:
+        """The parameters that came into `values`, by key; their version."""
         for server, (_, frames) in enumerate(answers):
             for key, frame in zip(self.layout.held_by(server), frames, strict=True):
                 values[key].copy_(tensor_of(frame, values[key].dtype, values[key].numel()))
@@ -168,7 +170,7 @@ class Upward:
 
     def _push(self, key: int) -> None:
         total, what = self._rows[key]
-        server = self.layout.holders[key][0]
+        server = self.layout.holders[key]
         self.line.tell(
             server, Push, [total], key=key, blocks=[self._block], is_shared=False, **what
         )
@@ -235,19 +237,16 @@ class HostServer(Reception):
             self._told[sum_.first] = self._look(sum_, range(self.num_pieces))
         return super()._summed_before(sender, sum_)
 
-    def _apply(self, guest: Guest, apply: Apply) -> FromServer:
-        pieces = self._pieces(guest, apply)
-        if not self.clock.is_new(apply.batch, pieces):
-            return Applied(request=apply.request, version=-1)  # another worker asked before
-        if missing := self._missing(pieces, guest, apply):
-            return Missing(request=apply.request, keys=missing)
+    def _refuse_apply(self, apply: Apply) -> None:
+        """The servers of the plan look at it."""
+
+    def _apply(self, guest: Guest, apply: Apply, pieces: range) -> None:
         faultpoint("host.apply", apply.batch)
-        self._up.apply(apply)
+        new = self._up.apply(apply)
         faultpoint("host.applied", apply.batch)
-        self._take_values(apply.batch + 1, meets=False)
+        self._take(new)
         self.clock.apply(apply.batch, pieces)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        return Applied(request=apply.request, version=-1)
 
     def _dump(self, dump: Dump) -> State:
         raise ValueError("a host's server holds no state: ask the servers of the plan")
@@ -258,11 +257,11 @@ class HostServer(Reception):
         self._go_to(load.step, meets=True)
 
     def _go_to(self, step: int, meets: bool) -> None:
-        self._take_values(step, meets)
+        self._take(self._up.pull(step, meets))
         self.clock = Clock(self.num_pieces, 0, step)
         self._begun, self._told = step, {}
 
-    def _take_values(self, batch: int, meets: bool) -> None:
+    def _take(self, new: Values) -> None:
         """Into the other set, since workers read the one of now."""
         self.held.sets.turn()
-        self.version = self._up.pull(batch, meets, self.held.values)
+        self.version = self._up.put(new, self.held.values)

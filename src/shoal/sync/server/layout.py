@@ -36,12 +36,12 @@ class Key(NamedTuple):
 class Layout(NamedTuple):
     shelves: list[zero.Shelf]  # `cuts` are where keys begin, and the end
     keys: list[Key]
-    holders: list[tuple[int, ...]]  # of each key, the first of which answers for it
+    holders: list[int]  # the server of each key
     itemsizes: list[int]  # of each shelf's elements
 
     def held_by(self, server: int) -> list[int]:
-        """The keys that a server answers for."""
-        return [number for number, holders in enumerate(self.holders) if holders[0] == server]
+        """The keys that a server holds."""
+        return [number for number, holder in enumerate(self.holders) if holder == server]
 
     def of_shelf(self, shelf: int) -> list[int]:
         return [number for number, key in enumerate(self.keys) if key.shelf == shelf]
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
     def on_one(self) -> "Layout":
         """The same keys, all with one server."""
-        return self._replace(holders=[(0,)] * len(self.keys))
+        return self._replace(holders=[0] * len(self.keys))
 
     @property
     def digest(self) -> str:

@@ -25,6 +25,8 @@ from shoal.sync.server.messages import (
     Check,
     Checked,
     Missing,
+    Push,
+    Pushes,
     Refused,
     ServerMessage,
     WorkerMessage,
@@ -63,6 +65,7 @@ class Line:
         self._numbers, self._turns = count(1), count(1)
         self._asked: dict[int, _Asked] = {}
         self._answers: dict[int, tuple[ServerMessage, list[memoryview]]] = {}
+        self._left: dict[int, list[tuple[Push, Payload]]] = {}  # not sent yet, by server
         self._told: set[int] = set()  # what nobody answers, in this step
         self._refused = ""  # why some of that was
         self._lock = threading.Lock()
@@ -82,6 +85,28 @@ class Line:
         self._told.add(request)
         self._send(server, frames)
 
+    def leave(self, server: int, payload: Payload = (), **what: Any) -> None:
+        """Push at the next `flush`, or before the next question at the latest.
+
+        Small pushes then take one message, which costs a server more than what is in it.
+        """
+        push = Push(generation=self.servers.generation, request=next(self._numbers), **what)
+        with self._lock:
+            self._told.add(push.request)
+            self._left.setdefault(server, []).append((push, payload))
+
+    def flush(self) -> None:
+        """Send what was left."""
+        with self._lock:
+            left, self._left = self._left, {}
+        for server, pairs in left.items():
+            if len(pairs) == 1:
+                self._send(server, pack(*pairs[0]))
+                continue
+            pushes, counts = [push for push, _ in pairs], [len(payload) for _, payload in pairs]
+            everything = [part for _, payload in pairs for part in payload]
+            self.tell(server, Pushes, everything, pushes=pushes, counts=counts)
+
     def ask(
         self,
         server: int,
@@ -90,6 +115,7 @@ class Line:
         **what: Any,
     ) -> int:
         """Send a question; its number is what to wait for."""
+        self.flush()
         request, frames = self._message(kind, payload, what)
         self._send_question(request, server, frames)
         return request
@@ -132,11 +158,15 @@ class Line:
     def _send(self, server: int, frames: list[bytes | memoryview]) -> None:
         self.num_bytes += sum(len(frame) for frame in frames[1:])  # of tensors, as elsewhere
         socket = self._sockets[server]
+        is_small = sum(map(len, frames)) < 65_536
         with self._lock:
-            while not socket.poll(TICK_MS, zmq.POLLOUT):  # it is gone, and much was sent to it
-                if self.servers.is_lost():
-                    raise GroupLost("another generation was announced")
-            socket.send_multipart(frames, copy=sum(map(len, frames)) < 65_536)
+            while True:
+                try:
+                    socket.send_multipart(frames, zmq.NOBLOCK, copy=is_small)
+                    return
+                except zmq.Again:  # it is gone, and much was sent to it
+                    if not socket.poll(TICK_MS, zmq.POLLOUT) and self.servers.is_lost():
+                        raise GroupLost("another generation was announced") from None
 
     def _receive(self) -> None:
         for socket, _ in self._poller.poll(TICK_MS):

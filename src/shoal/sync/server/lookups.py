@@ -21,7 +21,8 @@ from shoal.comm.wire import tensor_of
 from shoal.errors import RecipeError
 from shoal.parallel.striping import Striping, tables_of
 from shoal.sync.server.line import Line
-from shoal.sync.server.messages import Look, Push
+from shoal.sync.server.messages import Look, Welcome
+from shoal.sync.server.sharing import Lender, Shown
 
 
 def empty_tables(model: nn.Module) -> None:
@@ -36,11 +37,21 @@ class Lookups:
     `first_key` is the number of the first key that is a table's, `pieces` are the worker's own.
     """
 
-    def __init__(self, model: nn.Module, line: Line, first_key: int, pieces: range):
+    def __init__(
+        self,
+        model: nn.Module,
+        line: Line,
+        first_key: int,
+        pieces: range,
+        welcomes: Sequence[Welcome],
+    ):
+        """`welcomes` are those of the servers, which may show their tables."""
         found = tables_of(model)
         self.names, self._modules = list(found), list(found.values())
         self._line, self._first_key = line, first_key
         self._striping = [Striping(m.num_embeddings, len(line)) for m in self._modules]
+        self._shown, self._lender = Shown(self._modules, welcomes), Lender()
+        self._is_shared = [welcome.is_shared for welcome in welcomes]
         self._sum = PieceSum(pieces)
         self.batch = 0  # whose rows are looked up
         for table, module in enumerate(self._modules):
@@ -58,6 +69,7 @@ class Lookups:
 
     def begin(self) -> None:
         self._sum.begin()
+        self._lender.begin()
         self._parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.names]
 
     def end_piece(self) -> None:
@@ -72,20 +84,40 @@ class Lookups:
         frames = [frame for value in values for frame in self._part(table, server, value)]
         touched = [any(value is not None for value in values)]
         what = {"batch": batch, "attempt": attempt, "key": key, "blocks": blocks}
-        self._line.tell(server, Push, frames, touched=touched, is_shared=False, **what)
+        lent = self._lender.lend(frames) if self._is_shared[server] else None
+        if lent is not None:  # as if they had been sent
+            self._line.num_bytes += sum(frame.nbytes for frame in frames)
+            frames = []
+        self._line.leave(server, frames, touched=touched, is_shared=False, lent=lent, **what)
 
     def _look_up(self, table: int, ids: Tensor) -> Tensor:
         """The forward of a table's module."""
         module = self._modules[table]
         self._refuse(table, ids)
+        slab = self._shown.rows(table, 0, self.batch)
+        if slab is not None and len(self._line) == 1 and ids.is_cpu:
+            self._line.num_received += ids.numel() * slab.shape[1] * slab.itemsize
+            return self._embed(table, ids, slab, module.padding_idx)
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = self._pull(table, unique.to(torch.int64).cpu()).to(ids.device)
+        padding = None if module.padding_idx is None else _place(unique, module.padding_idx)
+        return self._embed(table, inverse, rows, padding, unique)
+
+    def _embed(
+        self,
+        table: int,
+        ids: Tensor,
+        rows: Tensor,
+        padding: int | None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """Of some rows of a table, with these numbers, or of all."""
+        rows = rows.detach()  # a leaf of this lookup
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(partial(self._arrived, table, unique))
-        padding = None if module.padding_idx is None else _place(unique, module.padding_idx)
-        frequency = module.scale_grad_by_freq
-        return F.embedding(inverse, rows, padding, scale_grad_by_freq=frequency, sparse=True)
+            rows.register_post_accumulate_grad_hook(partial(self._arrived, table, numbers))
+        frequency = self._modules[table].scale_grad_by_freq
+        return F.embedding(ids, rows, padding, scale_grad_by_freq=frequency, sparse=True)
 
     def _refuse(self, table: int, ids: Tensor) -> None:
         name, num_rows = self.names[table], self._striping[table].num_rows
@@ -94,7 +126,7 @@ class Lookups:
                 f"{name} was asked for rows by numbers of type {ids.dtype}. Rows are numbered by "
                 "whole numbers: convert them with .long()."
             )
-        least, most = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        least, most = map(int, ids.aminmax()) if ids.numel() else (0, 0)
         if least < 0 or most >= num_rows > 0:
             wrong = least if least < 0 else most
             raise RecipeError(
@@ -118,22 +150,32 @@ class Lookups:
         return rows
 
     def _ask(self, table: int, wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """Rows of several servers, all asked before the first answer is waited for."""
+        """Rows of several servers, all asked before the first answer is waited for; those that
+        are seen here are not asked for."""
         module, found = self._modules[table], []
+        seen = [self._shown.rows(table, server, self.batch) for server, _ in wanted]
         asked = [
             self._line.ask(server, Look, [places], batch=self.batch, table=table)
-            for server, places in wanted
+            if slab is None
+            else 0
+            for slab, (server, places) in zip(seen, wanted, strict=True)
         ]
-        for request, (_, places) in zip(asked, wanted, strict=True):
+        for request, slab, (_, places) in zip(asked, seen, wanted, strict=True):
+            if slab is not None:
+                found.append(slab.index_select(0, places))
+                self._line.num_received += found[-1].nbytes
+                continue
             (frame,) = self._line.answer(request)[1]
             flat = tensor_of(frame, module.weight.dtype, len(places) * module.embedding_dim)
             found.append(flat.view(-1, module.embedding_dim))
         return found
 
-    def _arrived(self, table: int, unique: Tensor, leaf: Tensor) -> None:
+    def _arrived(self, table: int, numbers: Tensor | None, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        ids = unique[gradient._indices()[0]].to(torch.int64).cpu()
+        ids = gradient._indices()[0]
+        if numbers is not None:
+            ids = numbers[ids].to(torch.int64).cpu()
         self._parts[table].append((ids, gradient._values().cpu()))
 
     def _gradient(self, table: int) -> Tensor | None:

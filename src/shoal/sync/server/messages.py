@@ -45,10 +45,18 @@ class Hello(FromWorker, frozen=True, tag="hello"):
     halt: Halt | None = None
 
 
+class Lent(msgspec.Struct, frozen=True):
+    """Frames that stand in a worker's memory, each from one byte to another."""
+
+    place: Place
+    spans: list[tuple[int, int]]
+
+
 class Push(FromWorker, frozen=True, tag="push"):
     """Rows of one key for some blocks of a batch: beside this, or in the shared memory.
 
-    Nobody answers; a `Sum` or `Apply` whose rows did not come is answered with `Missing`.
+    Nobody answers; a `Sum` or `Apply` of a worker whose rows did not come is answered with
+    `Missing`.
     """
 
     batch: int
@@ -58,6 +66,14 @@ class Push(FromWorker, frozen=True, tag="push"):
     touched: list[bool]
     is_shared: bool
     codec: str = "none"  # by which what stands beside this is packed
+    lent: Lent | None = None  # where what would stand beside this is, of a table
+
+
+class Pushes(FromWorker, frozen=True, tag="pushes"):
+    """Several in one message, with so many frames each."""
+
+    pushes: list[Push]
+    counts: list[int]
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -73,8 +89,9 @@ class Sum(FromWorker, frozen=True, tag="sum"):
 
 
 class Apply(FromWorker, frozen=True, tag="apply"):
-    """Step on these pieces' gradients times `scale`, with learning rates times `factor`; less, if
-    `pulled` is said, the more updates came since that version."""
+    """Step on these pieces' gradients times `scale`, as soon as all are here, with learning rates
+    times `factor`; less, if `pulled` is said, the more updates came since that version. Then give
+    me the parameters for the next batch, as for a `Pull`."""
 
     batch: int
     attempt: int
@@ -84,6 +101,7 @@ class Apply(FromWorker, frozen=True, tag="apply"):
     factor: float
     pulled: int | None
     settings: list[dict[str, Any]]
+    meets: bool = False
     counts: list[float] = []  # of a round that closed early: how much each piece counts, 0 if out
 
 
@@ -168,12 +186,13 @@ class Answer(NamedTuple):
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where their sets stand."""
+    are not put there but read at `values`, where their sets stand, and those of `tables`."""
 
     is_shared: bool
     values: list[Place]
     committed: int
     next_batch: int
+    tables: list[Place | None] = []
 
 
 class Missing(FromServer, frozen=True, tag="missing"):
@@ -200,12 +219,6 @@ class Joined(FromServer, frozen=True, tag="joined"):
     num_late: list[int]
 
 
-class Applied(FromServer, frozen=True, tag="applied"):
-    """`version`: how many updates came before this one; -1 if it was made before."""
-
-    version: int
-
-
 class Values(FromServer, frozen=True, tag="values"):
     """The parameters, key by key: in frames, or in the shared memory."""
 
@@ -213,6 +226,7 @@ class Values(FromServer, frozen=True, tag="values"):
     version: int  # updates that they are made of, and states that were taken over
     number: int  # of the set in which they stand
     halt: Halt | None
+    made: int = -1  # how many updates came before the last one that this worker asked for
 
 
 class Found(FromServer, frozen=True, tag="found"):
@@ -242,18 +256,9 @@ class Refused(FromServer, frozen=True, tag="refused"):
     is_stale: bool = False
 
 
-Asking = Sum | Apply | Kept | Join  # of rows that were pushed
-WorkerMessage = Hello | Push | Asking | Pull | Look | Stop | Dump | Load | Check
+WorkerMessage = (
+    Hello | Push | Pushes | Sum | Apply | Kept | Join | Pull | Look | Stop | Dump | Load | Check
+)
 ServerMessage = (
-    Welcome
-    | Missing
-    | Summed
-    | Joined
-    | Applied
-    | Values
-    | Found
-    | Done
-    | Dumped
-    | Checked
-    | Refused
+    Welcome | Missing | Summed | Joined | Values | Found | Done | Dumped | Checked | Refused
 )

@@ -88,8 +88,8 @@ def write_parts(server: Server, number: int, num_servers: int, shelf: Shelf) -> 
     for other in range(num_servers):
         keys = [
             key
-            for key, holders in enumerate(after.holders)
-            if other in holders and server.layout.holders[key][0] == number
+            for key, holder in enumerate(after.holders)
+            if holder == other and server.layout.holders[key] == number
         ]
         runs = [*_runs(server.shard, keys), *server.shard.tables.moved_to(other, num_servers)]
         part = read(state, outline_of(state, runs))

@@ -10,12 +10,13 @@ It has no socket: `take_in` is given a message and says what to answer. `serve.p
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
-from shoal.comm.shared_memory import Place
+from shoal.comm.shared_memory import Place, Segment
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
@@ -25,21 +26,21 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import (
     Answer,
     Apply,
-    Asking,
     Check,
     Checked,
     Done,
     Dump,
     Dumped,
     Found,
-    FromServer,
     Halt,
     Hello,
+    Join,
     Load,
     Look,
     Missing,
     Pull,
     Push,
+    Pushes,
     Refused,
     Stop,
     Sum,
@@ -51,9 +52,12 @@ from shoal.sync.server.messages import (
 from shoal.sync.server.records import Told
 from shoal.sync.server.rows import Rows
 from shoal.sync.server.sets import ValueSets
+from shoal.sync.server.sharing import share
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State, pack_state
 from shoal.sync.stretches import STRETCH_BYTES, kinds_of, stretch_of
+
+Waiting = Sum | Apply | Join | Pull
 
 
 class Held(Protocol):
@@ -84,11 +88,14 @@ class Reception(ABC):
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
         self.secret, self._digest = secret, held.layout.digest
+        self._num_parameters = {key: len(held.layout.segments(key)) for key in held.keys}
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
+        self._slabs: list[Segment | None] = []
         if self.in_place:
             held.sets.double()
+            self._slabs = share(held.tables.slabs)
 
     @property
     def in_place(self) -> bool:
@@ -100,8 +107,12 @@ class Reception(ABC):
         return []
 
     @abstractmethod
-    def _apply(self, guest: Guest, apply: Apply) -> FromServer:
-        """Step on some pieces, once."""
+    def _refuse_apply(self, apply: Apply) -> None:
+        """ValueError if nobody can step like that."""
+
+    @abstractmethod
+    def _apply(self, guest: Guest, apply: Apply, pieces: range) -> None:
+        """Step on some pieces, all of which are here and none is applied."""
 
     @abstractmethod
     def _look(self, sum_: Sum, pieces: range) -> Told:
@@ -124,7 +135,7 @@ class Reception(ABC):
         for first, told in self._told.items():
             self._told[first] = msgspec.structs.replace(told, attempt=-1)
         # A worker waits for one answer of a kind at most.
-        self._waiting: dict[tuple[bytes, type[WorkerMessage]], WorkerMessage] = {}
+        self._waiting: dict[tuple[bytes, type[Waiting]], Waiting] = {}
 
     def take_in(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
@@ -136,9 +147,21 @@ class Reception(ABC):
         if isinstance(message, Check):
             return [Answer(sender, Checked(request=message.request, turn=message.turn))]
         try:
+            if isinstance(message, Pushes):
+                return self._take_all(sender, message, payload)
             return [*self._take_in(sender, message, payload), *self._serve_waiting()]
         except (BadFrame, ValueError) as error:
             return [Answer(sender, Refused(request=message.request, why=str(error)))]
+
+    def _take_all(
+        self, sender: bytes, message: Pushes, payload: Sequence[memoryview]
+    ) -> list[Answer]:
+        if len(message.counts) != len(message.pushes) or sum(message.counts) != len(payload):
+            raise BadFrame(f"{len(message.pushes)} pushes came with {len(payload)} frames")
+        frames = iter(payload)
+        own = [list(islice(frames, max(0, count))) for count in message.counts]
+        pairs = zip(message.pushes, own, strict=True)
+        return [answer for push, own in pairs for answer in self.take_in(sender, push, own)]
 
     def _take_in(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
@@ -152,18 +175,18 @@ class Reception(ABC):
         match message:
             case Push():
                 self._keep(guest, message, payload)
-            case Apply():
-                yield Answer(sender, self._apply(guest, message))
             case Sum() if not self.clock.is_new(message.batch, self._pieces(guest, message)):
                 yield self._summed_before(sender, message)
             case Sum() if told := self._told_of(message):
                 # Whoever was told first may have begun another attempt.
                 yield _summed(sender, message, told)
-            case Sum() if missing := self._missing(guest.pieces, guest, message):
+            case Sum() | Apply() if missing := self._missing(guest, message):
                 # What a worker pushed came before what it asks, or will not come.
                 yield Answer(sender, Missing(request=message.request, keys=missing))
-            case Sum() | Pull():
+            case Sum() | Apply() | Pull():
                 self._refuse_early(guest, message.batch)
+                if isinstance(message, Apply):
+                    self._refuse_apply(message)
                 self._wait(sender, message)
             case Look():
                 yield Answer(
@@ -207,6 +230,7 @@ class Reception(ABC):
             request=hello.request,
             is_shared=guest.rows is not None,
             values=self._shown() if guest.rows is not None else [],
+            tables=[s.place if s is not None else None for s in self._slabs if guest.rows],
             committed=self.clock.committed,
             next_batch=self.clock.next_of(lambda batch: guest.pieces),
         )
@@ -234,7 +258,7 @@ class Reception(ABC):
         is_table, batch = push.key in self.held.tables.keys, push.batch
         if push.key not in self.held.values and not is_table:
             raise ValueError(f"key {push.key} is not held here")
-        if len(push.touched) != (1 if is_table else len(self.layout.segments(push.key))):
+        if len(push.touched) != (1 if is_table else self._num_parameters[push.key]):
             raise ValueError(f"a push of key {push.key} tells of {len(push.touched)} parameters")
         if push.blocks != guest.blocks or push.attempt < 0:
             raise ValueError(f"a push of key {push.key} is not of the pieces of its worker")
@@ -245,6 +269,8 @@ class Reception(ABC):
             raise ValueError(f"batch {batch} may not be begun yet")
         faultpoint("server.push", batch)
         if is_table:
+            if push.lent is not None:
+                payload = guest.lent.frames(push.lent, 4 * self.most_bytes)
             found = self.held.tables.rows_of(push.key, payload)
         else:
             found = guest.rows_of(push, self.held.values[push.key], payload)
@@ -280,38 +306,53 @@ class Reception(ABC):
             )
         return pieces
 
-    def _missing(self, pieces: range, guest: Guest, message: Asking) -> list[int]:
-        """The keys of which some rows are not here, of a batch that may have been begun."""
+    def _missing(self, guest: Guest, message: Sum | Apply) -> list[int]:
+        """The keys of which a worker's rows are not here, of a batch that may have been begun."""
         self._refuse_early(guest, message.batch)
-        return self._rows.missing(message.batch, pieces, message.attempt)
+        if not self.clock.is_new(message.batch, self._pieces(guest, message)):
+            return []
+        return self._rows.missing(message.batch, guest.pieces, message.attempt)
 
-    def _wait(self, sender: bytes, message: WorkerMessage) -> None:
+    def _wait(self, sender: bytes, message: Waiting) -> None:
         """Answer it when that can be done."""
         waits = self._waiting.get((sender, type(message)), message)
         if message.request >= waits.request:  # or else it is late, and nobody waits for it
             self._waiting[sender, type(message)] = message
 
     def _serve_waiting(self) -> Iterator[Answer]:
+        for (sender, _), message in self._waiting.items():
+            if isinstance(message, Apply):
+                self._step_if_whole(self.guests[sender], message)
         for (sender, kind), message in list(self._waiting.items()):
             answer = self._answer_waiting(sender, message)
             if answer is not None:
                 del self._waiting[sender, kind]
                 yield answer
 
-    def _answer_waiting(self, sender: bytes, message: WorkerMessage) -> Answer | None:
-        if isinstance(message, Pull):
-            return self._values(sender, message)
-        assert isinstance(message, Sum)
-        return self._summed(sender, message)
+    def _answer_waiting(self, sender: bytes, message: Waiting) -> Answer | None:
+        if isinstance(message, Sum):
+            return self._summed(sender, message)
+        if isinstance(message, Apply):
+            return self._values(sender, message, message.batch + 1)
+        assert isinstance(message, Pull)
+        return self._values(sender, message, message.batch)
 
-    def _values(self, sender: bytes, pull: Pull) -> Answer | None:
-        if not self.clock.may_begin(pull.batch):
+    def _step_if_whole(self, guest: Guest, apply: Apply) -> None:
+        pieces = self._pieces(guest, apply)
+        if self.clock.is_new(apply.batch, pieces) and self._is_whole(apply, pieces):
+            self._apply(guest, apply, pieces)
+
+    def _is_whole(self, apply: Apply, pieces: range) -> bool:
+        """Whether all rows are here that are to be stepped on."""
+        return self._rows.are_whole(apply.batch, pieces, apply.attempt)
+
+    def _values(self, sender: bytes, pull: Pull | Apply, batch: int) -> Answer | None:
+        """The parameters for a batch, if it may be begun."""
+        if not self.clock.may_begin(batch) or (pull.meets and self.clock.committed < batch):
             return None
-        if pull.meets and self.clock.committed < pull.batch:
-            return None
-        faultpoint("server.pull", pull.batch)
+        faultpoint("server.pull", batch)
         guest = self.guests[sender]
-        self._begun = max(self._begun, pull.batch)
+        self._begun = max(self._begun, batch)
         shared = guest.rows is not None
         is_new, guest.pulled = pull.request > guest.pulled, max(pull.request, guest.pulled)
         # Where they stand they may change under the reader. A question that came twice may find
@@ -325,6 +366,7 @@ class Reception(ABC):
             version=self.version,
             number=self.held.sets.now,
             halt=self._halt,
+            made=guest.made,
         )
         return Answer(sender, values, () if shared else list(self.held.values.values()))
 
@@ -342,7 +384,7 @@ class Reception(ABC):
 
     def _summed(self, sender: bytes, sum_: Sum) -> Answer | None:
         pieces = self._pieces(self.guests[sender], sum_)
-        if self._rows.missing(sum_.batch, pieces, sum_.attempt):
+        if not self._rows.are_whole(sum_.batch, pieces, sum_.attempt):
             return None
         self._told[sum_.first] = self._look(sum_, pieces)
         return _summed(sender, sum_, self._told[sum_.first])

@@ -81,6 +81,13 @@ class Rows:
         kept = self._batches.get(batch, _Batch())
         return [key for key in self.keys if not _covers(kept, key, pieces, attempt)]
 
+    def are_whole(self, batch: int, pieces: range, attempt: int) -> bool:
+        """Whether nothing is missing; found out at once where sums are made eagerly."""
+        kept = self._batches.get(batch, _Batch())
+        if self._eager and len(kept.totals) < len(self.keys):
+            return False
+        return not self.missing(batch, pieces, attempt)
+
     def sums(self, batch: int, pieces: range) -> dict[int, Tensor]:
         """Over some pieces, none of which is missing; by key."""
         kept = self._batches.get(batch, _Batch())

@@ -29,15 +29,20 @@ class Desk:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._most_bytes = server.most_bytes + SLACK_BYTES
         self._socket, self.address = listen(self._context, host, None, self._most_bytes)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
 
     def turn(self) -> None:
         """Answer what came, or wait a moment."""
         if self.peers is None:
-            came = bool(self._socket.poll(TICK_MS))
+            came = bool(self._poller.poll(TICK_MS))
         else:
             came = self.peers.turn(self._socket)
-        while came and self._socket.poll(0):
-            sender, *frames = self._socket.recv_multipart(copy=False)
+        while came:
+            try:
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
             for answer in self._take_in(sender.bytes, frames):
                 self._answer(answer)
         for answer in self.server.tick(time.monotonic()):

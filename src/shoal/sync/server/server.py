@@ -16,7 +16,7 @@ from shoal.numerics.norms import values_of
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Applied, Apply, Dump, FromServer, Load, Missing, Sum
+from shoal.sync.server.messages import Apply, Dump, Load, Sum
 from shoal.sync.server.reception import Reception
 from shoal.sync.server.records import (
     Diary,
@@ -80,16 +80,13 @@ class Server(Reception):
         num_batches = (self.version - apply.pulled) / self.num_seats
         return msgspec.structs.replace(apply, factor=apply.factor / (1 + max(0.0, num_batches)))
 
-    def _apply(self, guest: Guest, apply: Apply) -> FromServer:
-        pieces = self._pieces(guest, apply)
-        if not self.clock.is_new(apply.batch, pieces):
-            return Applied(request=apply.request, version=-1)  # it came twice
-        if missing := self._missing(pieces, guest, apply):
-            return Missing(request=apply.request, keys=missing)
-        apply = self._damped(apply)
+    def _refuse_apply(self, apply: Apply) -> None:
         if not math.isfinite(apply.scale) or not 0 < apply.factor < math.inf:
             raise ValueError(f"nobody steps with scale {apply.scale} and factor {apply.factor}")
         self.shard.refuse_settings(apply.settings)
+
+    def _apply(self, guest: Guest, apply: Apply, pieces: range) -> None:
+        apply = self._damped(apply)
         faultpoint("server.apply", apply.batch)
         sums, touched = self._sums(apply, pieces)
         if self.journal is not None and self.journal.is_long:
@@ -101,6 +98,7 @@ class Server(Reception):
         except ValueError as error:  # nobody goes on from half a step
             raise RuntimeError(f"The optimizer's step failed: {error}") from error
         self.clock.apply(apply.batch, pieces)
+        guest.made = self.version
         self.version += 1
         faultpoint("server.unwritten", apply.batch)
         if self.journal is not None:
@@ -110,7 +108,6 @@ class Server(Reception):
             self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)
-        return Applied(request=apply.request, version=self.version - 1)
 
     def _sums(self, apply: Apply, pieces: range) -> tuple[dict[int, Tensor], dict[int, list[bool]]]:
         """What is stepped on of some pieces, by key, and the parameters that it is of."""

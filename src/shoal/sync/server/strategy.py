@@ -37,22 +37,15 @@ from shoal.sync.server.host import Upward, way_of
 from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.lookups import Lookups
 from shoal.sync.server.memory import Memory
-from shoal.sync.server.messages import (
-    Apply,
-    Halt,
-    Hello,
-    Pull,
-    Push,
-    Stop,
-    Sum,
-    Welcome,
-)
+from shoal.sync.server.messages import Apply, Halt, Hello, Pull, Stop, Sum, Values, Welcome
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, trained
 from shoal.sync.server.state import ServedState
 from shoal.sync.state import HeldState, Source, State
 from shoal.sync.strategy import Agreed, Tally
+
+SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
 
 class ThroughServers:
@@ -118,12 +111,13 @@ class ThroughServers:
         self._served = ServedState(model, layout, state_line, self.group)
         if len(self._versions) != len(self.line):  # all have made the same updates when all met
             self._versions = [max(self._versions, default=0)] * len(self.line)
-        self._greet()
+        welcomes = self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
         self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
         self._attached.callback(self.buckets.close)
-        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own)
+        first_key = len(self.layout.keys)
+        self.lookups = Lookups(model, self.line, first_key, self.rounds.own, welcomes)
         self.lookups.batch = self.batch
         self._attached.callback(self.lookups.close)
         self._around = Around(self.rounds, self._end_round)
@@ -153,11 +147,13 @@ class ThroughServers:
             self.buckets.send_rest()
             for key in self.lookups.keys:
                 self._push(key)
+            self.line.flush()
+        pieces = self._all_pieces if self.in_lockstep else self.own
+        # What nobody looks at need not be told: servers wait for all rows before they step.
+        asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
         if self.in_lockstep:
-            asked = self._ask_sums(self._all_pieces, want_norm)
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
         else:
-            asked = self._ask_sums(self.own, want_norm) if want_norm else []
             agreed = self._agree_alone(tally)
         norms = [tensor_of(f, torch.float32, len(f) // 4) for f in self._read_sums(asked)]
         if not want_norm:
@@ -178,15 +174,15 @@ class ThroughServers:
             "factor": rate * part,
             "settings": self._changed.of(self.held.optimizer),
             "counts": self._counts,
+            "meets": self._meets_after(self.batch + 1),
         }
-        applied = [
+        asked = [
             self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
-        versions = [answer.version for answer, _ in self._questions.answers(applied)]
-        self._pull(self.batch + 1, self._meets_after(self.batch + 1))
-        self.trace = pulled, versions, self._versions
+        made = [values.made for values in self._take(asked, self.batch + 1)]
+        self.trace = pulled, made, self._versions
         self._come_to(self.batch + 1)
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.line.take_bytes()
@@ -246,7 +242,7 @@ class ThroughServers:
         alone = self.mesh._replace(world=Group(), data=Group())
         return Held(model, optimizer, alone, self.holding, len(self.own), 1)
 
-    def _greet(self) -> None:
+    def _greet(self) -> list[Welcome]:
         num_rows = len(self.blocks)
         memory = self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
@@ -260,17 +256,17 @@ class ThroughServers:
             "num_rows": num_rows,
             "rows": memory.place,
         }
-        welcomes = self._questions.answers(
-            [
-                self._questions.ask(server, Hello, **hello, version=version)
-                for server, version in enumerate(self._versions)
-            ]
-        )
+        asked = [
+            self._questions.ask(server, Hello, **hello, version=version)
+            for server, version in enumerate(self._versions)
+        ]
+        welcomes = [welcome for welcome, _ in self._questions.answers(asked)]
         try:
-            memory.open([welcome for welcome, _ in welcomes])
+            memory.open(welcomes)
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
-        self.begins_at = self._where_to_begin([welcome for welcome, _ in welcomes])
+        self.begins_at = self._where_to_begin(welcomes)
+        return welcomes
 
     @property
     def _all_pieces(self) -> range:
@@ -306,6 +302,8 @@ class ThroughServers:
             self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
+        if sum(row.nbytes for row in bucket.rows) > SMALL_BYTES:
+            self.line.flush()  # so that servers add up while backward goes on
         return _Pushed()
 
     def _push(self, key: int) -> None:
@@ -313,15 +311,14 @@ class ThroughServers:
             self.lookups.push(key, self.batch, self._attempt, self.blocks)
             return
         assert self._memory is not None
-        server, own = self.layout.holders[key][0], self.layout.keys[key]
+        server, own = self.layout.holders[key], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
         is_shared = self._memory.shares_with(server)
         packing = self._packing if is_packed(own.itemsize) else None
         if packing is not None and not is_shared:
             rows = [packing.pack(row) for row in rows]
-        self.line.tell(
+        self.line.leave(
             server,
-            Push,
             () if is_shared else rows,
             batch=self.batch,
             attempt=self._attempt,
@@ -331,6 +328,8 @@ class ThroughServers:
             is_shared=is_shared,
             codec="none" if packing is None or is_shared else packing.name,
         )
+        if not is_shared and own.num_bytes > SMALL_BYTES:
+            self.line.flush()  # the next one is made ready while this one travels
         if is_shared:  # as if it had been sent
             num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * BYTES
             self.line.num_bytes += num_bytes * len(rows)
@@ -366,8 +365,11 @@ class ThroughServers:
 
     def _pull(self, batch: int, meets: bool) -> None:
         """Take the parameters for a batch, as soon as it may be begun."""
+        self._take(self._questions.ask_all(Pull, batch=batch, meets=meets), batch)
+
+    def _take(self, asked: list[Question], batch: int) -> list[Values]:
+        """What servers answer who were asked for parameters, which are the model's from then on."""
         assert self._memory is not None
-        asked = self._questions.ask_all(Pull, batch=batch, meets=meets)
         answers = self._questions.answers(asked)
         self._versions = [values.version for values, _ in answers]
         for server, (values, frames) in enumerate(answers):
@@ -375,6 +377,7 @@ class ThroughServers:
             if server == 0:
                 self._halt = values.halt
                 self.staleness.add(batch - values.committed)
+        return [values for values, _ in answers]
 
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.held.model.named_parameters()

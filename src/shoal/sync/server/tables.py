@@ -88,7 +88,8 @@ class Tables:
             if key not in sums or not touched[key][0] or not len(slab):
                 slab.grad = None
                 continue
-            places, rows = sums[key]._indices()[0], sums[key]._values()
+            # Of their own: a sum of one row stands where its worker lays the next.
+            places, rows = sums[key]._indices()[0].clone(), sums[key]._values()
             self._before[table] = places, slab.index_select(0, places)
             slab.grad = sparse_rows(places, rows * scale, len(slab))
 

@@ -61,7 +61,7 @@ class Views:
 def stands_of(layout: Layout) -> dict[int, Stand]:
     """Of the parameters that one server holds in one stretch, by their numbers. Pure."""
     runs: dict[int, list[tuple[int, int, Stand]]] = {}  # where in it, its bytes, and where it is
-    for server in {holders[0] for holders in layout.holders}:
+    for server in {*layout.holders}:
         for key, place in zip(layout.held_by(server), layout.value_places(server), strict=False):
             size = layout.keys[key].itemsize
             for s in layout.segments(key):

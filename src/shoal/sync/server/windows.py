@@ -189,7 +189,7 @@ class Windows(ThroughServers):
             self._packed[key] = codec.encode(flat)
             self._dropped[key] = flat - codec.decode(self._packed[key], flat.numel())
         self.line.tell(
-            self.layout.holders[key][0],
+            self.layout.holders[key],
             Push,
             [self._packed[key]],
             batch=self.batch,

@@ -10,7 +10,7 @@ import torch
 
 from shoal.sync.server import journal as module
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Applied, Refused
+from shoal.sync.server.messages import Refused, Values
 from shoal.sync.server.server import Server
 from tests.unit.sync.server.played import (
     Worker,
@@ -44,7 +44,7 @@ def train(server: Server, batches: range) -> list[bytes]:
     for batch in batches:
         push_all(server, worker, batch, batch + 0.3)
         send(server, worker, worker.sum(batch))
-        assert isinstance(only(send(server, worker, worker.apply(batch))), Applied)
+        assert isinstance(only(send(server, worker, worker.apply(batch))), Values)
         found.append(state_bytes(server))
     return found
 

@@ -96,8 +96,7 @@ class Caller:
         for batch in batches:
             self.push(batch, self.keys)
             self.ask(Sum, self.plays.sum(batch))
-            self.ask(Apply, self.plays.apply(batch))
-            given, frames = self.ask(Pull, self.plays.pull(batch + 1))
+            given, frames = self.ask(Apply, self.plays.apply(batch))
             assert isinstance(given, Values) and given.committed == batch + 1
         return tensor_of(frames[0], torch.float32, len(frames[0]) // 4)
 

@@ -40,7 +40,7 @@ def test_only_what_must_move_does(sizes, counts: list[int]) -> None:
     for before, after in pairwise(counts):
         old, layout = layout, relaid(layout, after)
         assert layout.keys == old.keys and layout.shelves == old.shelves
-        assert all(0 <= holder < after for (holder,) in layout.holders)
+        assert all(0 <= holder < after for holder in layout.holders)
         held = [sum(bytes_of[k] for k in layout.held_by(server)) for server in range(after)]
         assert max(held) - min(held) <= largest, "sizes are even"
         moved = [k for k, ends in enumerate(zip(old.holders, layout.holders)) if len({*ends}) > 1]

@@ -16,7 +16,6 @@ from shoal.comm.shared_memory import Segment
 from shoal.comm.tree import Block
 from shoal.comm.wire import bytes_of
 from shoal.sync.server.messages import (
-    Applied,
     Apply,
     Check,
     Done,
@@ -27,6 +26,7 @@ from shoal.sync.server.messages import (
     Missing,
     Pull,
     Push,
+    Pushes,
     Refused,
     Stop,
     Sum,
@@ -229,7 +229,7 @@ def test_an_apply_that_is_wrong_is_refused(bound: int | None) -> None:
     worker = workers[0]
     for wrong in WRONG_APPLIES:
         refusal(server, worker, worker.apply(**{"batch": 0} | wrong))
-    assert isinstance(only(send(server, worker, worker.apply(0))), Applied)
+    assert isinstance(only(send(server, worker, worker.apply(0))), Values)
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 2}, {"batch": -1}, {"first": 2}, {"last": HUGE}])
@@ -347,6 +347,12 @@ MESSAGES = st.one_of(
         touched=st.lists(st.booleans(), max_size=3),
         is_shared=st.booleans(),
     ),
+    st.builds(
+        Pushes,
+        **HEAD,
+        pushes=st.just([Worker(0, make_server(seats=2, pieces=3)).push(0, 0)] * 2),
+        counts=st.lists(NUMBERS, max_size=3),
+    ),
     st.builds(Sum, **HEAD, **WHICH, want_norms=st.booleans(), want_finite=st.booleans()),
     st.builds(
         Apply,
@@ -386,9 +392,10 @@ def test_any_message_is_answered_or_refused(bound: int | None, sent) -> None:
                 assert len(answers) == 1 and all_of(server) == before
             elif answer.to != name:
                 assert isinstance(answer.message, Summed | Values)
-        if not isinstance(message, Apply | Load):
+        # A push may be the last that a step waits for.
+        if not isinstance(message, Apply | Load | Push | Pushes):
             assert before.startswith(tensor_bytes(server)), "parameters were changed"
-        assert len(server._waiting) <= 2 * len(server.guests), "waiting costs memory"
+        assert len(server._waiting) <= 3 * len(server.guests), "waiting costs memory"
         assert len(server._rows._batches) <= 2 + (bound or 0), "rows cost memory"
 
 
@@ -399,11 +406,39 @@ def test_an_apply_that_comes_twice_is_made_once() -> None:
     server, (worker,) = meet(seats=1, pieces=1)
     push_all(server, worker, 0, 1.0)
     apply = worker.apply(0)
-    assert isinstance(only(send(server, worker, apply)), Applied)
+    assert isinstance(only(send(server, worker, apply)), Values)
     before = state_bytes(server)
-    assert isinstance(only(send(server, worker, apply)), Applied)
+    assert isinstance(only(send(server, worker, apply)), Values)
     push_all(server, worker, 0, 1.0)
-    assert isinstance(only(send(server, worker, worker.apply(0))), Applied)
+    assert isinstance(only(send(server, worker, worker.apply(0))), Values)
+    assert state_bytes(server) == before
+
+
+def test_pushes_come_together_and_each_with_its_frames() -> None:
+    server, (worker, _) = meet()
+    keys = server.shard.keys
+    pushes = [worker.push(key, 0) for key in keys]
+    rows = [worker.rows(key, 1.0) for key in keys]
+    everything = [row for own in rows for row in own]
+    good = [len(own) for own in rows]
+    for counts in (good[:-1], [*good[:-1], 0], [*good, -1], [-1, *good[1:]], []):
+        refusal(server, worker, worker.make(Pushes, pushes=pushes, counts=counts), everything)
+    assert not send(server, worker, worker.make(Pushes, pushes=pushes, counts=good), everything)
+    assert not server._rows.missing(0, worker.pieces, 0)
+
+
+def test_a_step_is_made_when_the_last_rows_have_come_and_all_are_told() -> None:
+    server, (worker, other) = meet()
+    push_all(server, worker, 0, 1.0)
+    assert not send(server, worker, worker.apply(0)) and not server.clock.committed
+    *keys, last = server.shard.keys
+    for key in keys:
+        assert not send(server, other, other.push(key, 0), other.rows(key, 1.0))
+    answers = send(server, other, other.push(last, 0), other.rows(last, 1.0))
+    assert isinstance(only(answers), Values) and answers[0].to == worker.name
+    assert server.clock.committed == 1
+    before = state_bytes(server)
+    assert isinstance(only(send(server, other, other.apply(0))), Values)
     assert state_bytes(server) == before
 
 
@@ -453,7 +488,7 @@ def test_a_parameter_is_stepped_on_where_its_own_worker_touched_it() -> None:
     for other in server.shard.keys[1:]:
         send(server, workers[0], workers[0].push(other, 0), workers[0].rows(other, 1))
     push_all(server, workers[1], 0, 1.0)
-    assert isinstance(only(send(server, workers[0], workers[0].apply(0))), Applied)
+    assert isinstance(only(send(server, workers[0], workers[0].apply(0))), Values)
     stepped = [bool(server.shard.values[k].any()) for k in server.shard.keys]
     assert stepped == [False] + [True] * (len(stepped) - 1)
 
@@ -466,18 +501,15 @@ def test_the_fast_wait_for_the_slow_at_the_bound_and_not_before(bound: int | Non
     server, (slow, fast) = meet(bound, pieces=2)
     seen = []
     for batch in range(10):
-        answers = send(server, fast, fast.pull(batch))
+        push_all(server, fast, batch, 1.0)
+        assert bound != 0 or not send(server, fast, fast.sum(batch)), "of the slow one's pieces too"
+        answers = send(server, fast, fast.apply(batch))
         if not answers:
             break
         values_ = only(answers)
         assert isinstance(values_, Values)
-        seen.append(batch - values_.committed)
-        push_all(server, fast, batch, 1.0)
-        if bound == 0:
-            assert not send(server, fast, fast.sum(batch)), "it waits for the slow one's pieces"
-            break
-        assert isinstance(only(send(server, fast, fast.apply(batch))), Applied)
-    assert seen == list(range(10 if bound is None else bound + 1))
+        seen.append(batch + 1 - values_.committed)
+    assert seen == list(range(1, 11 if bound is None else bound + 1))
     if bound:  # the slow one is done with its first: the fast one gets what it waits for
         push_all(server, slow, 0, 1.0)
         answers = send(server, slow, slow.apply(0))
@@ -497,9 +529,8 @@ def test_workers_of_any_speed_keep_the_bound(bound: int | None) -> None:
             continue
         worker, batch = workers[who], at[who]
         push_all(server, worker, batch, 1.0)
-        answers = send(server, worker, worker.apply(batch))
         at[who], waits[who] = batch + 1, True
-        answers += send(server, worker, worker.pull(batch + 1))
+        answers = send(server, worker, worker.apply(batch))
         for answer in answers:
             if isinstance(answer.message, Values):
                 seat = [w.name for w in workers].index(answer.to)

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.wire import BadFrame, bytes_of
 from shoal.errors import RecipeError
 from shoal.sync.server.lookups import Lookups, empty_tables
+from shoal.sync.server.messages import Lent, Welcome
+from shoal.sync.server.sharing import Borrowed, Lender, share
 from shoal.sync.server.tables import Tables
 
 ROWS, WIDTH = 100, 4
@@ -96,11 +99,23 @@ def test_a_push_without_its_rows_is_refused() -> None:
         held().rows_of(7, [frame(torch.tensor([4]))])
 
 
+def welcome(segments: list[Segment | None], committed: int = 0) -> Welcome:
+    places = [None if segment is None else segment.place for segment in segments]
+    return Welcome(
+        request=1,
+        is_shared=bool(segments),
+        values=[],
+        committed=committed,
+        next_batch=0,
+        tables=places,
+    )
+
+
 class Answers:
     """A line to one server that answers from its tables at once."""
 
     def __init__(self, tables: Tables):
-        self.tables, self.asked = tables, 0
+        self.tables, self.asked, self.num_received = tables, 0, 0
 
     def __len__(self) -> int:
         return 1
@@ -117,7 +132,7 @@ class Answers:
 def table() -> Iterator[tuple[nn.Embedding, Answers]]:
     made, line = model(), Answers(held())
     empty_tables(made)
-    lookups = Lookups(made, line, 0, range(1))  # type: ignore[arg-type]
+    lookups = Lookups(made, line, 0, range(1), [welcome([])])  # type: ignore[arg-type]
     yield made, line
     lookups.close()
     assert "forward" not in vars(made)
@@ -149,3 +164,101 @@ def test_rows_that_are_not_there_are_refused_by_name(
 ) -> None:
     with pytest.raises(RecipeError, match=told):
         table[0](ids)
+
+
+# ---- in memory that a host shares
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_rows_that_are_shown_are_read_without_a_question(padding: int | None) -> None:
+    made, plain = model(), model()
+    made.padding_idx = plain.padding_idx = padding
+    empty_tables(made)
+    tables = held()
+    line, segments = Answers(tables), share(tables.slabs)
+    lookups = Lookups(made, line, 0, range(1), [welcome(segments)])  # type: ignore[arg-type]
+    ids = torch.tensor([[3, 9], [3, 5]])
+    for place, by in ((3, 1.0), (9, 2.0)):
+        found = made(ids)
+        expected = plain(ids)
+        assert torch.equal(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        lookups.end_piece()
+        (((gradient,),),) = [lookups._sum.rows]
+        assert plain.weight.grad is not None and gradient is not None
+        assert torch.equal(gradient.to_dense(), plain.weight.grad.to_dense())
+        step(tables, [place], by)
+        plain.weight.data[place] += by
+        plain.weight.grad = None
+        lookups.begin()
+    assert line.asked == 0 and made.weight.numel() == 0
+    lookups.close()
+
+
+def test_a_server_that_has_made_the_step_already_is_asked_for_the_rows_before_it() -> None:
+    made, tables = model(), held()
+    empty_tables(made)
+    line, segments = Answers(tables), share(tables.slabs)
+    lookups = Lookups(made, line, 0, range(1), [welcome(segments, 5)])  # type: ignore[arg-type]
+    for batch, asked in ((4, 1), (5, 1), (6, 1)):
+        lookups.batch = batch
+        made(torch.tensor([3]))
+        assert line.asked == asked
+    lookups.close()
+
+
+def test_what_is_lent_is_read_until_the_next_begin() -> None:
+    lender, borrowed = Lender(), Borrowed()
+    for length in (10, 3, 5_000, 40):
+        parts = [torch.arange(length), torch.randn(length, WIDTH), torch.empty(0)]
+        first, second = lender.lend(parts), lender.lend([parts[0] + 1])
+        assert first is not None and second is not None
+        frames = borrowed.frames(first, 1 << 20)
+        assert [bytes(frame) for frame in frames] == [bytes(bytes_of(part)) for part in parts]
+        (other,) = borrowed.frames(second, 1 << 20)
+        assert bytes(other) == bytes(bytes_of(parts[0] + 1)), "one takes no place of another"
+        lender.begin()
+
+
+def test_what_was_lent_first_is_there_when_more_room_was_needed() -> None:
+    """A server may open it only then."""
+    lender = Lender()
+    first, second = lender.lend([torch.ones(3)]), lender.lend([torch.zeros(10_000)])
+    assert first is not None and second is not None and first.place.name != second.place.name
+    (frame_,) = Borrowed().frames(first, 1 << 20)
+    assert bytes(frame_) == bytes(bytes_of(torch.ones(3)))
+
+
+def test_memory_that_fits_one_step_fits_the_next() -> None:
+    lender, names = Lender(), []
+    for _ in range(6):
+        lent = [lender.lend([torch.zeros(length)]) for length in (10_000, 12_000, 9_000)]
+        names.append({one.place.name for one in lent if one is not None})
+        lender.begin()
+    assert len(names[-1]) == 1 and names[-1] == names[-2] == names[-3]
+
+
+@pytest.mark.parametrize("span", [(0, 1 << 30), (-8, 8), (16, 8), (4096, 4097)])
+def test_what_does_not_stand_in_the_memory_is_refused(span: tuple[int, int]) -> None:
+    segment = Segment.create(4096)
+    with pytest.raises(ValueError, match="do not stand"):
+        Borrowed().frames(Lent(segment.place, [span]), 4096)
+
+
+def test_memory_that_is_gone_is_refused() -> None:
+    segment = Segment.create(4096)
+    lent = Lent(segment.place, [(0, 8)])
+    segment.close()
+    with pytest.raises(ValueError, match="cannot be read"):
+        Borrowed().frames(lent, 4096)
+
+
+def test_rows_stay_where_they_are_if_there_is_no_memory_to_share(monkeypatch) -> None:
+    def refuse(num_bytes: int) -> Segment:
+        raise NotShared("none")
+
+    tables, before = held(), model().weight
+    monkeypatch.setattr(Segment, "create", refuse)
+    assert share(tables.slabs) == [None] and torch.equal(tables.slabs[0], before)
+    assert Lender().lend([torch.zeros(3)]) is None
