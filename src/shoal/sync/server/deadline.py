@@ -121,11 +121,6 @@ class DeadlineServer(Server):
         self.referee.take(rounds)
         faultpoint("server.decided", rounds.num_rounds - 1)
 
-    def _serve_waiting(self) -> Iterator[Answer]:
-        """What one waited for, a step say, may be what another waits for."""
-        while answers := list(super()._serve_waiting()):
-            yield from answers
-
     def _answer_waiting(self, sender: bytes, message: Waiting) -> Answer | None:
         if isinstance(message, Join):
             return self._verdict(sender, message)
