@@ -112,3 +112,28 @@ def adagrad() -> shoal.Run:
             named, lr=0.05, initial_accumulator_value=0.1, foreach=False
         )
     )
+
+
+class Lazily(Reads):
+    """The same with tables whose rows come into being when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = shoal.Table(USERS, WIDTH, std=0.5)
+        self.words = shoal.Table(WORDS, WIDTH, padding_idx=3, seed=5)
+
+
+def lazy() -> shoal.Run:
+    return run_of(Lazily, optimizer=by_rows, clip=0.5)
+
+
+def lazy_sgd() -> shoal.Run:
+    return run_of(Lazily)
+
+
+def lazy_adam() -> shoal.Run:
+    return dataclasses.replace(adam(), model=Lazily)
+
+
+def lazy_adagrad() -> shoal.Run:
+    return run_of(Lazily, optimizer=lambda named: torch.optim.Adagrad(named, lr=0.05))

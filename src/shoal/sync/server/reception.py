@@ -108,6 +108,7 @@ class Reception(ABC):
         self.generation = generation
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
+        self._dumping: dict[bytes, State] = {}  # what workers fetch in stretches
         own = shares(self.num_pieces, self.num_seats)
         keys = [*self.held.keys, *self.held.tables.keys]
         self._rows = Rows(keys, self.num_pieces, self.bound == 0, self._rule, own)
@@ -166,16 +167,24 @@ class Reception(ABC):
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = self._dump(message)
-                state = kinds_of(state) if message.kinds else state
-                stretch = stretch_of(state, message.first)
-                dumped = Dumped(request=message.request, next=stretch.next)
-                yield Answer(sender, dumped, pack_state(stretch.state))
+                yield self._dump_stretch(sender, message)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
                     guest.loaded = message.request
                 yield Answer(sender, Done(request=message.request))
+
+    def _dump_stretch(self, sender: bytes, dump: Dump) -> Answer:
+        """A stretch of what a worker asks for; it is made once, with the first."""
+        state = self._dumping.pop(sender, None) if dump.first else None
+        if state is None:
+            state = self._dump(dump)
+            state = kinds_of(state) if dump.kinds else state
+        stretch = stretch_of(state, dump.first)
+        if stretch.next:
+            self._dumping[sender] = state
+        dumped = Dumped(request=dump.request, next=stretch.next)
+        return Answer(sender, dumped, pack_state(stretch.state))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
         if hello.secret != self.secret:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.wire import BadFrame, tensor_of
+from shoal.numerics.reserved import Reserved, reserved_zeros
 from shoal.parallel.striping import Stripes, Striping, sparse_rows, tables_of
 
 
@@ -26,14 +27,17 @@ class Tables:
         self.runs: dict[Tensor, Stripes] = {}
         for name, module in tables_of(model).items():
             stripes = Striping(module.num_embeddings, num_servers).stripes_of(number)
-            rows = module.weight.detach()
-            if len(rows) < module.num_embeddings:  # of another number of servers: new ones come
+            rows, is_lazy = module.weight.detach(), isinstance(module.weight, Reserved)
+            if is_lazy:
+                rows = reserved_zeros((sum(map(len, stripes)), rows.shape[1]), rows.dtype)
+            elif len(rows) < module.num_embeddings:  # of another number of servers: new ones come
                 rows = rows.new_zeros(sum(map(len, stripes)), rows.shape[1])
             elif num_servers > 1:
                 rows = torch.cat([rows[:0], *(rows[s.start : s.stop] for s in stripes)])
-            module.weight = nn.Parameter(rows)
-            self.slabs.append(module.weight)
-            self.runs[module.weight] = Stripes(name, module.num_embeddings, stripes)
+            slab = Reserved(rows) if is_lazy else nn.Parameter(rows)
+            module.weight = slab
+            self.slabs.append(slab)
+            self.runs[slab] = Stripes(name, module.num_embeddings, stripes)
         self._number, self._num_servers = number, num_servers
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by table: rows that a step changed
         self.keys: list[int] = []
