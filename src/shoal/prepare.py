@@ -180,11 +180,6 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: nn.Embed
                 f"the servers on every batch, and as they are. Leave {key} out, or make the "
                 "embedding with sparse=False."
             )
-    if plan.copies > 1:
-        raise PlanError(
-            f"copies={plan.copies} does not go with the table {name} yet: its rows are on one "
-            "server each. Leave copies out; a journal repairs a server that dies."
-        )
 
 
 def _refuse_too_many_fragments(plan: Plan, model: nn.Module) -> None:

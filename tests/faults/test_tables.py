@@ -52,6 +52,36 @@ def test_a_server_and_a_worker_at_once(start, alone: Trained, step: int) -> None
     check_ledger(trained, NUM_STEPS)
 
 
+COPIED = [
+    *("server.copied:kill:member=3", "server.kept:kill:member=4", "server.push:kill:member=3"),
+    "step.exchanged:kill:member=1",
+]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "server.applied:kill:member=3",
+        *(pytest.param(fault, marks=pytest.mark.full) for fault in COPIED),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tabled", pytest.param("lazily", marks=pytest.mark.full)])
+def test_a_successor_takes_rows_from_a_copy(start, request, recipe: str, fault: str) -> None:
+    """With the rows before the last step, which the others may ask for."""
+    trained = start(f"{fault}:step=20", recipe=recipe, plan=f"{PLAN} copies=2").wait()
+    check_same(trained, request.getfixturevalue("alone" if recipe == "tabled" else "lazily_alone"))
+    assert trained.result["recoveries"] == 1
+    assert not any(trained.run_dir.glob("servers/*")), "what is copied is not written down"
+
+
+@pytest.mark.full
+def test_a_server_that_was_copied_and_a_worker_at_once(start, alone: Trained) -> None:
+    armed = ["server.apply:kill:member=4:step=20", "step.exchanged:kill:member=1:step=20"]
+    trained = start(*armed, recipe="tabled", plan=f"{PLAN} copies=2").wait()
+    check_same(trained, alone)
+    check_ledger(trained, NUM_STEPS)
+
+
 @pytest.mark.parametrize(
     "plans",
     [

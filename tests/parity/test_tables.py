@@ -23,6 +23,7 @@ FULL = [
     ("lazy_adagrad", "data=3 sync=server servers=2"),
     ("lazy_sgd", "data=2 sync=server"),
     ("lazy", "data=1 accumulate=3"),
+    ("rowwise", "data=2 sync=server servers=3 copies=2"),
 ]
 
 

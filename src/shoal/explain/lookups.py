@@ -104,3 +104,10 @@ def rows_held(use: Uses, server: int, num_servers: int) -> int:
     if use.is_lazy:
         return int((striping.servers_of(use.rows) == server).sum())
     return sum(map(len, striping.stripes_of(server)))
+
+
+def sum_bytes(use: Uses, server: int, num_servers: int) -> int:
+    """Of a step's gradients of one server's rows, with the numbers of these."""
+    rows = use.rows[use.rows != (-1 if use.padding is None else use.padding)]
+    own = Striping(use.num_rows, num_servers).servers_of(rows) == server
+    return int(own.sum()) * (use.row_bytes + NUMBER)

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from shoal.comm.wire import BadFrame, tensor_of
 from shoal.numerics.reserved import Reserved, reserved_zeros
+from shoal.parallel.layout import Slice, whole
 from shoal.parallel.striping import Stripes, Striping, sparse_rows, tables_of
+
+_BEFORE = "before."
 
 
 class Tables:
@@ -114,6 +117,23 @@ class Tables:
             theirs = Striping(own.num_rows, num_servers).stripes_of(other)
             if moved := [stripe for stripe in own.stripes if stripe in theirs]:
                 yield own._replace(stripes=moved), (sum(map(len, moved)), *slab.shape[1:])
+
+    def before_state(self) -> dict[str, list[Slice]]:
+        """The rows that the last step changed, as they were: for who takes this server's place."""
+        found = {}
+        for table, (places, rows) in self._before.items():
+            found[f"{_BEFORE}{table}.places"] = [whole(places)]
+            found[f"{_BEFORE}{table}.rows"] = [whole(rows)]
+        return found
+
+    def recall(self, tensors: Mapping[str, Sequence[Slice]]) -> None:
+        """Remember what another did."""
+        for table in self._tables:
+            if f"{_BEFORE}{table}.rows" in tensors:
+                (places,), (rows,) = (
+                    tensors[f"{_BEFORE}{table}.{kind}"] for kind in ("places", "rows")
+                )
+                self._before[table] = places.tensor, rows.tensor
 
     def forget(self) -> None:
         """Another state was taken over: nobody asks for the rows before it."""
