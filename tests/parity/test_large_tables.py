@@ -16,6 +16,7 @@ MOST_BYTES = 96 << 20  # stretches, a chunk of the checkpoint, and what else a r
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_no_worker_holds_a_table_while_it_is_saved_or_loaded(pool: Pool, tmp_path: Path) -> None:
     run_dir, watched = tmp_path / "run", tmp_path / "watched"
     watched.mkdir()
@@ -38,6 +39,7 @@ def test_no_worker_holds_a_table_while_it_is_saved_or_loaded(pool: Pool, tmp_pat
     assert (run_dir / "model.safetensors").stat().st_size > whole
 
 
+@pytest.mark.timeout(600)
 def test_a_lazy_table_takes_memory_for_what_was_touched(pool: Pool, tmp_path: Path) -> None:
     """Of each process, wherever the rows are; and its state moves with the same bits."""
     watched, ends = tmp_path / "watched", []
