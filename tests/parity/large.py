@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.files import replacing
 
 WIDTH = 128
 
@@ -32,7 +33,8 @@ def watch(directory: Path) -> None:
         while True:
             if (now := held_bytes()) >= most:
                 most = now
-                (directory / str(os.getpid())).write_text(str(most - first))
+                with replacing(directory / str(os.getpid())) as unfinished:
+                    unfinished.write_text(str(most - first))
             time.sleep(0.002)
 
     threading.Thread(target=look, daemon=True).start()

@@ -137,3 +137,14 @@ def lazy_adam() -> shoal.Run:
 
 def lazy_adagrad() -> shoal.Run:
     return run_of(Lazily, optimizer=lambda named: torch.optim.Adagrad(named, lr=0.05))
+
+
+class Often(Reads):
+    """A few rows that several lookups of a piece have in common: the order of sums matters."""
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        return super().forward(users % 5, words)
+
+
+def often() -> shoal.Run:
+    return run_of(Often, optimizer=by_rows)

@@ -31,7 +31,7 @@ def test_no_worker_holds_a_table_while_it_is_saved_or_loaded(pool: Pool, tmp_pat
         ).wait(300)
         assert trained.exit_code == 0, trained.errors
         assert trained.result["checkpoint"] == steps
-        taken = [int(file.read_text()) for file in watched.iterdir()]
+        taken = [int(file.read_text()) for file in watched.glob("*[0-9]")]
         for file in watched.iterdir():
             file.unlink()
         assert len(taken) == 2 and max(taken) < MOST_BYTES, [n >> 20 for n in taken]
@@ -62,5 +62,5 @@ def test_a_lazy_table_takes_memory_for_what_was_touched(pool: Pool, tmp_path: Pa
         ends.append((tmp_path / life / "model.safetensors").read_bytes())
     assert ends[0] == ends[1]
     assert len(ends[0]) < 2 << 20, "rows that nobody touched"
-    taken = [int(file.read_text()) for file in watched.iterdir()]
+    taken = [int(file.read_text()) for file in watched.glob("*[0-9]")]
     assert len(taken) >= 8 and max(taken) < MOST_BYTES, [n >> 20 for n in taken]

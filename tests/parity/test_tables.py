@@ -11,6 +11,7 @@ QUICK = {
     "sgd": "data=2 sync=server precision=fp16",  # clipped, and with a schedule
     "seldom": "data=3 sync=server servers=2",
     "lazy": "data=2 sync=server servers=2",
+    "often": "data=2 sync=server servers=2",
 }
 FULL = [
     ("adam", "data=2 sync=server servers=2"),

@@ -140,7 +140,8 @@ class Lookups:
         """Of a piece, as torch adds up what several lookups leave."""
         if not self._parts[table]:
             return None
-        ids, rows = (torch.cat(tensors) for tensors in zip(*self._parts[table], strict=True))
+        parts = reversed(self._parts[table])  # what comes last, torch puts first
+        ids, rows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         shape = self._striping[table].num_rows, rows.shape[1]
         gradient = torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
         return gradient.coalesce()
