@@ -148,3 +148,25 @@ class Often(Reads):
 
 def often() -> shoal.Run:
     return run_of(Often, optimizer=by_rows)
+
+
+class Bags(Reads):
+    """Rows that are added up where they are looked up: with offsets, weights and padding."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.EmbeddingBag(USERS, WIDTH, mode="sum", sparse=True)
+        self.words = nn.EmbeddingBag(WORDS, WIDTH, mode="mean", padding_idx=3, sparse=True)
+        self.register_buffer("weights", torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        first = self.users(users[:, 0].contiguous(), torch.arange(len(users)))
+        other = self.users(users, per_sample_weights=self.weights.expand(users.shape).contiguous())
+        answer: Tensor = self.head(torch.cat([first, other, self.words(words)], 1).tanh())
+        return answer
+
+
+def bags() -> shoal.Run:
+    return run_of(Bags, optimizer=by_rows, clip=0.5)

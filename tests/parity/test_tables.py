@@ -12,6 +12,7 @@ QUICK = {
     "seldom": "data=3 sync=server servers=2",
     "lazy": "data=2 sync=server servers=2",
     "often": "data=2 sync=server servers=2",
+    "bags": "data=2 sync=server servers=2",
 }
 FULL = [
     ("adam", "data=2 sync=server servers=2"),

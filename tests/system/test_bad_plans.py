@@ -165,7 +165,9 @@ BAD = {
         "data=2 sync=server local_steps=2",
         "local_steps=2 does not go with the table table.weight yet",
     ),
-    "a bag of rows": Bad(f"{RECIPES}:bag", "data=2 sync=server", "use an Embedding(..., sparse="),
+    "a bag of rows": Bad(
+        f"{RECIPES}:bag", "data=2", "is a table, an embedding with sparse gradients, and 2 ranks"
+    ),
     "dtypes in one unit": Bad(
         f"{RECIPES}:mixed", "data=2 zero=3", "second.weight is float64 and first.weight is float32"
     ),
