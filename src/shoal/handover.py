@@ -55,8 +55,7 @@ def catch_up(trainer: "Trainer") -> bool:
     if not furthest[0] and served > 1:
         trainer.seat.step = served  # where the run was, which nobody else can tell any more
         raise ShoalError(
-            "Every worker was lost at once, and what they held beside the servers with them. Go on "
-            "from the newest checkpoint: the same command with --resume."
+            "Every worker was lost at once, and what they held beside the servers with them."
         )
     leader = places.index(furthest)
     if min(places) == furthest and not trainer.loss_scale.dynamic:

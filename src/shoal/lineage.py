@@ -2,8 +2,8 @@
 
 A run directory tells the recipe, the seed and the steps that were committed. The order of samples
 follows from these, so which samples a run has seen needs no list: it is computed, and compared with
-the marks that the ranks left (`data/ledger.py`). Data may grow at its end; then a new run can go on
-with what the earlier ones have not seen.
+the marks that the ranks left (`data/ledger.py`), and with the name of the order where there are
+none. Data may grow at its end; then a new run can go on with what the earlier ones have not seen.
 
 Not for data whose earlier samples were changed or moved: their numbers are what is compared.
 Cost: some 40 ns a sample that was trained on.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shoal.data.batches import Batches
 from shoal.data.ledger import Audit, audit
-from shoal.data.orders import Mixed, Order, Some, order_before
+from shoal.data.orders import Mixed, Order, Some, order_among, order_before, order_name, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import Source
 from shoal.data.transforms.cleaning import Cleaned
@@ -101,13 +101,14 @@ def audit_run(record: Record, data: Source) -> Audit:
 
 def batches_of(record: Record, data: Source) -> Batches:
     """The batches of a run as it saw them, by number; `data` may have grown since."""
-    return _batches(record, data, _seen_before(record, data))
+    return _batches(record, _order_before(record, data), _seen_before(record, data))
 
 
 def seen_in(record: Record, data: Source) -> NDArray[np.bool_]:
     """Of each sample of today's data, whether this run or one that it goes back to has seen it."""
-    before = _seen_before(record, data)
-    batches = _batches(record, data, before)
+    before, order = _seen_before(record, data), _order_before(record, data)
+    batches = _batches(record, order, before)
+    _refuse_other_order(record, order, audit(record.steps, batches, left_out(data).tolist()))
     seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
     for step in record.steps:
         seen[batches.at(step["step"] - 1).ids] = True
@@ -123,31 +124,41 @@ def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
     return seen_in(read_record(Path(parent)).until(record.described.get("new_data_steps")), data)
 
 
-def _batches(record: Record, data: Source, before: NDArray[np.bool_] | None) -> Batches:
-    order = _order_then(record, data, before)
+def _order_before(record: Record, data: Source) -> Order:
+    """The order of the recipe's data as it stood when the run began."""
     num_samples = record.described["num_samples"]
+    order = order_before(data, num_samples)
     if order is None:
         raise UsageError(
             f"{record.path} was trained on {num_samples} samples and there are {len(data)} now, "
             "and this order of samples cannot tell how they stood then. Data may grow at its end "
             "if it is shuffled as a whole, or by whole shards."
         )
+    return order
+
+
+def _refuse_other_order(record: Record, order: Order, found: Audit) -> None:
+    """By an order that was not the run's, samples that it has seen would be taken for new ones."""
+    field = record.described["run"].get("data_order")
+    if found.num_wrong or (field and field["value"] != order_name(order, record.field("seed"))):
+        raise UsageError(
+            f"{record.path} was trained on samples in another order than its recipe gives today, "
+            "so it cannot be told which it has seen. Give the data the order (in_order, weighted, "
+            "by_length, some, mix) that it had, or train on all of it without --new-data."
+        )
+
+
+def _batches(record: Record, order: Order, before: NDArray[np.bool_] | None) -> Batches:
+    num_samples = record.described["num_samples"]
+    if before is not None:
+        replay = record.described.get("replay") or 0.0
+        order = _order_of_new(order, before[:num_samples], replay)
     return Batches(
         View(range(num_samples), order),
         batch_size=record.field("batch_size"),
         seed=record.field("seed"),
         end=record.field("end"),
     )
-
-
-def _order_then(record: Record, data: Source, before: NDArray[np.bool_] | None) -> Order | None:
-    """The order in which a run visits its samples; None if that cannot be told any more."""
-    num_samples = record.described["num_samples"]
-    if before is None:
-        return order_before(data, num_samples)
-    if len(data) < num_samples:
-        return None
-    return _order_of_new(before, num_samples, record.described.get("replay") or 0.0)
 
 
 def keep_statistics(data: Any, run_dir: Path) -> None:
@@ -168,20 +179,26 @@ def only_new(data: Source, before: Record, replay: float = 0.0) -> View:
     """The samples that a run has not seen; of its batches `replay` is a share of those it has."""
     if not 0 <= replay < 1:
         raise UsageError(f"--replay {replay}: the share of old samples is from 0 to below 1.")
-    seen = seen_in(before, data)
-    if seen.all():
+    order = _order_of_new(order_of(data), seen_in(before, data), replay)
+    if not len(order):
         raise UsageError(
             f"All {len(data)} samples were seen by {before.path} and the runs before it. Add data "
             "at the end of the source, or train on all of it without --new-data."
         )
-    return View(data, _order_of_new(seen, len(data), replay))
+    return View(data, order)
 
 
-def _order_of_new(seen: NDArray[np.bool_], num_samples: int, replay: float) -> Order:
-    seen = seen[:num_samples]
-    new, old = Some(_places(~seen)), _places(seen)
-    if not replay or not len(old):
+def _order_of_new(order: Order, seen: NDArray[np.bool_], replay: float) -> Order:
+    """The order of a recipe's data without the samples that were seen, or with some of them."""
+    unseen, old = _places(~seen), _places(seen)
+    new = Some(unseen, order_among(order, unseen))
+    if not replay or not len(old) or not len(new):
         return new
+    if new.batch_size is not None:
+        raise UsageError(
+            "--replay mixes old samples in between the new ones, and batches of like lengths "
+            "(by_length) would be lost. Leave one of the two out."
+        )
     num_positions = round(len(new) / (1 - replay))
     return Mixed([new, Some(old)], [0, 0], [1 - replay, replay], num_positions)
 

@@ -42,6 +42,8 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     _refuse_tables_that_shrink(plan, model)
     _refuse_tables(run, plan, model)
     _refuse_too_many_fragments(plan, model)
+    _refuse_numbers_without_order(plan, model)
+    lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
@@ -79,6 +81,23 @@ def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
         )
     (first, form), *others = some
     return [first, *[place for place, other in others if other == form][-1:]]
+
+
+def _refuse_numbers_without_order(plan: Plan, model: nn.Module) -> None:
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    if plan.combine != "mean" and names:
+        raise PlanError(
+            f"{names[0]} is complex, and combine={plan.combine} puts gradients in order, which "
+            "complex numbers have none of. Leave out combine, or train real and imaginary parts as "
+            "two parameters."
+        )
+
+
+def lay_flat(plan: Plan, model: nn.Module) -> None:
+    """Servers and shards know elements by their numbers, so they must stand in that order."""
+    if plan.num_servers or plan.zero == 3:
+        for p in model.parameters():
+            p.data = p.data.contiguous()
 
 
 def _refuse_whole_tensors(run: Run, plan: Plan, model: nn.Module) -> None:

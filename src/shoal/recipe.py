@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.likeness import content_name
+from shoal.data.orders import order_name, order_of
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.run import Run
 
@@ -68,7 +69,7 @@ def find_recipe(spec: str) -> Callable[..., Any]:
 
 
 def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Each plain value of a run and where it came from; and what its data holds."""
+    """Each plain value of a run and where it came from; and what its data holds, in which order."""
     described = {}
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
@@ -79,6 +80,8 @@ def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any
             origin = "default" if plain and value == field.default else "recipe"
         described[field.name] = {"value": value if plain else _name_of(value), "from": origin}
     described["data_content"] = {"value": content_name(run.data), "from": "data"}
+    order = order_name(order_of(run.data), run.seed)
+    described["data_order"] = {"value": order, "from": "data"}
     return described
 
 

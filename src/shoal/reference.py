@@ -69,7 +69,7 @@ class Replica:
         schedules.remember_rates(self.optimizer)
         self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
         self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.rule = plan.combine
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.

@@ -168,7 +168,8 @@ class Part:
         for places in self.keys:
             row = torch.where(places < 0, 0, flat[places])
             there = places >= 0
-            made[places[there]] = self.codec.decode(self.codec.encode(row), row.numel())[there]
+            row = self.codec.decode(self.codec.encode(row), row.numel()).to(made.dtype)
+            made[places[there]] = row[there]
         return made
 
 

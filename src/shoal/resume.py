@@ -12,8 +12,9 @@ from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
-from shoal.data.likeness import is_other
+from shoal.data.likeness import is_other, shown
 from shoal.errors import PlanError, UsageError
+from shoal.logs import warn_on_screen
 from shoal.plan import Plan
 from shoal.run import Run, resolve
 
@@ -31,7 +32,8 @@ MAY_CHANGE = (
 )
 
 
-_CONTENT = "data_content"  # among a run's fields: what its data holds (`data/likeness.py`)
+# Among a run's fields: what its data holds (`data/likeness.py`), and its order (`data/orders.py`).
+_CONTENT, _ORDER = "data_content", "data_order"
 
 
 def newest(store: Store) -> Manifest:
@@ -63,7 +65,7 @@ def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
     """Refuse to go on with another run; `own` is the plain description of this one."""
     for field, value in own.items():
         before = origin.run.get(field, value)
-        if field not in (*MAY_CHANGE, _CONTENT) and value != before:
+        if field not in (*MAY_CHANGE, _CONTENT, _ORDER) and value != before:
             raise UsageError(
                 f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
                 f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
@@ -85,12 +87,26 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             f"The data had {origin.num_samples} samples and has {len(run.data)} now, so no sample "
             "would be where it was in the order. Go on with the data that the run began with."
         )
-    before, now = origin.run.get(_CONTENT), own[_CONTENT]
-    if before and now and is_other(before, now):
+    if own[_ORDER] != origin.run.get(_ORDER, own[_ORDER]):
         raise UsageError(
-            f"The data was {before!r} when the run began and is {now!r} now: as many samples, and "
-            "other ones. Go on with the data that the run began with (it may lie elsewhere), or "
-            "begin a new run in another directory; --from RUN begins with this one's weights."
+            f"The order of samples was {origin.run[_ORDER]!r} when the run began and is "
+            f"{own[_ORDER]!r} now, so samples would be lost and repeated. Give the data the order "
+            "(in_order, weighted, by_length, some, mix) that it had, or take the weights alone "
+            "(--from)."
+        )
+    before, now = origin.run.get(_CONTENT) or "", own[_CONTENT]
+    is_known_as_other = is_other(before, now) if before and now else None
+    if is_known_as_other is None:
+        warn_on_screen(
+            "Whether this is the data that the run began with could not be told, except by its "
+            "length: there are no marks of the same samples from then and now."
+        )
+    if is_known_as_other:
+        raise UsageError(
+            f"The data was {shown(before)!r} when the run began and is {shown(now)!r} now: as many "
+            "samples, and other ones. Go on with the data that the run began with (it may lie "
+            "elsewhere), or begin a new run in another directory; --from RUN begins with this "
+            "one's weights."
         )
 
 

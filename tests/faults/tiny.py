@@ -111,12 +111,12 @@ def leaves(pause: float = 0.002, at_id: int = 5, code: int = 0) -> shoal.Run:
     return run_of(pause, loss=loss)
 
 
-def growing(samples: int = 40) -> shoal.Run:
+def growing(samples: int = 40, in_order: bool = False) -> shoal.Run:
     """Data that has more samples at its end from one run to the next."""
     ids = torch.arange(samples)[:, None]
-    return dataclasses.replace(
-        run_of(0.0), data=shoal.data.tensors(ids * torch.ones(4), ids / 100), batch_size=8, steps=5
-    )
+    data = shoal.data.tensors(ids * torch.ones(4), ids / 100)
+    data = shoal.data.in_order(data) if in_order else data
+    return dataclasses.replace(run_of(0.0), data=data, batch_size=8, steps=5)
 
 
 def one_slow(pause: float = 0.02, slow: int = 1) -> shoal.Run:

@@ -71,8 +71,10 @@ MODELS = [
     "groups",
     "weighted",
     "noisy",
+    "laid_out",
 ]
 QUICK_MODELS = {
+    ("laid_out", "data=3 pieces=6"),
     ("tied", "data=3 pieces=6"),
     ("frozen", "data=2 local_steps=4"),
     ("unused", "data=4"),

@@ -56,6 +56,26 @@ def noisy() -> shoal.Run:
     return run_of(lambda: layers(nn.BatchNorm1d(8), nn.Dropout(0.2)))
 
 
+class LaidOut(nn.Module):
+    """Weights that do not lie in memory as their elements are numbered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter((torch.randn(8, WIDTH) / 3).t())
+        both = torch.randn(8, 8) / 3
+        self.part, self.rest = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
+
+    def forward(self, seen: Tensor) -> Tensor:
+        pictures = (seen @ self.turned).view(-1, 2, 2, 2)
+        found = self.look(pictures).flatten(1).tanh()
+        return (found[:, :8] @ self.part + found[:, 8:] @ self.rest).sum(1, keepdim=True)
+
+
+def laid_out() -> shoal.Run:
+    return run_of(LaidOut)
+
+
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 

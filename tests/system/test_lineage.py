@@ -57,6 +57,19 @@ def test_new_data_is_what_no_run_before_has_seen(train: Train, tmp_path: Path) -
     assert "All 64 samples were seen" in nothing.errors
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["data=2", "data=2 sync=server staleness=1"])
+def test_what_was_seen_in_another_order_is_refused(train: Train, plan: str) -> None:
+    """By its marks, and by the order's name where there are none."""
+    first = train("first", plan=plan, samples=40, steps=2)
+    assert first.exit_code == 0, first.errors
+    new = ("--new-data", str(first.run_dir))
+    other = train("other", *new, plan=plan, samples=64, in_order=True)
+    assert other.exit_code == 2 and "in another order than its recipe gives today" in other.errors
+    second = train("second", *new, plan=plan, samples=64, steps=2)
+    assert second.exit_code == 0, second.errors
+
+
 def test_a_resumed_run_goes_on_with_the_same_new_data(train: Train) -> None:
     """Although the run before went on meanwhile, and has seen more."""
     first = train("first", samples=40, steps=2)

@@ -9,10 +9,12 @@ import pytest
 
 from shoal import lineage
 from shoal.cli.main import run_here
+from shoal.data.batches import Batches
 from shoal.data.ledger import mark
+from shoal.data.orders import order_name
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.quarantine import quarantine
-from shoal.data.views import in_order, join, weighted
+from shoal.data.views import by_length, in_order, join, some, weighted
 from shoal.errors import UsageError
 from shoal.lineage import audit_run, batches_of, left_out, only_new, read_record, seen_in
 
@@ -80,6 +82,62 @@ def test_new_data_needs_no_order_of_its_own_from_before(tmp_path: Path) -> None:
         batches_of(read_record(second), range(20))
     with pytest.raises(UsageError, match="cannot tell how they stood"):
         batches_of(read_record(first), weighted(range(20), [1.0] * 20))
+
+
+LENGTHS = [index * 7 % 11 for index in range(40)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        in_order,
+        lambda data: weighted(data, [1.0] * 40),
+        lambda data: some(data, range(39)),
+        lambda data: by_length(data, LENGTHS, 4),
+    ],
+)
+@pytest.mark.parametrize("known_by", ["marks", "the order's name"])
+def test_what_was_seen_in_another_order_is_not_guessed(
+    tmp_path: Path, other: Any, known_by: str
+) -> None:
+    first = write(tmp_path / "first", 3, 40)
+    batches = batches_of(read_record(first), range(40))
+    if known_by == "marks":
+        lines = [{"step": step, "mark": mark(batches.at(step - 1).ids)} for step in (1, 2, 3)]
+        (first / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        described = json.loads((first / "run.json").read_text())
+        described["run"]["data_order"] = {"value": order_name(batches.order, 0)}
+        (first / "run.json").write_text(json.dumps(described))
+    assert seen_in(read_record(first), range(40)).sum() == 12
+    with pytest.raises(UsageError, match="in another order than its recipe gives today"):
+        only_new(other(range(40)), read_record(first))
+
+
+def ids_in(view: Any) -> list[int]:
+    found: list[int] = view.order.ids(np.arange(len(view.order)), 0, 0).tolist()
+    return found
+
+
+def test_new_samples_keep_the_order_of_the_recipe(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", 3, 40)
+    grown = ids_in(only_new(in_order(range(50)), read_record(first)))
+    assert grown == list(range(12, 50))
+    lengths = [*LENGTHS, *range(10)]
+    alike = only_new(by_length(range(50), lengths, 4, window=9), read_record(first))
+    new = ids_in(alike)
+    seen = seen_in(read_record(first), by_length(range(40), LENGTHS, 4, window=9))
+    assert sorted(new) == np.flatnonzero(~np.append(seen, np.zeros(10, bool))).tolist()
+    batches = [[lengths[index] for index in new[at : at + 4]] for at in range(0, 36, 4)]
+    assert max(max(batch) - min(batch) for batch in batches) <= 2
+    with pytest.raises(UsageError, match="batches of 4, and batch_size is 5"):
+        Batches(alike, batch_size=5)
+    with pytest.raises(UsageError, match="--replay mixes old samples in"):
+        only_new(by_length(range(50), lengths, 4), read_record(first), 0.5)
+    evens = only_new(some(range(50), range(0, 50, 2)), read_record(first))
+    assert len(ids_in(evens)) == 13 and set(ids_in(evens)) < set(range(0, 50, 2))
+    with pytest.raises(UsageError, match="neither weighted nor mixed"):
+        only_new(weighted(range(40), [1.0] * 40), read_record(first))
 
 
 PAIRS = [(float(index), 0) for index in range(12)]
@@ -182,6 +240,7 @@ def test_an_audit_tells_of_a_quarantine_file_that_is_gone_or_damaged(
 ) -> None:
     run, bad = bad_run
     assert run_here(["data", "audit", str(run)]) == 0
+    assert "7 samples" in (said := capsys.readouterr().out) and "trained on 0 to 1 times" in said
     if content is None:
         bad.unlink()
     else:
@@ -191,4 +250,6 @@ def test_an_audit_tells_of_a_quarantine_file_that_is_gone_or_damaged(
         assert run_here(["data", "audit", str(run), *words]) == 1
         said = capsys.readouterr()
         first = json.loads(said.out)["problems"][0] if words else said.out
+        if not words and not content:
+            assert "7 samples" in said.out and "trained on 0 to 1 times" in said.out
         assert told in first and "Traceback" not in said.err

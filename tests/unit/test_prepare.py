@@ -35,6 +35,14 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(plan: str) -> None:
     prepare(own, resolved(own, plan)).seeds.close()
 
 
+def test_complex_parameters_have_no_median() -> None:
+    run = dataclasses.replace(
+        zoo.mlp(), model=lambda: nn.Linear(32, zoo.KINDS, dtype=torch.complex64)
+    )
+    with pytest.raises(PlanError, match="weight is complex, and combine=median"):
+        prepare(run, resolved(run, "data=4 sync=server combine=median"))
+
+
 def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, zoo.KINDS))

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 import shoal
 from shoal.checkpoint.manifest import Origin
 from shoal.data import glimpse
+from shoal.data.likeness import shown
 from shoal.errors import UsageError
 from shoal.keeping import origin_of
 from shoal.recipe import provenance
@@ -45,11 +46,25 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:
     began, now = run_of(), run_of(shift=1.0)
-    names = plain(began)["data_content"], plain(now)["data_content"]
+    names = [shown(plain(run)["data_content"]) for run in (began, now)]
     with pytest.raises(UsageError) as refused:
         refuse_changes(plain(now), now, origin(began))
     assert all(name in str(refused.value) for name in names) and "--from" in str(refused.value)
     refuse_changes(plain(run_of()), run_of(), origin(began))
+
+
+def test_another_order_of_the_same_data_is_refused() -> None:
+    rows = torch.arange(8.0)[:, None]
+    data = shoal.data.tensors(rows, rows)
+    began = run_of(data=shoal.data.in_order(data))
+    now = run_of(data=shoal.data.weighted(data, [1.0] * 8))
+    with pytest.raises(UsageError, match=r"order of samples was 'Sequential .* now, so samples"):
+        refuse_changes(plain(now), now, origin(began))
+    again = run_of(data=shoal.data.in_order(data))
+    refuse_changes(plain(again), again, origin(began))
+    old = origin(began)
+    del old.run["data_order"]
+    refuse_changes(plain(now), now, old)
 
 
 class Drawn(Dataset[Any]):
@@ -69,7 +84,7 @@ def test_other_data_of_a_source_that_does_not_say_what_it_holds_is_refused() -> 
     same, other = TensorDataset(rows.clone(), rows), TensorDataset(rows + 1, rows)
     refuse_changes(plain(run_of(data=same)), run_of(data=same), origin(began))
     now = run_of(data=other)
-    with pytest.raises(UsageError, match=r"The data was 'marks .*--from RUN"):
+    with pytest.raises(UsageError, match=r"The data was 'glimpse \w+' .*--from RUN"):
         refuse_changes(plain(now), now, origin(began))
 
 
@@ -98,7 +113,7 @@ def test_what_makes_another_run_is_refused_by_name(change: dict[str, Any], words
     refuse_changes(plain(longer), longer, origin(run_of()))
 
 
-def test_a_run_without_a_name_for_its_data_goes_on() -> None:
+def test_a_run_without_a_name_for_its_data_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """One from before there were names, and one on a source of the user's own."""
     began, now = run_of(), run_of(shift=1.0)
     old = origin(began)
@@ -106,4 +121,9 @@ def test_a_run_without_a_name_for_its_data_goes_on() -> None:
     refuse_changes(plain(now), now, old)
     own = run_of(data=range(8))
     fields = plain(own) | {"data": plain(began)["data"]}
+    assert caplog.text.count("began with could not be told, except by its length") == 1
     refuse_changes(fields, own, origin(began))
+    assert caplog.text.count("began with could not be told, except by its length") == 2
+    caplog.clear()
+    refuse_changes(plain(began), began, origin(began))
+    assert not caplog.text

@@ -185,7 +185,7 @@ def verify(path: str) -> None:
     faults, num_bytes = _faults(place)
     if not faults:
         seconds = max(time.monotonic() - started, 1e-9)
-        say(f"ok   {place}  {in_units(num_bytes)}, {num_bytes / seconds / 1e9:.2g} GB/s")
+        say(f"ok   {place}  {in_units(num_bytes)}, {in_units(num_bytes / seconds)}/s")
         return
     for fault in faults:
         say(f"bad  {place}  {fault}")

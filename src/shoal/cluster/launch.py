@@ -1,5 +1,6 @@
 """From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
 
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.logs import log
 from shoal.plan import Plan
 
 Facts = dict[str, Any]
+FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
 
 
 class NotLoaded(ShoalError):
@@ -39,6 +42,7 @@ def launch(
     """
     nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
     try:
+        _tell_of_wait(nursery)
         facts = await_facts(nursery)
         prepared(facts)
         resizes = None
@@ -47,6 +51,20 @@ def launch(
         return Supervisor(nursery, members(facts), run_dir, watch, resizes).run()
     finally:
         nursery.close()
+
+
+def _tell_of_wait(nursery: Nursery) -> None:
+    """While the recipe is prepared, which may load samples: a source may hang, or be slow."""
+    waited_s, pause_s = 0.0, FIRST_S
+    while not select.select([nursery], [], [], pause_s)[0]:
+        waited_s += pause_s
+        pause_s = waited_s
+        nursery.say_where()
+        log.warning(
+            "The recipe is not ready after %.0f s. What it does just now is at the end of "
+            "logs/recipe.log in the run directory; Ctrl-C ends it.",
+            waited_s,
+        )
 
 
 def await_facts(nursery: Nursery) -> Facts:

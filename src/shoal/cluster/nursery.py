@@ -10,6 +10,7 @@ Linux only (pidfd, parent-death signal). A model that touches CUDA while it is b
 forked.
 """
 
+import faulthandler
 import gc
 import os
 import select
@@ -28,6 +29,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.processes import die_with_parent
 
 _MOST_BYTES = 1 << 20
+_SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen to it
 
 
 class Birth(msgspec.Struct, frozen=True):
@@ -107,6 +109,10 @@ class Nursery:
         """Through the nursery, whose child the process is: its number cannot have been reused."""
         self._socket.send(msgspec.msgpack.encode(_Kill(number, signal_number)))
 
+    def say_where(self) -> None:
+        """Let it write into its log at which line it is; only before its first report."""
+        os.kill(self.pid, _SAY_WHERE)
+
     def next_report(self, timeout_s: float | None = None) -> Report | None:
         """What happened; None if nothing did in time. Raises EOFError when the nursery is gone."""
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
@@ -174,6 +180,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     redirect_output(log)
+    faulthandler.register(_SAY_WHERE, file=2)
     try:
         facts, child_main = prepare()
         _check_forkable()
@@ -182,6 +189,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
         return _refuse(control, last, traceback.format_exc(), 1)
+    faulthandler.unregister(_SAY_WHERE)
     gc.collect()
     gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
     control.send(msgspec.msgpack.encode(Prepared(facts)))

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shoal.data import permutation, split
-from shoal.data.collating import collate_samples, fetch, good_samples
+from shoal.data.collating import Alike, collate_samples, fetch, good_samples
 from shoal.data.loaders import Key, Loaders, Turns
-from shoal.data.orders import Bucketed, order_of
+from shoal.data.orders import Bucketed, Some, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source, position
 from shoal.data.waiting import WAITING
@@ -114,6 +114,7 @@ class Batches:
         each_alone = isinstance(source, LeavesOut | Varied)
         gathers = loading.collate is None and isinstance(source, Takes) and not each_alone
         self._window_steps: int | None = None if gathers and not loading.loaders else 1
+        self._alike = Alike(lambda: self.at(0).ids)
         self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
         self._turns = Turns()
 
@@ -141,7 +142,7 @@ class Batches:
         return self._load(batch.epoch, self._ids_of(batch, index))
 
     def _load(self, epoch: int, ids: Ids) -> Piece:
-        return load(self.source, ids, self._loading, Pass(self.seed, epoch))
+        return load(self.source, ids, self._loading, Pass(self.seed, epoch), self._alike)
 
     def _from_loaders(self, loaders: Loaders, batch: Batch, index: int) -> Piece:
         """Take what was loaded ahead, and let what will be asked for next be loaded."""
@@ -162,7 +163,7 @@ class Batches:
     def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
         """In a loader."""
         here = self._loading._replace(device="cpu")
-        piece = load(self.source, ids, here, Pass(self.seed, epoch))
+        piece = load(self.source, ids, here, Pass(self.seed, epoch), self._alike)
         return piece.inputs, piece.target, piece.ids
 
     def _may_gather(self, batch: Batch) -> bool:
@@ -230,6 +231,7 @@ class PiecesInOrder:
         self._source = source
         self._size = piece_size
         self._loading = loading
+        self._alike = Alike(lambda: np.arange(min(piece_size, len(source)), dtype=np.int64))
 
     def __len__(self) -> int:
         return (len(self._source) + self._size - 1) // self._size
@@ -237,7 +239,7 @@ class PiecesInOrder:
     def __getitem__(self, index: int) -> Piece:
         start = position(index, len(self), "piece") * self._size
         ids = np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
-        return load(self._source, ids, self._loading)
+        return load(self._source, ids, self._loading, alike=self._alike)
 
 
 def pieces_in_order(source: Any, piece_size: int, loading: Loading = PLAIN) -> PiecesInOrder:
@@ -250,7 +252,13 @@ def pieces_in_order(source: Any, piece_size: int, loading: Loading = PLAIN) -> P
     return PiecesInOrder(as_source(source), piece_size, loading)
 
 
-def load(source: Source, ids: Ids, loading: Loading, of: Pass | None = None) -> Piece:
+def load(
+    source: Source,
+    ids: Ids,
+    loading: Loading,
+    of: Pass | None = None,
+    alike: Alike | None = None,
+) -> Piece:
     """Load the samples `ids` as one piece; those that are left out are not in it."""
     samples, (collate, device, _) = None, loading
     with WAITING.on(ids):
@@ -263,6 +271,8 @@ def load(source: Source, ids: Ids, loading: Loading, of: Pass | None = None) -> 
             inputs, target = collate_samples(samples, collate, ids)
         else:
             inputs, target = fetch(source, ids, collate, of)
+        if alike is not None and collate is None:
+            alike.require((inputs, target), ids, lambda one: fetch(source, one, None, of))
     return Piece(_placed(inputs, device), _placed(target, device), len(ids), ids)
 
 
@@ -283,9 +293,10 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
             f"out a batch that is not full, so no step can be made. Use batch_size={num_samples} "
             "or less, or end='pad' or end='wrap'."
         )
-    if isinstance(visited, Bucketed) and visited.batch_size != batch_size:
+    by_length = visited.batch_size if isinstance(visited, Bucketed | Some) else None
+    if by_length not in (None, batch_size):
         raise UsageError(
-            f"data is put by length into batches of {visited.batch_size}, and batch_size is "
+            f"data is put by length into batches of {by_length}, and batch_size is "
             f"{batch_size}. Give by_length() the batch_size of the Run."
         )
     if batch_size % num_pieces:

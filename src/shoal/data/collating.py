@@ -2,10 +2,13 @@
 
 Each piece of a batch is loaded here, by one call to a source that has `take`, else sample by sample
 and brought together as torch's `default_collate` does, or by the Run's own `collate`. Whatever goes
-wrong is told with the numbers of the samples. Next: `batches.py`.
+wrong is told with the numbers of the samples. Samples that are stacked must have one form, and all
+pieces the types of the first sample of the run (`Alike`): else the plan, which says who is in a
+piece with whom, would decide what numbers become. Next: `batches.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,14 +26,57 @@ from shoal.data.sources import (
     is_outage,
     not_reached,
     sample_of,
+    tensor_of,
 )
 from shoal.errors import RecipeError
 
-_NUMBERS: dict[str, tuple[type, ...]] = {  # a bool is an int to Python, so it comes first
-    "a bool": (bool, np.bool_),
-    "an int": (int, np.integer),
-    "a float": (float, np.floating),
+_NUMBERS = {  # those of numpy that torch makes the same of as of Python's own
+    "bool": "a bool",
+    "int": "an int",
+    "float": "a float",
+    "int64": "an int",
+    "float64": "a float",
 }
+_ALIKE = (
+    "Samples must be alike. Give all of them one type, and pad them to one size "
+    "(shoal.data.mapped), or give the Run a `collate` that does; shoal.data.by_length puts samples "
+    "of like lengths together, so that little is padded."
+)
+
+
+class Alike:
+    """Holds all pieces to the types of the first sample, which any process can look at itself.
+
+    So a sample of another type is refused at its step under every plan. Sizes are not compared:
+    pieces are not stacked, and batches of one length each are as good as any. `first` gives the
+    samples of the first batch, of which those that cannot be loaded are passed over.
+    """
+
+    def __init__(self, first: Callable[[], Ids]):
+        self._first = first
+        self._known: tuple[int, dict[str, str]] | None = None
+
+    def require(self, piece: tuple[Any, Any], ids: Ids, load: Callable[[Ids], Any]) -> None:
+        """Refuse a loaded piece of other types; `load` loads one of the first samples."""
+        found = _types_of(piece)
+        if self._known is None:
+            self._known = self._look(int(ids[0]), found, load)
+        index, types = self._known
+        for field, kind in types.items() if types != found else ():
+            if found.get(field, kind) != kind:
+                raise RecipeError(
+                    f"samples {index} and {ids[0]} are not alike: {field} is {kind} in the first "
+                    f"and {found[field]} in the other. {_ALIKE}"
+                )
+
+    def _look(
+        self, own: int, found: dict[str, str], load: Callable[[Ids], Any]
+    ) -> tuple[int, dict[str, str]]:
+        first = self._first()
+        for at, index in enumerate(first.tolist()):
+            with suppress(RecipeError):
+                return index, found if index == own else _types_of(load(first[at : at + 1]))
+        return own, found
 
 
 def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
@@ -78,6 +124,8 @@ def collate_samples(
     samples: list[Any], collate: Collate | None = None, ids: Ids | None = None
 ) -> tuple[Any, Any]:
     """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made."""
+    if not samples:
+        raise RecipeError("no samples were given, and a batch is made of one at least.")
     names = np.arange(len(samples)) if ids is None else ids
     if collate is not None:
         try:
@@ -90,13 +138,31 @@ def collate_samples(
         _pair(sample, f"sample {index}")
     columns = [[sample[part] for sample in samples] for part in (0, 1)]
     try:
-        inputs, target = map(default_collate, columns)
+        inputs, target = map(_stacked, columns)
     except Exception as error:
         raise RecipeError(unlike(samples, names) or failed(names, error)) from error
     if not all(map(_are_of_one_type, columns)):  # torch would convert them, by what is in a batch
         raise RecipeError(unlike(samples, names))
     # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
     return _tuple_of_list(inputs), _tuple_of_list(target)
+
+
+def _stacked(column: list[Any]) -> Any:
+    try:
+        return default_collate(column)
+    except (TypeError, ValueError):  # arrays beside tensors, or that lie otherwise than those
+        return default_collate([_with_tensors(value) for value in column])
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return tensor_of(value)
+    if isinstance(value, Mapping):
+        return {name: _with_tensors(part) for name, part in value.items()}
+    if not isinstance(value, (tuple, list)):
+        return value
+    parts = [_with_tensors(part) for part in value]
+    return value._make(parts) if hasattr(value, "_make") else parts
 
 
 def _is_pair(value: Any) -> bool:
@@ -122,11 +188,7 @@ def unlike(samples: list[Any], names: Ids) -> str | None:
             found = _difference(samples[0][part], sample[part], field)
             if found is not None:
                 return (
-                    f"samples {names[0]} and {index} do not fit into one batch: {found}. Samples "
-                    "of a batch must be alike. Give all of them one type, and pad them to one size "
-                    "(shoal.data.mapped), or give the Run a `collate` that does; "
-                    "shoal.data.by_length puts samples of like lengths together, so that little is "
-                    "padded."
+                    f"samples {names[0]} and {index} do not fit into one batch: {found}. {_ALIKE}"
                 )
     return None
 
@@ -167,8 +229,29 @@ def _form(value: Any) -> str:
         return f"a dict of {', '.join(sorted(map(str, value)))}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
-    found = (name for name, kinds in _NUMBERS.items() if isinstance(value, kinds))
-    return next(found, type(value).__name__)
+    if isinstance(value, np.number | np.bool_):
+        return _NUMBERS.get(str(value.dtype), f"a number of {value.dtype}")
+    found = (kind for kind in (bool, int, float) if isinstance(value, kind))  # a bool is an int
+    kind = next(found, type(value)).__name__
+    return _NUMBERS.get(kind, kind)
+
+
+def _types_of(piece: tuple[Any, Any]) -> dict[str, str]:
+    return dict([*_types(piece[0], "inputs"), *_types(piece[1], "target")])
+
+
+def _types(value: Any, field: str) -> Iterator[tuple[str, str]]:
+    """Each field and what it is, whatever its size."""
+    if isinstance(value, Tensor):
+        yield field, str(value.dtype).removeprefix("torch.")
+    elif isinstance(value, Mapping):
+        yield field, _form(value)
+        for name, part in value.items():
+            yield from _types(part, f"{field}.{name}")
+    else:
+        yield field, type(value).__name__
+        for name, part in enumerate(value if isinstance(value, (tuple, list)) else ()):
+            yield from _types(part, f"{field}.{name}")
 
 
 def _tuple_of_list(value: Any) -> Any:

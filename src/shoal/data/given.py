@@ -6,7 +6,7 @@ that is rounded off.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,15 @@ def require_function(given: Any, what: str) -> None:
 def require_whole(given: Any, what: str) -> None:
     if isinstance(given, bool) or not isinstance(given, int | np.integer):
         raise UsageError(f"{what} was given {_shown(given)} where it needs a whole number.")
+
+
+def options_of(given: Any) -> Mapping[str, Any]:
+    """What goes to the back end of a URL."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return given
+    raise UsageError(f"options= was given {_shown(given)} where it needs a dict.")
 
 
 def texts_of(given: Any, what: str) -> list[str]:

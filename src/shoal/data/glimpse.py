@@ -1,17 +1,19 @@
 """A glimpse of a source that does not say what it holds: marks of a few samples throughout.
 
 A source of one's own may open files and connections when it is first read, which ranks that are
-forked later must not share; so a fork reads the samples, tells their marks and is gone. It hears
-nothing, says nothing and has a second; what it did not get to counts for nothing. Each sample is
-read twice, from the same state of the global random generators: one that is another each time has
-no mark, and if all are, the data is known by its length alone.
+forked later must not share; so a fork reads the samples, tells their marks and is gone, and with it
+what it started. It hears nothing, says nothing and has a second, or five if samples are slow; what
+it did not get to counts for nothing. Each sample is read twice, from the same state of the global
+random generators: one that is another each time has no mark, and if all are, the data is known by
+its length alone.
 
-A mark must be the same on another machine, whose kernels and decoders round differently. So text
-and whole values count as they are, and of arrays three numbers to three digits. Some marks that
-differ are still a chance; most of them are other data (`are_other`).
+A mark must be the same on another machine, whose kernels and decoders round differently. So it has
+two parts: text and whole numbers count as they are, and of fractions and pictures three numbers to
+three digits. Data is other data if one first part differs, or more than an eighth of the second
+parts; of data of which some samples were seen to vary, only if most marks differ (`are_other`).
 
-Not proof against a change in other samples than these: `identity()` is. Cost: a fork and sixteen
-samples, 0.1 s if they are quick to load, a second at most.
+Not proof against a change in other samples than these: `identity()` is. Cost: a fork and 128
+samples, 0.1 s if they are quick to load, five seconds at most.
 """
 
 import dataclasses
@@ -39,33 +41,54 @@ from shoal.data.sources import Ids, Source
 from shoal.logs import warn_on_screen
 from shoal.processes import die_with_parent
 
-NUM_SAMPLES = 8
-MOST_S = 1.0
+NUM_SAMPLES = 64
+ENOUGH = 8  # marks, with which a second is the limit
+MOST_S, LONGEST_S = 1.0, 5.0
 _MOST_ELEMENTS = 1 << 16  # of an array, and characters of a text
 _PLAIN = (type(None), numbers.Number, datetime.date, datetime.time, uuid.UUID)
-_UNTOLD, _VARIES = "-", "~"  # in the place of a mark
+_UNTOLD, _VARIES, _OVER = "-", "~", "."  # in the place of a mark, and behind the last one
 
 
 def marks_of(source: Source) -> list[str]:
     """A mark for each of some samples from the first to the last."""
-    told = _told_by_fork(source).split()[:NUM_SAMPLES]
-    if _VARIES in told and not set(told) - {_UNTOLD, _VARIES}:
-        _tell_of_draws(type(source).__name__)
-    return [_UNTOLD if mark == _VARIES else mark for mark in told]
+    turn = _turn(len(spread(len(source), NUM_SAMPLES)))
+    told = _told_by_fork(source)
+    if turn and not set(told) - {_UNTOLD, _VARIES}:
+        why = "are others each time that they are read"
+        if _UNTOLD in told:
+            why = "cannot be loaded"
+        elif not told:
+            why = "take more than two seconds to load"
+        _tell_of_unknown(f"Samples of the {type(source).__name__} {why}")
+    by_place = dict(zip(turn, told, strict=False))
+    return [by_place.get(place, _UNTOLD) for place in range(len(turn))]
+
+
+def known_by_both(before: list[str], now: list[str]) -> list[tuple[str, str]]:
+    """Pairs of marks that can be compared."""
+    pairs = zip(before, now, strict=False)
+    return [pair for pair in pairs if not {_UNTOLD, _VARIES}.intersection(pair)]
 
 
 def are_other(before: list[str], now: list[str]) -> bool:
-    """Whether these are marks of other data: most of those that both know differ."""
-    pairs = [pair for pair in zip(before, now, strict=False) if _UNTOLD not in pair]
-    return 2 * sum(one != other for one, other in pairs) > len(pairs)
+    """Whether these are marks of other data."""
+    pairs = known_by_both(before, now)
+    num_other = sum(one != other for one, other in pairs)
+    if _VARIES in (*before, *now):  # others may vary too, and were the same twice by chance
+        return 2 * num_other > len(pairs)
+    is_exact = any(one.split(":")[0] != other.split(":")[0] for one, other in pairs)
+    return is_exact or 8 * num_other > len(pairs)
 
 
 def mark_of(sample: Any) -> str:
-    """What a sample is like, in eight characters."""
-    hashed = xxhash.xxh3_64()
-    for part in _parts(sample):
+    """What a sample is like, in eight characters, and four more for what may be rounded."""
+    exact, rounded = xxhash.xxh3_64(), xxhash.xxh3_64()
+    parts = list(_parts(sample))
+    for part in parts:
+        hashed = rounded if isinstance(part, _Rounded) else exact
         hashed.update(part.encode(errors="surrogatepass") + b"\0")
-    return hashed.hexdigest()[:8]
+    has_rounded = any(isinstance(part, _Rounded) for part in parts)
+    return exact.hexdigest()[:8] + (f":{rounded.hexdigest()[:4]}" if has_rounded else "")
 
 
 def spread(length: int, most: int) -> Ids:
@@ -73,49 +96,65 @@ def spread(length: int, most: int) -> Ids:
     return np.unique(np.linspace(0, length - 1, min(length, most)).astype(np.int64))
 
 
+class _Rounded(str):
+    """Of a sample's parts one that another machine may round otherwise."""
+
+
+def _turn(count: int) -> list[int]:
+    """Places in the order in which they are looked at: the first few lie throughout the data."""
+    num_bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda place: f"{place:0{num_bits}b}"[::-1])
+
+
 @cache
-def _tell_of_draws(kind: str) -> None:
+def _tell_of_unknown(why: str) -> None:
     warn_on_screen(
-        f"Samples of the {kind} are others each time that they are read, so a run that goes on "
-        "knows this data by its length alone. To have it compared, give the class a method "
-        "identity() that returns a text which changes with the data."
+        f"{why}, so a run that goes on knows this data by its length alone. To have it compared, "
+        "give the class a method identity() that returns a text which changes with the data."
     )
 
 
-def _told_by_fork(source: Source) -> str:
+def _told_by_fork(source: Source) -> list[str]:
+    """The marks that a fork had the time for, in the order of `_turn`."""
     ours, theirs = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if not pid:
         _tell(source, theirs, parent)
     os.close(theirs)
-    told, deadline = b"", time.monotonic() + MOST_S
+    told, began = b"", time.monotonic()
     try:
-        while (left := deadline - time.monotonic()) > 0 and select.select([ours], [], [], left)[0]:
-            if not (chunk := os.read(ours, 4096)):
+        while _OVER.encode() not in told:
+            limit_s = MOST_S if told.count(b" ") >= ENOUGH else max(MOST_S, LONGEST_S)
+            left_s = max(0.0, began + limit_s - time.monotonic())
+            if not select.select([ours], [], [], left_s)[0] or not (chunk := os.read(ours, 4096)):
                 break
             told += chunk
     finally:
         os.close(ours)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        for end in (os.killpg, os.kill):  # what samples started too, and it while it has no group
+            with suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return told[: told.rfind(b" ") + 1].decode()  # the last mark may be a part of one
+    return told[: told.rfind(b" ") + 1].decode().split()  # the last mark may be a part of one
 
 
 def _tell(source: Source, pipe: int, parent: int) -> None:
     """In the fork: never returns."""
     try:
         die_with_parent(parent)
+        os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (whatever stood there)
         torch.set_num_threads(1)
-        for index in spread(len(source), NUM_SAMPLES).tolist():
+        places = spread(len(source), NUM_SAMPLES).tolist()
+        for index in (places[place] for place in _turn(len(places))):
             first, second = _read(source, index), _read(source, index)
             os.write(pipe, f"{first if first == second else _VARIES} ".encode())
+        os.write(pipe, _OVER.encode())
     finally:
         os._exit(0)
 
@@ -147,30 +186,50 @@ def _parts(value: Any) -> Iterator[str]:
     else:
         array = None if isinstance(value, int) else _array(value)
         if array is not None:
-            yield _form(array)
+            yield from _of_array(array)
         else:
             yield str(value) if isinstance(value, _PLAIN) else type(value).__qualname__
 
 
 def _array(value: Any) -> NDArray[Any] | None:
-    """Numbers of any library as an array; None for what has none, and is known by its type."""
+    """Arrays of any library; None for what is none, and is known by its type."""
     try:
         if isinstance(value, Tensor):
-            value = value.detach().cpu()
+            value = value.detach().cpu().resolve_conj().to_dense()
             value = value.float() if value.dtype == torch.bfloat16 else value
         array = np.asarray(value)
     except Exception:  # noqa: BLE001 (whatever a foreign object raises when it is asked)
         return None
-    return array if array.dtype.kind in "biuf" else None
+    return array if isinstance(value, np.ndarray) or array.dtype.kind != "O" else None
+
+
+def _of_array(array: NDArray[Any]) -> Iterator[str]:
+    """Fractions and pictures by their form, all else as it is."""
+    kind, step = array.dtype.kind, max(1, array.size // _MOST_ELEMENTS)
+    yield f"{kind} {list(array.shape)}"
+    if kind == "V" and array.dtype.names:
+        yield from _parts({name: array[name] for name in array.dtype.names})
+    elif kind == "O":
+        yield from _parts(array.reshape(-1)[::step].tolist())
+    elif kind == "c":
+        yield from (_Rounded(_form(part)) for part in (array.real, array.imag))
+    elif kind == "f" or (array.dtype == np.uint8 and array.ndim > 1):
+        yield _Rounded(_form(array))
+    else:
+        flat = array.reshape(-1)[::step]
+        plain = flat.astype(np.int64) if kind in "biu" else flat  # whatever their width
+        yield xxhash.xxh3_64_hexdigest(plain.tobytes())
 
 
 def _form(array: NDArray[Any]) -> str:
-    """Its shape, how large its numbers are, and where they lie; not their last digits."""
+    """How large its numbers are, and where they lie; not their last digits."""
     flat = array.reshape(-1)
+    if flat.size == 1:
+        return f"{float(flat[0]):.5e}"
     flat = np.nan_to_num(flat[:: max(1, flat.size // _MOST_ELEMENTS)].astype(np.float64))
     size = float(np.abs(flat).mean()) if flat.size else 0.0
     scaled = flat / (size or 1.0)
     slope = float((scaled * np.cos(np.arange(flat.size))).sum()) / max(1.0, flat.size**0.5)
     mean = float(scaled.sum()) / max(1, flat.size)
     places = [round(number, 2) + 0.0 for number in (mean, slope)]  # there is no -0.0
-    return f"{array.dtype.kind} {list(array.shape)} {size:.2e} {places}"
+    return f"{size:.2e} {places}"

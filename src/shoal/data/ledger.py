@@ -45,6 +45,7 @@ class Audit(msgspec.Struct):
     last_step: int = 0
     num_samples: int = 0  # trained on, each as often as it was
     num_marked: int = 0  # steps whose mark was compared with the order
+    num_wrong: int = 0  # steps whose mark is that of other samples
     num_unmarked: int = 0  # steps for which none was kept, or of which no file tells who was out
     num_left_out: int = 0  # samples in quarantine
     passes: float = 0.0
@@ -60,7 +61,7 @@ def audit(
     found, since = Audit(), 0
     counts = np.zeros(len(batches.source), dtype=np.int64)
     out = np.asarray(sorted(left_out), dtype=np.int64)
-    expected, num_unnamed = 0, 0
+    expected, num_unnamed, num_unknown = 0, 0, 0
     for record in records:
         step = int(record["step"])
         if found.last_step and step != found.last_step + 1:
@@ -69,7 +70,8 @@ def audit(
         whole = batches.at(step - 1).ids
         ids = _loaded(whole, out, record)
         found.num_left_out += len(whole) - len(ids)
-        num_unnamed += max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
+        of_step = max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
+        num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
         counts += np.bincount(ids, minlength=len(counts))
         found.num_samples += len(ids)
         expected, since = add_marks((expected, mark(ids))), since + 1
@@ -80,12 +82,15 @@ def audit(
         elif num_unnamed:  # by no file: there is nothing to compare with
             found.num_unmarked += since
         else:
+            found.num_wrong += since
             of = f"step {step}" if since == 1 else f"steps {step - since + 1} to {step}"
             found.problems.append(f"{of}: other samples were trained on than the order gives")
         expected, since, num_unnamed = 0, 0, 0
     found.num_unmarked += since
+    found.num_samples -= num_unknown
     found.passes = found.num_samples / max(1, batches.num_samples)
-    found.most_often, found.least_often = int(counts.max()), int(counts.min())
+    # Of those that were left out and no file names, each may have been the one that came least.
+    found.most_often, found.least_often = int(counts.max()), max(0, int(counts.min()) - num_unknown)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shoal.data.glimpse import are_other, marks_of, spread
+from shoal.data.glimpse import are_other, known_by_both, mark_of, marks_of, spread
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource, map_tensors
 from shoal.data.transforms.cleaning import Cleaned
@@ -27,7 +27,7 @@ from shoal.errors import RecipeError
 
 _NUM_ROWS = 256  # of a tensor
 _NUM_SAMPLES = 64  # of a list
-_MARKS = "marks "  # how the part of a source begins of which only some samples are known
+_MARKS = "glimpse "  # how the part of a source begins of which only some samples are known
 
 
 def content_name(data: Any) -> str:
@@ -35,22 +35,33 @@ def content_name(data: Any) -> str:
     return ", ".join(filter(None, _parts(data)))
 
 
-def is_other(before: str, now: str) -> bool:
-    """Whether two names are of different contents; no, if that cannot be told of some part."""
+def is_other(before: str, now: str) -> bool | None:
+    """Whether two names are of different contents; None if that cannot be told of some part."""
     ones, others = before.split(", "), now.split(", ")
     if len(ones) != len(others):  # there may be no marks in the older one
         ones, others = ([part for part in of if not _has_marks(part)] for of in (ones, others))
-        return ones != others
-    return any(map(_differ, ones, others))
+        return True if ones != others else None
+    found = list(map(_differ, ones, others))
+    return True if True in found else None if None in found else False
 
 
-def _differ(one: str, other: str) -> bool:
+def shown(name: str) -> str:
+    """A name for a message: marks are many."""
+    parts = name.split(", ")
+    return ", ".join(_named("glimpse", x.encode()) if _has_marks(x) else x for x in parts)
+
+
+def _differ(one: str, other: str) -> bool | None:
     marked = [part.split()[1:] for part in (one, other) if _has_marks(part)]
-    return are_other(*marked) if len(marked) == 2 else not marked and one != other
+    if not marked:
+        return one != other
+    if len(marked) == 1 or not known_by_both(*marked):
+        return None
+    return are_other(*marked)
 
 
 def _has_marks(part: str) -> bool:
-    return part.startswith(_MARKS)
+    return f"{part} ".startswith(_MARKS)
 
 
 def _parts(source: Any) -> Iterator[str]:
@@ -72,7 +83,7 @@ def _parts(source: Any) -> Iterator[str]:
     elif isinstance(source, list | tuple):
         yield _named("samples", *_packed(source))
     else:
-        yield f"{_MARKS}{' '.join(marks_of(source))}"
+        yield f"{_MARKS}{' '.join(marks_of(source))}".strip()
 
 
 def _rows(value: Any) -> list[bytes]:
@@ -95,7 +106,7 @@ def _packed(samples: Any) -> Iterator[bytes]:
         try:
             yield bytes(pack(samples[index]))
         except RecipeError:  # of no kind that has a form in bytes
-            yield type(samples[index]).__qualname__.encode()
+            yield mark_of(samples[index]).encode()
 
 
 def _named(kind: str, *contents: bytes) -> str:

@@ -14,11 +14,13 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 
 from shoal.data.permutation import Ids, permute, uniform
 from shoal.errors import UsageError
 
 _PATTERN = 1024  # positions over which a mixture keeps its weights exactly
+_NUM_KNOWN = 1024  # positions at either end of a pass by which an order is known
 
 
 @runtime_checkable
@@ -238,7 +240,8 @@ class Some:
 
     def __init__(self, chosen: Ids, order: Order | None = None):
         self._chosen = chosen
-        self._order = Shuffled(len(chosen)) if order is None else order
+        self._order: Order = Shuffled(len(chosen)) if order is None else order
+        self.batch_size: int | None = getattr(order, "batch_size", None)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -246,6 +249,14 @@ class Some:
     def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
         found: Ids = self._chosen[self._order.ids(positions, seed, epoch)]
         return found
+
+    def first(self, num_samples: int) -> "Some":
+        return self.among(np.arange(num_samples))
+
+    def among(self, kept: Ids) -> "Some":
+        stay = np.flatnonzero(np.isin(self._chosen, kept))
+        numbers = np.searchsorted(kept, self._chosen[stay]).astype(np.int64)
+        return Some(numbers, order_among(self._order, stay))
 
 
 def order_of(source: Any) -> Order:
@@ -260,6 +271,28 @@ def order_of(source: Any) -> Order:
             "ids(positions, seed, epoch); write both methods, or give the attribute another name."
         )
     return order
+
+
+def order_among(order: Order, kept: Ids) -> Order:
+    """The order of those samples that are kept, numbered anew."""
+    if isinstance(order, KnowsParts):
+        return order.among(kept)
+    raise UsageError(
+        f"samples are visited in an order of their own ({type(order).__name__}), which says "
+        "nothing of what is left when some of them are not wanted. Clean the source first, and "
+        "weigh or mix after that; --new-data needs data that is neither weighted nor mixed."
+    )
+
+
+def order_name(order: Order, seed: int) -> str:
+    """The same for the same order: its kind, and a hash of ids from the ends of two passes."""
+    num_known = min(_NUM_KNOWN, len(order))
+    hashed = xxhash.xxh3_64(str(len(order)).encode())
+    for epoch in (0, 1) if num_known else ():
+        for first in (0, len(order) - num_known):
+            positions = np.arange(first, first + num_known, dtype=np.int64)
+            hashed.update(np.asarray(order.ids(positions, seed, epoch), dtype=np.int64).tobytes())
+    return f"{type(order).__name__} {hashed.hexdigest()}"
 
 
 def order_before(source: Any, num_samples: int) -> Order | None:

@@ -120,6 +120,12 @@ def tensors(inputs: Any, target: Any) -> TensorSource:
     def check(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
             raise UsageError("tensors() was given a scalar. Each tensor needs one row per sample.")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else f"of {tensor.layout}"
+            raise UsageError(
+                f"tensors() was given a tensor {kind}, whose rows do not lie in memory. Give it "
+                "tensor.to_dense(), or a list of samples that are made when they are asked for."
+            )
         lengths.append(tensor.shape[0])
         return tensor
 
@@ -263,7 +269,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, np.ndarray):
-        return change(torch.from_numpy(value))
+        return change(tensor_of(value))
     if isinstance(value, (tuple, list)):
         return tuple(map_tensors(change, part) for part in value)
     if isinstance(value, Mapping):
@@ -272,6 +278,20 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         f"a {type(value).__name__} stands where a tensor should. Inputs and target are each a "
         "tensor, or a tuple or dict of tensors."
     )
+
+
+def tensor_of(array: NDArray[Any]) -> Tensor:
+    """An array as a tensor, without a copy if it lies in memory as tensors do."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if any(stride < 0 for stride in native.strides):
+        native = native.copy()
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise UsageError(
+            f"an array of {array.dtype} stands where a tensor should, and no tensor can hold that. "
+            "Make numbers of it first."
+        ) from None
 
 
 def sample_of(source: Source, index: int, of: Pass | None = None) -> Any:

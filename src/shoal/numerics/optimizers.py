@@ -91,10 +91,15 @@ def is_element_wise(optimizer: Optimizer, but_for: Collection[Tensor] = ()) -> b
 def fuse(chosen: Optimizer, sparse: Collection[Tensor] = ()) -> None:
     """Take the fused kernel, unless the recipe chose another or it does not apply.
 
-    It takes no gradients that are `sparse`.
+    It takes no gradients that are `sparse`, and on a CPU it pairs elements by where they stand in
+    memory: right only for parameters that lie as their gradients do. So one that a recipe asks for
+    is given up, too, if parameters lie otherwise (channels_last, transposed).
     """
     for member, group in _groups(chosen):
         if type(member) not in _FUSABLE:
+            continue
+        if not all(p.is_contiguous() for p in group["params"]):
+            group["fused"] = False
             continue
         decided = group.get("fused") is not None or group.get("foreach") is not None
         special = group.get("differentiable") or not all(

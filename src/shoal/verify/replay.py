@@ -22,6 +22,7 @@ from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.numerics.precision import tolerance
 from shoal.plan import Plan
+from shoal.prepare import lay_flat
 from shoal.reference import Replica
 from shoal.reference_outer import Outer
 from shoal.run import Run, make_batches
@@ -44,6 +45,7 @@ class Master:
     def __init__(self, run: Run, plan: Plan):
         self.run, self.plan, self.num_steps = run, plan, run.num_steps()
         self.model: nn.Module = run.make_model()
+        lay_flat(plan, self.model)
         self.optimizer: torch.optim.Optimizer
         if plan.local_steps > 1:
             self.model, self.optimizer = outer_of(self.model, plan)
@@ -87,6 +89,8 @@ class Replay:
         self.masters = [Master(run, plan) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
+        for worker in self.workers:
+            lay_flat(plan, worker.model)
         self.outers = [Outer([worker.model], plan, run.num_steps()) for worker in self.workers]
         for worker in self.workers if plan.local_steps == 1 else ():
             worker.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]

@@ -1,5 +1,7 @@
 """Batches: pure in the step, the same for any number of pieces, equal to indexing by hand."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from torch import Tensor
 from shoal.data import permutation
 from shoal.data.batches import _WINDOW_BYTES, Batches, check, pieces_in_order
 from shoal.data.sources import TensorSource, tensors
-from shoal.data.views import in_order
+from shoal.data.transforms.quarantine import quarantine
+from shoal.data.views import in_order, join
 from shoal.errors import RecipeError, UsageError
 
 ends = st.sampled_from(permutation.ENDS)
@@ -96,7 +99,8 @@ def test_only_the_pieces_asked_for_are_loaded() -> None:
     source = Counting((torch.zeros(1), i) for i in range(16))
     batch = Batches(source, batch_size=16, num_pieces=4).at(0)
     batch.piece(2)
-    assert source.loaded == set(batch.ids_of(2).tolist())
+    # The first of all is looked at, to compare types with.
+    assert source.loaded == {int(batch.ids[0]), *batch.ids_of(2).tolist()}
 
 
 def test_a_piece_that_was_written_into_is_loaded_anew() -> None:
@@ -226,3 +230,78 @@ def test_pieces_in_order_cover_the_source_once() -> None:
         pieces[5]
     with pytest.raises(UsageError, match="at least 1"):
         pieces_in_order(numbered(3), 0)
+
+
+def one_odd(odd: Any, usual: Any) -> list[Any]:
+    return [(odd if index == 5 else usual, index) for index in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "words"),
+    [
+        (1.0, np.float32(1), "float64 in the first and float32 in the other"),
+        (np.int32(1), np.uint8(1), "int32 in the first and uint8 in the other"),
+        (1, 1.0, "int64 in the first and float64"),
+        (torch.ones(2), torch.ones(2).double(), "float32 in the first and float64"),
+        ({"a": 1}, {"b": 1}, "a dict of a in the first and a dict of b in the other"),
+        ((1, 2.0), (1, np.float32(2)), r"inputs\.1 is float64 in the first"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [16, 2])
+def test_a_sample_of_another_type_is_refused_at_its_step_under_every_plan(
+    usual: Any, odd: Any, words: str, batch_size: int
+) -> None:
+    """Alone in its piece too, where torch would have nothing to convert."""
+    for num_pieces in (batch_size, 1):
+        batches = Batches(
+            in_order(one_odd(odd, usual)), batch_size=batch_size, num_pieces=num_pieces
+        )
+        refused = set()
+        for step in range(batches.steps_per_epoch):
+            try:
+                for piece in reversed(range(num_pieces)):
+                    batches.at(step).piece(piece)
+            except RecipeError as error:
+                refused.add(step)
+                together = "do not fit into one batch" in str(error)
+                assert together or re.search(words, str(error)), error
+        assert refused == {5 // batch_size}
+
+
+def test_numbers_that_torch_makes_the_same_of_and_sizes_may_differ() -> None:
+    for usual, odd in [(1.0, np.float64(1)), (1, np.int64(1)), (True, np.bool_(True))]:
+        for num_pieces in (1, 16):
+            batch = Batches(one_odd(odd, usual), batch_size=16, num_pieces=num_pieces).at(0)
+            kinds = {batch.piece(index).inputs.dtype for index in range(num_pieces)}
+            assert len(kinds) == 1
+    for usual, odd in [(np.ones(2), torch.ones(2).double()), (np.ones(2), np.ones(4)[::-2])]:
+        whole = Batches(one_odd(odd, usual), batch_size=16).at(0).piece(0)
+        other = Batches(one_odd(usual, odd), batch_size=16).at(0).piece(0)
+        assert torch.equal(whole.inputs, torch.ones(16, 2).double())
+        assert torch.equal(whole.inputs, other.inputs)
+    sizes = Batches(one_odd(torch.ones(3), torch.ones(2)), batch_size=16, num_pieces=16).at(0)
+    assert sorted(sizes.piece(index).inputs.numel() for index in range(16)) == [2] * 15 + [3]
+
+
+def test_sources_that_are_joined_must_be_of_one_type_under_every_plan() -> None:
+    rows = torch.ones(4, 1)
+    joined = join([tensors(rows, rows), tensors(rows.double(), rows)])
+    for num_pieces in (1, 4):
+        batches = Batches(in_order(joined), batch_size=4, num_pieces=num_pieces)
+        assert batches.at(0).piece(num_pieces - 1).inputs.dtype == torch.float32
+        with pytest.raises(RecipeError, match=r"samples 0 and \d are not alike: inputs is float32"):
+            batches.at(1).piece(num_pieces - 1)
+
+
+def test_a_first_sample_that_fails_is_not_what_others_are_compared_with(tmp_path: Path) -> None:
+    class Odd(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index < 2:
+                raise ValueError("bad")
+            return super().__getitem__(index)
+
+    source = quarantine(Odd((float(index), 0) for index in range(8)), tmp_path / "bad.jsonl")
+    batches = Batches(in_order(source), batch_size=4, num_pieces=2)
+    assert batches.at(1).piece(1).num_samples == 2
+    assert not (tmp_path / "bad.jsonl").exists()  # nothing is left out before its step
+    assert batches.at(0).piece(0).num_samples == 0

@@ -23,6 +23,21 @@ def test_a_reader_needs_a_path(reader: str, given: Any) -> None:
         getattr(data, reader)(given)
 
 
+@pytest.mark.parametrize("given", [5, 0, [], "anon"])
+@pytest.mark.parametrize("reader", ["csv", "jsonl", "lines", "parquet", "tar", "images"])
+def test_options_are_a_dict(tmp_path: Path, reader: str, given: Any) -> None:
+    with pytest.raises(UsageError, match=r"options= was given .* where it needs a dict"):
+        getattr(data, reader)(tmp_path, options=given)
+
+
+@pytest.mark.parametrize("given", [5, "", b"a"])
+def test_an_identity_is_a_text(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"clean\(identity=...\) was given .* needs a text"):
+        data.clean(SAMPLES, keep=bool, identity=given)
+    with pytest.raises(UsageError, match=r"statistics\(identity=...\) was given .* needs a text"):
+        data.statistics(SAMPLES, ["inputs"], identity=given)
+
+
 @pytest.mark.parametrize(
     "use",
     [

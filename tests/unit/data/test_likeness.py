@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import shoal
 from shoal.data import glimpse
-from shoal.data.likeness import content_name, is_other
+from shoal.data.likeness import content_name, is_other, shown
 from shoal.data.transforms.quarantine import quarantine
 
 ROWS = torch.arange(40.0).reshape(20, 2)
@@ -93,7 +93,7 @@ def test_a_source_of_ones_own_is_known_by_what_it_says_or_by_some_samples() -> N
 
     known = content_name(TensorDataset(ROWS, ROWS[:, 0]))
     assert content_name(Named(ROWS, ROWS[:, 0])) == "Named photos-3"
-    assert known.startswith("marks ") and len(known.split()) == 9
+    assert known.startswith("glimpse ") and len(known.split()) == 21
     assert not is_other(known, content_name(TensorDataset(ROWS.clone(), ROWS[:, 0])))
     assert is_other(known, content_name(TensorDataset(ROWS, ROWS[:, 1])))
     over = shoal.data.mapped(Subset(TensorDataset(ROWS, ROWS[:, 0]), range(20)), abs)
@@ -101,8 +101,18 @@ def test_a_source_of_ones_own_is_known_by_what_it_says_or_by_some_samples() -> N
 
 
 def test_names_are_compared_part_by_part() -> None:
-    one, two = "tensors 11, marks aa bb cc", "tensors 11, marks aa bb dd"
-    assert not is_other(one, one) and not is_other(one, two)
-    assert is_other(one, "tensors 11, marks xx bb yy") and is_other(one, "tensors 12, marks aa bb")
-    assert not is_other(one, "tensors 11, marks - bb yy") and not is_other(one, "tensors 11")
-    assert is_other(one, "lines 11") and not is_other("marks aa", "Named photos-3")
+    one = "tensors 11, glimpse aa bb cc"
+    assert is_other(one, one) is False
+    assert is_other(one, "tensors 11, glimpse aa bb dd")
+    assert is_other(one, "tensors 12, glimpse aa bb cc") and is_other(one, "lines 11")
+    assert is_other(one, "tensors 11, glimpse - bb -") is False
+    for unknown in ("tensors 11", "tensors 11, glimpse", "tensors 11, glimpse - - -"):
+        assert is_other(one, unknown) is None
+    assert is_other("glimpse aa", "Named photos-3") is None
+    assert "aa bb" not in shown(one) and shown(one).startswith("tensors 11, glimpse ")
+
+
+def test_a_list_of_what_has_no_form_in_bytes_is_known_by_its_looks() -> None:
+    pictures = [[(Image.new("L", (4, 4), light), 0)] for light in (7, 7, 9)]
+    one, same, other = map(content_name, pictures)
+    assert one == same != other

@@ -75,6 +75,36 @@ def test_tensors_take_equals_default_collate_of_samples(kind: str) -> None:
     assert len(list(iter(source))) == 10
 
 
+def test_tensors_of_any_array_that_holds_numbers() -> None:
+    rows = np.arange(12.0).reshape(4, 3)
+    for array in (rows[::-1], rows[:, ::-1], rows.astype(">f8"), rows.astype(">i4")[::-1]):
+        source = tensors(array, array[:, 0])
+        expected = torch.tensor(array.tolist(), dtype=source.inputs.dtype)
+        assert torch.equal(source.inputs, expected)
+        assert torch.equal(source.take(np.array([2, 1]))[1], expected[[2, 1], 0])
+    assert tensors(rows, rows).inputs.data_ptr() == rows.ctypes.data  # no copy
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (np.array(["a", "b"]), "an array of <U1 stands where a tensor should"),
+        (np.array([{}, {}]), "an array of object stands where a tensor should"),
+        (np.array(["2026-01-02"], "M8[D]"), "no tensor can hold that. Make numbers of it first"),
+        (torch.eye(3).to_sparse(), "of torch.sparse_coo, whose rows do not lie in memory"),
+        (torch.empty(3, 2, device="meta"), "on the meta device, whose rows"),
+    ],
+)
+def test_tensors_of_what_has_no_rows_of_numbers_are_refused(given: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        tensors(given, given)
+
+
+def test_a_batch_of_no_samples_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no samples were given"):
+        collate_samples([])
+
+
 def test_tensors_of_unlike_length_are_refused() -> None:
     with pytest.raises(UsageError, match="10, 9 rows"):
         tensors(torch.zeros(10, 2), torch.zeros(9))

@@ -128,3 +128,19 @@ def test_a_parameter_that_is_held_elsewhere_leaves_its_group() -> None:
     swap_parameters(optimizer, {model.weight: []}.get)
     (group,) = optimizer.param_groups
     assert group["params"] == [model.bias] and group["param_names"] == ["bias"]
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_parameters_that_lie_otherwise_are_not_fused(asked: bool | None) -> None:
+    """Torch's kernel would pair elements with the gradients of others."""
+
+    def stepped(turned: bool) -> torch.Tensor:
+        start = torch.arange(12.0).view(3, 4)
+        p = nn.Parameter(start.t().contiguous().t() if turned else start)
+        optimizer = torch.optim.AdamW([p], lr=0.1, fused=asked)
+        fuse(optimizer)
+        p.grad = torch.linspace(-1, 1, 12).view(3, 4)
+        optimizer.step()
+        return p.detach()
+
+    torch.testing.assert_close(stepped(True), stepped(False))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
-from shoal.data.given import path_of
+from shoal.data.given import options_of, path_of
 from shoal.data.readers.records import SourceLost, name_content
 from shoal.errors import UsageError
 from shoal.processes import PerProcess
@@ -63,7 +63,7 @@ class Files:
             raise UsageError("no file was named. A source reads one or more.")
         self._paths = [path_of(path, "a reader").removeprefix("file://") for path in given]
         self.names = [without_password(path) for path in self._paths]
-        self._disk, self._web = PerProcess(_Disk), Web(options or {}, patience)
+        self._disk, self._web = PerProcess(_Disk), Web(options_of(options), patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
 
     def __len__(self) -> int:

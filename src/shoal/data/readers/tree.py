@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shoal.data.given import path_of
+from shoal.data.given import options_of, path_of
 from shoal.data.readers.files import PathLike, Stamp, Web, is_url, local_stamp, read_local
 from shoal.data.readers.records import Names, name_content
 from shoal.errors import UsageError
@@ -32,7 +32,7 @@ class Tree:
         patience: Patience = PATIENCE,
     ):
         self._root = path_of(root, "a reader").removeprefix("file://").rstrip("/")
-        self._web = Web(options or {}, patience)
+        self._web = Web(options_of(options), patience)
         found = dict(self._found())
         if not found and is_url(self._root):  # there, a folder is but the names of its files
             raise UsageError(f"{self} does not exist, or holds no file.")

@@ -45,7 +45,9 @@ class Folder:
     def small(self, file: str, most_bytes: int) -> bytes | None:
         """All of a small file; None if there is none."""
         try:
-            with open(self.path / file, "rb") as opened:
+            with open(self.path / file, "rb", opener=_open_at_once) as opened:
+                if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                    raise BadShards(f"{file} is not a file.")
                 return opened.read(most_bytes + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -113,6 +115,11 @@ class Bucket:
     def drop(self, index: Index, number: int) -> bool:
         self.copies.drop(index, number)
         return True
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe would wait for somebody who writes."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 Place: TypeAlias = Folder | Bucket

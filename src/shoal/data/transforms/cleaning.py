@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shoal.data.given import require_function
-from shoal.data.orders import KnowsParts, Order
+from shoal.data.orders import order_among
 from shoal.data.packing import pack, unpack
 from shoal.data.sources import Ids, Pass, Source, Takes, as_source, is_of_sample
 from shoal.data.transforms.fingerprint import digest, identity_of, key_of
@@ -69,7 +69,7 @@ class Cleaned(Layer):
         super().__init__(source)
         self.kept, self.rules, self.counts = kept, rules, counts
         if hasattr(self, "order"):
-            self.order = _order_among(self.order, kept)
+            self.order = order_among(self.order, kept)
         if isinstance(source, Takes) and rules.repair is None:
             self.take = self._take
 
@@ -257,14 +257,3 @@ def _check_rules(source: Source, rules: Rules) -> None:
         raise UsageError(
             f'unique_by={rules.unique_by!r}. It is "all", or a function from a sample to its key.'
         )
-
-
-def _order_among(order: Any, kept: Ids) -> Order:
-    """The order of a source for those of its samples that stayed."""
-    if isinstance(order, KnowsParts):
-        return order.among(kept)
-    raise UsageError(
-        f"clean() was given a source that is visited in an order of its own "
-        f"({type(order).__name__}), which says nothing of what is left. Clean the source first, "
-        "and weigh, choose or mix after that."
-    )

@@ -29,6 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shoal.data.given import text_of
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource
 from shoal.data.views import Joined, View
@@ -83,7 +84,8 @@ def key_of(what: str, source: Any, identity: str | None, *given: Any) -> str | N
     `identity` names the source, if the user did; `given` is what else the result depends on.
     """
     try:
-        name = identity_of(source) if identity is None else identity
+        given_name = None if identity is None else text_of(identity, f"{what}(identity=...)")
+        name = identity_of(source) if given_name is None else given_name
         return digest(what, name, len(source), *given)
     except NoIdentity as error:
         warn_once(

@@ -174,6 +174,15 @@ def test_a_set_that_is_not_whole_is_refused(tmp_path: Path, harm, told: str) -> 
         source[source.index.shards[0].num_samples]
 
 
+@pytest.mark.parametrize("file", ["index.json", "index.sha256"])
+def test_a_pipe_in_the_place_of_a_small_file_is_not_waited_for(tmp_path: Path, file: str) -> None:
+    make("rows", tmp_path / "out")
+    (tmp_path / "out" / file).unlink()
+    os.mkfifo(tmp_path / "out" / file)
+    with pytest.raises(BadShards, match=f"{file} is not a file"):
+        shards(tmp_path / "out")
+
+
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     make("packed", tmp_path / "out", shard_bytes=300)
     for number in range(1, 6):
