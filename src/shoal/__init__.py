@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.numerics import schedules as schedules
     from shoal.numerics.optimizers import Optimizers as Optimizers
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
+    from shoal.numerics.table import Table as Table
     from shoal.plan import Plan as Plan
     from shoal.run import Run as Run
     from shoal.start import trainer as trainer
@@ -27,6 +28,7 @@ _HOME = {
     "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
     "StepInfo": "shoal.hooks",
+    "Table": "shoal.numerics.table",
     "every": "shoal.hooks",
     "trainer": "shoal.start",
 }

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.data.batches import Batches
 from shoal.errors import NotFinite, PlanError, RecipeError
+from shoal.numerics.reserved import Reserved, touched_rows
 from shoal.plan import Plan
 from shoal.sync.strategy import Agreed
 
@@ -26,8 +27,13 @@ _MIXED = "mixed torch.Tensor and DTensor"  # in torch's words
 
 
 def weights_are_finite(model: nn.Module) -> bool:
-    held = (p._local_tensor if isinstance(p, DTensor) else p for p in model.parameters())
-    return all(bool(torch.isfinite(p).all()) for p in held)
+    return all(bool(torch.isfinite(_present(p)).all()) for p in model.parameters())
+
+
+def _present(p: nn.Parameter) -> Tensor:
+    if isinstance(p, Reserved):
+        return p[touched_rows([p])]
+    return p._local_tensor if isinstance(p, DTensor) else p
 
 
 def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) -> NotFinite:

@@ -18,7 +18,7 @@ from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
-from shoal.parallel.striping import tables_of
+from shoal.parallel.striping import Looked, tables_of
 from shoal.plan import Plan
 from shoal.plan_size import Size, of_size
 from shoal.run import Run, call_model, make_batches
@@ -138,18 +138,7 @@ def why_alone(run: Run, plan: Plan, model: nn.Module) -> str:
 
 def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
     """Embeddings with sparse gradients: on servers, or in one process; and not with everything."""
-    bags = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-    ]
     tables = tables_of(model)
-    if bags and plan.num_ranks + plan.num_servers > 1:
-        raise PlanError(
-            f"{bags[0] or 'The model'} is an EmbeddingBag with sparse gradients, which only one "
-            "process (data=1) trains. Make it with sparse=False, or use an Embedding(..., "
-            "sparse=True), whose rows sync=server keeps on servers, and add them up yourself."
-        )
     if not tables:
         return
     name = next(iter(tables))
@@ -172,7 +161,7 @@ def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
             )
 
 
-def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: nn.Embedding) -> None:
+def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
     uses = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
     others = [other for other in uses if other != name]
     if others:
@@ -199,11 +188,6 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: nn.Embed
                 f"the servers on every batch, and as they are. Leave {key} out, or make the "
                 "embedding with sparse=False."
             )
-    if plan.copies > 1:
-        raise PlanError(
-            f"copies={plan.copies} does not go with the table {name} yet: its rows are on one "
-            "server each. Leave copies out; a journal repairs a server that dies."
-        )
 
 
 def _refuse_too_many_fragments(plan: Plan, model: nn.Module) -> None:

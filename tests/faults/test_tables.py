@@ -52,6 +52,36 @@ def test_a_server_and_a_worker_at_once(start, alone: Trained, step: int) -> None
     check_ledger(trained, NUM_STEPS)
 
 
+COPIED = [
+    *("server.copied:kill:member=3", "server.kept:kill:member=4", "server.push:kill:member=3"),
+    "step.exchanged:kill:member=1",
+]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "server.applied:kill:member=3",
+        *(pytest.param(fault, marks=pytest.mark.full) for fault in COPIED),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tabled", pytest.param("lazily", marks=pytest.mark.full)])
+def test_a_successor_takes_rows_from_a_copy(start, request, recipe: str, fault: str) -> None:
+    """With the rows before the last step, which the others may ask for."""
+    trained = start(f"{fault}:step=20", recipe=recipe, plan=f"{PLAN} copies=2").wait()
+    check_same(trained, request.getfixturevalue("alone" if recipe == "tabled" else "lazily_alone"))
+    assert trained.result["recoveries"] == 1
+    assert not any(trained.run_dir.glob("servers/*")), "what is copied is not written down"
+
+
+@pytest.mark.full
+def test_a_server_that_was_copied_and_a_worker_at_once(start, alone: Trained) -> None:
+    armed = ["server.apply:kill:member=4:step=20", "step.exchanged:kill:member=1:step=20"]
+    trained = start(*armed, recipe="tabled", plan=f"{PLAN} copies=2").wait()
+    check_same(trained, alone)
+    check_ledger(trained, NUM_STEPS)
+
+
 @pytest.mark.parametrize(
     "plans",
     [
@@ -81,6 +111,50 @@ def test_servers_come_and_go(start, alone: Trained) -> None:
         assert "refused" not in answer, answer
         assert answer["bytes"] > 1000 * 8 * 4 / 4
     check_same(training.wait(), alone)
+
+
+@pytest.fixture(scope="module")
+def lazily_alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    run_dir = tmp_path_factory.mktemp("lazily") / "run"
+    plan = "data=1 accumulate=3"
+    trained = faults.start(pool, f"{RECIPE}:lazily", run_dir, plan=plan, settings={"pause": 0})
+    return trained.wait()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "server.applied:kill:member=3",
+        *(
+            pytest.param(fault, marks=pytest.mark.full)
+            for fault in ("server.push:kill:member=4", "step.exchanged:kill:member=1")
+        ),
+    ],
+)
+def test_a_death_with_a_lazy_table(start, lazily_alone: Trained, fault: str) -> None:
+    trained = start(f"{fault}:step=20", recipe="lazily", plan=PLAN).wait()
+    check_same(trained, lazily_alone)
+    assert trained.result["recoveries"] == 1
+
+
+def test_a_lazy_table_moves_to_another_number_of_servers(start, lazily_alone: Trained) -> None:
+    """While the run goes on; and from a checkpoint, which has only the rows that were touched."""
+    training = start(recipe="lazily", pause=0.01, plan="data=2 sync=server pieces=3")
+    training.wait_for_step(5)
+    for size in ("servers=3", "data=3 servers=2"):
+        answer = ask(training.run_dir, resize=size)
+        assert "refused" not in answer, answer
+    check_same(training.wait(), lazily_alone)
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_a_lazy_table_moves_to_other_plans(start, lazily_alone: Trained) -> None:
+    first = start(recipe="lazily", plan=PLAN, options=("--set", "steps=20")).wait()
+    for plan, steps in (("data=1 accumulate=3", 40), ("data=3 sync=server servers=3", NUM_STEPS)):
+        options = ("--resume", "--run-dir", str(first.run_dir), "--set", f"steps={steps}")
+        trained = start(recipe="lazily", plan=plan, options=options).wait()
+        assert trained.exit_code == 0, trained.errors
+    assert first.model() == lazily_alone.model()
 
 
 @pytest.mark.parametrize(

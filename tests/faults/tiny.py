@@ -242,3 +242,15 @@ def tabled(pause: float = 0.002) -> shoal.Run:
     rows = torch.stack([ids * 7 % 1000, ids * 8, ids % 5, ids % 3], 1)
     data = shoal.data.tensors(rows, ids[:, None] / NUM_SAMPLES)
     return run_of(pause, model=Reads, data=data, optimizer=by_rows)
+
+
+class ReadsLazily(Reads):
+    """The same with rows that come into being when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = shoal.Table(1000, 8)
+
+
+def lazily(pause: float = 0.002) -> shoal.Run:
+    return dataclasses.replace(tabled(pause), model=ReadsLazily)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.files import replacing
 
 WIDTH = 128
 
@@ -32,7 +33,8 @@ def watch(directory: Path) -> None:
         while True:
             if (now := held_bytes()) >= most:
                 most = now
-                (directory / str(os.getpid())).write_text(str(most - first))
+                with replacing(directory / str(os.getpid())) as unfinished:
+                    unfinished.write_text(str(most - first))
             time.sleep(0.002)
 
     threading.Thread(target=look, daemon=True).start()
@@ -53,5 +55,35 @@ def table(rows: int = 600_000, steps: int = 3, watched: str = "") -> shoal.Run:
         optimizer=optimizer,
         data=shoal.data.tensors(ids[:, None], ids[:, None] / rows),
         batch_size=16,
+        steps=steps,
+    )
+
+
+class Lazily(nn.Module):
+    """A table of 2^33 bytes, and as many of what an optimizer may keep."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.table, self.head = shoal.Table(rows, 64), nn.Linear(64, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(self.table(ids).mean(1))
+        return answer
+
+
+def lazy(rows: int = 2**25, steps: int = 4, watched: str = "") -> shoal.Run:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        if watched:
+            watch(Path(watched))
+        return torch.optim.Adagrad(named, lr=0.1)
+
+    draws = torch.Generator().manual_seed(3)
+    ids = torch.randint(rows, (256, 8), generator=draws)
+    return shoal.Run(
+        model=lambda: Lazily(rows),
+        loss=F.mse_loss,
+        optimizer=optimizer,
+        data=shoal.data.tensors(ids, (ids % 2).float().mean(1, keepdim=True)),
+        batch_size=64,
         steps=steps,
     )

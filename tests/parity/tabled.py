@@ -112,3 +112,61 @@ def adagrad() -> shoal.Run:
             named, lr=0.05, initial_accumulator_value=0.1, foreach=False
         )
     )
+
+
+class Lazily(Reads):
+    """The same with tables whose rows come into being when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = shoal.Table(USERS, WIDTH, std=0.5)
+        self.words = shoal.Table(WORDS, WIDTH, padding_idx=3, seed=5)
+
+
+def lazy() -> shoal.Run:
+    return run_of(Lazily, optimizer=by_rows, clip=0.5)
+
+
+def lazy_sgd() -> shoal.Run:
+    return run_of(Lazily)
+
+
+def lazy_adam() -> shoal.Run:
+    return dataclasses.replace(adam(), model=Lazily)
+
+
+def lazy_adagrad() -> shoal.Run:
+    return run_of(Lazily, optimizer=lambda named: torch.optim.Adagrad(named, lr=0.05))
+
+
+class Often(Reads):
+    """A few rows that several lookups of a piece have in common: the order of sums matters."""
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        return super().forward(users % 5, words)
+
+
+def often() -> shoal.Run:
+    return run_of(Often, optimizer=by_rows)
+
+
+class Bags(Reads):
+    """Rows that are added up where they are looked up: with offsets, weights and padding."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.EmbeddingBag(USERS, WIDTH, mode="sum", sparse=True)
+        self.words = nn.EmbeddingBag(WORDS, WIDTH, mode="mean", padding_idx=3, sparse=True)
+        self.register_buffer("weights", torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        first = self.users(users[:, 0].contiguous(), torch.arange(len(users)))
+        other = self.users(users, per_sample_weights=self.weights.expand(users.shape).contiguous())
+        answer: Tensor = self.head(torch.cat([first, other, self.words(words)], 1).tanh())
+        return answer
+
+
+def bags() -> shoal.Run:
+    return run_of(Bags, optimizer=by_rows, clip=0.5)

@@ -150,7 +150,24 @@ BAD = {
     "a table and a median": Bad(
         f"{RECIPES}:sparse", "data=4 sync=server combine=median", "there is no middle of one"
     ),
-    "a bag of rows": Bad(f"{RECIPES}:bag", "data=2 sync=server", "use an Embedding(..., sparse="),
+    "a table and rounded gradients": Bad(
+        f"{RECIPES}:sparse",
+        "data=2 sync=server codec=fp16",
+        "codec=fp16 does not go with the table table.weight yet",
+    ),
+    "a table and hosts": Bad(
+        f"{RECIPES}:sparse",
+        "data=4 sync=server hosts=2",
+        "hosts=2 does not go with the table table.weight yet",
+    ),
+    "a table and local steps": Bad(
+        f"{RECIPES}:sparse",
+        "data=2 sync=server local_steps=2",
+        "local_steps=2 does not go with the table table.weight yet",
+    ),
+    "a bag of rows": Bad(
+        f"{RECIPES}:bag", "data=2", "is a table, an embedding with sparse gradients, and 2 ranks"
+    ),
     "dtypes in one unit": Bad(
         f"{RECIPES}:mixed", "data=2 zero=3", "second.weight is float64 and first.weight is float32"
     ),

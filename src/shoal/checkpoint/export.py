@@ -23,6 +23,7 @@ from shoal.files import replacing
 from shoal.parallel.boxes import pieces, whole_box
 from shoal.parallel.layout import Slice
 from shoal.sync.stretches import room
+from shoal.sync.touched import TOUCHED, joined
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ def gather_model(
     names = set(model.state_dict())
     if world.num_ranks > 1:  # with a deadline for slow disks and large tensors
         world = world.part(range(world.num_ranks))
-    kept = {name: slices for name, slices in held.items() if name in names}
+    kept = {n: parts for n, parts in held.items() if n in names or n.startswith(TOUCHED)}
     own = dict(listed(kept, lambda dtype: str(dtype).removeprefix("torch.")))
     whole: dict[str, Tensor] = {}
     known: set[Held] = set()
@@ -62,7 +63,7 @@ def gather_model(
                 part.box.of(whole[part.name]).copy_(values)
             elif world.rank == rank:
                 world.send(own[part].contiguous(), 0)
-    return whole
+    return joined(whole)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -11,6 +11,7 @@ from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
+from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
@@ -47,6 +48,8 @@ class Serving:
     ):
         self.number, self.seat, self.run, self.plan, self.model = number, seat, run, plan, model
         self.directory = directory
+        tables = tables_of(model).values() if plan.copies > 1 else ()
+        self._first = {module: module.weight for module in tables}  # rows of all servers
         self._counts: list[int] = []  # of servers that the run had
         self._desk: Desk | None = None
         self._server: Server | None = None
@@ -113,6 +116,8 @@ class Serving:
         return partial(DeadlineServer, referee=referee)
 
     def _shard_of(self, owner: int) -> Shard:
+        for module, weight in self._first.items():
+            module.weight = weight
         model, tables = self.model, Tables(self.model, owner, self._counts[-1])
         optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)

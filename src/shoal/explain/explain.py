@@ -100,6 +100,10 @@ class Explanation(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
+_LAZY = (
+    "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "
+    "without the rest of their pages."
+)
 _TABLES = (
     "Rows of tables are those that the first batch looks up; other batches may touch more or fewer."
 )
@@ -136,7 +140,11 @@ def explain(run: Run, plan: Plan) -> Explanation:
         ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
         servers=server_rows(facts) if plan.num_servers else [],
         hosts=host_rows(facts) if plan.hosts > 1 else [],
-        notes=[*_notes(plan, found), *([_TABLES] if facts.tables else [])],
+        notes=[
+            *_notes(plan, found),
+            *([_TABLES] if facts.tables else []),
+            *([_LAZY] if facts.is_lazy else []),
+        ],
     )
 
 
@@ -158,7 +166,11 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
         for name, p in model.named_parameters()
     ]
     tables = weights_of(tables_of(model).values())
-    uses = count_lookups(run, plan.num_pieces, model) if plan.num_servers else {}
+    uses = count_lookups(run, plan.num_pieces, model)
+    lazy = {name: len(use.rows) for name, use in uses.items() if use.is_lazy}
+    parameters = [
+        p._replace(shape=(lazy[p.name], *p.shape[1:])) if p.name in lazy else p for p in parameters
+    ]
     held = PieceBuffers(model)
     with torch.no_grad():
         call_model(model, piece.inputs)
@@ -176,7 +188,8 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         moves={},
         clips=run.clip is not None,
-        tables=uses,
+        tables=uses if plan.num_servers else {},
+        is_lazy=bool(lazy),
     )
     if survey.tensor is None:
         return facts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.comm.tree import Block
 from shoal.explain.messages import Message
 from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.reserved import Reserved
 from shoal.parallel.striping import Striping, tables_of
 from shoal.run import Run, call_model, make_batches
 
@@ -27,18 +28,32 @@ class Uses(NamedTuple):
     row_bytes: int
     by_piece: list[list[Tensor]]
     padding: int | None  # a row that gets no gradient
+    is_lazy: bool = False  # only touched rows take memory
 
     def touched(self, block: Block) -> int:
         """Rows in the sum of some pieces."""
         found = [ids for n in range(block.num_pieces) for ids in self.by_piece[block.first + n]]
         return len({*torch.cat(found).tolist()} - {self.padding}) if found else 0
 
+    @property
+    def rows(self) -> Tensor:
+        """All that are looked up."""
+        found = [ids for calls in self.by_piece for ids in calls]
+        rows: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *found]).unique()
+        return rows
+
 
 def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, Uses]:
     """Run the pieces of the first batch and see what they look up."""
     tables = tables_of(model)
     uses = {
-        name: Uses(m.num_embeddings, m.embedding_dim * m.weight.itemsize, [], m.padding_idx)
+        name: Uses(
+            m.num_embeddings,
+            m.embedding_dim * m.weight.itemsize,
+            [],
+            m.padding_idx,
+            isinstance(m.weight, Reserved),
+        )
         for name, m in tables.items()
     }
 
@@ -84,4 +99,15 @@ def sent_by_server(uses: Mapping[str, Uses], server: int, num_servers: int) -> M
 
 
 def rows_held(use: Uses, server: int, num_servers: int) -> int:
-    return sum(map(len, Striping(use.num_rows, num_servers).stripes_of(server)))
+    """That take memory there; of a lazy table, after the first batch."""
+    striping = Striping(use.num_rows, num_servers)
+    if use.is_lazy:
+        return int((striping.servers_of(use.rows) == server).sum())
+    return sum(map(len, striping.stripes_of(server)))
+
+
+def sum_bytes(use: Uses, server: int, num_servers: int) -> int:
+    """Of a step's gradients of one server's rows, with the numbers of these."""
+    rows = use.rows[use.rows != (-1 if use.padding is None else use.padding)]
+    own = Striping(use.num_rows, num_servers).servers_of(rows) == server
+    return int(own.sum()) * (use.row_bytes + NUMBER)

@@ -113,6 +113,7 @@ class Facts(NamedTuple):
     moves: Mapping[int, Moves]  # over the tensor axis, by stage
     clips: bool
     tables: Mapping[str, "Uses"] = MappingProxyType({})  # whose rows are on servers
+    is_lazy: bool = False  # whether there are tables that take memory as rows are touched
 
 
 class Rank:

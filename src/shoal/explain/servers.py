@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.comm.tree import Block, blocks_of
-from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker
+from shoal.explain.lookups import rows_held, sent_by_server, sent_by_worker, sum_bytes
 from shoal.explain.memory import Amount, Memory, most_sums
 from shoal.explain.messages import Message, changed_buffers, tail
 from shoal.explain.rank import Facts, Local, Rank
@@ -90,7 +90,7 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
             state += segment.length * max(4, p.dtype.itemsize)  # the outer momentum
     rows = 0  # of tables, in bytes
     for name, use in facts.tables.items():
-        count = rows_held(use, number, num_servers)
+        count = sum(rows_held(use, n, num_servers) for n in own)
         whole = next(p for p in facts.parameters if p.name == name)
         num_stepped += count * whole.shape[1]
         state += sum(kept.num_bytes((count, whole.shape[1])) for kept in facts.state.get(name, ()))
@@ -114,7 +114,8 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     told += [looked] if looked.count else []
     if plan.copies > 1:
         count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
-        told.append(Message("sums", "servers", "copy", count, count * held))
+        summed = held + sum(sum_bytes(use, number, num_servers) for use in facts.tables.values())
+        told.append(Message("sums", "servers", "copy", count, count * summed))
     return ServerRow(number, num_stepped, memory, told)
 
 

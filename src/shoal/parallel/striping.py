@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from shoal.parallel.layout import Holding, Slice
 
 MOST_STRIPES = 64
+Looked = nn.Embedding | nn.EmbeddingBag
 
 
-def tables_of(model: nn.Module) -> dict[str, nn.Embedding]:
+def tables_of(model: nn.Module) -> dict[str, Looked]:
     """The tables of a model that are trained, by the names of their weights."""
     return {
         f"{name}.weight".lstrip("."): module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.sparse and module.weight.requires_grad
+        if isinstance(module, Looked) and module.sparse and module.weight.requires_grad
     }
 
 
-def weights_of(tables: Iterable[nn.Embedding]) -> set[Tensor]:
+def weights_of(tables: Iterable[Looked]) -> set[Tensor]:
     """To be left out where parameters are treated as a whole."""
     return {module.weight for module in tables}
 

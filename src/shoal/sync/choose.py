@@ -57,9 +57,10 @@ def strategy_for(
     return AllReduce(plan.num_pieces, exact, round_size)
 
 
-def tables_held(strategy: Strategy) -> dict[str, list[Slice]]:
-    """This rank's share of what servers alone hold of the model. Every rank must call it."""
-    return strategy.tables() if isinstance(strategy, ThroughServers) else {}
+def tables_held(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
+    """This rank's share of what servers alone hold of the model; if `dense`, of lazy tables all
+    rows. Every rank must call it."""
+    return strategy.tables(dense) if isinstance(strategy, ThroughServers) else {}
 
 
 def kinds_held(strategy: Strategy) -> State:

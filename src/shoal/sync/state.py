@@ -9,7 +9,7 @@ are not part of the state.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from shoal.parallel.layout import (
     slices_of_run,
     whole,
 )
+from shoal.sync.touched import Expanded, compacted, lazy_tables
 
 
 class State(NamedTuple):
@@ -104,25 +105,35 @@ class HeldState:
     ):
         self.tensors, self.optimizer, self.runs, self.holding = tensors, optimizer, runs, holding
 
-    def state_dict(self) -> State:
+    def state_dict(self, with_runs: bool = False) -> State:
+        """If `with_runs`, what the optimizer steps on is the model's too."""
         tensors = {
             f"model.{name}": slices_of(name, tensor, self.holding)
             for name, tensor in self.tensors.items()
         }
-        plain: dict[str, Any] = {_KIND: kind_of(self.optimizer)}
+        for p, run in self.runs.items() if with_runs else ():
+            parts = run.parts(p.detach(), self.holding)
+            tensors.setdefault(f"model.{run.name}", []).extend(parts)
+        plain: dict[str, Any] = {KIND: kind_of(self.optimizer)}
         for p, own in self.optimizer.state.items():
+            if p not in self.runs:  # servers step on it
+                continue
             path = f"optimizer.{self.runs[p].name}"
             plain[path] = self._put(own, path, tensors, p)
         groups = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in self.optimizer.param_groups
         ]
-        plain[_GROUPS] = self._put(groups, _GROUPS, tensors, None)
-        return State({name: parts for name, parts in tensors.items() if parts}, plain)
+        plain[GROUPS] = self._put(groups, GROUPS, tensors, None)
+        held = {name: parts for name, parts in tensors.items() if parts}
+        tables = [t for t in lazy_tables(self.runs) if f"model.{t}" in held]
+        found, copied = compacted(held, tables) if tables else (held, frozenset())
+        return State(found, plain, copied)
 
     @torch.no_grad()
     def load_state_dict(self, source: Source) -> None:
         """Take over the state of a job of the same recipe."""
+        source = Expanded(source, lazy_tables(self.runs))
         for name, tensor in self.tensors.items():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.optimizer.state.clear()
@@ -134,8 +145,8 @@ class HeldState:
 
     def load_groups(self, source: Source) -> None:
         """Take over the optimizer's settings: rates, decay, betas, also if a hook changed them."""
-        groups = self._take(source.plain[_GROUPS], _GROUPS, source, None)
-        self._refuse_another(source.plain[_KIND], len(groups))
+        groups = self._take(source.plain[GROUPS], GROUPS, source, None)
+        self._refuse_another(source.plain[KIND], len(groups))
         for group, values in zip(self.optimizer.param_groups, groups):
             group.update(values)
 
@@ -153,20 +164,20 @@ class HeldState:
             # What is sparse is not cut as a parameter is; no checkpoint holds it.
             dense = value.layout == torch.strided
             alike = p is not None and dense and value.dim() and value.shape == p.shape
-            kind, parts = _TENSOR, [whole(value)]
+            kind, parts = TENSOR, [whole(value)]
             if p is not None and alike:
-                kind, parts = _ALIKE, self.runs[p].parts(value, self.holding)
+                kind, parts = ALIKE, self.runs[p].parts(value, self.holding)
             elif p is not None and dense and _is_by_row(value, p):
-                kind, parts = _BY_ROW, self.runs[p].row_parts(value, self.holding)
+                kind, parts = BY_ROW, self.runs[p].row_parts(value, self.holding)
             tensors.setdefault(path, []).extend(parts)
             return {kind: None}
         if isinstance(value, dict):
-            return {_DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
+            return {DICT: [[k, self._put(v, f"{path}.{k}", tensors, p)] for k, v in value.items()]}
         if isinstance(value, list | tuple):
-            kind = _TUPLE if isinstance(value, tuple) else _LIST
+            kind = TUPLE if isinstance(value, tuple) else LIST
             return {kind: [self._put(v, f"{path}.{i}", tensors, p) for i, v in enumerate(value)]}
         if isinstance(value, float) and not math.isfinite(value):
-            return {_NUMBER: str(value)}  # JSON has no word for it
+            return {NUMBER: str(value)}  # JSON has no word for it
         if isinstance(value, str | int | float | None):
             return value
         raise RecipeError(
@@ -179,65 +190,25 @@ class HeldState:
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
-        if kind == _TENSOR:
+        if kind == TENSOR:
             made = read_whole(source, path)
             return made if p is None or not made.dim() else made.to(p.device)
-        if kind == _ALIKE:
+        if kind == ALIKE:
             assert p is not None
             made = torch.empty_like(p, dtype=source.dtype(path), requires_grad=False)
             source.fill(path, self.runs[p].parts(made, self.holding))
             return made
-        if kind == _BY_ROW:
+        if kind == BY_ROW:
             assert p is not None
             made = p.new_empty((len(p), *source.shape(path)[1:]), dtype=source.dtype(path))
             source.fill(path, self.runs[p].row_parts(made, self.holding))
             return made
-        if kind == _NUMBER:
+        if kind == NUMBER:
             return float(content)
-        if kind == _DICT:
+        if kind == DICT:
             return {key: self._take(part, f"{path}.{key}", source, p) for key, part in content}
         parts = [self._take(part, f"{path}.{i}", source, p) for i, part in enumerate(content)]
-        return tuple(parts) if kind == _TUPLE else parts
-
-
-def outline_of(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
-    """What of a state belongs to some runs of elements, each given with its shape; no values."""
-    tensors: dict[str, list[Slice]] = {}
-    plain = {name: source.plain[name] for name in (_KIND, _GROUPS)}
-    wholes = list(_marked(plain[_GROUPS], _GROUPS))
-    for run, shape in runs:
-        path = f"optimizer.{run.name}"
-        alike, by_row = [f"model.{run.name}"], []
-        if path in source.plain:
-            plain[path] = source.plain[path]
-            marked = list(_marked(plain[path], path))
-            alike += [name for name, kind in marked if kind == _ALIKE]
-            by_row = [name for name, kind in marked if kind == _BY_ROW]
-            wholes += [(name, kind) for name, kind in marked if kind == _TENSOR]
-        for name in (*alike, *by_row):
-            own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
-            made = torch.empty(own, dtype=source.dtype(name), device="meta")
-            parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
-            tensors.setdefault(name, []).extend(parts)
-    for name, _ in wholes:
-        made = torch.empty(source.shape(name), dtype=source.dtype(name), device="meta")
-        tensors[name] = [whole(made)]
-    return State(tensors, plain)
-
-
-def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The names of the tensors that belong into what is plain, and of which kind each is."""
-    if not isinstance(value, dict):
-        return
-    ((kind, content),) = value.items()
-    if kind in (_TENSOR, _ALIKE, _BY_ROW):
-        yield path, kind
-    elif kind == _DICT:
-        for key, part in content:
-            yield from _marked(part, f"{path}.{key}")
-    elif kind in (_LIST, _TUPLE):
-        for number, part in enumerate(content):
-            yield from _marked(part, f"{path}.{number}")
+        return tuple(parts) if kind == TUPLE else parts
 
 
 class Given:
@@ -267,9 +238,9 @@ class Given:
 
 
 JOINED_BYTES = 1 << 20  # of small tensors in one frame
-_GROUPS, _KIND = "groups", "optimizer"
+GROUPS, KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
-_TENSOR, _ALIKE, _BY_ROW, _DICT, _LIST, _TUPLE, _NUMBER = (
+TENSOR, ALIKE, BY_ROW, DICT, LIST, TUPLE, NUMBER = (
     "tensor",
     "alike",
     "by-row",

@@ -11,16 +11,30 @@ Cost: a pass through the page cache, beyond the first stretch. The file lies in 
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.comm.wire import bytes_of
 from shoal.parallel.boxes import pieces, whole_box
-from shoal.parallel.layout import Slice, whole
-from shoal.sync.state import Source, State
+from shoal.parallel.layout import WHOLE, Slice, whole
+from shoal.parallel.striping import Stripes
+from shoal.sync.state import (
+    ALIKE,
+    BY_ROW,
+    DICT,
+    GROUPS,
+    KIND,
+    LIST,
+    TENSOR,
+    TUPLE,
+    Source,
+    State,
+    Stepped,
+)
+from shoal.sync.touched import part_name, rows_name, stripes_in
 
 STRETCH_BYTES = 8 << 20
 _ALIGNMENT = 64  # bytes, of tensors in a file
@@ -63,6 +77,58 @@ def _parts(state: State) -> Iterator[tuple[str, Slice]]:
             for box in pieces(whole_box(tensor.shape), STRETCH_BYTES // tensor.itemsize):
                 offset = tuple(a + b for a, b in zip(start, box.offset, strict=True))
                 yield name, Slice(box.of(tensor), shape, offset)
+
+
+def outline_of(source: Source, runs: Iterable[tuple[Stepped, tuple[int, ...]]]) -> State:
+    """What of a state belongs to some runs of elements, each given with its shape; no values."""
+    tensors: dict[str, list[Slice]] = {}
+    plain = {name: source.plain[name] for name in (KIND, GROUPS)}
+    wholes = list(_marked(plain[GROUPS], GROUPS))
+    for run, shape in runs:
+        path = f"optimizer.{run.name}"
+        alike, by_row = [f"model.{run.name}"], []
+        if path in source.plain:
+            plain[path] = source.plain[path]
+            marked = list(_marked(plain[path], path))
+            alike += [name for name, kind in marked if kind == ALIKE]
+            by_row = [name for name, kind in marked if kind == BY_ROW]
+            wholes += [(name, kind) for name, kind in marked if kind == TENSOR]
+        lazy = stripes_in(source, run) if isinstance(run, Stripes) else []
+        if lazy:
+            names = [n for s in lazy for n in _of_stripe(s, run.name, (*alike, *by_row))]
+            tensors |= {name: [_outlined(source, name)] for name in names}
+            continue
+        for name in (*alike, *by_row):
+            own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
+            made = torch.empty(own, dtype=source.dtype(name), device="meta")
+            parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
+            tensors.setdefault(name, []).extend(parts)
+    for name, _ in wholes:
+        tensors[name] = [_outlined(source, name)]
+    return State(tensors, plain)
+
+
+def _outlined(source: Source, name: str) -> Slice:
+    return whole(torch.empty(source.shape(name), dtype=source.dtype(name), device="meta"))
+
+
+def _of_stripe(stripe: int, table: str, names: Sequence[str]) -> list[str]:
+    return [rows_name(stripe, table), *(part_name(stripe, name) for name in names)]
+
+
+def _marked(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The names of the tensors that belong into what is plain, and of which kind each is."""
+    if not isinstance(value, dict):
+        return
+    ((kind, content),) = value.items()
+    if kind in (TENSOR, ALIKE, BY_ROW):
+        yield path, kind
+    elif kind == DICT:
+        for key, part in content:
+            yield from _marked(part, f"{path}.{key}")
+    elif kind in (LIST, TUPLE):
+        for number, part in enumerate(content):
+            yield from _marked(part, f"{path}.{number}")
 
 
 def read(source: Source, outline: State) -> State:

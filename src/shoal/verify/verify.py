@@ -25,6 +25,7 @@ from shoal.elastic.worker import prepare_training, use_threads
 from shoal.errors import PlanError, ShoalError
 from shoal.files import replacing
 from shoal.hooks import StepInfo
+from shoal.numerics.reserved import Reserved
 from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.run import Run, resolve
@@ -35,6 +36,7 @@ from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
 from shoal.verify.replay import Replay
 
+MOST_LAZY_BYTES = 256 << 20
 AHEAD = 4  # steps that a rank may be ahead of the comparison
 
 
@@ -74,6 +76,7 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
         run = load()
         resolved = resolve(run, plan, None)
         _refuse_replay(run, resolved)
+        _refuse_large(run)
         return prepare_training(run, resolved, run_dir, more_hooks=record)
 
     beside = Nursery(run_reference, run_dir / "logs" / "reference.log")
@@ -113,6 +116,18 @@ def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
     return verdict
 
 
+def _refuse_large(run: Run) -> None:
+    """A comparison looks at every row."""
+    for name, module in tables_of(run.make_model()).items():
+        num_bytes = module.num_embeddings * module.embedding_dim * module.weight.itemsize
+        if isinstance(module.weight, Reserved) and num_bytes > MOST_LAZY_BYTES:
+            raise PlanError(
+                f"{name} is a lazy table of {num_bytes / 1e9:,.1f} GB, and a comparison looks at "
+                f"every row. Make it smaller, {MOST_LAZY_BYTES >> 20} MB at the most, to verify a "
+                "plan; --set changes what a recipe takes as an argument."
+            )
+
+
 def _refuse_replay(run: Run, plan: Plan) -> None:
     if plan.deadline_s is not None:
         raise PlanError(
@@ -150,7 +165,7 @@ class Recorder:
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
         groups = self._trainer.optimizer.param_groups
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
-        tables = tables_held(self._trainer.strategy)
+        tables = tables_held(self._trainer.strategy, dense=True)
         content |= name_slices("held", self._trainer.spread.held() | tables)
         strategy = self._trainer.strategy
         windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy

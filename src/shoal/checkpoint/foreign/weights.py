@@ -19,6 +19,7 @@ from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
 from shoal.sync.state import Source, read_whole
+from shoal.sync.touched import TOUCHED
 
 MODEL = "model."
 
@@ -116,6 +117,12 @@ class Model:
 
     def __init__(self, source: Weights, only: Collection[str] | None = None, inside: str = ""):
         self._source, self._inside = Merged(source), inside
+        if lazy := next((name for name in source if name.startswith(TOUCHED)), ""):
+            raise BadCheckpoint(
+                f"It holds rows of a shoal.Table ({lazy}), which mean something in their own run "
+                "alone: go on there, with --resume. Other programs find them in its "
+                "model.safetensors."
+            )
         prefix = of_replica(MODEL, 0) if source.plain.get(REPLICAS) else MODEL
         found = {
             name.removeprefix(start): None

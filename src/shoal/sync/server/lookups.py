@@ -55,7 +55,9 @@ class Lookups:
         self._sum = PieceSum(pieces)
         self.batch = 0  # whose rows are looked up
         for table, module in enumerate(self._modules):
-            module.forward = partial(self._look_up, table)  # type: ignore[method-assign]
+            is_bag = isinstance(module, nn.EmbeddingBag)
+            look_up = self._look_up_bags if is_bag else self._look_up
+            module.forward = partial(look_up, table)  # type: ignore[method-assign]
         self.begin()
 
     def close(self) -> None:
@@ -91,33 +93,53 @@ class Lookups:
         self._line.leave(server, frames, touched=touched, is_shared=False, lent=lent, **what)
 
     def _look_up(self, table: int, ids: Tensor) -> Tensor:
-        """The forward of a table's module."""
+        """The forward of an embedding."""
+        inverse, rows, padding = self._rows_for(table, ids)
+        frequency = self._modules[table].scale_grad_by_freq
+        return F.embedding(inverse, rows, padding, scale_grad_by_freq=frequency, sparse=True)
+
+    def _look_up_bags(
+        self,
+        table: int,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """The forward of a module that adds rows up, or takes their mean."""
+        module = self._modules[table]
+        assert isinstance(module, nn.EmbeddingBag)
+        inverse, rows, padding = self._rows_for(table, input)
+        return F.embedding_bag(
+            inverse,
+            rows,
+            offsets,
+            mode=module.mode,
+            sparse=True,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def _rows_for(self, table: int, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Rows that are pulled, where in them each of `ids` is, and which one is padding."""
         module = self._modules[table]
         self._refuse(table, ids)
         slab = self._shown.rows(table, 0, self.batch)
         if slab is not None and len(self._line) == 1 and ids.is_cpu:
             self._line.num_received += ids.numel() * slab.shape[1] * slab.itemsize
-            return self._embed(table, ids, slab, module.padding_idx)
+            return ids, self._leaf(table, slab), module.padding_idx
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = self._pull(table, unique.to(torch.int64).cpu()).to(ids.device)
         padding = None if module.padding_idx is None else _place(unique, module.padding_idx)
-        return self._embed(table, inverse, rows, padding, unique)
+        return inverse, self._leaf(table, rows, unique), padding
 
-    def _embed(
-        self,
-        table: int,
-        ids: Tensor,
-        rows: Tensor,
-        padding: int | None,
-        numbers: Tensor | None = None,
-    ) -> Tensor:
-        """Of some rows of a table, with these numbers, or of all."""
-        rows = rows.detach()  # a leaf of this lookup
+    def _leaf(self, table: int, rows: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """What one lookup's backward ends at: some rows of a table, with these numbers, or all."""
+        leaf = rows.detach()
         if torch.is_grad_enabled():
-            rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(partial(self._arrived, table, numbers))
-        frequency = self._modules[table].scale_grad_by_freq
-        return F.embedding(ids, rows, padding, scale_grad_by_freq=frequency, sparse=True)
+            leaf.requires_grad_()
+            leaf.register_hook(partial(self._arrived, table, numbers))
+        return leaf
 
     def _refuse(self, table: int, ids: Tensor) -> None:
         name, num_rows = self.names[table], self._striping[table].num_rows
@@ -170,9 +192,8 @@ class Lookups:
             found.append(flat.view(-1, module.embedding_dim))
         return found
 
-    def _arrived(self, table: int, numbers: Tensor | None, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+    def _arrived(self, table: int, numbers: Tensor | None, gradient: Tensor) -> None:
+        """As torch made it: how it adds up depends on how values stand in memory."""
         ids = gradient._indices()[0]
         if numbers is not None:
             ids = numbers[ids].to(torch.int64).cpu()
@@ -180,12 +201,12 @@ class Lookups:
 
     def _gradient(self, table: int) -> Tensor | None:
         """Of a piece, as torch adds up what several lookups leave."""
-        if not self._parts[table]:
-            return None
-        ids, rows = (torch.cat(tensors) for tensors in zip(*self._parts[table], strict=True))
-        shape = self._striping[table].num_rows, rows.shape[1]
-        gradient = torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
-        return gradient.coalesce()
+        total: Tensor | None = None
+        for ids, rows in self._parts[table]:
+            shape = self._striping[table].num_rows, rows.shape[1]
+            part = torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
+            total = part if total is None else part + total  # in the order of torch's engine
+        return None if total is None else total.coalesce()
 
     def _part(self, table: int, server: int, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of a sum, what one server holds: the places of its rows there, and the rows."""

@@ -148,10 +148,12 @@ class Stop(FromWorker, frozen=True, tag="stop"):
 
 class Dump(FromWorker, frozen=True, tag="dump"):
     """A stretch of your state, from part `first` on; or of the gradients of the last step; or of
-    the rows of tables alone. `kinds`: only names and types."""
+    the rows of tables alone, if `dense` also of those that nobody touched. `kinds`: only names and
+    types."""
 
     gradients: bool = False
     tables: bool = False
+    dense: bool = False
     first: int = 0
     kinds: bool = False
 

@@ -26,8 +26,8 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.placement import place
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.state import Given, State, Stepped, outline_of, pack_state, unpack_state
-from shoal.sync.stretches import read
+from shoal.sync.state import Given, State, Stepped, pack_state, unpack_state
+from shoal.sync.stretches import outline_of, read
 
 
 def layout_after(

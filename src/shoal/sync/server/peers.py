@@ -84,9 +84,10 @@ class Peers:
         host: str = "127.0.0.1",
     ):
         self.leader, self._kept, self._secret = leader, kept, server.secret
+        tables = 32 * server.held.tables.num_bytes  # another's part may be larger
         self._in_lockstep, self._most_bytes = (
             server.bound == 0,
-            server.layout.most_bytes(range(len(server.layout.keys))),
+            server.layout.most_bytes(range(len(server.layout.keys))) + tables,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door, self.address = listen(self._context, host, None, self._most_bytes)

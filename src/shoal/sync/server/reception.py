@@ -129,6 +129,7 @@ class Reception(ABC):
         self.generation = generation
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
+        self._dumping: dict[bytes, State] = {}  # what workers fetch in stretches
         own = shares(self.num_pieces, self.num_seats)
         keys = [*self.held.keys, *self.held.tables.keys]
         self._rows = Rows(keys, self.num_pieces, self.in_place, self._rule, own)
@@ -197,16 +198,24 @@ class Reception(ABC):
                     self._halt = Halt(self._begun + 2, message.for_good)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                state = self._dump(message)
-                state = kinds_of(state) if message.kinds else state
-                stretch = stretch_of(state, message.first)
-                dumped = Dumped(request=message.request, next=stretch.next)
-                yield Answer(sender, dumped, pack_state(stretch.state))
+                yield self._dump_stretch(sender, message)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
                     guest.loaded = message.request
                 yield Answer(sender, Done(request=message.request))
+
+    def _dump_stretch(self, sender: bytes, dump: Dump) -> Answer:
+        """A stretch of what a worker asks for; it is made once, with the first."""
+        state = self._dumping.pop(sender, None) if dump.first else None
+        if state is None:
+            state = self._dump(dump)
+            state = kinds_of(state) if dump.kinds else state
+        stretch = stretch_of(state, dump.first)
+        if stretch.next:
+            self._dumping[sender] = state
+        dumped = Dumped(request=dump.request, next=stretch.next)
+        return Answer(sender, dumped, pack_state(stretch.state))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
         if hello.secret != self.secret:
@@ -283,10 +292,10 @@ class Reception(ABC):
         """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
         since after a death it may be computed again."""
         self._refuse_early(guest, look.batch)
-        ahead = self.clock.committed - look.batch
-        if self.bound == 0 and ahead not in (0, 1):
+        ahead = self.clock.committed - look.batch if self.bound == 0 else 0
+        if ahead not in (0, 1):
             raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
-        return self.held.tables.look_up(look.table, payload, self.bound == 0 and ahead == 1)
+        return self.held.tables.look_up(look.table, payload, ahead == 1)
 
     @property
     def most_bytes(self) -> int:
@@ -332,10 +341,8 @@ class Reception(ABC):
     def _answer_waiting(self, sender: bytes, message: Waiting) -> Answer | None:
         if isinstance(message, Sum):
             return self._summed(sender, message)
-        if isinstance(message, Apply):
-            return self._values(sender, message, message.batch + 1)
-        assert isinstance(message, Pull)
-        return self._values(sender, message, message.batch)
+        assert isinstance(message, Pull | Apply)
+        return self._values(sender, message, message.batch + isinstance(message, Apply))
 
     def _step_if_whole(self, guest: Guest, apply: Apply) -> None:
         pieces = self._pieces(guest, apply)
@@ -379,8 +386,7 @@ class Reception(ABC):
 
     def _told_of(self, sum_: Sum) -> Told | None:
         told = self._told.get(sum_.first)
-        same = told is not None and (told.batch, told.attempt) == (sum_.batch, sum_.attempt)
-        return told if same else None
+        return told if told and (told.batch, told.attempt) == (sum_.batch, sum_.attempt) else None
 
     def _summed(self, sender: bytes, sum_: Sum) -> Answer | None:
         pieces = self._pieces(self.guests[sender], sum_)

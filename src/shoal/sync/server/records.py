@@ -105,7 +105,9 @@ def update_record(
 
 def snapshot_record(shard: Shard, past: Past) -> Record:
     snapshot = _Snapshot(past.clock.to_plain(), past.version, list(past.told.values()))
-    return msgspec.msgpack.encode(snapshot), pack_state(shard.state_dict())
+    state = shard.state_dict()
+    state.tensors.update(shard.tables.before_state())
+    return msgspec.msgpack.encode(snapshot), pack_state(state)
 
 
 def redo(
@@ -115,7 +117,9 @@ def redo(
     record = _RECORDS.decode(header)
     told = {one.first: one for one in record.told}
     if isinstance(record, _Snapshot):
-        shard.load_state_dict(Given(unpack_state([memoryview(frame) for frame in frames])))
+        state = unpack_state([memoryview(frame) for frame in frames])
+        shard.load_state_dict(Given(state))
+        shard.tables.recall(state.tensors)
         return Past(Clock.from_plain(record.clock), record.version, told)
     sums = {
         key: tensor_of(memoryview(frame), value.dtype, value.numel())

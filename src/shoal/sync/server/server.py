@@ -123,7 +123,7 @@ class Server(Reception):
         return Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
 
     def _dump(self, dump: Dump) -> State:
-        return self.shard.dump(dump.gradients, dump.tables)
+        return self.shard.dump(dump)
 
     def _load(self, load: Load, payload: Sequence[memoryview]) -> None:
         clock = Clock(self.num_pieces, self.bound, load.step)

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from shoal.numerics.norms import block_norms
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
+from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.server.layout import Layout, lay_out
+from shoal.sync.server.messages import Dump
 from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped
 from shoal.sync.stretches import room
+from shoal.sync.touched import Expanded, compacted, lazy_tables
 
 Settings = list[dict[str, Any]]
 
@@ -208,8 +211,11 @@ class Shard:
     @torch.no_grad()
     def take_over(self, sent: State) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
-        held = (*self.values.values(), *self.tables.slabs)
-        values = [(value, room(value.shape, value.dtype).copy_(value)) for value in held]
+        slabs = self.tables.slabs
+        dense = (*self.values.values(), *(s for s in slabs if not isinstance(s, Reserved)))
+        values = [(value, room(value.shape, value.dtype).copy_(value)) for value in dense]
+        held = [(s, touched_rows([s])) for s in slabs if isinstance(s, Reserved)]
+        lazy = [(slab, places, slab[places]) for slab, places in held]
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
@@ -217,6 +223,9 @@ class Shard:
         except Exception as error:  # it may be wrong in any way
             for own, value in values:
                 own.copy_(value)
+            for slab, places, rows in lazy:
+                clear_rows(slab)
+                slab[places] = rows
             self.sets.changed()
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
@@ -226,16 +235,13 @@ class Shard:
             raise ValueError(f"a state came that does not fit: {error}") from error
 
     def state_dict(self) -> State:
-        held = HeldState({}, self.optimizer, self.runs).state_dict()
-        for name, part in self._parts({run: run.detach() for run in self.runs}):
-            held.tensors.setdefault(f"model.{name}", []).append(part)
-        return held
+        return HeldState({}, self.optimizer, self.runs).state_dict(with_runs=True)
 
-    def dump(self, gradients: bool, tables: bool) -> State:
+    def dump(self, dump: Dump) -> State:
         """All; or the gradients of the last step; or the rows of tables alone."""
-        if gradients:
+        if dump.gradients:
             return self.gradient_state()
-        return self.table_state() if tables else self.state_dict()
+        return self.table_state(dump.dense) if dump.tables else self.state_dict()
 
     def gradient_state(self) -> State:
         """The gradients of the last step, in the form of a state, until the next ones come."""
@@ -245,17 +251,23 @@ class Shard:
             tensors.setdefault(name, []).append(part)
         return State(tensors, {})
 
-    def table_state(self) -> State:
-        """The rows of tables alone."""
+    def table_state(self, dense: bool) -> State:
+        """The rows of tables alone; of lazy ones the touched ones, unless it is to be `dense`."""
         parts = self._parts({slab: slab.detach() for slab in self.tables.slabs})
         tensors: dict[str, list[Slice]] = {}
         for name, part in parts:
             tensors.setdefault(name, []).append(part)
-        return State(tensors, {})
+        return State(tensors if dense else compacted(tensors, self._lazy).tensors, {})
+
+    @property
+    def _lazy(self) -> list[str]:
+        """Tables of which this server holds rows, and only those that were touched."""
+        return lazy_tables({slab: run for slab, run in self.tables.runs.items() if len(slab)})
 
     @torch.no_grad()
     def load_state_dict(self, source: Source) -> None:
         self.tables.forget()
+        source = Expanded(source, self._lazy)
         for run, own in self.runs.items():
             parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)
             source.fill(f"model.{own.name}", parts)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.comm.shared_memory import NotShared, Place, Segment
 from shoal.comm.wire import bytes_of
 from shoal.errors import GroupLost
-from shoal.parallel.striping import Striping
+from shoal.parallel.striping import Looked, Striping
 from shoal.sync.server.messages import Lent, Welcome
 
 ALIGNMENT = 64  # bytes
@@ -46,7 +46,7 @@ def share(slabs: Sequence[nn.Parameter]) -> list[Segment | None]:
 class Shown:
     """A worker's view of the tables, as the servers showed them that greeted it."""
 
-    def __init__(self, modules: Sequence[nn.Embedding], welcomes: Sequence[Welcome]):
+    def __init__(self, modules: Sequence[Looked], welcomes: Sequence[Welcome]):
         self._committed = [welcome.committed for welcome in welcomes]
         self._slabs = [
             [
@@ -113,7 +113,7 @@ class Borrowed:
         return [memoryview(bytes_of(self._segment.bytes[a:b])) for a, b in lent.spans]
 
 
-def _open(module: nn.Embedding, server: int, num_servers: int, place: Place) -> Tensor:
+def _open(module: Looked, server: int, num_servers: int, place: Place) -> Tensor:
     stripes = Striping(module.num_embeddings, num_servers).stripes_of(server)
     shape = sum(map(len, stripes)), module.embedding_dim
     num_bytes = shape[0] * shape[1] * module.weight.itemsize

@@ -11,8 +11,8 @@ from shoal.sync.server.layout import Layout
 from shoal.sync.server.line import Line
 from shoal.sync.server.messages import Dump, Load
 from shoal.sync.server.shard import trained
-from shoal.sync.state import Run, Source, State, Stepped, outline_of, pack_state, unpack_state
-from shoal.sync.stretches import Spool, read, stretches_of
+from shoal.sync.state import Run, Source, State, Stepped, pack_state, unpack_state
+from shoal.sync.stretches import Spool, outline_of, read, stretches_of
 
 
 class ServedState:
@@ -22,15 +22,16 @@ class ServedState:
         self._model, self._layout, self._line, self._group = model, layout, line, group
         self._named, self._tables = trained(model), tables_of(model)
 
-    def fetch(self, gradients: bool = False, tables: bool = False) -> State:
-        """This rank's part of it; nobody goes on before all have theirs.
+    def fetch(self, **what: bool) -> State:
+        """This rank's part of it, or of what else a `Dump` can ask for; nobody goes on before all
+        have theirs.
 
         OSError, and FailedElsewhere on the others, if there is no room for it on a disk.
         """
         spool = Spool()
         with self._group.all_or_none():
             for server in self._servers():
-                for stretch in self._stretches(server, gradients=gradients, tables=tables):
+                for stretch in self._stretches(server, **what):
                     spool.add(stretch)
         return spool.state()
 

@@ -223,9 +223,10 @@ class ThroughServers:
             self._pull(step, meets=served)
         self.buffers.hold()
 
-    def tables(self) -> dict[str, list[Slice]]:
+    def tables(self, dense: bool) -> dict[str, list[Slice]]:
         """This rank's share of the tables. Every rank must call it."""
-        return self._served.fetch(tables=True).tensors if self.lookups.names else {}
+        names = self.lookups.names
+        return self._served.fetch(tables=True, dense=dense).tensors if names else {}
 
     def kinds(self) -> State:
         """The names and types of what servers hold for this rank, without a value."""

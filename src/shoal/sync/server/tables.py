@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.wire import BadFrame, tensor_of
+from shoal.numerics.reserved import Reserved, reserved_zeros
+from shoal.parallel.layout import Slice, whole
 from shoal.parallel.striping import Stripes, Striping, sparse_rows, tables_of
+
+_BEFORE = "before."
 
 
 class Tables:
@@ -26,14 +30,17 @@ class Tables:
         self.runs: dict[Tensor, Stripes] = {}
         for name, module in tables_of(model).items():
             stripes = Striping(module.num_embeddings, num_servers).stripes_of(number)
-            rows = module.weight.detach()
-            if len(rows) < module.num_embeddings:  # of another number of servers: new ones come
+            rows, is_lazy = module.weight.detach(), isinstance(module.weight, Reserved)
+            if is_lazy:
+                rows = reserved_zeros((sum(map(len, stripes)), rows.shape[1]), rows.dtype)
+            elif len(rows) < module.num_embeddings:  # of another number of servers: new ones come
                 rows = rows.new_zeros(sum(map(len, stripes)), rows.shape[1])
             elif num_servers > 1:
                 rows = torch.cat([rows[:0], *(rows[s.start : s.stop] for s in stripes)])
-            module.weight = nn.Parameter(rows)
-            self.slabs.append(module.weight)
-            self.runs[module.weight] = Stripes(name, module.num_embeddings, stripes)
+            slab = Reserved(rows) if is_lazy else nn.Parameter(rows)
+            module.weight = slab
+            self.slabs.append(slab)
+            self.runs[slab] = Stripes(name, module.num_embeddings, stripes)
         self._number, self._num_servers = number, num_servers
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by table: rows that a step changed
         self.keys: list[int] = []
@@ -111,6 +118,23 @@ class Tables:
             theirs = Striping(own.num_rows, num_servers).stripes_of(other)
             if moved := [stripe for stripe in own.stripes if stripe in theirs]:
                 yield own._replace(stripes=moved), (sum(map(len, moved)), *slab.shape[1:])
+
+    def before_state(self) -> dict[str, list[Slice]]:
+        """The rows that the last step changed, as they were: for who takes this server's place."""
+        found = {}
+        for table, (places, rows) in self._before.items():
+            found[f"{_BEFORE}{table}.places"] = [whole(places)]
+            found[f"{_BEFORE}{table}.rows"] = [whole(rows)]
+        return found
+
+    def recall(self, tensors: Mapping[str, Sequence[Slice]]) -> None:
+        """Remember what another did."""
+        for table in self._tables:
+            if f"{_BEFORE}{table}.rows" in tensors:
+                (places,), (rows,) = (
+                    tensors[f"{_BEFORE}{table}.{kind}"] for kind in ("places", "rows")
+                )
+                self._before[table] = places.tensor, rows.tensor
 
     def forget(self) -> None:
         """Another state was taken over: nobody asks for the rows before it."""

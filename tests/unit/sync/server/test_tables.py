@@ -67,6 +67,18 @@ def test_rows_can_be_had_as_they_were_before_the_last_step() -> None:
     assert torch.equal(tables.look_up(0, asked, before=True), now)
 
 
+def test_who_takes_its_place_knows_the_rows_before_the_last_step() -> None:
+    tables, other = held(), held()
+    step(tables, [3, 5], 1.0)
+    with torch.no_grad():
+        other.slabs[0].copy_(tables.slabs[0])
+    other.recall(tables.before_state())
+    asked = [frame(torch.tensor([3, 4, 5]))]
+    for before in (False, True):
+        rows = tables.look_up(0, asked, before=before)
+        assert torch.equal(other.look_up(0, asked, before=before), rows)
+
+
 @pytest.mark.parametrize("places", [[ROWS], [-1], [3, 2**62], [0, -(2**62)]])
 def test_a_lookup_of_rows_that_are_not_held_is_refused(places: list[int]) -> None:
     with pytest.raises(ValueError, match="outside of the 100"):
