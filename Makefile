@@ -16,17 +16,17 @@ setup: .venv/.ready ## make .venv with Shoal and all it needs
 demo: .venv/.ready ## train a small language model on two processes, and kill one
 	@$(BIN)/python examples/demo.py
 
-# Most tests share the cores; those of faults and commands are about time, and have them alone.
-SHARED := tests/unit tests/rules tests/ranks tests/parity -n 2
-ALONE := tests/faults tests/system
+# Two at a time; those of faults and commands, which wait more than they compute, by themselves.
+COMPUTING := tests/unit tests/rules tests/ranks tests/parity -n 2
+WAITING := tests/faults tests/system -n 2
 
 test: .venv/.ready servers ## the quick suite
-	@$(BIN)/pytest -m "not full" $(SHARED)
-	@$(BIN)/pytest -m "not full" $(ALONE)
+	@$(BIN)/pytest -m "not full" $(COMPUTING)
+	@$(BIN)/pytest -m "not full" $(WAITING)
 
 test-full: .venv/.ready servers ## the quick suite and the long matrix
-	@$(BIN)/pytest $(SHARED)
-	@$(BIN)/pytest $(ALONE)
+	@$(BIN)/pytest $(COMPUTING)
+	@$(BIN)/pytest $(WAITING)
 
 # Tests start these on loopback by themselves, and leave out what needs one that is not there.
 servers: ## install the servers that tests talk to, where that can be done

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.comm.tree import Block
 from shoal.explain.messages import Message
+from shoal.explain.rank import Rank
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.reserved import Reserved
 from shoal.parallel.striping import Striping, tables_of
@@ -74,16 +75,19 @@ def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, Uses
     return uses
 
 
-def sent_by_worker(
-    uses: Mapping[str, Uses], pieces: range, blocks: Sequence[Block], num_servers: int
-) -> list[Message]:
-    """Numbers of rows to look up, and the sums of touched rows."""
-    calls = [ids for use in uses.values() for index in pieces for ids in use.by_piece[index]]
+def sent_by_worker(rank: Rank, blocks: Sequence[Block]) -> list[Message]:
+    """Numbers of rows to look up, and the sums of touched rows.
+
+    In lockstep rows are read where they stand, unless they are lazy.
+    """
+    uses = rank.facts.tables
+    looked = [use for use in uses.values() if rank.plan.bound != 0 or use.is_lazy]
+    calls = [ids for use in looked for index in rank.rounds for ids in use.by_piece[index]]
     asked = Message("numbers of rows", "servers", "look", len(calls), NUMBER * sum(map(len, calls)))
     pushed = sum(
         use.touched(block) * (use.row_bytes + NUMBER) for use in uses.values() for block in blocks
     )
-    count = len(uses) * num_servers
+    count = len(uses) * rank.plan.num_servers
     return [asked, Message("gradients of rows", "servers", "push", count, pushed)]
 
 

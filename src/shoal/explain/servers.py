@@ -57,7 +57,7 @@ def worker_messages(rank: Rank) -> list[Message]:
     layout = _layout(rank.facts, rank.trained)
     num_bytes = _num_rows(rank) * sum(_sent_bytes(key, rank.plan.codec) for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
-    sent += sent_by_worker(rank.facts.tables, rank.rounds, _blocks(rank), rank.plan.num_servers)
+    sent += sent_by_worker(rank, _blocks(rank))
     if rank.plan.bound == 0:  # else workers tell each other nothing
         sent += [tail(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]

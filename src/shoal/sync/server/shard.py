@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import RecipeError
 from shoal.numerics.norms import block_norms
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
@@ -159,8 +160,22 @@ class Shard:
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
+        before = settings_of(self.optimizer)
         self._step()
+        self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
+
+    def _refuse_changes(self, settings: Settings, before: Settings) -> None:
+        """What workers say of an optimizer, it cannot say itself."""
+        for own, was, now in zip(settings, before, settings_of(self.optimizer), strict=True):
+            for name in own:
+                if was.get(name) != now.get(name):
+                    kind = type(self.optimizer).__name__
+                    raise RecipeError(
+                        f"The step of {kind} changes {name}, and under sync=server workers say "
+                        "what it is on every step, so the change would be lost. Use the Run's "
+                        "schedule for rates, or a plan without servers."
+                    )
 
     def _turn(self) -> None:
         """With two sets of values, step on the other one."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import RecipeError
 from shoal.sync.server.shard import Changed, Shard, layout_of, settings_of
 
 
@@ -34,6 +35,18 @@ def test_a_fused_step_reads_the_sums_where_they_stand() -> None:
         for s in shard.layout.segments(key):
             where = slice(s.place, s.place + s.length)
             assert torch.equal(value[where], before[key][where] - 0.5 * sums[key][where])
+
+
+def test_a_step_that_changes_its_own_rate_is_refused() -> None:
+    """Workers would set it back, without a word."""
+    shard, sums = shard_of()
+
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    shard.optimizer.register_step_post_hook(halve)
+    with pytest.raises(RecipeError, match="The step of SGD changes lr"):
+        step(shard, sums, 1.0)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
