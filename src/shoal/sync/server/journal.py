@@ -5,6 +5,10 @@ their summed gradients. A successor begins with the newest snapshot (or the firs
 on what follows it. A record that a death cut short was never answered, and is dropped. When records
 outgrow the state a snapshot takes their place.
 
+Files are written over, not made anew: a page that the system holds already costs a third of a new
+one. So what follows the last record may be an old one, which is known by the number of the snapshot
+that its digest was taken with.
+
 It survives the server, not the machine: nothing waits for the disk. Cost: the gradients' bytes
 into the page cache, per update. Not for runs whose servers have copies, which need none of it.
 """
@@ -49,11 +53,11 @@ class Journal:
         self._number = int(names[-1].name.partition("-")[2]) if names else 0
         snapshot, log = self._path("snapshot"), self._path("log")
         try:
-            whole = list(records_of(snapshot)) if names else []
+            whole = list(records_of(snapshot, self._number)) if names else []
             if len(whole) != len(names[-1:]):  # what followed is of no use without it
                 raise ValueError(f"{snapshot} is damaged")
             yield from whole
-            yield from records_of(log)
+            yield from records_of(log, self._number)
             self._num_bytes = log.stat().st_size if log.exists() else 0
         except (OSError, ValueError) as error:
             self._give_up(error)
@@ -65,7 +69,7 @@ class Journal:
         try:
             if self._file is None:
                 self._file = self._path("log").open("ab", buffering=0)
-            self._num_bytes += write_record(self._file, header, tensors)
+            self._num_bytes += write_record(self._file, header, tensors, self._number)
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -78,18 +82,18 @@ class Journal:
         """Put a snapshot of the state in the place of everything before it."""
         if self._is_lost:
             return
-        old = [self._path("snapshot"), self._path("log")]
+        old, log, spare = self._path("snapshot"), self._path("log"), self._directory / "spare"
         self._number += 1
-        new = self._path("snapshot")
         try:
-            with new.with_suffix(".part").open("wb", buffering=0) as file:
-                num_bytes = write_record(file, header, tensors)
-            new.with_suffix(".part").rename(new)
+            with _over(spare) as file:
+                num_bytes = write_record(file, header, tensors, self._number)
+            spare.rename(self._path("snapshot"))  # from here on it counts
             if self._file is not None:
                 self._file.close()
-            self._file = self._path("log").open("ab", buffering=0)
-            for path in old:
-                path.unlink(missing_ok=True)
+            for path, new in ((log, self._path("log")), (old, spare)):
+                if path.exists():
+                    path.rename(new)
+            self._file = _over(self._path("log"))
         except OSError as error:
             self._give_up(error)
             return
@@ -115,11 +119,20 @@ class Journal:
         )
 
 
-def write_record(file: BinaryIO, header: bytes, tensors: Sequence[bytes | Tensor]) -> int:
+def _over(path: Path) -> BinaryIO:
+    """A file to be written from its start on, over what is there."""
+    path.touch()
+    return path.open("r+b", buffering=0)
+
+
+def write_record(
+    file: BinaryIO, header: bytes, tensors: Sequence[bytes | Tensor], number: int = 0
+) -> int:
     """Returns its bytes."""
     frames = [header, *(bytes_of(tensor) for tensor in tensors)]
     lengths = b"".join(_LENGTH.pack(len(frame)) for frame in frames[1:])
-    head = _HEAD.pack(digest_of([lengths, *frames]), len(header), len(tensors))
+    digest = digest_of([_LENGTH.pack(number), lengths, *frames])
+    head = _HEAD.pack(digest, len(header), len(tensors))
     parts = [memoryview(part).cast("B") for part in (head, lengths, *frames)]
     total = sum(len(part) for part in parts)
     for part in parts:
@@ -128,19 +141,19 @@ def write_record(file: BinaryIO, header: bytes, tensors: Sequence[bytes | Tensor
     return total
 
 
-def records_of(path: Path) -> Iterator[tuple[bytes, list[bytes]]]:
-    """What is whole in a file; a record that was cut short is cut off."""
+def records_of(path: Path, number: int = 0) -> Iterator[tuple[bytes, list[bytes]]]:
+    """What was written under a number and is whole in a file; the rest is cut off."""
     if not path.exists():
         return
     good = 0
     with path.open("rb") as file:
-        while record := _read(file):
+        while record := _read(file, number):
             yield record
             good = file.tell()
     os.truncate(path, good)
 
 
-def _read(file: BinaryIO) -> tuple[bytes, list[bytes]] | None:
+def _read(file: BinaryIO, number: int) -> tuple[bytes, list[bytes]] | None:
     """The next record, if it is whole; no more is asked of the system than the file holds."""
     left = os.fstat(file.fileno()).st_size - file.tell() - _HEAD.size
     if left < 0:
@@ -154,4 +167,5 @@ def _read(file: BinaryIO) -> tuple[bytes, list[bytes]] | None:
     if sum(lengths) > left:
         return None
     frames = [file.read(size) for size in (length, *lengths)]
-    return (frames[0], frames[1:]) if digest_of([table, *frames]) == digest else None
+    found = digest_of([_LENGTH.pack(number), table, *frames])
+    return (frames[0], frames[1:]) if found == digest else None

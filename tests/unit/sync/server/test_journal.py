@@ -112,9 +112,25 @@ def test_snapshots_take_the_place_of_the_log(tmp_path: Path, monkeypatch) -> Non
     for batch in range(20):
         state = train(server, range(batch, batch + 1))
         assert state_bytes(start(tmp_path)) == state[0]
-        assert len(list(tmp_path.iterdir())) <= 3, "old ones are left"
+        assert len(list(tmp_path.iterdir())) <= 4, "old ones are left"
     assert records(tmp_path)[0][0].find(b"snapshot") > 0
     assert train(server, range(20, 22))[-1] == state_bytes(start(tmp_path))
+
+
+def test_files_are_written_over_and_what_they_held_is_not_believed(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    train(server, range(3))
+    assert server.journal is not None
+    for _ in range(2):  # the second over the pages of the first, and its log over the old one
+        server.journal.begin(*server.snapshot())
+    log = tmp_path / "log-000002"
+    assert log.stat().st_size > 0 and (tmp_path / "spare").stat().st_size > 0
+    content = log.read_bytes()
+    state = train(server, range(3, 4))[0]
+    assert len(log.read_bytes()) == len(content), "the file grew, or was made anew"
+    successor = start(tmp_path)
+    assert state_bytes(successor) == state
+    assert successor.clock.committed == 4
 
 
 class Killed(BaseException):
