@@ -7,15 +7,18 @@ sparse ones, which gathers the touched rows of all ranks; `served` is Shoal's wh
 turns, and must end with the same loss. The ceiling is the same loop without anyone to agree with,
 on sparse gradients.
 
-`sparse/bytes` is what a rank and its server moved in a step, over the bytes of the rows that it
-touched: pulled once, pushed once. Row numbers, the layer and the losses come on top. What stands in
-memory that both see counts as moved. All arms use torch's plain SGD. The server remembers the rows
-before a step, as in any run, but keeps no journal, since nothing that DDP does compares with it.
+`sparse/bytes` is what went through the loopback interface in a step when nothing is shared, as
+between hosts, by the interface's own count: over the bytes of the rows that the ranks touched,
+pulled once and pushed once. Row numbers, the layer, the losses and the protocols come on top; so
+does whatever else talks on this machine. All arms use torch's plain SGD. The server remembers the
+rows before a step, as in any run, but keeps no journal, since nothing that DDP does compares.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
@@ -26,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import harness, loops, ranks, serving
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
+from shoal.comm.shared_memory import NotShared, Segment
 from shoal.data.sources import tensors
 from shoal.run import Run
-from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.server.tables import Tables
 from shoal.world import World
 
@@ -80,7 +83,7 @@ def serve() -> None:
 
 
 class Found(msgspec.Struct):
-    """Seconds a step, by arm and round; and bytes of a step over those of the rows."""
+    """Seconds a step, by arm and round; and bytes of steps over those of their rows."""
 
     seconds: dict[str, list[float]]
     moved: float
@@ -95,11 +98,10 @@ def plain(world: World, sparse: bool, alone: bool = False) -> PlainLoop:
     return PlainLoop(run, model, optimizer, Share(world.rank, NUM_RANKS), CHUNK)
 
 
-def measure_arms(world: World, address: str, length: str) -> Found:
+def measure_arms(world: World, address: str, other: str, length: str) -> Found:
     """Every rank must call it."""
     with ExitStack() as stack:
-        seat = serving.ServedSeat(world, address)
-        served = ShoalLoop(make_run(), PLAN, world, stack, CHUNK, seat)
+        served = through_server(world, address, stack)
         stack.enter_context(harness.quiet())
         arms: dict[str, PlainLoop | ShoalLoop] = {
             "served": served,
@@ -111,28 +113,40 @@ def measure_arms(world: World, address: str, length: str) -> Found:
         chunks = {arm: loop.chunk for arm, loop in arms.items()}
         seconds = harness.interleave(chunks, 4 if length == "quick" else 12, num_warm_up=1)
         loops.check_alike({arm: arms[arm].mean_loss() for arm in ("served", "dense", "sparse")})
-        return Found(seconds, bytes_moved(served, world))
+    with ExitStack() as stack:
+        refused = NotShared("The bench counts frames.")
+        with mock.patch.object(Segment, "create", side_effect=refused):
+            sent = through_server(world, other, stack)
+            return Found(seconds, bytes_moved(sent))
 
 
-def bytes_moved(served: ShoalLoop, world: World) -> float:
-    """Of one step of this rank: all that it sent and its server sent it, over the touched rows."""
-    trainer = served.trainer
-    assert isinstance(trainer.strategy, ThroughServers)
-    before, step = trainer.strategy.line.num_received, trainer.step
-    info = next(served.steps)
-    received = trainer.strategy.line.num_received - before
-    ids: Tensor = trainer.batches.at(step).piece(world.rank).inputs
-    touched = len(ids.unique()) * WIDTH * 4
-    return (info.bytes_sent + received) / (2 * touched)
+def through_server(world: World, address: str, stack: ExitStack) -> ShoalLoop:
+    return ShoalLoop(make_run(), PLAN, world, stack, CHUNK, serving.ServedSeat(world, address))
+
+
+def bytes_moved(sent: ShoalLoop) -> float:
+    """Of some steps of all ranks: what the interface carried, over what was touched."""
+    trainer = sent.trainer
+    sent.chunk()
+    batches = [trainer.batches.at(trainer.step + k) for k in range(CHUNK)]
+    pieces = [batch.piece(rank).inputs for batch in batches for rank in range(NUM_RANKS)]
+    touched = sum(len(ids.unique()) for ids in pieces) * WIDTH * 4
+    before = carried_bytes()
+    sent.chunk()
+    return (carried_bytes() - before) / (2 * touched)
+
+
+def carried_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
 # ---- in the bench
 
 
 def measure(quick: bool) -> Iterator[Row]:
-    with serving.started("bench.sparse") as address:
+    with serving.started("bench.sparse") as address, serving.started("bench.sparse") as other:
         length = "quick" if quick else "full"
-        found = ranks.start("sparse", NUM_RANKS, Found, address, length)
+        found = ranks.start("sparse", NUM_RANKS, Found, address, other, length)
     for peer, floor in FLOORS.items():
         yield _row(peer, floor, found.seconds)
     yield Row(
