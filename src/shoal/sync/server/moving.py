@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +28,8 @@ from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.state import Given, State, Stepped, pack_state, unpack_state
 from shoal.sync.stretches import outline_of, read
+
+_Count = TypeVar("_Count")
 
 
 def layout_after(
@@ -48,7 +50,7 @@ def relaid(layout: Layout, num_servers: int) -> Layout:
     return layout._replace(holders=holders)
 
 
-def changes(counts: Sequence[int]) -> list[int]:
+def changes(counts: Sequence[_Count]) -> list[_Count]:
     """Without those that are as the one before."""
     return [count for count, _ in groupby(counts)]
 
