@@ -6,7 +6,8 @@ pieces stay what they were, so that what is trained does not depend on it, but f
 which each replica takes its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -114,13 +115,24 @@ def _refuse_pieces(plan: Plan, num_ranks: int) -> None:
             f"data={pieces} or fewer, or begin runs that may grow with pieces=N."
         )
     if plan.local_steps > 1 and pieces % num_ranks:
-        fitting = [str(n) for n in range(1, pieces + 1) if pieces % n == 0]
         raise PlanError(
             f"data={num_ranks} does not divide the {pieces} pieces that a batch was cut into when "
             f"the run began. With local_steps={plan.local_steps} each replica trains alone and "
             "counts the same in the average, so all need equally many. "
-            f"Of data={', '.join(fitting)} each does."
+            f"Use {_in_choice(_fitting(plan))}."
         )
+
+
+def _fitting(plan: Plan) -> Iterator[int]:
+    """The numbers of replicas that go with the rest of a plan of local steps."""
+    for num_ranks in range(1, plan.num_pieces + 1):
+        with suppress(PlanError):
+            yield of_size(plan, size_of(plan)._replace(num_ranks=num_ranks)).num_replicas
+
+
+def _in_choice(counts: Iterable[int]) -> str:
+    *others, last = [f"data={count}" for count in counts]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _refuse_copies(plan: Plan, size: Size) -> None:

@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start) -> None:
     training = start(pause=0.01, plan=AVERAGE, steps=20)
     training.wait_for_step(3)
     wrong = {
-        "data=4": "Of data=1, 2, 3, 6 each does",
+        "data=4": "Use data=2, data=3 or data=6.",
         "data=7": "more than the 6 pieces",
         "data=1": "no other replica to average with",
         "servers=2": "this run has no servers",

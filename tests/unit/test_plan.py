@@ -504,11 +504,19 @@ def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str, why: st
         resized(plan, "data=1")
 
 
-@pytest.mark.parametrize("words", ["", "sync=server", "sync=server staleness=1"])
-def test_replicas_of_local_steps_share_the_pieces_evenly(words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "fitting"),
+    [
+        ("", "data=2, data=3 or data=6"),
+        ("outer=nesterov", "data=1, data=2, data=3 or data=6"),
+        ("sync=server", "data=1, data=2, data=3 or data=6"),
+        ("sync=server staleness=1", "data=2, data=3 or data=6"),
+    ],
+)
+def test_replicas_of_local_steps_share_the_pieces_evenly(words: str, fitting: str) -> None:
     plan = Plan.parse(f"data=2 pieces=6 local_steps=4 {words}")
     assert resized(plan, "data=3") == Plan.parse(f"data=3 pieces=6 local_steps=4 {words}")
-    with pytest.raises(PlanError, match="data=4 does not divide .* Of data=1, 2, 3, 6 each does"):
+    with pytest.raises(PlanError, match=f"data=4 does not divide the 6 .* Use {fitting}"):
         resized(plan, "data=4")
 
 
