@@ -209,7 +209,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, plan: str) -> No
     options = ("--resume", "--run-dir", str(stopped.run_dir))
     again = start(plan=stopped.result["plan"], options=options).wait()
     assert again.exit_code == 0, again.errors
-    check_played(again, plan, "mlp")
+    check_played(stopped, plan, "mlp")
 
 
 @full
