@@ -183,7 +183,7 @@ def test_a_group_that_breaks_after_it_was_asked_meets_one_window_later(
             "seat.meeting:kill:member=1",
             "server.parted:kill:member=3",
             "server.moved:kill:member=2",
-            "server.pull:kill:member=3:step=4",
+            "server.pull:kill:member=2:step=4",
             "step.computed:kill:member=0:step=14",
         )
     ],
