@@ -4,7 +4,8 @@ Keys are cut once, for the number of servers that a run began with; which server
 from the numbers that there were since, one after another, so that every worker and server knows it
 alike and only what must move does. When all batches are applied each server writes down what each
 server of the next layout will hold of its keys: values and optimizer state. All of that is on disk
-before anybody is told of the new layout, so whoever dies then, a successor finds it.
+before anybody is told of the new layout, so whoever dies then, a successor finds it. Servers of
+local steps do the same when replicas come or go, since they count a window by its replicas.
 
 Cost: a server's state into the page cache, once.
 """
