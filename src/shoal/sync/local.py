@@ -9,9 +9,9 @@ own.
 A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
 the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
 two phases (`means.py`), so that after a death either all survivors count it or none does. Replicas
-that join a run begin in the same way, and others leave it, where a window ends (`resizing.py`). Only
-in fragments, of which each is agreed on at another time, does a death take all back to a checkpoint,
-and nobody joins.
+that join a run begin in the same way, and others leave it, where a window ends (`resizing.py`).
+Only in fragments, of which each is agreed on at another time, does a death take all back to a
+checkpoint, and nobody joins.
 
 Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step; in
 memory the weights once more. Read next: `outer.py`, where an outer optimizer takes the place of the
