@@ -1,10 +1,13 @@
 """The size of a run that can change while it goes on: how many replicas, how many servers.
 
-A plan can be resized where a rank's state is held by another, or by servers. The batch and its
-pieces stay what they were, so that what is trained does not depend on it.
+A plan can be resized where a rank's state is held by another, or by servers; under local steps,
+at the end of a window, where what a rank has learnt is in what all agreed on. The batch and its
+pieces stay what they were, so that what is trained does not depend on it, but for local steps, of
+which each replica takes its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -48,8 +51,17 @@ def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
 
 
 def can_resize(plan: Plan) -> bool:
-    """Whether a rank can come or go. In a window of local steps it has learnt what nobody has."""
-    return plan.local_steps == plan.hosts == 1 and can_recover(plan)
+    """Whether a rank can come or go. Of local steps all meet where a window ends; in fragments
+    there is no such step."""
+    if plan.local_steps > 1:
+        return plan.fragments == 1
+    return plan.hosts == 1 and can_recover(plan)
+
+
+def served_size(plan: Plan, size: Size) -> Size:
+    """What servers are laid out for: so many of them, and under local steps so many replicas, each
+    of which has one piece of a window."""
+    return size if plan.local_steps > 1 else size._replace(num_ranks=0)
 
 
 def of_size(plan: Plan, size: Size) -> Plan:
@@ -63,8 +75,11 @@ def of_size(plan: Plan, size: Size) -> Plan:
 def resized(plan: Plan, text: str) -> Plan:
     """A resolved plan with other counts, given as `data=3 servers=2`; UsageError says why not."""
     if not can_resize(plan):
+        why = "what a rank holds, no other rank does"
+        if plan.fragments > 1:
+            why = "its replicas agree on each fragment at another time, and never on all at once"
         raise UsageError(
-            f"A run under {str(plan)!r} cannot be resized: what a rank holds, no other rank does. "
+            f"A run under {str(plan)!r} cannot be resized: {why}. "
             "Stop it (Ctrl-C) and go on with --resume and another --plan."
         )
     asked = Plan.parse(f"{text} sync=server" if "servers" in text and "sync" not in text else text)
@@ -83,21 +98,61 @@ def resized(plan: Plan, text: str) -> Plan:
         plan.num_ranks if asked.data is None else asked.data,
         asked.servers if "servers" in words else plan.num_servers,
     )
-    if size.num_ranks > plan.num_pieces:
-        raise PlanError(
-            f"data={size.num_ranks} is more than the {plan.num_pieces} pieces that a batch was cut "
-            "into when the run began. Each replica needs one at least. Use "
-            f"data={plan.num_pieces} or fewer, or begin runs that may grow with pieces=N."
-        )
-    if plan.copies > 1 and size.num_servers != plan.num_servers:
-        raise UsageError(
-            f"servers={size.num_servers}: the number of servers does not change under "
-            f"copies={plan.copies}, whose servers keep one another's shards. Give data=N alone, or "
-            "stop the run (Ctrl-C) and go on with --resume and another --plan."
-        )
     if size == size_of(plan):
         raise UsageError(f"The run has that size already: {in_words(size, size)}.")
+    _refuse_pieces(plan, size.num_ranks)
+    _refuse_copies(plan, size)
     return of_size(plan, size)
+
+
+def _refuse_pieces(plan: Plan, num_ranks: int) -> None:
+    """If not every replica has pieces of the batch; of local steps, equally many."""
+    pieces = plan.num_pieces
+    if num_ranks > pieces:
+        raise PlanError(
+            f"data={num_ranks} is more than the {pieces} pieces that a batch was cut "
+            "into when the run began. Each replica needs one at least. Use "
+            f"data={pieces} or fewer, or begin runs that may grow with pieces=N."
+        )
+    if plan.local_steps > 1 and pieces % num_ranks:
+        raise PlanError(
+            f"data={num_ranks} does not divide the {pieces} pieces that a batch was cut into when "
+            f"the run began. With local_steps={plan.local_steps} each replica trains alone and "
+            "counts the same in the average, so all need equally many. "
+            f"Use {_in_choice(_fitting(plan))}."
+        )
+
+
+def _fitting(plan: Plan) -> Iterator[int]:
+    """The numbers of replicas that go with the rest of a plan of local steps."""
+    for num_ranks in range(1, plan.num_pieces + 1):
+        with suppress(PlanError):
+            yield of_size(plan, size_of(plan)._replace(num_ranks=num_ranks)).num_replicas
+
+
+def _in_choice(counts: Iterable[int]) -> str:
+    *others, last = [f"data={count}" for count in counts]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _refuse_copies(plan: Plan, size: Size) -> None:
+    if plan.copies > 1 and served_size(plan, size) != served_size(plan, size_of(plan)):
+        counted, way_out = "the number of servers does", "Give data=N alone, or stop"
+        if plan.local_steps > 1:
+            counted, way_out = "numbers of replicas and servers do", "Stop"
+        raise UsageError(
+            f"{in_words(size_of(plan), size)}: {counted} not change under "
+            f"copies={plan.copies}, whose servers keep one another's shards. {way_out} "
+            "the run (Ctrl-C) and go on with --resume and another --plan."
+        )
+
+
+def parts_with(before: Plan, after: Plan) -> str:
+    """What is lost with the replicas that leave, for people; "" where others hold it."""
+    if after.local_steps == 1 or after.num_replicas >= before.num_replicas:
+        return ""
+    unsent = ", and what its packing had not sent yet" if after.codec != "none" else ""
+    return f"The state of the optimizer of each replica that left went with it{unsent}."
 
 
 def in_words(before: Size, after: Size) -> str:

@@ -181,7 +181,7 @@ class Trainer:
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
-        agreed = self.strategy.exchange(tally, self.run.clip is not None)
+        asked_in, agreed = self.mesh, self.strategy.exchange(tally, self.run.clip is not None)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
@@ -197,7 +197,7 @@ class Trainer:
             raise not_finite(self.batches, batch.step, agreed, self.model)
         busy_s = tally.busy_s - data_s + perf_counter() - exchanged
         times = split_times(data_s, busy_s, exchanged - computed, agreed.busy_s, self.mesh.rank)
-        self.stopped, self.meets = agreed.asked
+        self.stopped, self.meets = agreed.asked.stop, agreed.asked.meet and self.mesh is asked_in
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
         mark = self.strategy.late_mark if agreed.mark is None else agreed.mark

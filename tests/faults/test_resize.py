@@ -16,36 +16,18 @@ from typing import Any
 
 import pytest
 
-from shoal.checkpoint.objects import open_store
 from shoal.elastic.control import ask
 from shoal.errors import UsageError
-from shoal.resume import newest
-from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
+from shoal.testing.faults import Trained, check_ledger, check_same, check_sizes, events, resize
 
 NUM_STEPS = 60
 SERVED = "sync=server servers=2"
 
 
-def resize(training: Training, size: str) -> dict[str, Any]:
-    answer = ask(training.run_dir, resize=size)
-    assert "refused" not in answer, answer
-    return answer
-
-
 def check(trained: Trained, undisturbed: Trained, plans: list[str]) -> None:
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
-    check_sizes(trained, plans)
-
-
-def check_sizes(trained: Trained, plans: list[str]) -> None:
-    assert trained.exit_code == 0, trained.errors
-    assert [event["plan"] for event in trained.events("resized")] == plans
-    assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
-    assert trained.result["plan"] == plans[-1]
-    assert newest(open_store(trained.run_dir / "checkpoints")).origin.plan == plans[-1]
-    assert not (trained.run_dir / "control").exists()
-    assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
+    check_sizes(trained, plans, NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +59,7 @@ def test_ranks_come_and_go_out_of_lockstep(start, bound: str) -> None:
         resize(training, size)
     trained = training.wait()
     rest = f"{SERVED} {bound} damping=inverse pieces=3"
-    check_sizes(trained, [f"data={n} {rest}" for n in (3, 2)])
+    check_sizes(trained, [f"data={n} {rest}" for n in (3, 2)], NUM_STEPS)
 
 
 def test_servers_come_and_go(start, undisturbed) -> None:
@@ -104,7 +86,7 @@ def test_servers_come_and_go_out_of_lockstep(start, bound: str) -> None:
         resize(training, size)
     trained = training.wait()
     sizes = ["data=3 sync=server servers=3", "data=2 sync=server"]
-    check_sizes(trained, [f"{size} {rest}" for size in sizes])
+    check_sizes(trained, [f"{size} {rest}" for size in sizes], NUM_STEPS)
     assert trained.result["staleness"]["count"] > NUM_STEPS
 
 

@@ -491,8 +491,36 @@ def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
         resized(plan, "servers=3")
 
 
-@pytest.mark.parametrize("words", ["hosts=2", "local_steps=2"])
-def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str) -> None:
-    plan = Plan.parse(f"data=2 sync=server pieces=4 {words}")
-    with pytest.raises(UsageError, match="cannot be resized"):
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("sync=server hosts=2", "what a rank holds, no other rank does"),
+        ("local_steps=2 outer=nesterov fragments=2", "each fragment at another time"),
+    ],
+)
+def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str, why: str) -> None:
+    plan = Plan.parse(f"data=2 pieces=4 {words}")
+    with pytest.raises(UsageError, match=f"cannot be resized: .*{why}"):
         resized(plan, "data=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "fitting"),
+    [
+        ("", "data=2, data=3 or data=6"),
+        ("outer=nesterov", "data=1, data=2, data=3 or data=6"),
+        ("sync=server", "data=1, data=2, data=3 or data=6"),
+        ("sync=server staleness=1", "data=2, data=3 or data=6"),
+    ],
+)
+def test_replicas_of_local_steps_share_the_pieces_evenly(words: str, fitting: str) -> None:
+    plan = Plan.parse(f"data=2 pieces=6 local_steps=4 {words}")
+    assert resized(plan, "data=3") == Plan.parse(f"data=3 pieces=6 local_steps=4 {words}")
+    with pytest.raises(PlanError, match=f"data=4 does not divide the 6 .* Use {fitting}"):
+        resized(plan, "data=4")
+
+
+def test_copies_of_servers_that_count_replicas_keep_both_numbers() -> None:
+    plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4 local_steps=2")
+    with pytest.raises(UsageError, match="data 2 -> 4: numbers of replicas and servers do not"):
+        resized(plan, "data=4")

@@ -22,8 +22,9 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     Ranks (data=N) and parameter servers (servers=N) come or go between two steps, after
     which all meet. What is trained stays the same: the batch and its pieces do not change, so there
     can be no more ranks than pieces. Waits until it is done; Ctrl-C ends the waiting, not the
-    change. Plans with zero, tensor, pipeline or local_steps cannot be resized: stop the run, and go
-    on with --resume. Exit codes: 0 done, 2 refused.
+    change. With local_steps they come and go at the end of a window, and their number must divide
+    the pieces. Plans with zero, tensor, pipeline or fragments cannot be resized: stop the run, and
+    go on with --resume. Exit codes: 0 done, 2 refused.
     """
     from shoal.elastic.control import ask
 
@@ -43,4 +44,5 @@ def resize(run: Path, size: str, as_json: bool) -> None:
 
 def in_a_sentence(told: dict[str, Any]) -> str:
     moved = f", {told['bytes'] / 1e6:.3g} MB moved" if told["bytes"] else ""
-    return f"resized at step {told['step']}: {told['change']}{moved}, in {told['ms']:.0f} ms"
+    what = f"resized at step {told['step']}: {told['change']}{moved}, in {told['ms']:.0f} ms"
+    return f"{what}. {told['lost']}" if told["lost"] else what

@@ -81,6 +81,7 @@ class Membership:
         self._failed: tuple[GiveUp, float] | None = None  # an error, or a death's echo; and when
         self._wanted: Size | None = None  # that the run is to have
         self._wanted_by = 0.0  # when newcomers must be ready
+        self._parts = False  # whether servers write down what they hold
         self._meeting = Meeting()  # of this generation
         self._leaving: set[int] = set()  # who has no seat any more
         self._last_ranks: list[int] = []  # who had a rank's before the last resize
@@ -150,10 +151,10 @@ class Membership:
             self._resized_at = None
         return [*actions, *self._refill_spares(now), *self._go_on_resizing(now)]
 
-    def resize(self, size: Size, now: float) -> list[Action]:
-        """Have seats for so many ranks and servers, from a step on after which all meet."""
+    def resize(self, size: Size, now: float, parts: bool) -> list[Action]:
+        """Have seats for so many, from a step on after which all meet and servers part."""
         assert not self.is_resizing and not self.scripts
-        self._wanted, self._wanted_by = size, now + self.form_timeout_s
+        self._wanted, self._wanted_by, self._parts = size, now + self.form_timeout_s, parts
         return self._go_on_resizing(now)
 
     def met(self, member: int, generation: int, now: float, problem: str = "") -> list[Action]:
@@ -324,7 +325,7 @@ class Membership:
         if not meeting.is_asked or not {*self.seats[: self.size.num_ranks]} <= meeting.members:
             return []
         if wanted is not None:
-            if wanted.num_servers != self.size.num_servers and not {*self.seats} <= meeting.members:
+            if self._parts and not {*self.seats} <= meeting.members:
                 asked, meeting.is_parting = meeting.is_parting, True
                 return [] if asked else [Part(self.generation, wanted.num_servers)]
             self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]

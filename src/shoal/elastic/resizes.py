@@ -10,7 +10,7 @@ from shoal.elastic.membership import Membership
 from shoal.errors import UsageError
 from shoal.logs import warn_once
 from shoal.plan import Plan
-from shoal.plan_size import in_words, resized, size_of
+from shoal.plan_size import Size, in_words, parts_with, resized, served_size, size_of
 
 
 def open_resizes(run_dir: Path, plan: Plan, alone: str) -> "Resizes | None":
@@ -52,7 +52,12 @@ class Resizes:
         if self._alone and wanted.num_ranks > 1:
             raise UsageError(self._alone)
         self._wanted, self._num_bytes = wanted, 0
-        return members.resize(size_of(wanted), time.monotonic())
+        return members.resize(size_of(wanted), time.monotonic(), self._parts(size_of(wanted)))
+
+    def _parts(self, size: Size) -> bool:
+        """Whether servers begin anew, from what they wrote down."""
+        before, after = (served_size(self.plan, one) for one in (size_of(self.plan), size))
+        return size.num_servers > 0 and before != after
 
     def parted(self, num_bytes: int) -> None:
         """So many bytes move from a server."""
@@ -60,7 +65,7 @@ class Resizes:
 
     def done(self, action: Resized, step: int) -> dict[str, Any]:
         """Tell who asked; what is to be put on record."""
-        self.plan = self._wanted
+        before, self.plan = self.plan, self._wanted
         ms = (time.monotonic() - action.met_at) * 1000
         told = {
             "step": step,
@@ -68,6 +73,7 @@ class Resizes:
             "change": in_words(action.before, action.after),
             "bytes": self._num_bytes,
             "ms": round(ms, 1),
+            "lost": parts_with(before, self.plan),
         }
         self._answer(**told)
         return told

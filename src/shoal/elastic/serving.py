@@ -15,6 +15,7 @@ from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
+from shoal.plan_size import Size, of_size, served_size
 from shoal.run import Run
 from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.deadline import DeadlineServer
@@ -53,7 +54,7 @@ class Serving:
         self.directory = directory
         tables = tables_of(model).values() if plan.copies > 1 else ()
         self._first = {module: module.weight for module in tables}  # rows of all servers
-        self._counts: list[int] = []  # of servers that the run had
+        self._sizes: list[Size] = []  # that the run had, as far as servers are laid out for them
         self._desk: Desk | None = None
         self._server: Server | None = None
 
@@ -75,20 +76,27 @@ class Serving:
             if self._desk is not None:
                 self._desk.close()
 
+    @property
+    def _counts(self) -> list[int]:
+        """Of servers, in each of the layouts that there were."""
+        return [size.num_servers - self.plan.num_host_servers for size in self._sizes]
+
     def _num_guests(self, num_ranks: int) -> int:
         """Who pushes here: the ranks, or hosts' own servers."""
         return num_ranks if self.plan.hosts == 1 else self.plan.hosts
 
     def _open(self) -> tuple[Desk, Server]:
         """The desk of the present layout; that of the one before is closed."""
-        num_others, plan = self.plan.num_host_servers, self.plan
-        counts = changes([size.num_servers - num_others for size in self.seat.sizes])
-        if self._desk is not None and self._server is not None and counts == self._counts:
+        sizes = changes([served_size(self.plan, size) for size in self.seat.sizes])
+        if self._desk is not None and self._server is not None and sizes == self._sizes:
             return self._desk, self._server
         if self._desk is not None:
             self._desk.close()
             self._desk = None  # and with it the state, which is on disk
-        self._counts = counts
+        self._sizes = sizes
+        if len(sizes) > 1:
+            self.plan = of_size(self.plan, self.seat.sizes[-1])
+        plan, counts = self.plan, self._counts
         shelf = Shelf(self.directory, len(counts) - 1)
         in_journal = plan.copies == 1  # else what it does is written to other servers
         server = self._server = self._kind()(

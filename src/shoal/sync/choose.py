@@ -24,15 +24,15 @@ def strategy_for(
     """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
     timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
+    rates = plan.rate_factors if plan.rates != "even" else ()
     rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
     if plan.sync == "server" and rule is not None:
         windows = Windows(
-            plan.num_replicas,
             plan.bound,
             rule,
             timetable,
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors,
+            rates=rates,
             closes_early=plan.deadline_s is not None,
             meets_after=meets_after,
         )
@@ -45,7 +45,7 @@ def strategy_for(
             codec=plan.codec,
             hosts=plan.hosts,
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors if plan.rates != "even" else (),
+            rates=rates,
             meets_after=meets_after,
         )
     if plan.local_steps > 1:

@@ -8,8 +8,10 @@ own.
 
 A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
 the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
-two phases (`means.py`), so that after a death either all survivors count it or none does. Only in
-fragments, of which each is agreed on at another time, does a death take all back to a checkpoint.
+two phases (`means.py`), so that after a death either all survivors count it or none does. Replicas
+that join a run begin in the same way, and others leave it, where a window ends (`resizing.py`).
+Only in fragments, of which each is agreed on at another time, does a death take all back to a
+checkpoint, and nobody joins.
 
 Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step; in
 memory the weights once more. Read next: `outer.py`, where an outer optimizer takes the place of the
@@ -38,7 +40,7 @@ from shoal.sync.replicas import REPLICAS, Merged, of_replica
 from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
 
-_BOUND = 2  # added to a flag: whoever says it has acted on what it heard
+_MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
 
 
 class LocalSGD:
@@ -100,19 +102,20 @@ class LocalSGD:
         self._mark = add_marks((self._marked, tally.mark))
         if not self._averages(self.step + 1):
             busy_s = [tally.busy_s] * self.group.num_ranks
-            # Heard with the others: all stop after the same step.
+            # Heard with the others: all stop, or meet, after the same step.
             return own._replace(busy_s=busy_s, mark=None, asked=NOTHING_ASKED)
-        stops = float(tally.asked.stop)
+        stop, meet = tally.asked
         mark = self._mark if self._knows_marks else -1
-        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, stops, mark]
+        asked = stop + _MEET * meet
+        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, asked, mark]
         rows = self._tell()
-        stops = _heard([row[3] for row in rows])
-        self._mine[3] = stops + _BOUND
+        heard = _heard([int(row[3]) for row in rows])
+        self._mine[3] = heard.stop + _BOUND
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             busy_s=[row[2] for row in rows],
-            asked=Asked(stop=stops),
+            asked=heard,
             mark=None if any(row[4] < 0 for row in rows) else add_marks(row[4] for row in rows),
         )
 
@@ -262,8 +265,8 @@ class LocalSGD:
         return self.timetable.ends_window(step)
 
 
-def _heard(flags: Sequence[float]) -> bool:
-    """Whether to stop. Some may have acted on what they heard in a group that broke since, and all
-    follow them; else one that was asked is enough."""
-    bound = [flag for flag in flags if flag >= _BOUND]
-    return any(flag % _BOUND for flag in bound or flags)
+def _heard(flags: Sequence[int]) -> Asked:
+    """What to do. Some may have heard it in a group that broke since: all stop if they will, and
+    none meets, since a meeting is that group's. Else one that was asked is enough."""
+    said = [flag for flag in flags if flag & _BOUND] or flags
+    return Asked(stop=any(flag & 1 for flag in said), meet=any(flag & _MEET for flag in said))

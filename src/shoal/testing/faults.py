@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shoal.checkpoint.objects import open_store
 from shoal.cli.main import run_here
+from shoal.elastic.control import ask
 from shoal.faults import VARIABLE
 from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
 from shoal.recipe import load_recipe
+from shoal.resume import newest
 from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import LIMIT_S, Command, Pool
 
@@ -198,6 +201,24 @@ def check_recovered(trained: Trained, causes: Mapping[int, str]) -> None:
     assert told.keys() == causes.keys(), told
     for rank, words in causes.items():
         assert words in told[rank], told
+
+
+def resize(training: Training, size: str) -> dict[str, Any]:
+    """Ask for another size, which is not refused."""
+    answer = ask(training.run_dir, resize=size)
+    assert "refused" not in answer, answer
+    return answer
+
+
+def check_sizes(trained: Trained, plans: Sequence[str], num_steps: int) -> None:
+    """It ended well in the last of these plans, after all others, and nothing is left of them."""
+    assert trained.exit_code == 0, trained.errors
+    assert [event["plan"] for event in trained.events("resized")] == plans
+    assert [record["step"] for record in trained.steps()] == list(range(1, num_steps + 1))
+    assert trained.result["plan"] == plans[-1]
+    assert newest(open_store(trained.run_dir / "checkpoints")).origin.plan == plans[-1]
+    assert not (trained.run_dir / "control").exists()
+    assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -40,10 +40,9 @@ class OuterSGD(torch.optim.Optimizer):
 
     element_wise = True
 
-    def __init__(self, parameters: Iterable[Tensor], rule: Rule, total: float):
-        super().__init__(
-            parameters, {"lr": rule.rate, "momentum": rule.momentum, "total": float(total)}
-        )
+    def __init__(self, parameters: Iterable[Tensor], rule: Rule, total: int = 1):
+        super().__init__(parameters, {"lr": rule.rate, "momentum": rule.momentum})
+        self.total = float(total)  # no setting: it is of the replicas that there are now
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -51,12 +50,12 @@ class OuterSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._move(p, group["lr"], group["momentum"], group["total"])
+                    self._move(p, group["lr"], group["momentum"])
 
-    def _move(self, p: Tensor, rate: float, momentum: float, total: float) -> None:
+    def _move(self, p: Tensor, rate: float, momentum: float) -> None:
         wide = torch.promote_types(p.dtype, torch.float32)
         assert p.grad is not None
-        mean = p.grad.to(wide) / total
+        mean = p.grad.to(wide) / self.total
         # Not fused: the last bits would depend on an element's place in the vector.
         if momentum:
             state = self.state[p]
@@ -83,13 +82,13 @@ def outer_names(name: str) -> str:
 class OuterSource:
     """A checkpoint as servers of an anchor take it. A momentum that is missing is none."""
 
-    def __init__(self, source: Source, anchor: Anchor, rule: Rule, total: float):
+    def __init__(self, source: Source, anchor: Anchor, rule: Rule):
         self._source = source
         alike: dict[Tensor, Run] = {
             nn.Parameter(torch.empty_like(p, device="meta")): Run(name, p.shape)
             for name, p in anchor.named_parameters()
         }
-        optimizer = OuterSGD(list(alike) or [torch.empty(0)], rule, total)
+        optimizer = OuterSGD(list(alike) or [torch.empty(0)], rule)
         for p, run in alike.items():
             if rule.momentum and MOMENTUM + run.name in source:
                 optimizer.state[p] = {_STATE: torch.empty_like(p)}

@@ -53,8 +53,7 @@ class LocalThroughServers(LocalSGD):
         self._brought = self._num_samples + tally.num_samples
         asked = NOTHING_ASKED
         if self._averages(step):
-            ask = self.windows.ask_to_stop if tally.asked.stop else self.windows.stops_after
-            asked = ask(step)
+            asked = self.windows.asked_after(step, tally.asked)
         return own._replace(busy_s=[tally.busy_s] * self.group.num_ranks, asked=asked)
 
     def state_dict(self, served: bool = True) -> State:

@@ -4,7 +4,8 @@ Keys are cut once, for the number of servers that a run began with; which server
 from the numbers that there were since, one after another, so that every worker and server knows it
 alike and only what must move does. When all batches are applied each server writes down what each
 server of the next layout will hold of its keys: values and optimizer state. All of that is on disk
-before anybody is told of the new layout, so whoever dies then, a successor finds it.
+before anybody is told of the new layout, so whoever dies then, a successor finds it. Servers of
+local steps do the same when replicas come or go, since they count a window by its replicas.
 
 Cost: a server's state into the page cache, once.
 """
@@ -13,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +29,8 @@ from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.state import Given, State, Stepped, pack_state, unpack_state
 from shoal.sync.stretches import outline_of, read
+
+_Count = TypeVar("_Count")
 
 
 def layout_after(
@@ -48,7 +51,7 @@ def relaid(layout: Layout, num_servers: int) -> Layout:
     return layout._replace(holders=holders)
 
 
-def changes(counts: Sequence[int]) -> list[int]:
+def changes(counts: Sequence[_Count]) -> list[_Count]:
     """Without those that are as the one before."""
     return [count for count, _ in groupby(counts)]
 

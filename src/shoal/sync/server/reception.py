@@ -126,7 +126,7 @@ class Reception(ABC):
 
     def begin(self, generation: int, num_seats: int | None = None) -> None:
         """Workers greet anew; what they pushed and did not apply, they push again."""
-        self.generation = generation
+        self.generation, self._halt = generation, None  # workers say which halt holds still
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
         self._dumping: dict[bytes, State] = {}  # what workers fetch in stretches

@@ -87,6 +87,8 @@ class ThroughServers:
     ) -> None:
         assert mesh.servers is not None
         self._attempt = 0
+        if self._halt is not None and not self._halt.for_good:
+            self._halt = None  # some may have met in the group before: this one is asked anew
         self.mesh, self.group, self.holding = mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.held = self._hold(model, optimizer)
@@ -281,15 +283,17 @@ class ThroughServers:
         return min(welcome.next_batch for welcome in welcomes)
 
     def _agree_alone(self, tally: Tally) -> Agreed:
-        if any(tally.asked) and (self._halt is None or self._halt.step <= self.batch):
-            stop = tally.asked.stop
-            self.line.answer(self.line.ask(0, Stop, batch=self.batch, for_good=stop))
+        self._ask_to_halt(tally.asked)
         return self.rounds.agree_alone(tally)._replace(
             busy_s=[tally.busy_s] * self.group.num_ranks,
             asked=self._asked_after(self.batch + 1),
             mark=None,
             num_samples=None,
         )
+
+    def _ask_to_halt(self, asked: Asked) -> None:
+        if any(asked) and (self._halt is None or self._halt.step <= self.batch):
+            self.line.answer(self.line.ask(0, Stop, batch=self.batch, for_good=asked.stop))
 
     def _end_round(self, last: bool) -> None:
         self.lookups.end_piece()

@@ -26,7 +26,7 @@ from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.outer import RESIDUAL, Rule
 from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_names
-from shoal.sync.server.messages import Join, Joined, Kept, Push, Stop, Welcome
+from shoal.sync.server.messages import Join, Joined, Kept, Push, Welcome
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.state import Source
 
@@ -36,7 +36,6 @@ class Windows(ThroughServers):
 
     def __init__(
         self,
-        num_replicas: int,
         bound: int | None,
         rule: Rule,
         timetable: Timetable,
@@ -48,12 +47,11 @@ class Windows(ThroughServers):
     ):
         self.rule, self.timetable, self.closes_early = rule, timetable, closes_early
         self.last_round: Joined | None = None  # that was heard of
-        self._total = num_replicas if bound == 0 else 1  # terms of the sum that is stepped on
         self._packed: dict[int, Tensor] = {}  # what this window pushes, by key
         self._dropped: dict[int, Tensor] = {}  # of that
         self.residual: dict[int, Tensor] = {}  # what earlier windows dropped, by key
         super().__init__(
-            num_replicas,
+            1,  # piece of each replica, of whom there are as many as `open` says
             bound,
             damps=damps,
             rates=rates,
@@ -67,7 +65,8 @@ class Windows(ThroughServers):
             self.weights: list[Tensor] = [p.detach() for p in shared.parameters()]
             own = {n: p.detach().clone() for n, p in shared.named_parameters()}
             self.anchor = Anchor(own)
-            self.optimizer = OuterSGD(self.anchor.parameters(), self.rule, self._total)
+            self.optimizer = OuterSGD(self.anchor.parameters(), self.rule)
+        self.num_pieces = mesh.data.num_ranks
         self.attach(self.anchor, self.optimizer, mesh)
 
     def window_of(self, step: int) -> int:
@@ -137,15 +136,12 @@ class Windows(ThroughServers):
         """Let the weights be the anchor."""
         torch._foreach_copy_(self.weights, list(self.anchor.parameters()))
 
-    def ask_to_stop(self, step: int) -> Asked:
-        """Let a server name a window after which all replicas stop."""
+    def asked_after(self, step: int, asked: Asked) -> Asked:
+        """Whether all stop or meet after this end of a window. Who is asked to lets a server name
+        the one after which they do."""
         self.batch = self.window_of(step)
-        if self._halt is None:
-            self.line.answer(self.line.ask(0, Stop, batch=self.batch))
-        return self.stops_after(step)
-
-    def stops_after(self, step: int) -> Asked:
-        return self._asked_after(self.window_of(step) + 1)
+        self._ask_to_halt(asked)
+        return self._asked_after(self.batch + 1)
 
     def outer_state(self, own: str) -> dict[str, list[Slice]]:
         """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
@@ -159,7 +155,7 @@ class Windows(ThroughServers):
     @torch.no_grad()
     def load_outer(self, own: Source, mean: Source, step: int) -> None:
         """Take over the state after `step`: `own` is this replica's, `mean` that over all."""
-        source = OuterSource(mean, self.anchor, self.rule, self._total)
+        source = OuterSource(mean, self.anchor, self.rule)
         self.load_state_dict(source, self.window_of(step + 1))
         flats = self._residuals()
         for (name, p), flat in zip(self.named, flats, strict=True):
