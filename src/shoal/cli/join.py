@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,7 +47,7 @@ def join(run: Path, address: str | None) -> None:
     os.chdir(invitation.directory)
     os.environ.update(environment_for(Plan.parse(invitation.options["plan"]).precision))
 
-    def prepare() -> object:
+    def prepare() -> Any:
         from shoal.cli.train import prepare_run
 
         given, run_dir = invitation.options, Path(invitation.run_dir)

@@ -152,7 +152,6 @@ def _as_it_began(
 
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
-    from shoal.cluster.hosts import Listening
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
     from shoal.numerics.precision import environment_for
@@ -184,14 +183,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
-    listening = None
-    if given["listen"] is not None:
-        wait_s, heartbeat_s = (
-            given["join_timeout_s"] or JOIN_TIMEOUT_S,
-            given["heartbeat_timeout_s"],
-        )
-        told = {name: given.get(name) for name in PREPARED_BY}
-        listening = Listening(given["listen"], wait_s, heartbeat_s, recipe, settings, told)
+    listening = None if given["listen"] is None else _listening(recipe, settings, given)
     try:
         outcome = launch(
             lambda: prepare_run(recipe, settings, given, run_dir.path),
@@ -208,6 +200,19 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
     facts["unholdable"], facts["saved_step"] = display.unholdable, display.saved_step
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
+
+
+def _listening(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> Any:
+    from shoal.cluster.hosts import Listening
+
+    return Listening(
+        given["listen"],
+        given["join_timeout_s"] or JOIN_TIMEOUT_S,
+        given["heartbeat_timeout_s"],
+        recipe,
+        settings,
+        {name: given.get(name) for name in PREPARED_BY},
+    )
 
 
 def tell_not_loaded(error: Any) -> int:

@@ -1,9 +1,9 @@
 """All hosts of a run, with a nursery on each; to the supervisor they are one.
 
-The first host is the one of `shoal train`; the others come in through a socket that only holders of
-the run's keys can use, and carry out orders (`joining.py`). A host is taken if what it found of the
-run is what the first one found. One that is silent for long, or whose nursery ends, is lost, and the
-run with it, since nobody else can fill its seats.
+The first host is the one of `shoal train`; the others come in through a socket that only holders
+of the run's keys can use, and carry out orders (`joining.py`). A host is taken if what it found of
+the run is what the first one found. One that is silent for long, or whose nursery ends, is lost,
+and the run with it, since nobody else can fill its seats.
 
 Cost: a letter a host and a fifth of a second.
 """
@@ -212,7 +212,7 @@ class Hosts:
         poller = zmq.Poller()
         for ear in [self._router] if self._is_closing else self.ears:
             poller.register(ear, zmq.POLLIN)
-        poller.poll(None if timeout_s is None else 1000 * timeout_s)
+        poller.poll(None if timeout_s is None else int(1000 * timeout_s))
         now = time.monotonic()
         while self._router.poll(0):
             socket, *frames = self._router.recv_multipart()

@@ -44,7 +44,7 @@ def interface_of(address: str) -> str:
         wanted = ipaddress.ip_address(address)
     except ValueError as error:
         raise UsageError(f"{address!r} is not an IP address, such as 10.0.0.1.") from error
-    found = {}
+    found: dict[object, str] = {}
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6):
