@@ -47,7 +47,6 @@ def join_run(
     prepare: Prepare,
     address: str | None,
     tell: Callable[[str], None],
-    answer_s: float = ANSWER_S,
 ) -> Farewell:
     """Prepare as the first host did, join it, and obey until the run is over.
 
@@ -63,7 +62,7 @@ def join_run(
     try:
         tell_of_wait(nursery)
         hello = Hello(name, reach.address, comparable(await_facts(nursery)), log)
-        return _Joined(nursery, invitation.address, reach, told, tell).obey(hello, answer_s)
+        return _Joined(nursery, invitation.address, reach, told, tell).obey(hello)
     finally:
         nursery.close()
 
@@ -83,16 +82,15 @@ class _Joined:
             self._context, address, f"host.{secrets.token_hex(16)}".encode(), reach.keys
         )
         self._post = Post(time.monotonic())
-        self._timeout_s = 0.0
+        self._timeout_s = ANSWER_S
         self._is_welcome = self._is_gone = False
         self._signals: list[int] = []
         self._num_passed = 0
         self._farewell: Farewell | None = None
 
-    def obey(self, hello: Hello, answer_s: float) -> Farewell:
+    def obey(self, hello: Hello) -> Farewell:
         """Until the run is over. Nothing is left running afterwards."""
         handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
-        self._timeout_s = answer_s
         try:
             self._write(hello)
             while self._farewell is None:

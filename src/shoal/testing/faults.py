@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.cli.main import run_here
 from shoal.faults import VARIABLE
 from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
@@ -142,7 +141,9 @@ def start(
         words += ["--set", f"{name}={value}"]
     words += options
     command = pool.start(
-        *((run_in, namespace, words) if namespace else (run_here, words)),
+        run_in,
+        namespace,
+        words,
         environment={VARIABLE: ",".join(faults)},
         output=_beside(run_dir, ".out"),
         errors=_beside(run_dir, ".err"),

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.cli.main import run_here
+from shoal.cluster import joining
 from shoal.testing.ranks import Command, Pool
 
+PATIENCE_S = 3.0  # with which a host waits for the run's first answer
 _NET = 0x40000000  # CLONE_NEWNET
 
 
@@ -68,11 +70,13 @@ def _ip(*words: str) -> None:
 
 
 def run_in(namespace: str, words: list[str]) -> int:
-    """Run a command of Shoal on a host; in the process that calls this, which stays there."""
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NET):
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(descriptor)
+    """Run a command of Shoal on a host, or here; the process that calls this stays there."""
+    if namespace:
+        descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NET):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+    joining.ANSWER_S = PATIENCE_S
     return run_here(words)
 
 
@@ -94,9 +98,10 @@ def join(
     """Start `shoal join`, on a host of its own or here."""
     number = sum(1 for _ in run_dir.parent.glob("join-*.err"))
     errors = run_dir.parent / f"join-{number}.err"
-    words = ["join", str(run_dir)]
     command = pool.start(
-        *((run_in, namespace, words) if namespace else (run_here, words)),
+        run_in,
+        namespace,
+        ["join", str(run_dir)],
         environment=environment,
         output=errors.with_suffix(".out"),
         errors=errors,
