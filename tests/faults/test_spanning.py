@@ -180,6 +180,35 @@ def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
     check_nothing_left(trained.run_dir)
 
 
+@pytest.mark.full
+def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
+    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "1.5"), pause=0.01)
+    spanning.training.wait_for_step(5)
+    pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
+    cable[1].unplug()
+    trained, code, said = spanning.wait()
+    assert (trained.exit_code, code) == (1, 1)
+    assert "host 1 (" in trained.last_words and "was silent for" in trained.last_words
+    assert "The first host was silent for 1.5 s" in said
+    assert not any(map(is_alive, pids))
+    check_nothing_left(trained.run_dir)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_without_the_hosts_of_one_that_was_killed(begin, start) -> None:
+    """What that one left for hosts is removed."""
+    spanning = begin(options=("--heartbeat-timeout", "1.5"), pause=0.01, save_every=5)
+    spanning.training.wait_for_step(20)
+    spanning.training.command.send_signal(signal.SIGKILL)
+    assert spanning.joining.wait()[0] == 1
+    run_dir = spanning.training.run_dir
+    assert (run_dir / KEYS).exists()
+    (run_dir.with_name(run_dir.name + ".out")).rename(run_dir.parent / "first.txt")
+    trained = start(plan="data=2", options=("--resume",)).wait()
+    assert trained.run_dir == run_dir and trained.exit_code == 0, trained.errors
+    check_nothing_left(run_dir)
+
+
 def test_a_first_host_that_is_lost_ends_the_others(begin) -> None:
     spanning = begin(options=("--heartbeat-timeout", "1.5"), pause=0.01)
     spanning.training.wait_for_step(5)

@@ -82,7 +82,6 @@ def gathered(
             f"--listen has no effect under {facts['plan'] or 'data=1'!r}, which has one host. Add "
             "hosts=H to the plan, or leave --listen out."
         )
-    withdraw(run_dir)
     try:
         reach = Reach(listening.address, make_keys(run_dir / KEYS))
         hosts = Hosts(nursery, facts, reach, run_dir, listening.heartbeat_timeout_s)

@@ -42,7 +42,7 @@ def invite(invitation: Invitation, run_dir: Path) -> None:
 
 
 def withdraw(run_dir: Path) -> None:
-    """Remove what was left for hosts, by this run or by one that was killed."""
+    """Remove what was left for hosts."""
     for name in (NAME, KEYS):
         (run_dir / name).unlink(missing_ok=True)
 

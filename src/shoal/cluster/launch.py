@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cluster.hosts import Hosts, Listening, gathered
+from shoal.cluster.invitation import withdraw
 from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
 from shoal.cluster.post import Farewell
 from shoal.comm.reach import LOOPBACK
@@ -49,6 +50,7 @@ def launch(
     nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
     with ExitStack() as held:
         held.callback(nursery.close)
+        withdraw(run_dir)  # what one that was killed left here
         tell_of_wait(nursery)
         facts = await_facts(nursery)
         hosts: Hosts | None = None

@@ -28,7 +28,8 @@ LOOPBACK = Reach()
 
 def told_of(address: str, keys: Path) -> dict[str, str]:
     """What a process of a host is told. Gloo takes its address from that of an interface."""
-    return {_ADDRESS: address, _KEYS: str(keys), "GLOO_SOCKET_IFNAME": interface_of(address)}
+    where = str(keys.absolute())  # a recipe may go elsewhere
+    return {_ADDRESS: address, _KEYS: where, "GLOO_SOCKET_IFNAME": interface_of(address)}
 
 
 def reach_from(told: Mapping[str, str]) -> Reach:

@@ -31,6 +31,10 @@ class Host(NamedTuple):
     address: str
     interface: str
 
+    def unplug(self) -> None:
+        """Cut the cable."""
+        _ip("-n", self.namespace, "link", "set", self.interface, "down")
+
     def num_bytes(self) -> int:
         """What has left this host through the cable."""
         words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
