@@ -5,20 +5,24 @@ loopback, which have all but the cable. Members 0 and 1 and the servers 4 and 6 
 host, 2, 3, 5 and 7 on the second, and the spares 8 and 9 on one each.
 """
 
+import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import zmq
 
 from shoal.cluster.invitation import KEYS, NAME
 from shoal.comm.wire import make_keys
+from shoal.faults import VARIABLE
 from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
 from shoal.testing.hosts import Host, Joining, NoNamespaces, join, two_hosts
-from shoal.testing.leaks import is_alive, wait_until
+from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import Pool
 
 NUM_STEPS = 60
@@ -62,15 +66,18 @@ def begin(pool: Pool, start: Callable[..., Training]) -> Callable[..., Spanning]
     def both(
         *armed: str,
         hosts: tuple[Host, Host] | None = None,
+        plan: str = SPANNING,
         options: tuple[str, ...] = (),
         **settings: object,
     ) -> Spanning:
         address = "127.0.0.1" if hosts is None else hosts[0].address
         spaces = ("", "") if hosts is None else (hosts[0].namespace, hosts[1].namespace)
         options = ("--listen", address, *options)
-        training = start(*armed, plan=SPANNING, options=options, namespace=spaces[0], **settings)
+        training = start(*armed, plan=plan, options=options, namespace=spaces[0], **settings)
         wait_for_invitation(training.run_dir)
-        return Spanning(training, join(pool, training.run_dir, namespace=spaces[1]))
+        environment = {VARIABLE: ",".join(armed)}
+        second = join(pool, training.run_dir, namespace=spaces[1], environment=environment)
+        return Spanning(training, second)
 
     return both
 
@@ -88,8 +95,6 @@ def check_no_secret_told(run_dir: Path, keys: bytes) -> None:
 
 
 def secrets_in(keys: bytes) -> list[bytes]:
-    import msgspec
-
     found = msgspec.json.decode(keys, type=dict[str, str])
     return [value.encode() for name, value in found.items() if "secret" in name]
 
@@ -139,22 +144,26 @@ def test_a_gradient_crosses_the_cable_once_a_host(begin, cable) -> None:
     ],
 )
 def test_a_death_is_repaired_on_its_host(
-    pool: Pool, start, cable, alone: Trained, point: str, member: int
+    begin, cable, alone: Trained, point: str, member: int
 ) -> None:
-    armed = f"{point}:kill:member={member}:step=20"
-    options = ("--listen", cable[0].address)
-    training = start(armed, plan=SPANNING, options=options, namespace=cable[0].namespace)
-    wait_for_invitation(training.run_dir)
-    environment = {"SHOAL_FAULTS": armed}
-    second = join(pool, training.run_dir, namespace=cable[1].namespace, environment=environment)
-    trained = training.wait()
-    assert second.wait()[0] == 0
+    trained, code, said = begin(f"{point}:kill:member={member}:step=20", hosts=cable).wait()
+    assert code == 0, said
     check_same(trained, alone)
     check_ledger(trained, NUM_STEPS)
     assert trained.result["recoveries"] == 1
     hosts = {(event["rank"], event["host"]) for event in trained.events("seat")}
     assert {seat for seat, host in hosts if host == 1} == {*SECOND}
     assert len(hosts) == 8, "a seat changed its host"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("member", [4, 5])
+def test_a_copy_on_another_host_is_taken(begin, cable, alone: Trained, member: int) -> None:
+    armed = f"server.applied:kill:member={member}:step=20"
+    trained, code, said = begin(armed, hosts=cable, plan=f"{SPANNING} copies=2").wait()
+    assert code == 0, said
+    check_same(trained, alone)
+    assert trained.result["recoveries"] == 1
 
 
 def test_a_worker_of_the_second_host_killed_from_outside(begin, alone: Trained) -> None:
@@ -168,7 +177,7 @@ def test_a_worker_of_the_second_host_killed_from_outside(begin, alone: Trained) 
 
 
 def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
-    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "1.5"), pause=0.01)
+    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "2.5"), pause=0.01)
     spanning.training.wait_for_step(5)
     pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
     spanning.joining.command.send_signal(signal.SIGKILL)
@@ -181,15 +190,47 @@ def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
 
 
 @pytest.mark.full
+def test_a_host_that_loses_its_nursery_ends_the_run(begin) -> None:
+    spanning = begin(pause=0.01)
+    spanning.training.wait_for_step(5)
+    command = spanning.joining.command.pid
+    (nursery,) = [pid for pid in descendants(command) if parent_of(pid) == command]
+    os.kill(nursery, signal.SIGKILL)
+    trained, code, said = spanning.wait()
+    assert (trained.exit_code, code) == (1, 1)
+    words = "lost the process that its ranks are forked from, which was killed by SIGKILL"
+    assert "host 1 (" in trained.last_words and words in trained.last_words
+    assert words in said
+    check_nothing_left(trained.run_dir)
+
+
+@pytest.mark.full
+def test_a_host_that_is_interrupted_twice_leaves_and_ends_the_run(begin) -> None:
+    spanning = begin(pause=0.5)
+    spanning.training.wait_for_seats()
+    for _ in range(2):
+        spanning.joining.command.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    trained, code, said = spanning.wait()
+    assert (trained.exit_code, code) == (1, 130), (trained.errors, said)
+    assert "host 1 (" in trained.last_words and "was interrupted by SIGINT" in trained.last_words
+    check_nothing_left(trained.run_dir)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.full
 def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
-    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "1.5"), pause=0.01)
+    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "2.5"), pause=0.01)
     spanning.training.wait_for_step(5)
     pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
     cable[1].unplug()
     trained, code, said = spanning.wait()
     assert (trained.exit_code, code) == (1, 1)
     assert "host 1 (" in trained.last_words and "was silent for" in trained.last_words
-    assert "The first host was silent for 1.5 s" in said
+    assert "The first host was silent for 2.5 s" in said
     assert not any(map(is_alive, pids))
     check_nothing_left(trained.run_dir)
 
@@ -197,7 +238,7 @@ def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
 @pytest.mark.full
 def test_a_run_goes_on_without_the_hosts_of_one_that_was_killed(begin, start) -> None:
     """What that one left for hosts is removed."""
-    spanning = begin(options=("--heartbeat-timeout", "1.5"), pause=0.01, save_every=5)
+    spanning = begin(options=("--heartbeat-timeout", "2.5"), pause=0.01, save_every=5)
     spanning.training.wait_for_step(20)
     spanning.training.command.send_signal(signal.SIGKILL)
     assert spanning.joining.wait()[0] == 1
@@ -210,12 +251,12 @@ def test_a_run_goes_on_without_the_hosts_of_one_that_was_killed(begin, start) ->
 
 
 def test_a_first_host_that_is_lost_ends_the_others(begin) -> None:
-    spanning = begin(options=("--heartbeat-timeout", "1.5"), pause=0.01)
+    spanning = begin(options=("--heartbeat-timeout", "2.5"), pause=0.01)
     spanning.training.wait_for_step(5)
     pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
     spanning.training.command.send_signal(signal.SIGKILL)
     code, said = spanning.joining.wait()
-    assert code == 1 and "The first host was silent for 1.5 s" in said
+    assert code == 1 and "The first host was silent for 2.5 s" in said
     assert wait_until(lambda: not any(map(is_alive, pids)), 5.0)
 
 
@@ -344,8 +385,6 @@ def check_wrong_keys(pool: Pool, run_dir: Path) -> None:
 
 def check_stranger(run_dir: Path) -> None:
     """Who speaks ZeroMQ and has no keys gets no answer."""
-    import msgspec
-
     address = msgspec.json.decode((run_dir / NAME).read_bytes())["address"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import zmq
 from shoal.cluster.hosts import comparable
 from shoal.cluster.invitation import KEYS, Invitation
 from shoal.cluster.launch import await_facts, tell_of_wait
-from shoal.cluster.nursery import Kill, Nursery, Prepare, Spawn
+from shoal.cluster.nursery import Born, Exited, Kill, Nursery, Prepare, Spawn
 from shoal.cluster.post import (
     End,
     Farewell,
@@ -35,6 +36,7 @@ from shoal.cluster.post import (
 )
 from shoal.comm.reach import Reach, address_towards, told_of
 from shoal.comm.wire import Context, connect, load_keys
+from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError
 
 POLL_MS = 50
@@ -115,7 +117,8 @@ class _Joined:
         while self._line.poll(0):
             content = self._post.read(decode_letter(self._line.recv_multipart()[-1]), now)
             if content is not None:
-                self._take_in(decode_to_host(content))
+                with suppress(BrokenPipeError):  # the nursery is gone, and will be told of
+                    self._take_in(decode_to_host(content))
         self._report()
         self._pass_on_stop()
         for letter in self._post.due(now):
@@ -147,10 +150,11 @@ class _Joined:
             return
         try:
             while (report := self._nursery.next_report(0)) is not None:
-                assert not hasattr(report, "facts")
-                self._write(report)  # type: ignore[arg-type]
+                assert isinstance(report, Born | Exited)
+                self._write(report)
         except EOFError:
-            self._say_gone(f"cannot go on: {self._nursery.why_gone()}")
+            how = how_it_ended(self._nursery.close())
+            self._say_gone(f"lost the process that its ranks are forked from, which {how}")
 
     def _pass_on_stop(self) -> None:
         """The first signal asks the members here, and so all, for a clean stop; another one, or
@@ -165,8 +169,9 @@ class _Joined:
             self._farewell = Farewell(128 + number, "this host's part was interrupted")
             return
         self._tell("the run is asked to stop after a step; the same signal again ends at once")
-        for member in self._nursery.pids:
-            self._nursery.kill(member, signal.SIGTERM)
+        with suppress(BrokenPipeError):
+            for member in self._nursery.pids:
+                self._nursery.kill(member, signal.SIGTERM)
 
     def _say_gone(self, how: str) -> None:
         if not self._is_gone:
