@@ -21,7 +21,7 @@ from shoal.cluster.invitation import KEYS, NAME
 from shoal.comm.wire import make_keys
 from shoal.faults import VARIABLE
 from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
-from shoal.testing.hosts import Host, Joining, NoNamespaces, join, two_hosts
+from shoal.testing.hosts import Host, Joining, NoNamespaces, join, overheard, two_hosts
 from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import Pool
 
@@ -87,6 +87,11 @@ def check_nothing_left(run_dir: Path) -> None:
         assert not (run_dir / name).exists(), f"{name} was left"
 
 
+def check_ended(pids: list[int]) -> None:
+    """The kernel ends members with the process that they were forked from, in a moment."""
+    assert wait_until(lambda: not any(map(is_alive, pids)), 5.0)
+
+
 def check_no_secret_told(run_dir: Path, keys: bytes) -> None:
     """Neither in the run's files nor in what was printed."""
     for file in [*run_dir.rglob("*"), *run_dir.parent.glob("*.err"), *run_dir.parent.glob("*.out")]:
@@ -130,6 +135,18 @@ def test_a_gradient_crosses_the_cable_once_a_host(begin, cable) -> None:
     for few, many in zip(*sent, strict=True):
         a_step = (many - few) / 20
         assert 0.9 * size < a_step < 1.4 * size, f"{a_step:,.0f} bytes a step of {size:,}"
+
+
+@pytest.mark.full
+def test_no_parameter_crosses_the_cable_in_the_clear(begin, cable) -> None:
+    with overheard(cable[1]) as heard:
+        trained, code, _ = begin(hosts=cable, recipe="wide", steps=5).wait()
+    assert trained.exit_code == code == 0, trained.errors
+    assert b"generation/0/server/1" in heard, "the store is not encrypted, and was not overheard"
+    model = trained.model()
+    assert len(heard) > 5 * len(model)
+    for start in range(len(model) // 2, len(model) - 64, len(model) // 100):
+        assert model[start : start + 32] not in heard
 
 
 @pytest.mark.parametrize(
@@ -185,7 +202,7 @@ def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
     assert (trained.exit_code, code) == (1, -signal.SIGKILL)
     assert "host 1 (" in trained.last_words and cable[1].address in trained.last_words
     assert "was silent for" in trained.last_words and "--resume" in trained.last_words
-    assert not any(map(is_alive, pids))
+    check_ended(pids)
     check_nothing_left(trained.run_dir)
 
 
@@ -231,7 +248,7 @@ def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
     assert (trained.exit_code, code) == (1, 1)
     assert "host 1 (" in trained.last_words and "was silent for" in trained.last_words
     assert "The first host was silent for 2.5 s" in said
-    assert not any(map(is_alive, pids))
+    check_ended(pids)
     check_nothing_left(trained.run_dir)
 
 
@@ -257,7 +274,7 @@ def test_a_first_host_that_is_lost_ends_the_others(begin) -> None:
     spanning.training.command.send_signal(signal.SIGKILL)
     code, said = spanning.joining.wait()
     assert code == 1 and "The first host was silent for 2.5 s" in said
-    assert wait_until(lambda: not any(map(is_alive, pids)), 5.0)
+    check_ended(pids)
 
 
 @pytest.mark.parametrize("where", ["first", pytest.param("second", marks=pytest.mark.full)])

@@ -6,9 +6,11 @@ the cable is counted by the kernel. Needs `ip` and the right to make namespaces,
 
 import ctypes
 import os
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from shoal.testing.ranks import Command, Pool
 
 PATIENCE_S = 3.0  # with which a host waits for the run's first answer
 _NET = 0x40000000  # CLONE_NEWNET
+_ALL = 0x0003  # ETH_P_ALL
 
 
 class NoNamespaces(Exception):
@@ -73,13 +76,44 @@ def _ip(*words: str) -> None:
         raise NoNamespaces(f"`ip {' '.join(words)}`: {error.stderr.strip()}") from error
 
 
+def _enter(namespace: str) -> None:
+    """This thread, and what it starts."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def overheard(host: Host) -> Iterator[bytearray]:
+    """What crosses the cable while the block runs, as anybody on the way would see it."""
+    heard, is_over = bytearray(), threading.Event()
+
+    def listen() -> None:
+        _enter(host.namespace)
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+            wire.bind((host.interface, 0))
+            wire.settimeout(0.1)
+            while not is_over.is_set():
+                with suppress(TimeoutError):
+                    heard.extend(wire.recv(1 << 17))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def run_in(namespace: str, words: list[str]) -> int:
     """Run a command of Shoal on a host, or here; the process that calls this stays there."""
     if namespace:
-        descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NET):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(descriptor)
+        _enter(namespace)
     joining.ANSWER_S = PATIENCE_S
     return run_here(words)
 
