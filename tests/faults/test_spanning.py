@@ -183,6 +183,7 @@ def test_a_copy_on_another_host_is_taken(begin, cable, alone: Trained, member: i
     assert trained.result["recoveries"] == 1
 
 
+@pytest.mark.full
 def test_a_worker_of_the_second_host_killed_from_outside(begin, alone: Trained) -> None:
     spanning = begin(pause=0.01)
     spanning.training.wait_for_step(5)
