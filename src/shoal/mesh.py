@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
 from shoal.comm.store import client, come_together, form_group, leave_group, listen
+from shoal.comm.wire import Keys
 from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.hooks import StepInfo
 from shoal.logs import log
@@ -42,6 +43,7 @@ class Servers(NamedTuple):
     generation: int
     secret: str  # of the run
     is_lost: Callable[[], bool]  # whether a newer generation was announced
+    keys: Keys | None = None  # if they are on several hosts
 
 
 class Asked(NamedTuple):

@@ -34,6 +34,16 @@ class Size(NamedTuple):
         return f"rank {seat}" if server is None else f"server {server}"
 
 
+def host_of(seat: int, size: Size, num_hosts: int) -> int:
+    """Which host a seat is on: ranks that are neighbours sit together, and servers of the plan are
+    dealt round; the last servers are the hosts' own. Pure."""
+    server = size.server_of(seat)
+    if server is None:
+        return seat // (size.num_ranks // num_hosts)
+    own = server - (size.num_servers - num_hosts)
+    return own if own >= 0 else server % num_hosts
+
+
 def size_of(plan: Plan) -> Size:
     return Size(plan.num_ranks, plan.num_serving)
 

@@ -20,7 +20,7 @@ from shoal.errors import UsageError
 
 OWNER = "owner"
 LEAVING_S = 5.0  # that the processes of a killed run may take to end
-LOGS_BEFORE_A_RUN = ("recipe.log", "reference.log")
+LOGS_BEFORE_A_RUN = ("recipe*.log", "reference.log")
 
 
 class RunDir:
@@ -91,7 +91,8 @@ class RunDir:
     def _discard(self) -> None:
         """Remove what was made here; what others put there stays."""
         for name in LOGS_BEFORE_A_RUN:
-            (self.path / "logs" / name).unlink(missing_ok=True)
+            for log in (self.path / "logs").glob(name):
+                log.unlink(missing_ok=True)
         _remove_empty(self._made)
 
 

@@ -50,6 +50,7 @@ def start(pool: Pool, tmp_path: Path) -> Start:
         recipe: str = "mlp",
         plan: str = PLAN,
         options: tuple[str, ...] = (),
+        namespace: str = "",
         **settings: object,
     ) -> Training:
         run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
@@ -61,6 +62,7 @@ def start(pool: Pool, tmp_path: Path) -> Start:
             settings=settings,
             faults=armed,
             options=options,
+            namespace=namespace,
         )
 
     return begin

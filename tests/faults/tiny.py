@@ -56,6 +56,17 @@ def stateless(pause: float = 0.002) -> shoal.Run:
     )
 
 
+def wide(pause: float = 0.0) -> shoal.Run:
+    """Parameters of a megabyte, so that what is sent of them can be told from the rest."""
+    return run_of(
+        pause,
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+        ),
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2),
+    )
+
+
 def sparse(pause: float = 0.002) -> shoal.Run:
     """An embedding whose gradients are sparse, which one rank alone can train."""
     ids = torch.arange(NUM_SAMPLES)

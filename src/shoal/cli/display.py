@@ -83,6 +83,13 @@ class Display:
                 self.say(f"[bold green]{escape(in_a_sentence(record))}[/]")
             case "not-resized":
                 self.say(f"[bold yellow]the run keeps its size[/]: {escape(record['why'])}")
+            case "hosts-missing":
+                more = plural(record["count"], "more host")
+                join = escape(f"`shoal join {record['run_dir']}`")
+                self.say(f"shoal: waits for {more}: run {join} there")
+            case "host-joined" | "host-left":
+                how = "is there" if record["event"] == "host-joined" else "is gone again"
+                self.say(escape(f"shoal: {record['name']} {how}"))
             case "stopping":
                 self.say("stopping after the step under way; the same signal again ends at once")
             case "warning":

@@ -10,6 +10,7 @@ from shoal.errors import Ended, ShoalError, nearest
 
 _VERBS = {
     "train": "Train a recipe under a plan.",
+    "join": "Take part in a run that spans hosts, from another host.",
     "run": "Run a script of your own on several ranks.",
     "verify": "Prove that a plan trains what one process would.",
     "explain": "Say what a plan does to a model, without starting a rank.",

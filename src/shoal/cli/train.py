@@ -14,6 +14,13 @@ from shoal.cli.output import say
 from shoal.cli.report import report
 from shoal.errors import UsageError
 
+JOIN_TIMEOUT_S = 600.0
+# What a preparation is given of the command line, on this host and on others.
+PREPARED_BY = (
+    *("plan", "ranks", "resume", "checkpoints", "keep", "begin_from", "take", "partial"),
+    *("new_data", "new_data_steps", "replay", "tensorboard"),
+)
+
 
 @click.command(epilog=options.plan_help())
 @click.argument("recipe")
@@ -73,6 +80,19 @@ from shoal.errors import UsageError
     metavar="RULE",
     help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max". '
     "Default: last=2, or what the run had before --resume.",
+)
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    help="Span hosts: with hosts=H in the plan, wait at this IP address of this machine for H - 1 "
+    "others, which come by `shoal join RUN`.",
+)
+@click.option(
+    "--join-timeout",
+    "join_timeout_s",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="With --listen: how long to wait for them. Default: 600.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
@@ -160,35 +180,68 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_spares=given["spares"],
             heartbeat_timeout_s=given["heartbeat_timeout_s"],
             form_timeout_s=given["form_timeout_s"],
+            num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
+    listening = None if given["listen"] is None else _listening(recipe, settings, given)
     try:
         outcome = launch(
-            lambda: _prepare(recipe, settings, given, run_dir.path),
+            lambda: prepare_run(recipe, settings, given, run_dir.path),
             run_dir.path,
             watch=display,
             members=members,
             prepared=prepared,
             can_resize=True,
+            listening=listening,
         )
     except NotLoaded as error:
-        if error.trace:
-            click.echo(error.trace, err=True)
-        say(f"shoal: {error}", is_error=True)
-        return error.exit_code
+        return tell_not_loaded(error)
     display.close()
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
     facts["unholdable"], facts["saved_step"] = display.unholdable, display.saved_step
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 
+def _listening(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> Any:
+    from shoal.cluster.hosts import Listening
+
+    return Listening(
+        given["listen"],
+        given["join_timeout_s"] or JOIN_TIMEOUT_S,
+        given["heartbeat_timeout_s"],
+        recipe,
+        settings,
+        {name: given.get(name) for name in PREPARED_BY},
+    )
+
+
+def tell_not_loaded(error: Any) -> int:
+    """Say why a recipe could not be prepared; the exit code that this means."""
+    if error.trace:
+        click.echo(error.trace, err=True)
+    say(f"shoal: {error}", is_error=True)
+    return int(error.exit_code)
+
+
 def _refuse_contradictions(given: dict[str, Any]) -> None:
     from shoal.checkpoint.retention import Keep
+    from shoal.plan import Plan
 
     if given["keep"] is not None:
         Keep.parse(given["keep"])
     if (given["checkpoints"] or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    if given["join_timeout_s"] is not None and given["listen"] is None:
+        raise UsageError("--join-timeout has no effect without --listen ADDRESS.")
+    if given["listen"] is not None:
+        if given["plan"] is not None and Plan.parse(given["plan"]).hosts == 1:
+            raise UsageError(
+                f"--listen has no effect under {given['plan']!r}, which has one host. Add hosts=H "
+                "to the plan, or leave --listen out."
+            )
+        from shoal.comm.reach import interface_of
+
+        interface_of(given["listen"])
     if given["replay"] is not None and given["new_data"] is None:
         raise UsageError("--replay has no effect without --new-data RUN.")
     if given["new_data"] is not None and given["resume"]:
@@ -201,8 +254,10 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise UsageError("--resume goes on with a run, --from begins a new one. Give one of them.")
 
 
-def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Path) -> Any:
-    """In the process that ranks are forked from."""
+def prepare_run(
+    recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Path, joins: bool = False
+) -> Any:
+    """In the process that ranks are forked from, on each host; all but the first one join."""
     from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
     from shoal.elastic.worker import prepare_training, use_threads
@@ -248,7 +303,8 @@ def _prepare(recipe: str, settings: dict[str, str], given: dict[str, Any], run_d
         begin=look_at,
         tensorboard=given["tensorboard"],
     )
-    keep_statistics(run.data, run_dir)  # once nothing is refused any more
+    if not joins:
+        keep_statistics(run.data, run_dir)  # once nothing is refused any more
     return facts | looked | {"run": fields}, rank_main
 
 

@@ -2,10 +2,15 @@
 
 import select
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.hosts import Hosts, Listening, gathered
+from shoal.cluster.invitation import withdraw
 from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
+from shoal.cluster.post import Farewell
+from shoal.comm.reach import LOOPBACK
 from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
@@ -34,26 +39,36 @@ def launch(
     members: Callable[[Facts], Membership],
     prepared: Callable[[Facts], None] = lambda facts: None,
     can_resize: bool = False,
+    listening: Listening | None = None,
 ) -> Outcome:
     """Prepare in a warm process, fork the ranks from it and supervise them to the end.
 
     `prepared` is told what the preparation found, before any rank starts. With `can_resize` the
-    run hears requests for another size. Call this from a process that has not started a thread.
+    run hears requests for another size; with `listening` it waits for other hosts first. Call this
+    from a process that has not started a thread.
     """
     nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
-    try:
-        _tell_of_wait(nursery)
+    with ExitStack() as held:
+        held.callback(nursery.close)
+        withdraw(run_dir)  # what one that was killed left here
+        tell_of_wait(nursery)
         facts = await_facts(nursery)
+        hosts: Hosts | None = None
+        if listening is not None:
+            hosts = held.enter_context(gathered(nursery, facts, listening, run_dir, watch))
         prepared(facts)
         resizes = None
         if can_resize:
             resizes = open_resizes(run_dir, Plan.parse(facts["plan"]), facts["alone"])
-        return Supervisor(nursery, members(facts), run_dir, watch, resizes).run()
-    finally:
-        nursery.close()
+        reach = LOOPBACK if hosts is None else hosts.reach
+        outcome = Supervisor(hosts or nursery, members(facts), run_dir, watch, resizes, reach).run()
+        if hosts is not None:
+            how = outcome.cause or f"the run ended after step {outcome.step}"
+            hosts.farewell = Farewell(outcome.exit_code, how)
+        return outcome
 
 
-def _tell_of_wait(nursery: Nursery) -> None:
+def tell_of_wait(nursery: Nursery) -> None:
     """While the recipe is prepared, which may load samples: a source may hang, or be slow."""
     waited_s, pause_s = 0.0, FIRST_S
     while not select.select([nursery], [], [], pause_s)[0]:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError
 from shoal.processes import die_with_parent
 
@@ -33,19 +34,21 @@ _SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen t
 
 
 class Birth(msgspec.Struct, frozen=True):
-    """What a child is told: its number, where its output goes, and what else it needs."""
+    """What a child is told: its number, where its output goes, and what else it needs; and on
+    which host of the run it is born."""
 
     number: int
     log: str
     told: dict[str, str]
+    host: int = 0
 
 
-class _Kill(msgspec.Struct, frozen=True, tag="kill"):
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
     number: int
     signal: int
 
 
-class _Spawn(msgspec.Struct, frozen=True, tag="spawn"):
+class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     birth: Birth
 
 
@@ -102,12 +105,17 @@ class Nursery:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def ears(self) -> list[Any]:
+        """What to poll for reports."""
+        return [self]
+
     def spawn(self, birth: Birth) -> None:
-        self._socket.send(msgspec.msgpack.encode(_Spawn(birth)))
+        self._socket.send(msgspec.msgpack.encode(Spawn(birth)))
 
     def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None:
         """Through the nursery, whose child the process is: its number cannot have been reused."""
-        self._socket.send(msgspec.msgpack.encode(_Kill(number, signal_number)))
+        self._socket.send(msgspec.msgpack.encode(Kill(number, signal_number)))
 
     def say_where(self) -> None:
         """Let it write into its log at which line it is; only before its first report."""
@@ -144,6 +152,13 @@ class Nursery:
                 os.kill(self.pid, signal.SIGKILL)  # of no effect on one that has ended
                 self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
+
+    def why_gone(self) -> str:
+        """Why there are no reports any more, once it is gone."""
+        return (
+            f"the process that ranks are forked from is gone: it {how_it_ended(self.close())} (for "
+            "want of memory, perhaps: the system's log says so then). Go on with --resume"
+        )
 
 
 def redirect_output(log: str | Path) -> None:
@@ -235,7 +250,7 @@ class _Bearing:
         self._control = control
         self._child_main = child_main
         self._children: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
-        self._orders = msgspec.msgpack.Decoder(_Spawn | _Kill)
+        self._orders = msgspec.msgpack.Decoder(Spawn | Kill)
 
     def serve(self) -> int:
         while True:
@@ -248,7 +263,7 @@ class _Bearing:
                 if not content:
                     return 0  # the kernel kills the children with us
                 order = self._orders.decode(content)
-                if isinstance(order, _Spawn):
+                if isinstance(order, Spawn):
                     self._bear(order.birth)
                 elif order.number in self._children:
                     os.kill(self._children[order.number][0], order.signal)

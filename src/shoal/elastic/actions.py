@@ -8,9 +8,10 @@ from shoal.plan_size import Size
 
 
 class Spawn(NamedTuple):
-    """Start a member."""
+    """Start a member, on one of the run's hosts."""
 
     member: int
+    host: int = 0
 
 
 class Kill(NamedTuple):
@@ -97,6 +98,7 @@ Action = (
 @dataclass
 class Member:
     last_heard: float
+    host: int = 0
     ready: bool = False
     suspected: str = ""
 

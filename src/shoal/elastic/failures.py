@@ -10,12 +10,13 @@ MOST_FAILURES = 3
 ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
 
 
-def did_not_form(size: Size, missing: list[str], timeout_s: float) -> str:
-    """What to tell of a group whose members did not all come."""
+def did_not_form(size: Size, missing: list[int], timeout_s: float) -> str:
+    """What to tell of a group whose members did not all come, by the seats that are missing."""
+    names = ", ".join(size.name_of(seat) for seat in missing)
     servers = f" and {plural(size.num_servers, 'server')}" if size.num_servers else ""
     return (
         f"the group of {plural(size.num_ranks, 'rank')}{servers} did not form within "
-        f"{timeout_s:g} s: {', '.join(missing)} did not come; --form-timeout gives them longer"
+        f"{timeout_s:g} s: {names} did not come; --form-timeout gives them longer"
     )
 
 

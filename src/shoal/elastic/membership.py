@@ -6,6 +6,7 @@ under random schedules. Its rules:
 
 - only the supervisor numbers generations, and each has all seats filled;
 - a suspect is killed before its seat is given away, so that it cannot act under two generations;
+- a seat stays on its host, which has spares of its own;
 - a group forms only after all members have said that they left the one before;
 - a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
 - where no rank holds a copy of another's state, all are ended and begin from the newest checkpoint;
@@ -23,16 +24,15 @@ from shoal.elastic.actions import (
     GiveUp,
     Kill,
     Meet,
-    Member,
     NotResized,
     Part,
     Resized,
-    Spawn,
     how_it_ended,
 )
 from shoal.elastic.failures import ECHO_S, MOST_FAILURES, Failures, did_not_form
 from shoal.elastic.meeting import Meeting, Seats, deal_seats, num_newcomers
-from shoal.plan_size import Size
+from shoal.elastic.roster import Roster
+from shoal.plan_size import Size, host_of
 
 
 class Membership:
@@ -48,11 +48,13 @@ class Membership:
         form_timeout_s: float = 30.0,
         regroup_after_s: float = 2.0,
         scripts: bool = False,
+        num_hosts: int = 1,
     ):
         """`scripts`: members run a program of their own, which may train several times or never,
-        and are done when they exit. Parameter servers have the last seats."""
+        and are done when they exit. Parameter servers have the last seats. Each host has as many
+        spares."""
         self.sizes = [Size(num_ranks, num_servers)]  # that the run had, the last one now
-        self.num_spares = num_spares
+        self.num_spares, self._num_hosts = num_spares, num_hosts
         self.recovers = True
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.form_timeout_s = form_timeout_s
@@ -61,14 +63,14 @@ class Membership:
         self.generation = -1
         self.step = 0
         self.over = False
-        self.members: dict[int, Member] = {}
+        self._roster = Roster(num_hosts)
+        self.members = self._roster.members
         self.seats: Seats = []
         self._announced: Seats = []  # to the members that form a group, or did
         self.formed: set[int] = set()  # members in the working group
         self._here: set[int] = set()
         self._done: set[int] = set()
         self._replaced: list[tuple[int, str]] = []
-        self._next_member = 0
         self._formed_at = -1  # the step that the group which is forming goes on from
         self._failures = Failures()
         self._spares_lost = 0  # without a step between them
@@ -100,7 +102,7 @@ class Membership:
         return self._wanted is not None or self._resized_at is not None
 
     def begin(self, now: float) -> list[Action]:
-        spawns = [self._spawn(now) for _ in range(self.num_seats)]
+        spawns = [self._roster.spawn(now, self._host_of(seat)) for seat in range(self.num_seats)]
         self.seats = [spawn.member for spawn in spawns]
         return [*spawns]
 
@@ -246,7 +248,7 @@ class Membership:
             late = f"newcomers were not ready within {self.form_timeout_s:g} s"
             actions += self._give_up_resizing(late)
         broken = self._broken_at is not None and now - self._broken_at > self.regroup_after_s
-        if broken and None not in self.seats and not actions and not self._suspects():
+        if broken and None not in self.seats and not actions and not self._roster.suspects():
             what = f"the group broke: {self._why_broken}"
             if self.scripts and not self.recovers:
                 return self._give_up(f"{what}; this plan cannot form it again", 1)
@@ -265,28 +267,18 @@ class Membership:
             self.members[number].suspected = f"was ended, since {why}"
         return [Kill(number) for number in doomed]
 
-    def _spawn(self, now: float) -> Spawn:
-        number = self._next_member
-        self._next_member += 1
-        self.members[number] = Member(last_heard=now)
-        return Spawn(number)
+    def _host_of(self, seat: int) -> int:
+        return host_of(seat, self.size, self._num_hosts)
 
-    def _spares(self) -> list[int]:
-        """Those that can be seated, now or soon."""
-        taken = {*self.seats, *self._leaving}
-        return [n for n, m in self.members.items() if n not in taken and not m.suspected]
-
-    def _ready_spares(self) -> list[int]:
-        return [number for number in self._spares() if self.members[number].ready]
+    @property
+    def _taken(self) -> set[int | None]:
+        return {*self.seats, *self._leaving}
 
     def _stayers(self, seat: int) -> list[int]:
         """Ranks that were to leave a group which has not formed yet, and hold the state still."""
         if self._resized_at is None or seat >= self.size.num_ranks:
             return []
         return [n for n in self._last_ranks if n in self._leaving and not self.members[n].suspected]
-
-    def _suspects(self) -> list[int]:
-        return [n for n, member in self.members.items() if member.suspected]
 
     def _script_ended(self, member: int) -> list[Action]:
         self._left.add(member)
@@ -312,13 +304,14 @@ class Membership:
 
     def _go_on_resizing(self, now: float) -> list[Action]:
         """What is next on the way to another size. A death begins it anew, in the group after."""
-        if self._wants_group or self.over or any(n in self.seats for n in self._suspects()):
+        if self._wants_group or self.over or any(n in self.seats for n in self._roster.suspects()):
             return []
-        meeting, wanted, ready = self._meeting, self._wanted, self._ready_spares()
+        meeting, wanted = self._meeting, self._wanted
+        ready = self._roster.ready_spares(0, self._taken)  # a run on several hosts keeps its size
         if wanted is not None:
             count = num_newcomers(self.size, wanted)
             if len(ready) < count:
-                return [self._spawn(now) for _ in range(count - len(self._spares()))]
+                return self._roster.spawn_spares(now, self._taken, lambda host: count)
             if not meeting.is_asked:
                 meeting.is_asked = True
                 return [Meet(self.generation)]
@@ -340,14 +333,15 @@ class Membership:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
         actions: list[Action] = []
         for seat, member in enumerate(self.seats):
-            if member is None and (ready := self._stayers(seat) or self._ready_spares()):
+            own = self._roster.ready_spares(self._host_of(seat), self._taken)
+            if member is None and (ready := self._stayers(seat) or own):
                 self.seats[seat] = ready[0]
                 self._leaving.discard(ready[0])
-        num_empty = self.seats.count(None)
-        actions += [self._spawn(now) for _ in range(num_empty - len(self._spares()))]
+        empty = [self._host_of(seat) for seat, member in enumerate(self.seats) if member is None]
+        actions += self._roster.spawn_spares(now, self._taken, empty.count)
         if self._wants_group and self._all_seated_ready() and self.seats != self._announced:
             actions += self._announce(now)
-        elif num_empty and self._deadline is None:
+        elif empty and self._deadline is None:
             self._deadline = now + self.form_timeout_s
         return actions
 
@@ -359,7 +353,7 @@ class Membership:
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):
             return []  # first things first
-        return [self._spawn(now) for _ in range(self.num_spares - len(self._spares()))]
+        return self._roster.spawn_spares(now, self._taken, lambda host: self.num_spares)
 
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1
@@ -396,5 +390,5 @@ class Membership:
                 return True
             return self.generation >= 0 and number not in self.formed
 
-        missing = [self.size.name_of(s) for s, n in enumerate(self.seats) if waited_for(n)]
+        missing = [seat for seat, number in enumerate(self.seats) if waited_for(number)]
         return did_not_form(self.size, missing, self.form_timeout_s)

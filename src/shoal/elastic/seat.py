@@ -18,8 +18,10 @@ import zmq
 
 from shoal import logs
 from shoal.comm.collectives import Group
+from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.sockets import open_sockets, shut_down
 from shoal.comm.store import abandon_group, client, form_group, leave_group
+from shoal.comm.wire import Keys, connect
 from shoal.data.readers.records import SourceLost
 from shoal.data.waiting import WAITING
 from shoal.elastic import messages
@@ -67,8 +69,9 @@ class SupervisedSeat:
         *,
         recovers: bool = True,
         patience_s: float = 45.0,
+        reach: Reach = LOOPBACK,
     ):
-        self.recovers = recovers
+        self.recovers, self.reach = recovers, reach
         self.secret = identity.partition(":")[2]  # of the run
         self._is_ready = False
         self.summarise: Callable[[], dict[str, Any]] = dict
@@ -265,17 +268,16 @@ class SupervisedSeat:
 
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
         addresses = _find(store, place, _server_key)
-        return Servers(tuple(addresses), place.generation, self.secret, self._place_is_new)
+        lost, keys = self._place_is_new, self.reach.keys
+        return Servers(tuple(addresses), place.generation, self.secret, lost, keys)
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation
 
     def _converse(self, address: str, identity: str) -> None:
         """The control thread."""
-        line = self._context.socket(zmq.DEALER)
-        line.setsockopt(zmq.IDENTITY, identity.encode())
+        line = connect(self._context, address, identity.encode(), self.reach.keys)
         line.setsockopt(zmq.LINGER, 500)
-        line.connect(address)
         ear = self._context.socket(zmq.PULL)
         ear.connect("inproc://say")
         poller = zmq.Poller()
@@ -357,12 +359,10 @@ def _find(store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str
         raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
 
 
-def report_failure(address: str, identity: str, failed: Failed) -> None:
+def report_failure(address: str, identity: str, failed: Failed, keys: Keys | None = None) -> None:
     """Say that this member's program failed, and wait until the supervisor has heard it."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
-        line.setsockopt(zmq.IDENTITY, identity.encode())
+    with zmq.Context() as context, connect(context, address, identity.encode(), keys) as line:
         line.setsockopt(zmq.LINGER, 500)
-        line.connect(address)
         line.send(messages.encode(failed))
         line.poll(5000)  # any answer will do; the supervisor is ending the run
 

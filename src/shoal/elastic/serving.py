@@ -114,8 +114,9 @@ class Serving:
             take_parts(server, self.number, counts[-2], shelf)
             clear(shelf, self.number, counts[-2], counts[-1])
             faultpoint("server.moved", self.number)
-        peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of)
-        self._desk = Desk(server, peers)
+        reach = self.seat.reach
+        peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of, reach)
+        self._desk = Desk(server, peers, reach)
         return self._desk, server
 
     def _kind(self) -> Callable[..., Server]:
@@ -162,7 +163,7 @@ def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: n
     layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
     num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
     server = HostServer(model, layout, num_seats, num_pieces, seat.secret)
-    desk = Desk(server)
+    desk = Desk(server, reach=seat.reach)
     try:
         while True:
             place, _ = seat.serve(desk.address)

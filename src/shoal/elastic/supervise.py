@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from shoal.cluster.hosts import Hosts
 from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Prepared
-from shoal.comm import store
+from shoal.comm import store, wire
+from shoal.comm.reach import LOOPBACK, Reach
 from shoal.elastic import actions, messages
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
@@ -47,6 +49,7 @@ from shoal.metrics.sinks import JsonLines
 POLL_MS = 100
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 2.0
+MOST_BYTES = 16 << 20  # that a member says at once
 
 
 @dataclass
@@ -72,13 +75,15 @@ class Supervisor:
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: Nursery | Hosts,
         members: Membership,
         run_dir: Path,
         watch: Watch,
         resizes: Resizes | None = None,
+        reach: Reach = LOOPBACK,
     ):
-        """`resizes` are requests for another size, if the run can have one."""
+        """`resizes` are requests for another size, if the run can have one; `reach` is where
+        members find this process."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -86,14 +91,10 @@ class Supervisor:
         self._run_dir = run_dir
         self._events = JsonLines(run_dir / "events.jsonl")
         self._token = secrets.token_hex(16)
-        self._store, self._store_port = store.listen()
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a script's second trainer comes anew
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, 16 << 20)
-        self._address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._host = reach.address
+        self._store, self._store_port = store.listen(self._host)
+        self._context: wire.Context = zmq.Context()
+        self._router, self._address = wire.listen(self._context, *reach, MOST_BYTES)
         self._over = False
         self._has_failed = False  # whether a member of the present group said so
         self._stop_signal = 0
@@ -107,7 +108,8 @@ class Supervisor:
         handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self.nursery.fileno(), zmq.POLLIN)
+        for ear in self.nursery.ears:
+            poller.register(ear, zmq.POLLIN)
         if self._resizes is not None:
             poller.register(self._resizes.control.fileno(), zmq.POLLIN)
         try:
@@ -125,12 +127,7 @@ class Supervisor:
                 self._watch({"event": "tick"})
             self._let_go()
         except (EOFError, BrokenPipeError):
-            how = actions.how_it_ended(self.nursery.close())
-            self._give_up(
-                f"the process that ranks are forked from is gone: it {how} (for want of memory, "
-                "perhaps: the system's log says so then). Go on with --resume",
-                1,
-            )
+            self._give_up(self.nursery.why_gone(), 1)
         finally:
             self._close()
             for number, handler in handlers.items():
@@ -237,7 +234,7 @@ class Supervisor:
         for action in wanted:
             match action:
                 case actions.Spawn():
-                    self._spawn(action.member)
+                    self._spawn(action.member, action.host)
                 case actions.Kill():
                     self.nursery.kill(action.member)
                 case actions.Announce():
@@ -274,11 +271,11 @@ class Supervisor:
                 self._resizes.not_done(action)
                 self._event("not-resized", step=self.members.step, why=action.cause)
 
-    def _spawn(self, member: int) -> None:
+    def _spawn(self, member: int, host: int) -> None:
         told = {
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self._host,
             "MASTER_PORT": str(self._store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "RANK": str(member),
@@ -292,7 +289,7 @@ class Supervisor:
         if self.members.generation >= 0 or member >= self.members.num_seats:
             name = f"spare-{member:03d}"
         self._logs[member] = self._run_dir / "logs" / f"{name}.log"
-        self.nursery.spawn(Birth(member, str(self._logs[member]), told))
+        self.nursery.spawn(Birth(member, str(self._logs[member]), told, host))
 
     def _announce(self, plan: actions.Announce) -> None:
         for seat, member in enumerate(plan.seats):
@@ -301,10 +298,12 @@ class Supervisor:
                 **self._who(seat),
                 pid=self._pids[member],
                 generation=plan.generation,
+                host=self.members.members[member].host,
                 log=self._logs[member].name,
             )
             sizes = tuple(self.members.sizes)
-            self._send(member, TakeSeat(plan.generation, seat, sizes, self._store_port))
+            place = TakeSeat(plan.generation, seat, sizes, self._store_port, self._host)
+            self._send(member, place)
 
     def _formed(self, group: actions.AllFormed) -> None:
         self._has_failed, self.outcome.trace = False, ""

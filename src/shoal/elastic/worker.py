@@ -19,6 +19,8 @@ from shoal import faults, logs
 from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
 from shoal.cluster.nursery import Birth, ChildMain, says_all
+from shoal.comm.reach import reach_from
+from shoal.comm.wire import bytes_of, digest_of
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.serving import Serving, serve_host
@@ -77,6 +79,9 @@ def prepare_training(
         "alone": why_alone(run, plan, model) if can_resize(plan) else "",
     }
 
+    if plan.hosts > 1:  # which must begin alike
+        facts["first_weights"] = _digest(model)
+
     def rank_main(birth: Birth) -> int:
         def train(seat: SupervisedSeat) -> None:
             keeper = None
@@ -99,6 +104,12 @@ def prepare_training(
         return under_seat(birth, can_recover(plan, run.meets_every), work)
 
     return facts, rank_main
+
+
+def _digest(model: nn.Module) -> str:
+    found = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    dense = [t for t in found if t.layout == torch.strided and t.device.type == "cpu"]
+    return f"{digest_of([bytes_of(t.contiguous()) for t in dense]):016x}"
 
 
 def _cuts_in_words(prepared: Prepared, plan: Plan) -> str:
@@ -149,6 +160,7 @@ def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], No
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
         recovers=recovers,
+        reach=reach_from(birth.told),
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
     try:
@@ -168,7 +180,8 @@ def _tell_failure(birth: Birth, step: int, error: Exception) -> int:
     trace = "" if says_all(error) else traceback.format_exc()
     code = error.exit_code if isinstance(error, ShoalError) else 1
     failed = Failed(step, message[-8_000:], trace[-32_000:], code)
-    report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed)
+    keys = reach_from(birth.told).keys
+    report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed, keys)
     with suppress(OSError):  # the disk may be what failed
         traceback.print_exc()
     return code

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.checkpoint.objects import open_store
-from shoal.cli.main import run_here
 from shoal.elastic.control import ask
 from shoal.faults import VARIABLE
 from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
 from shoal.recipe import load_recipe
 from shoal.resume import newest
+from shoal.testing.hosts import run_in
 from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import LIMIT_S, Command, Pool
 
@@ -135,14 +135,18 @@ def start(
     settings: Mapping[str, object] | None = None,
     faults: Sequence[str] = (),
     options: Sequence[str] = (),
+    namespace: str = "",
 ) -> Training:
-    """Start `shoal train`; `faults` are of the form `shoal.faults` reads."""
+    """Start `shoal train`, in a network namespace or here; `faults` are of the form that
+    `shoal.faults` reads."""
     words = ["train", recipe, "--plan", plan, "--run-dir", str(run_dir.resolve()), "--json"]
     for name, value in (settings or {}).items():
         words += ["--set", f"{name}={value}"]
+    words += options
     command = pool.start(
-        run_here,
-        [*words, *options],
+        run_in,
+        namespace,
+        words,
         environment={VARIABLE: ",".join(faults)},
         output=_beside(run_dir, ".out"),
         errors=_beside(run_dir, ".err"),

@@ -29,7 +29,7 @@ from shoal.elastic.actions import (
     how_it_ended,
 )
 from shoal.elastic.membership import Membership
-from shoal.plan_size import Size
+from shoal.plan_size import Size, host_of
 
 NUM_STEPS = 8
 
@@ -63,8 +63,10 @@ class Cluster:
         heartbeat_s: float = 1e6,
         num_servers: int = 0,
         num_steps: int = NUM_STEPS,
+        num_hosts: int = 1,
     ):
-        self.num_steps = num_steps
+        self.num_steps, self.num_hosts = num_steps, num_hosts
+        self.host_of_member: dict[int, int] = {}
         self.draws = random.Random(seed)
         self.now = 0.0
         self.members = Membership(
@@ -72,6 +74,7 @@ class Cluster:
             num_servers=num_servers,
             num_spares=num_spares,
             heartbeat_timeout_s=heartbeat_s,
+            num_hosts=num_hosts,
         )
         self.answers: list[Action] = []  # to requests for another size
         self.parts = False  # whether servers are to write before seats are dealt
@@ -93,10 +96,14 @@ class Cluster:
                 case Spawn():
                     assert action.member not in self.processes
                     self.processes[action.member] = Process(action.member)
+                    self.host_of_member[action.member] = action.host
                 case Kill():
                     self.kill(action.member)
                 case Announce():
                     self.check_announce(action)
+                    for seat, number in enumerate(action.seats):
+                        host = host_of(seat, self.members.size, self.num_hosts)
+                        assert self.host_of_member[number] == host, "a seat moved to another host"
                     for number in action.seats:
                         self.processes[number].inbox.append(("seat", action.generation))
                 case AllHere():
@@ -351,6 +358,27 @@ def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults
     assert cluster.members.tick(cluster.now + 100) == []
 
 
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_hosts=st.integers(1, 3),
+    num_ranks_each=st.integers(1, 2),
+    num_spares=st.integers(0, 2),
+    num_faults=st.integers(0, 6),
+)
+def test_random_schedules_on_several_hosts(
+    seed: int, num_hosts: int, num_ranks_each: int, num_spares: int, num_faults: int
+) -> None:
+    """Whatever dies, each seat stays on its host."""
+    ranks, servers = num_hosts * num_ranks_each, num_hosts + 1
+    cluster = Cluster(ranks, num_spares, seed, 1.0, servers, num_hosts=num_hosts)
+    for _ in range(400):
+        if cluster.ending is None:
+            num_faults = cluster.random_event(num_faults)
+    cluster.run_to_the_end()
+    assert isinstance(cluster.ending, AllDone | GiveUp)
+
+
 @settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -422,9 +450,9 @@ def test_without_a_fault_nobody_is_replaced(seed: int, num_seats: int) -> None:
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), victim=st.integers(0, 2))
-def test_one_kill_is_always_repaired(seed: int, victim: int) -> None:
-    cluster = Cluster(3, 1, seed)
+@given(seed=st.integers(0, 2**32 - 1), victim=st.integers(0, 2), num_hosts=st.sampled_from([1, 3]))
+def test_one_kill_is_always_repaired(seed: int, victim: int, num_hosts: int) -> None:
+    cluster = Cluster(3, 1, seed, num_hosts=num_hosts)
     at = cluster.draws.randrange(200)
     for moment in range(300):
         if moment == at and cluster.ending is None:
@@ -470,6 +498,21 @@ def test_a_spare_takes_the_seat_and_another_is_started() -> None:
     done, spawn = form(members, 1.5)
     assert done == AllFormed(1, 0, 0, ((1, "was killed by SIGKILL"),), 1.0)
     assert spawn == Spawn(4)
+
+
+def test_a_spare_of_the_same_host_takes_the_seat() -> None:
+    """Seats 0 and 1 and the server 4 are on one host, 2, 3 and 5 on the other."""
+    members = Membership(4, num_servers=2, num_hosts=2)
+    assert [action.host for action in members.begin(0.0)] == [0, 0, 1, 1, 0, 1]  # type: ignore[union-attr]
+    for number in range(6):
+        members.ready(number, 0.0)
+    _, *spawns = form(members, 0.0)
+    assert spawns == [Spawn(6, 0), Spawn(7, 1)]
+    members.ready(6, 0.5)
+    assert members.exited(3, -9, 1.0) == []  # its host's spare is on its way
+    assert members.ready(7, 1.1) == [Announce(1, (0, 1, 2, 7, 4, 5))]
+    _, *spawns = form(members, 1.5)
+    assert spawns == [Spawn(8, 1)]
 
 
 @pytest.mark.parametrize("status", [0, 1, 7])
@@ -597,7 +640,7 @@ def test_a_spare_that_comes_late_is_not_counted_as_a_failure() -> None:
 def test_a_spare_that_comes_while_a_group_forms_does_not_disturb_it() -> None:
     members = formed(num_spares=1)
     assert members.exited(1, -9, 1.0) == [Announce(1, (0, 3, 2))]
-    late = members._spawn(1.1).member
+    late = members._roster.spawn(1.1, 0).member
     assert members.ready(late, 1.2) == []
     assert form(members, 1.3)[0].generation == 1
 

@@ -58,7 +58,9 @@ class Line:
         self.servers, self.num_bytes, self.num_received = servers, 0, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{seat}.{servers.generation}.{os.urandom(8).hex()}".encode()
-        self._sockets = [connect(self._context, a, identity, None) for a in servers.addresses]
+        self._sockets = [
+            connect(self._context, address, identity, servers.keys) for address in servers.addresses
+        ]
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)

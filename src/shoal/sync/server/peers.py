@@ -14,6 +14,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.wire import BadFrame, connect, listen, pack, unpack
 from shoal.faults import faultpoint
 from shoal.sync.server.clock import Clock
@@ -39,7 +40,12 @@ _FROM_KEEPER: msgspec.msgpack.Decoder[Have] = msgspec.msgpack.Decoder(Have)
 
 
 def copied(
-    server: Server, number: int, num_servers: int, copies: int, shard_of: Callable[[int], Shard]
+    server: Server,
+    number: int,
+    num_servers: int,
+    copies: int,
+    shard_of: Callable[[int], Shard],
+    reach: Reach = LOOPBACK,
 ) -> "Peers | None":
     """Let a server write to its keepers, and keep what others write; None with one copy of all."""
     if copies == 1:
@@ -54,7 +60,7 @@ def copied(
     for owner in kept_by(number, num_servers, copies):
         copy = Copied(shard_of(owner), Clock(server.num_pieces, server.bound))
         kept[owner] = Keeper(copy.redo, copy.snapshot)
-    peers = Peers(leader, kept, server)
+    peers = Peers(leader, kept, server, reach)
     server.journal = peers
     return peers
 
@@ -81,7 +87,7 @@ class Peers:
         leader: Leader[Answer],
         kept: Mapping[int, Keeper],
         server: Server,
-        host: str = "127.0.0.1",
+        reach: Reach = LOOPBACK,
     ):
         self.leader, self._kept, self._secret = leader, kept, server.secret
         tables = 32 * server.held.tables.num_bytes  # another's part may be larger
@@ -90,7 +96,8 @@ class Peers:
             server.layout.most_bytes(range(len(server.layout.keys))) + tables,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door, self.address = listen(self._context, host, None, self._most_bytes)
+        self._keys = reach.keys
+        self._door, self.address = listen(self._context, *reach, self._most_bytes)
         self._lines: dict[int, zmq.Socket[bytes]] = {}
         self._asked = 0.0
 
@@ -101,7 +108,7 @@ class Peers:
             keeper.begin(generation)
         for number in self.leader.keepers:
             identity = f"{self.leader.server}.{generation}.{os.urandom(8).hex()}".encode()
-            self._lines[number] = connect(self._context, addresses[number], identity, None)
+            self._lines[number] = connect(self._context, addresses[number], identity, self._keys)
         self._asked = time.monotonic()
         self._send(self.leader.begin(generation))
 

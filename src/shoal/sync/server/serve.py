@@ -7,6 +7,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.wire import BadFrame, listen, pack, unpack
 from shoal.faults import faultpoint
 from shoal.sync.server.messages import Answer, Refused, WorkerMessage
@@ -24,11 +25,11 @@ class Desk:
     With `peers`, answers wait until others hold copies of what they may tell of.
     """
 
-    def __init__(self, server: Reception, peers: Peers | None = None, host: str = "127.0.0.1"):
+    def __init__(self, server: Reception, peers: Peers | None = None, reach: Reach = LOOPBACK):
         self.server, self.peers = server, peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._most_bytes = server.most_bytes + SLACK_BYTES
-        self._socket, self.address = listen(self._context, host, None, self._most_bytes)
+        self._socket, self.address = listen(self._context, *reach, self._most_bytes)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 

@@ -1,0 +1,73 @@
+"""Where a process listens for others of its run, and the keys that both sides show.
+
+A run on one host uses loopback without keys. One that spans hosts has an address on each, which its
+processes are told in their environment together with the path of the keys, never the keys.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from shoal.comm.wire import Keys, load_keys
+from shoal.errors import UsageError
+
+_ADDRESS, _KEYS = "SHOAL_ADDRESS", "SHOAL_KEYS"
+
+
+class Reach(NamedTuple):
+    address: str = "127.0.0.1"
+    keys: Keys | None = None
+
+
+LOOPBACK = Reach()
+
+
+def told_of(address: str, keys: Path) -> dict[str, str]:
+    """What a process of a host is told. Gloo takes its address from that of an interface."""
+    where = str(keys.absolute())  # a recipe may go elsewhere
+    return {_ADDRESS: address, _KEYS: where, "GLOO_SOCKET_IFNAME": interface_of(address)}
+
+
+def reach_from(told: Mapping[str, str]) -> Reach:
+    """What `told_of` meant; loopback if nothing was told."""
+    if _KEYS not in told:
+        return LOOPBACK
+    return Reach(told[_ADDRESS], load_keys(Path(told[_KEYS])))
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has an address; UsageError if none has."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError as error:
+        raise UsageError(f"{address!r} is not an IP address, such as 10.0.0.1.") from error
+    found: dict[object, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                found[ipaddress.ip_address(entry.address.partition("%")[0])] = name
+    if wanted not in found:
+        known = ", ".join(sorted(map(str, found)))
+        raise UsageError(
+            f"{address} is not an address of this machine. Give one at which the other hosts reach "
+            f"it; it has {known}."
+        )
+    return found[wanted]
+
+
+def address_towards(address: str, port: int) -> str:
+    """The address of this machine from which it would reach another; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, port))
+        except OSError as error:
+            raise UsageError(
+                f"This machine has no way to {address}, where the run listens: {error.strerror}. "
+                "Start the run with --listen and an address that all hosts reach."
+            ) from error
+        return str(asking.getsockname()[0])

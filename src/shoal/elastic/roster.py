@@ -1,0 +1,36 @@
+"""The members of a run, numbered as they are spawned, each on one of its hosts. Pure."""
+
+from collections.abc import Callable, Set
+
+from shoal.elastic.actions import Action, Member, Spawn
+
+
+class Roster:
+    """Who is `taken` has a seat, or leaves one; the others are spares."""
+
+    def __init__(self, num_hosts: int):
+        self.members: dict[int, Member] = {}
+        self._num_hosts, self._next = num_hosts, 0
+
+    def spawn(self, now: float, host: int) -> Spawn:
+        number, self._next = self._next, self._next + 1
+        self.members[number] = Member(now, host)
+        return Spawn(number, host)
+
+    def spawn_spares(
+        self, now: float, taken: Set[int | None], wanted: Callable[[int], int]
+    ) -> list[Action]:
+        """Until each host has as many as are wanted there."""
+        few = [(h, wanted(h) - len(self.spares(h, taken))) for h in range(self._num_hosts)]
+        return [self.spawn(now, host) for host, count in few for _ in range(count)]
+
+    def spares(self, host: int, taken: Set[int | None]) -> list[int]:
+        """Those of a host that can be seated, now or soon."""
+        own = [number for number, member in self.members.items() if member.host == host]
+        return [n for n in own if n not in taken and not self.members[n].suspected]
+
+    def ready_spares(self, host: int, taken: Set[int | None]) -> list[int]:
+        return [number for number in self.spares(host, taken) if self.members[number].ready]
+
+    def suspects(self) -> list[int]:
+        return [number for number, member in self.members.items() if member.suspected]

@@ -1,0 +1,148 @@
+"""Two hosts on one machine, for tests: network namespaces with a cable (veth) between them.
+
+Each has its own loopback, addresses and ports; files and process numbers are shared. What crosses
+the cable is counted by the kernel. Needs `ip` and the right to make namespaces, which is root's.
+"""
+
+import ctypes
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.cli.main import run_here
+from shoal.cluster import joining
+from shoal.testing.ranks import Command, Pool
+
+PATIENCE_S = 3.0  # with which a host waits for the run's first answer
+_NET = 0x40000000  # CLONE_NEWNET
+_ALL = 0x0003  # ETH_P_ALL
+
+
+class NoNamespaces(Exception):
+    """Why this machine or this user cannot have them."""
+
+
+class Host(NamedTuple):
+    namespace: str
+    address: str
+    interface: str
+
+    def unplug(self) -> None:
+        """Cut the cable."""
+        _ip("-n", self.namespace, "link", "set", self.interface, "down")
+
+    def num_bytes(self) -> int:
+        """What has left this host through the cable."""
+        words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
+        (told,) = msgspec.json.decode(subprocess.run(words, capture_output=True, check=True).stdout)
+        return int(told["stats64"]["tx"]["bytes"])
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Raises NoNamespaces where they cannot be made."""
+    mark = os.urandom(3).hex()
+    hosts = [Host(f"shoal-{mark}-{i}", f"10.77.0.{i + 1}", f"sh{mark}{i}") for i in (0, 1)]
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+        ends = [host.interface for host in hosts]
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for host in hosts:
+            _ip("link", "set", host.interface, "netns", host.namespace)
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in ("lo", host.interface):
+                _ip("-n", host.namespace, "link", "set", interface, "up")
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:  # and with them the cable
+            if Path("/run/netns", host.namespace).exists():
+                _ip("netns", "delete", host.namespace)
+
+
+def _ip(*words: str) -> None:
+    try:
+        subprocess.run(["ip", *words], capture_output=True, check=True, text=True)
+    except FileNotFoundError:
+        raise NoNamespaces("there is no `ip` command here") from None
+    except subprocess.CalledProcessError as error:
+        raise NoNamespaces(f"`ip {' '.join(words)}`: {error.stderr.strip()}") from error
+
+
+def _enter(namespace: str) -> None:
+    """This thread, and what it starts."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def overheard(host: Host) -> Iterator[bytearray]:
+    """What crosses the cable while the block runs, as anybody on the way would see it."""
+    heard, is_over = bytearray(), threading.Event()
+
+    def listen() -> None:
+        _enter(host.namespace)
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+            wire.bind((host.interface, 0))
+            wire.settimeout(0.1)
+            while not is_over.is_set():
+                with suppress(TimeoutError):
+                    heard.extend(wire.recv(1 << 17))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def run_in(namespace: str, words: list[str]) -> int:
+    """Run a command of Shoal on a host, or here; the process that calls this stays there."""
+    if namespace:
+        _enter(namespace)
+    joining.ANSWER_S = PATIENCE_S
+    return run_here(words)
+
+
+class Joining(NamedTuple):
+    """`shoal join` under way."""
+
+    command: Command
+    errors: Path
+
+    def wait(self, timeout_s: float = 30.0) -> tuple[int, str]:
+        """Its exit code, and what it said."""
+        code = self.command.wait(timeout_s)
+        return code, self.errors.read_text(errors="replace")
+
+
+def join(
+    pool: Pool, run_dir: Path, *, namespace: str = "", environment: Mapping[str, str] | None = None
+) -> Joining:
+    """Start `shoal join`, on a host of its own or here."""
+    number = sum(1 for _ in run_dir.parent.glob("join-*.err"))
+    errors = run_dir.parent / f"join-{number}.err"
+    command = pool.start(
+        run_in,
+        namespace,
+        ["join", str(run_dir)],
+        environment=environment,
+        output=errors.with_suffix(".out"),
+        errors=errors,
+        directory=run_dir.parent,
+    )
+    return Joining(command, errors)

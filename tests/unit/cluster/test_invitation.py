@@ -1,0 +1,76 @@
+"""What lies in a run directory for hosts, and what is wrong with it."""
+
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.cluster.invitation import KEYS, NAME, Invitation, invite, read_invitation, withdraw
+from shoal.comm.wire import make_keys
+from shoal.errors import UsageError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    made = tmp_path / "runs" / "a-1"
+    made.mkdir(parents=True)
+    return made
+
+
+def invitation_of(where: Path, **changes: object) -> Invitation:
+    found = Invitation("tcp://10.0.0.1:81", str(where.parent), "a-1", "a.py:b", {}, {"plan": ""})
+    return msgspec.structs.replace(found, **changes)
+
+
+def test_it_is_read_as_it_was_written_by_its_user_alone(run_dir: Path) -> None:
+    written = invitation_of(run_dir)
+    invite(written, run_dir)
+    assert read_invitation(run_dir) == written and written.host == ("10.0.0.1", 81)
+    assert stat.S_IMODE((run_dir / NAME).stat().st_mode) == 0o600
+    make_keys(run_dir / KEYS)
+    withdraw(run_dir)
+    assert list(run_dir.iterdir()) == []
+    withdraw(run_dir)
+
+
+def test_an_address_of_the_sixth_version(run_dir: Path) -> None:
+    assert invitation_of(run_dir, address="tcp://[fd00::1]:81").host == ("fd00::1", 81)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (None, "holds no run that waits for hosts"),
+        ('{"plan": "data=2"}', "is on one host, under 'data=2'"),
+        ('{"plan": ""}', "is on one host, under 'data=1'"),
+        ('{"plan": "data=2 sync=server hosts=2"}', "it has ended, or was started without --listen"),
+        ("{", "holds no run"),
+    ],
+)
+def test_why_there_is_none(run_dir: Path, run: str | None, words: str) -> None:
+    if run is not None:
+        (run_dir / "run.json").write_text(run)
+    with pytest.raises(UsageError, match=words):
+        read_invitation(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shoal": "0.0.0"}, "was started by Shoal 0.0.0, and this host has"),
+        ({"directory": "/nowhere"}, "is not the same directory on this host"),
+        ({"run_dir": ".."}, "is not the same directory on this host"),
+    ],
+)
+def test_one_that_cannot_be_followed(run_dir: Path, changes: dict[str, str], words: str) -> None:
+    invite(invitation_of(run_dir, **changes), run_dir)
+    with pytest.raises(UsageError, match=words):
+        read_invitation(run_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"shoal": 3}'])
+def test_one_that_is_damaged(run_dir: Path, content: bytes) -> None:
+    (run_dir / NAME).write_bytes(content)
+    with pytest.raises(UsageError):
+        read_invitation(run_dir)
