@@ -389,7 +389,9 @@ def test_any_message_is_answered_or_refused(bound: int | None, sent) -> None:
         for answer in answers:
             if isinstance(answer.message, Refused):
                 assert answer.to == name and answer.message.why
-                assert len(answers) == 1 and all_of(server) == before
+                # Pushes that come together are refused one by one, and the others kept.
+                if not isinstance(message, Pushes):
+                    assert len(answers) == 1 and all_of(server) == before
             elif answer.to != name:
                 assert isinstance(answer.message, Summed | Values)
         # A push may be the last that a step waits for.
