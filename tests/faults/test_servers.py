@@ -150,6 +150,20 @@ def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> 
     assert steps == list(range(1, NUM_STEPS + 1))
 
 
+def test_the_secret_of_a_run_is_in_none_of_its_files(start, tmp_path) -> None:
+    known = tmp_path / "known"
+    armed = ["server.applied:kill:member=4:step=5", "server.push:kill:member=3:step=8"]
+    training = start(*armed, recipe="telling", plan=LOCKSTEP, pause=0.02, file=str(known))
+    training.wait_for_step(15)
+    secret = known.read_text().partition(":")[2].encode()
+    folder = training.run_dir / "servers"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = [path for path in training.run_dir.rglob("*") if path.is_file()]
+    assert len(secret) == 32 and any(path.parent.parent == folder for path in files)
+    assert not [path for path in files if secret in path.read_bytes()]
+    assert training.wait().exit_code == 0
+
+
 def test_a_death_in_the_first_step_is_repaired(start, undisturbed) -> None:
     """Servers are a step ahead of all workers, who hold the first weights."""
     trained = start("server.applied:kill:member=4:step=0", plan=LOCKSTEP).wait()

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def slow_loss(output: Tensor, target: Tensor, pause: float) -> Tensor:
 
 def mlp(pause: float = 0.002) -> shoal.Run:
     return run_of(pause)
+
+
+def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
+    """Each rank writes down what its process knows: its number, and the secret of the run."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        Path(file).write_text(os.environ["SHOAL_MEMBER"])
+        return slow_loss(output, target, pause)
+
+    return run_of(pause, loss=loss)
 
 
 def stateless(pause: float = 0.002) -> shoal.Run:
