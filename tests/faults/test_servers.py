@@ -164,6 +164,16 @@ def test_the_secret_of_a_run_is_in_none_of_its_files(start, tmp_path) -> None:
     assert training.wait().exit_code == 0
 
 
+def test_what_a_successor_does_again_may_take_longer_than_a_group_has_to_form(start) -> None:
+    """Twenty steps of 0.4 s, where nobody may be missing for 5 s."""
+    options = ("--form-timeout", "5")
+    armed = "server.applied:kill:member=4:step=20"
+    trained = start(armed, recipe="dawdling", plan=LOCKSTEP, options=options).wait()
+    assert trained.exit_code == 0, trained.errors
+    check_recovered(trained, {4: "killed by SIGKILL"})
+    check_survivors(trained, [4])
+
+
 def test_a_death_in_the_first_step_is_repaired(start, undisturbed) -> None:
     """Servers are a step ahead of all workers, who hold the first weights."""
     trained = start("server.applied:kill:member=4:step=0", plan=LOCKSTEP).wait()

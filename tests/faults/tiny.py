@@ -58,6 +58,18 @@ def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
     return run_of(pause, loss=loss)
 
 
+def dawdling(pause: float = 0.002, spare: int = 5) -> shoal.Run:
+    """A spare that becomes a server takes long over every step, and so over those of another."""
+
+    class Dawdling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if os.environ.get("SHOAL_MEMBER", "").startswith(f"{spare}:"):
+                time.sleep(0.4)
+            super().step(closure)
+
+    return run_of(pause, optimizer=lambda named: Dawdling(named, lr=0.1), steps=22)
+
+
 def stateless(pause: float = 0.002) -> shoal.Run:
     """Without buffers and without state of the optimizer: a step made again has the same bits."""
     return run_of(

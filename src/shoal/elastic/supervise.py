@@ -278,6 +278,7 @@ class Supervisor:
         told = {
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
+            "SHOAL_FORM_TIMEOUT_S": str(self.members.form_timeout_s),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
