@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.wire import BadFrame, bytes_of
 from shoal.errors import RecipeError
+from shoal.sync.server.guests import guest_of
 from shoal.sync.server.lookups import Lookups, empty_tables
-from shoal.sync.server.messages import Lent, Welcome
+from shoal.sync.server.memory import Memory
+from shoal.sync.server.messages import Hello, Lent, Welcome
+from shoal.sync.server.shard import layout_of
 from shoal.sync.server.sharing import Borrowed, Lender, share
 from shoal.sync.server.tables import Tables
 
@@ -179,6 +182,16 @@ def test_rows_that_are_not_there_are_refused_by_name(
 
 
 # ---- in memory that a host shares
+
+
+def test_a_worker_whose_model_is_nothing_but_tables_is_of_its_servers_host() -> None:
+    optimizer = torch.optim.SGD(model().parameters())
+    layout = layout_of(model(), optimizer, 1)
+    memory = Memory(layout, 1, model())
+    hello = Hello(
+        generation=0, request=1, secret="", layout="", seat=0, num_rows=1, rows=memory.place
+    )
+    assert guest_of(hello, layout, 1, 1, True).rows is not None
 
 
 @pytest.mark.parametrize("padding", [None, 3])
