@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal import handover
 from shoal.balancing import balance_of, rebalance
-from shoal.blame import no_weight, not_finite, weights_are_finite
+from shoal.blame import judged, no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
 from shoal.errors import GroupLost
@@ -181,7 +181,7 @@ class Trainer:
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
-        agreed = self.strategy.exchange(tally, self.run.clip is not None)
+        agreed = judged(self.strategy.exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)

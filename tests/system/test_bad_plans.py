@@ -199,6 +199,11 @@ def test_it_is_refused_before_a_rank_starts(
 
 
 AT_FIRST_STEP = {
+    "the middle of sums": Bad(
+        f"{RECIPES}:weighs",
+        "data=3 sync=server combine=median",
+        "combine=median does not go with a loss that returns (sum, weight)",
+    ),
     "a parameter written": Bad(f"{RECIPES}:writes", "data=2", "writes to its parameter 2.scale"),
     "a gathered parameter written": Bad(
         f"{RECIPES}:writes", "data=2 zero=3", "writes to its parameter 2.scale"

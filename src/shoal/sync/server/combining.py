@@ -19,6 +19,28 @@ import torch
 from torch import Tensor
 
 
+def combine_losses(
+    rule: str, sums: Sequence[float], weights: Sequence[float], shares: Sequence[range]
+) -> float:
+    """The loss of a step whose gradients are combined so, from its pieces' sums and weights.
+
+    Each replica has a share of the pieces, and what is not a number is dropped first, as above.
+    """
+    own = [(sum(sums[i] for i in part), sum(weights[i] for i in part)) for part in shares]
+    means = [total / weight for total, weight in own if weight]
+    means.sort(key=lambda mean: (math.isnan(mean), mean))
+    num_dropped = _num_dropped(rule, len(means))
+    kept = means[num_dropped : len(means) - num_dropped]
+    return sum(kept) / len(kept)
+
+
+def _num_dropped(rule: str, count: int) -> int:
+    """Of so many replicas, at either end."""
+    name, _, share = rule.partition(":")
+    num_dropped = (count - 1) // 2  # all but the middle one or two
+    return num_dropped if name == "median" else min(num_dropped, math.ceil(Fraction(share) * count))
+
+
 def combine(rule: str, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """One gradient from those of replicas: `rows` are sums of so much weight each.
 
@@ -27,7 +49,6 @@ def combine(rule: str, rows: Sequence[Tensor], weights: Sequence[float]) -> Tens
     A row without weight is left out; if none has any, the result is zero. The mean adds the rows
     in the order given; under the other rules their order does not matter.
     """
-    name, _, share = rule.partition(":")
     if not rows or not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(
             f"Rows of weights {list(weights)} cannot be combined. Give at least one row, and "
@@ -36,15 +57,13 @@ def combine(rule: str, rows: Sequence[Tensor], weights: Sequence[float]) -> Tens
     used = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight]
     if not used:
         return torch.zeros_like(rows[0])
-    if name == "mean":
+    if rule == "mean":
         total = used[0][0].clone()
         for row, _ in used[1:]:
             total.add_(row)
         return total.div_(sum(weights))
     means = torch.stack([row / weight for row, weight in used])
-    num_dropped = (len(used) - 1) // 2  # at either end: all but the middle one or two
-    if name == "trimmed":
-        num_dropped = min(num_dropped, math.ceil(Fraction(share) * len(used)))
+    num_dropped = _num_dropped(rule, len(used))
     # What is not a number sorts as the largest, and so is dropped first.
     kept = means.sort(dim=0).values[num_dropped : len(used) - num_dropped]
     # In double precision, where the sum of two large numbers is not infinite.

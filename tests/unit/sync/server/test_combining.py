@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.sync.server.combining import combine
+from shoal.sync.server.combining import combine, combine_losses
 
 VALUES = st.floats(-1e6, 1e6, width=32)
 SHARES = st.sampled_from([0.05, 0.1, 0.2, 0.25, 0.3, 0.45])
@@ -103,3 +103,16 @@ def test_the_type_stays(rule: str, dtype: torch.dtype) -> None:
 def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="finite and not negative"):
         combine("mean", [torch.ones(1)] * len(weights), weights)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("median", 2.5), ("trimmed:0.2", 2.5), ("trimmed:0.4", 2.5)]
+)
+def test_losses_are_combined_as_gradients_are(rule: str, expected: float) -> None:
+    """Four replicas: the means of their pieces are 1, 2, 3, and nothing."""
+    sums, weights = [2.0, 2.0, 12.0, math.nan, 4.0], [2.0, 2.0, 4.0, 4.0, 2.0]
+    shares = [range(2), range(2, 3), range(3, 4), range(4, 5)]
+    assert combine_losses(rule, sums, weights, shares) == expected
+    gradients = [torch.tensor([sum(sums[i] for i in own)]) for own in shares]
+    weight = [sum(weights[i] for i in own) for own in shares]
+    assert combine(rule, gradients, weight).item() == expected
