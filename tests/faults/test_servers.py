@@ -150,6 +150,17 @@ def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> 
     assert steps == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.parametrize("plan", [LOCKSTEP, "data=4 sync=server hosts=2"], ids=["one", "host"])
+def test_a_server_that_is_told_to_end_lets_all_stop_and_save(start, plan: str) -> None:
+    """The last one: in a plan with hosts it is a host's own."""
+    training = start(pause=0.02, plan=plan)
+    training.wait_for_step(5)
+    training.signal_rank(4 if plan == LOCKSTEP else 6, signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 75, trained.errors
+    assert 5 <= trained.result["checkpoint"] == trained.result["steps"] < NUM_STEPS
+
+
 def test_the_secret_of_a_run_is_in_none_of_its_files(start, tmp_path) -> None:
     known = tmp_path / "known"
     armed = ["server.applied:kill:member=4:step=5", "server.push:kill:member=3:step=8"]

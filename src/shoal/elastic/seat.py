@@ -314,12 +314,17 @@ class SupervisedSeat:
                 self._free_the_trainer()
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
-                    line.send(messages.encode(Beat(self.step, self.progress())))
+                    beat = Beat(self.step, self.progress(), self._serves_no_more())
+                    line.send(messages.encode(beat))
                     for aside in self._asides():
                         line.send(messages.encode(aside))
         finally:
             line.close()
             ear.close()
+
+    def _serves_no_more(self) -> bool:
+        """Whether a server was told to end. A rank tells the others itself, as it steps."""
+        return self._stop and self._place is not None and self._place.server is not None
 
     def _asides(self) -> Iterator[Note | Failed]:
         """What a person should hear of, although the trainer's thread has no time to say it."""

@@ -201,6 +201,9 @@ class Supervisor:
                 self._event("lost", **self._who(self._seat_of(member)), why=message.why)
                 self.members.lost(member, message.generation, now, message.why)
             case Beat():
+                if message.stops and not self._stop_signal:
+                    self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
+                    self._event("stopping", signal="SIGTERM", **self._who(self._seat_of(member)))
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
             case Note():
