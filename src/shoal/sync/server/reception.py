@@ -279,7 +279,7 @@ class Reception(ABC):
         faultpoint("server.push", batch)
         if is_table:
             if push.lent is not None:
-                payload = guest.lent.frames(push.lent, 4 * self.most_bytes)
+                payload = guest.lent.frames(push.lent, self.most_bytes)
             found = self.held.tables.rows_of(push.key, payload)
         else:
             found = guest.rows_of(push, self.held.values[push.key], payload)

@@ -255,6 +255,17 @@ def test_what_was_lent_first_is_there_when_more_room_was_needed() -> None:
     assert bytes(frame_) == bytes(bytes_of(torch.ones(3)))
 
 
+def test_only_what_is_read_is_bounded() -> None:
+    """One memory holds what is lent to all servers, and more."""
+    lender = Lender()
+    lent = [lender.lend([torch.full((10_000,), float(server))]) for server in range(8)][-1]
+    assert lent is not None and lent.place.num_bytes > 4 * 40_000
+    (frame_,) = Borrowed().frames(lent, 40_000)
+    assert bytes(frame_) == bytes(bytes_of(torch.full((10_000,), 7.0)))
+    with pytest.raises(ValueError, match="can be meant"):
+        Borrowed().frames(lent, 39_999)
+
+
 def test_memory_that_fits_one_step_fits_the_next() -> None:
     lender, names = Lender(), []
     for _ in range(6):
@@ -268,7 +279,7 @@ def test_memory_that_fits_one_step_fits_the_next() -> None:
 def test_what_does_not_stand_in_the_memory_is_refused(span: tuple[int, int]) -> None:
     segment = Segment.create(4096)
     with pytest.raises(ValueError, match="do not stand"):
-        Borrowed().frames(Lent(segment.place, [span]), 4096)
+        Borrowed().frames(Lent(segment.place, [span]), 1 << 40)
 
 
 def test_memory_that_is_gone_is_refused() -> None:
