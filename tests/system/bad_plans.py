@@ -173,6 +173,15 @@ def sparse() -> shoal.Run:
     return stepped(looks_up(sparse=True), torch.optim.SGD, lr=0.1)
 
 
+def sparse_in_a_block() -> shoal.Run:
+    inner = sparse().model
+
+    def model() -> nn.Module:
+        return nn.Sequential(inner(), nn.Linear(WIDTH, WIDTH))
+
+    return stepped(run_of(model), torch.optim.SGD, lr=0.1)
+
+
 def sparse_by_adam() -> shoal.Run:
     return stepped(sparse(), torch.optim.AdamW)
 

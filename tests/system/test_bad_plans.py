@@ -150,6 +150,11 @@ BAD = {
     "a table and a median": Bad(
         f"{RECIPES}:sparse", "data=4 sync=server combine=median", "there is no middle of one"
     ),
+    "a table that is looked up again": Bad(
+        f"{RECIPES}:sparse_in_a_block",
+        "data=2 sync=server staleness=any recompute=blocks",
+        "recompute=blocks does not go with staleness=any and the table 0.table.weight",
+    ),
     "a table and rounded gradients": Bad(
         f"{RECIPES}:sparse",
         "data=2 sync=server codec=fp16",
