@@ -69,7 +69,7 @@ class Clock:
         """Whether none of these pieces is applied yet; ValueError if only some are.
 
         Some are when they were dealt again to others. Nothing of such a push can be used, since it
-        is one sum: whoever sent it takes what is `missing` and pushes that.
+        is one sum: whoever sent it pushes what is missing.
         """
         wanted, applied = self._bits(batch, pieces), self._of(batch)
         if wanted & applied not in (0, wanted):
@@ -95,10 +95,6 @@ class Clock:
 
     def may_begin(self, batch: int) -> bool:
         return self.bound is None or batch - self.committed <= self.bound
-
-    def missing(self, batch: int) -> list[range]:
-        """The pieces of a batch that are not applied yet: to be dealt again if nobody has them."""
-        return list(_runs(self._all & ~self._of(batch)))
 
     def next_of(self, pieces_of: Callable[[int], range]) -> int:
         """Where a newcomer in a seat begins, whose pieces of a batch are `pieces_of(batch)`.

@@ -1,13 +1,13 @@
 """How the gradients of several replicas become one.
 
-The mean is what training in one process would give. The other two rules are for replicas that
-nobody vouches for: each element's largest and smallest values are dropped (trimmed mean), or all
-but the middle (median), so a few replicas with wrong values, however wrong, cannot pull the result
-out of the range of the others. Both see each replica's own mean, whatever its number of samples,
-and so are not the gradient of the whole batch: use them where trust is the problem. They protect
-from three replicas on.
+Their mean (`rows.py` adds up for it) is what training in one process would give. The rules here are
+for replicas that nobody vouches for: each element's largest and smallest values are dropped
+(trimmed mean), or all but the middle (median), so a few replicas with wrong values, however wrong,
+cannot pull the result out of the range of the others. Both see each replica's own mean, whatever
+its number of samples, and so are not the gradient of the whole batch: use them where trust is the
+problem. They protect from three replicas on.
 
-Cost: the mean adds rows in place; the others sort a stack of all rows, element by element.
+Cost: a stack of all rows is sorted, element by element.
 Yin et al. 2018, arXiv 1803.01498. Pure.
 """
 
@@ -42,29 +42,13 @@ def _num_dropped(rule: str, count: int) -> int:
 
 
 def combine(rule: str, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """One gradient from those of replicas: `rows` are sums of so much weight each.
+    """One gradient from those of replicas: `rows` are sums of so much weight each, in any order.
 
-    The rule is `mean`, `median` or, with the share of each end that is dropped, `trimmed:0.2`.
-
-    A row without weight is left out; if none has any, the result is zero. The mean adds the rows
-    in the order given; under the other rules their order does not matter.
+    The rule is `median` or, with the share of each end that is dropped, `trimmed:0.2`.
     """
-    if not rows or not all(0 <= weight < math.inf for weight in weights):
-        raise ValueError(
-            f"Rows of weights {list(weights)} cannot be combined. Give at least one row, and "
-            "weights that are finite and not negative."
-        )
-    used = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight]
-    if not used:
-        return torch.zeros_like(rows[0])
-    if rule == "mean":
-        total = used[0][0].clone()
-        for row, _ in used[1:]:
-            total.add_(row)
-        return total.div_(sum(weights))
-    means = torch.stack([row / weight for row, weight in used])
-    num_dropped = _num_dropped(rule, len(used))
+    means = torch.stack([row / weight for row, weight in zip(rows, weights, strict=True)])
+    num_dropped = _num_dropped(rule, len(means))
     # What is not a number sorts as the largest, and so is dropped first.
-    kept = means.sort(dim=0).values[num_dropped : len(used) - num_dropped]
+    kept = means.sort(dim=0).values[num_dropped : len(means) - num_dropped]
     # In double precision, where the sum of two large numbers is not infinite.
     return kept.double().mean(dim=0).to(means.dtype)
