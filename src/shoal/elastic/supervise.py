@@ -218,7 +218,7 @@ class Supervisor:
                 self._act(self.members.done(member, message.generation))
             case Met():
                 if self._resizes is not None:
-                    self._resizes.parted(message.num_bytes)
+                    self._resizes.parted(message.generation, message.num_bytes)
                 self._act(self.members.met(member, message.generation, now, message.problem))
             case Failed():
                 self._recipe_failed(member, message)
