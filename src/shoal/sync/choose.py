@@ -25,6 +25,7 @@ def strategy_for(
     exact, round_size = plan.sums == "exact", plan.num_microbatches
     timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
     rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    rates = plan.rate_factors if plan.rates != "even" else ()  # even for any number of replicas
     if plan.sync == "server" and rule is not None:
         windows = Windows(
             plan.num_replicas,
@@ -32,7 +33,7 @@ def strategy_for(
             rule,
             timetable,
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors,
+            rates=rates,
             closes_early=plan.deadline_s is not None,
             meets_after=meets_after,
         )
@@ -45,7 +46,7 @@ def strategy_for(
             codec=plan.codec,
             hosts=plan.hosts,
             damps=plan.damping == "inverse",
-            rates=plan.rate_factors if plan.rates != "even" else (),
+            rates=rates,
             meets_after=meets_after,
         )
     if plan.local_steps > 1:
