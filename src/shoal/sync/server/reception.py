@@ -117,7 +117,7 @@ class Reception(ABC):
         """Step on some pieces, all of which are here and none is applied."""
 
     @abstractmethod
-    def _look(self, sum_: Sum, pieces: range) -> Told:
+    def _look_at_sums(self, sum_: Sum, pieces: range) -> Told:
         """What is to be said of the sums of some pieces, all of which are here."""
 
     @abstractmethod
@@ -392,7 +392,7 @@ class Reception(ABC):
         pieces = self._pieces(self.guests[sender], sum_)
         if not self._rows.are_whole(sum_.batch, pieces, sum_.attempt):
             return None
-        self._told[sum_.first] = self._look(sum_, pieces)
+        self._told[sum_.first] = self._look_at_sums(sum_, pieces)
         return _summed(sender, sum_, self._told[sum_.first])
 
 
