@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.batches import Batches
+from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.numerics.reserved import Reserved, touched_rows
 from shoal.plan import Plan
+from shoal.sync.server.combining import combine_losses
 from shoal.sync.strategy import Agreed
 
 _NAMED = 20
@@ -56,6 +58,24 @@ def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) ->
         f"Step {step + 1} is not finite: {what}. It saw the samples {named}. Look at those "
         "samples, lower the learning rate, or clip the gradient (clip=1.0)."
     )
+
+
+def judged(agreed: Agreed, plan: Plan) -> Agreed:
+    """What all know of a step, its loss judged by the plan's rule for gradients.
+
+    Then a replica whose loss is not finite stops nobody, just as its gradient does not.
+    """
+    if plan.combine == "mean":
+        return agreed
+    if not agreed.is_mean:
+        raise PlanError(
+            f"combine={plan.combine} does not go with a loss that returns (sum, weight): replicas' "
+            "means are compared, and servers know gradients only as sums. Return the mean, or "
+            "leave combine out."
+        )
+    dealt, weight = shares(plan.num_pieces, plan.num_replicas), sum(agreed.weights)
+    loss = combine_losses(plan.combine, agreed.sums, agreed.weights, dealt)
+    return agreed._replace(sums=[loss * weight], weights=[weight])
 
 
 def no_weight(step: int) -> RecipeError:

@@ -220,7 +220,13 @@ def _refuse_hosts(plan: "Plan") -> None:
     if plan.data is not None and plan.data % plan.hosts:
         raise PlanError(
             f"data={plan.data} cannot be spread evenly over hosts={plan.hosts}. "
-            f"Use data={plan.hosts} or a multiple of it."
+            f"Use data={2 * plan.hosts}, or another multiple of {plan.hosts} above that."
+        )
+    if plan.data == plan.hosts:
+        raise PlanError(
+            f"hosts={plan.hosts} has no effect with data={plan.data}. A host's server adds up the "
+            f"gradients of several ranks. Use data={2 * plan.hosts}, or another multiple of "
+            f"{plan.hosts} above that, or leave hosts out."
         )
     if plan.data is None or plan.pieces is None:
         return
@@ -321,7 +327,7 @@ def refuse_unbuilt_codec(plan: "Plan") -> None:
     asked = "gradients packed on every step" if rounds else "a codec"
     way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
     if plan.sync == "server":
-        way_out = f"use {' or '.join(HALVES)}, or leave sync=server out and {way_out}"
+        way_out = f"use {' or '.join(HALVES)}, or {way_out}"
     raise PlanError(
         f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
         f"not at all. Leave codec out, or {way_out}."

@@ -88,6 +88,8 @@ def resized(plan: Plan, text: str) -> Plan:
         why = "what a rank holds, no other rank does"
         if plan.fragments > 1:
             why = "its replicas agree on each fragment at another time, and never on all at once"
+        elif plan.hosts > 1:
+            why = "its hosts add up the gradients of the ranks that they began with"
         raise UsageError(
             f"A run under {str(plan)!r} cannot be resized: {why}. "
             "Stop it (Ctrl-C) and go on with --resume and another --plan."

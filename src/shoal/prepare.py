@@ -18,6 +18,7 @@ from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
+from shoal.parallel.recompute import blocks_to_recompute
 from shoal.parallel.striping import Looked, tables_of
 from shoal.plan import Plan
 from shoal.plan_size import Size, of_size
@@ -152,6 +153,7 @@ def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
     for name, module in tables.items():
         if plan.sync == "server":
             _refuse_on_servers(plan, model, name, module)
+            _refuse_second_lookups(plan, model, name, module)
         if why := unfit_for_rows(optimizer, module.weight):
             raise PlanError(
                 f"{name} is a table, an embedding with sparse gradients, and {why}. Use SGD "
@@ -187,6 +189,20 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Looked) 
                 f"{key}={getattr(plan, key)} does not go with the table {name} yet: its rows go to "
                 f"the servers on every batch, and as they are. Leave {key} out, or make the "
                 "embedding with sparse=False."
+            )
+
+
+def _refuse_second_lookups(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
+    """A block that is run again in backward looks rows up again, and must find the same ones."""
+    if plan.recompute == "none" or plan.bound == 0:
+        return
+    for block in blocks_to_recompute(model):
+        if block is not module and module in block.modules():
+            raise PlanError(
+                f"recompute={plan.recompute} does not go with staleness={plan.staleness} and "
+                f"the table {name}, which is inside a block: backward would look its rows up again "
+                "after others have changed them. Leave one of the two out, or look the rows up "
+                "outside of the blocks."
             )
 
 

@@ -24,7 +24,7 @@ from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_o
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plan import Plan
-from shoal.reference_outer import Outer, Rounded, Values, average, combined, tree_sum
+from shoal.reference_outer import Outer, Rounded, Values, average, combined, total_loss, tree_sum
 from shoal.run import Run, call_model, make_batches, objective
 
 
@@ -86,7 +86,7 @@ class Replica:
             if not self.told:  # quarantine left out all samples: nothing changes
                 self.buffers.restore()
                 return math.nan, 1.0
-            loss, weight = sum(t[0] for t in self.told), sum(t[1] for t in self.told)
+            loss, weight = total_loss(self.told, self.shares, self.rule)
             if not weight:
                 raise no_weight(batch.step)
             scale = self.unit / (weight * self.loss_scale.value)

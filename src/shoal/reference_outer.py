@@ -79,10 +79,7 @@ def combined(
     mean, of these in each element the median, or the mean of what a trimmed one keeps."""
     sums = [sum_of(share) for share in shares]
     num_pieces, results = sum(map(len, shares)), tree_sum(sums.__getitem__, range(len(sums)))
-    name, _, share = rule.partition(":")
-    num_dropped = (len(shares) - 1) // 2
-    if name == "trimmed":
-        num_dropped = min(num_dropped, math.ceil(Fraction(share) * len(shares)))
+    num_dropped = _dropped(rule, len(shares))
     for i in range(num_gradients):
         if (total := results[i]) is None:
             continue
@@ -91,6 +88,27 @@ def combined(
         kept = torch.stack(means).sort(dim=0).values[num_dropped : len(shares) - num_dropped]
         results[i] = kept.double().mean(0).to(total.dtype) * num_pieces
     return results
+
+
+def total_loss(
+    told: Sequence[tuple[float, float]], shares: Sequence[range], rule: str
+) -> tuple[float, float]:
+    """Sum and weight of the loss from those of pieces; under a rule, its mean is of the replicas'
+    means that the rule keeps, of which one that is not a number counts as the largest."""
+    weight = sum(t[1] for t in told)
+    if rule == "mean" or not weight:
+        return sum(t[0] for t in told), weight
+    means = [sum(told[i][0] for i in s) / sum(told[i][1] for i in s) for s in shares]
+    numbers, dropped = sorted(m for m in means if m == m), _dropped(rule, len(means))
+    kept = [*numbers, *(m for m in means if m != m)][dropped : len(means) - dropped]
+    return sum(kept) / len(kept) * weight, weight
+
+
+def _dropped(rule: str, count: int) -> int:
+    """How many of the replicas a rule leaves out at each end."""
+    name, _, share = rule.partition(":")
+    most = (count - 1) // 2
+    return min(most, math.ceil(Fraction(share) * count)) if name == "trimmed" else most
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:

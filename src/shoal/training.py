@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal import handover
 from shoal.balancing import balance_of, rebalance
-from shoal.blame import no_weight, not_finite, weights_are_finite
+from shoal.blame import judged, no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
 from shoal.errors import GroupLost
@@ -168,8 +168,7 @@ class Trainer:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
         faultpoint("step.begin", self.step)
         started, sent_before = perf_counter(), self.mesh.bytes_sent
-        batch = self.batches.at(self.step)
-        tally = Tally(asked=self.seat.asked())
+        batch, tally = self.batches.at(self.step), Tally(asked=self.seat.asked())
         data_s, rounds = 0.0, self.compute.rounds
         for number, indices in enumerate(rounds):
             asked = perf_counter()
@@ -181,7 +180,8 @@ class Trainer:
         faultpoint("step.computed", self.step)
         computed = perf_counter()
         tally.busy_s = computed - started
-        asked_in, agreed = self.mesh, self.strategy.exchange(tally, self.run.clip is not None)
+        asked_in, exchange = self.mesh, self.strategy.exchange
+        agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)

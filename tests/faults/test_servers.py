@@ -150,6 +150,41 @@ def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> 
     assert steps == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.parametrize("plan", [LOCKSTEP, "data=4 sync=server hosts=2"], ids=["one", "host"])
+def test_a_server_that_is_told_to_end_lets_all_stop_and_save(start, plan: str) -> None:
+    """The last one: in a plan with hosts it is a host's own."""
+    training = start(pause=0.02, plan=plan)
+    training.wait_for_step(5)
+    training.signal_rank(4 if plan == LOCKSTEP else 6, signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 75, trained.errors
+    assert 5 <= trained.result["checkpoint"] == trained.result["steps"] < NUM_STEPS
+
+
+def test_the_secret_of_a_run_is_in_none_of_its_files(start, tmp_path) -> None:
+    known = tmp_path / "known"
+    armed = ["server.applied:kill:member=4:step=5", "server.push:kill:member=3:step=8"]
+    training = start(*armed, recipe="telling", plan=LOCKSTEP, pause=0.02, file=str(known))
+    training.wait_for_step(15)
+    secret = known.read_text().partition(":")[2].encode()
+    folder = training.run_dir / "servers"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = [path for path in training.run_dir.rglob("*") if path.is_file()]
+    assert len(secret) == 32 and any(path.parent.parent == folder for path in files)
+    assert not [path for path in files if secret in path.read_bytes()]
+    assert training.wait().exit_code == 0
+
+
+def test_what_a_successor_does_again_may_take_longer_than_a_group_has_to_form(start) -> None:
+    """Twenty steps of 0.4 s, where nobody may be missing for 5 s."""
+    options = ("--form-timeout", "5")
+    armed = "server.applied:kill:member=4:step=20"
+    trained = start(armed, recipe="dawdling", plan=LOCKSTEP, options=options).wait()
+    assert trained.exit_code == 0, trained.errors
+    check_recovered(trained, {4: "killed by SIGKILL"})
+    check_survivors(trained, [4])
+
+
 def test_a_death_in_the_first_step_is_repaired(start, undisturbed) -> None:
     """Servers are a step ahead of all workers, who hold the first weights."""
     trained = start("server.applied:kill:member=4:step=0", plan=LOCKSTEP).wait()

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,28 @@ def slow_loss(output: Tensor, target: Tensor, pause: float) -> Tensor:
 
 def mlp(pause: float = 0.002) -> shoal.Run:
     return run_of(pause)
+
+
+def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
+    """Each rank writes down what its process knows: its number, and the secret of the run."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        Path(file).write_text(os.environ["SHOAL_MEMBER"])
+        return slow_loss(output, target, pause)
+
+    return run_of(pause, loss=loss)
+
+
+def dawdling(pause: float = 0.002, spare: int = 5) -> shoal.Run:
+    """A spare that becomes a server takes long over every step, and so over those of another."""
+
+    class Dawdling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if os.environ.get("SHOAL_MEMBER", "").startswith(f"{spare}:"):
+                time.sleep(0.4)
+            super().step(closure)
+
+    return run_of(pause, optimizer=lambda named: Dawdling(named, lr=0.1), steps=22)
 
 
 def stateless(pause: float = 0.002) -> shoal.Run:

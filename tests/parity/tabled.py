@@ -43,6 +43,18 @@ class Seldom(Reads):
         return answer
 
 
+class Factors(nn.Module):
+    """Nothing but tables: who likes what, as a product of two rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(USERS, WIDTH, sparse=True)
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        return (self.users(users[:, 0]) * self.words(words[:, 0])).sum(1, keepdim=True)
+
+
 def samples() -> Any:
     draws = torch.Generator().manual_seed(7)
     users = torch.randint(USERS, (NUM_SAMPLES, 4), generator=draws)
@@ -80,6 +92,10 @@ def run_of(model: Callable[[], nn.Module] = Reads, **changes: Any) -> shoal.Run:
 
 def sgd() -> shoal.Run:
     return run_of(clip=0.5, schedule=shoal.schedules.cosine(warmup=2))
+
+
+def factors() -> shoal.Run:
+    return run_of(Factors, optimizer=lambda named: shoal.RowwiseAdagrad(named, lr=0.1))
 
 
 def seldom() -> shoal.Run:

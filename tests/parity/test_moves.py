@@ -39,7 +39,7 @@ PLANS = [
     "data=2 sync=server servers=2",
 ]
 SERVED = PLANS[-1]
-HOSTED = "data=2 sync=server servers=2 hosts=2"
+HOSTED = "data=4 sync=server servers=2 hosts=2"
 STALE = f"{SERVED} staleness=1"  # has no one result: only its state is compared
 LOCAL = "data=2 local_steps=3"  # is not what one process trains: only its state is compared
 # At step 5, in the middle of a window, a fragment is under way.

@@ -20,10 +20,12 @@ IN_LOCKSTEP = {  # each with the recipe that meets it in the quick suite
     "data=2 sync=server recompute=blocks": "weighted",
     "data=3 sync=server servers=2 combine=median": "noisy",
     "data=4 sync=server combine=trimmed:0.2": "tied",
+    "data=3 sync=server combine=median": "poisoned",
+    "data=4 sync=server servers=2 combine=trimmed:0.3": "poisoned",
     "data=2 sync=server servers=2 copies=2": "tied",
     "data=4 sync=server servers=2 hosts=2": "groups",
-    "data=3 sync=server hosts=3 accumulate=2": "weighted",
-    "data=2 sync=server servers=3 hosts=2 precision=fp16": "loud",
+    "data=6 sync=server hosts=3 accumulate=2": "weighted",
+    "data=4 sync=server servers=3 hosts=2 precision=fp16": "loud",
     "data=3 sync=server servers=2 pieces=4 codec=fp16": "noisy",
 }
 APART = {

@@ -13,6 +13,7 @@ QUICK = {
     "lazy": "data=2 sync=server servers=2",
     "often": "data=2 sync=server servers=2",
     "bags": "data=2 sync=server servers=2",
+    "factors": "data=2 sync=server servers=2",  # no layers
 }
 FULL = [
     ("adam", "data=2 sync=server servers=2"),

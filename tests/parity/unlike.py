@@ -234,6 +234,14 @@ def weighted() -> shoal.Run:
     return run_of(layers, loss=weighted_loss)
 
 
+def poisoned() -> shoal.Run:
+    """One sample whose loss and gradient are not numbers, once in every epoch."""
+    inputs, targets = features()
+    targets[NUM_SAMPLES // 2] = float("nan")
+    data = shoal.data.in_order(shoal.data.tensors(inputs, targets))
+    return run_of(layers, data=data)
+
+
 def padded(pair: bool = False) -> shoal.Run:
     """Epochs of 52 samples in batches of 12, the last one short, so that a piece may be empty."""
     loss = weighted_loss if pair else F.mse_loss

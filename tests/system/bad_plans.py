@@ -34,6 +34,16 @@ def plain(end: str = "drop", batch_size: int = 16) -> shoal.Run:
     return run_of(lambda: nn.Sequential(*layers(4)), end=end, batch_size=batch_size)
 
 
+def weighs() -> shoal.Run:
+    """Its loss is a sum, and what it weighs."""
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (output - target).square().sum(), output.numel()
+
+    run = run_of(lambda: nn.Sequential(*layers(4)), batch_size=12)
+    return dataclasses.replace(run, loss=loss)
+
+
 class Wavers(nn.Module):
     """Takes another path for other data, at its top level."""
 
@@ -161,6 +171,15 @@ def shrinks() -> shoal.Run:
 
 def sparse() -> shoal.Run:
     return stepped(looks_up(sparse=True), torch.optim.SGD, lr=0.1)
+
+
+def sparse_in_a_block() -> shoal.Run:
+    inner = sparse().model
+
+    def model() -> nn.Module:
+        return nn.Sequential(inner(), nn.Linear(WIDTH, WIDTH))
+
+    return stepped(run_of(model), torch.optim.SGD, lr=0.1)
 
 
 def sparse_by_adam() -> shoal.Run:

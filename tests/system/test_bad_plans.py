@@ -150,6 +150,11 @@ BAD = {
     "a table and a median": Bad(
         f"{RECIPES}:sparse", "data=4 sync=server combine=median", "there is no middle of one"
     ),
+    "a table that is looked up again": Bad(
+        f"{RECIPES}:sparse_in_a_block",
+        "data=2 sync=server staleness=any recompute=blocks",
+        "recompute=blocks does not go with staleness=any and the table 0.table.weight",
+    ),
     "a table and rounded gradients": Bad(
         f"{RECIPES}:sparse",
         "data=2 sync=server codec=fp16",
@@ -199,6 +204,11 @@ def test_it_is_refused_before_a_rank_starts(
 
 
 AT_FIRST_STEP = {
+    "the middle of sums": Bad(
+        f"{RECIPES}:weighs",
+        "data=3 sync=server combine=median",
+        "combine=median does not go with a loss that returns (sum, weight)",
+    ),
     "a parameter written": Bad(f"{RECIPES}:writes", "data=2", "writes to its parameter 2.scale"),
     "a gathered parameter written": Bad(
         f"{RECIPES}:writes", "data=2 zero=3", "writes to its parameter 2.scale"

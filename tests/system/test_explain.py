@@ -179,7 +179,7 @@ def test_ranks_send_in_a_window_what_was_said(pool: Pool, recipe: str, plan: str
 # A bound lets workers say nothing to each other; with three pieces one of two has two rows to push.
 # Of local steps, two and then one are a window, so three steps push twice.
 SERVED = [
-    ("cnn", "data=2 sync=server hosts=2 pieces=4", 3),
+    ("cnn", "data=4 sync=server hosts=2 pieces=8", 3),
     ("cnn", "data=2 sync=server servers=2", 3),
     ("gpt", "data=2 sync=server servers=3 pieces=4 staleness=2 codec=bf16", 3),
     pytest.param("gpt", "data=3 sync=server pieces=4", 3, marks=pytest.mark.full),

@@ -222,7 +222,8 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("data=4 sync=server hosts=2 combine=median", "Leave combine or hosts out."),
         ("data=4 sync=server hosts=2 local_steps=2", "Leave local_steps or hosts out."),
         ("data=4 sync=server hosts=2 codec=fp16", "Leave codec or hosts out."),
-        ("data=4 sync=server hosts=3", "Use data=3 or a multiple of it."),
+        ("data=4 sync=server hosts=3", "Use data=6, or another multiple of 3"),
+        ("data=2 sync=server hosts=2", "hosts=2 has no effect with data=2"),
         ("data=6 sync=server hosts=2 pieces=6", "Use pieces=8"),
         ("sync=server tensor=2", "Leave one of them out."),
         ("sync=server pipeline=2", "a worker of a server is one rank"),
@@ -447,7 +448,7 @@ def test_a_technique_that_is_not_built_is_refused(text: str) -> None:
     [
         ("codec=int8 data=2", "Leave codec out, or add local_steps=2 or more."),
         ("codec=topk:0.01 local_steps=4", "or use fp16, bf16, int8, int4 with local_steps."),
-        ("codec=int8 sync=server", "Leave codec out, or use fp16 or bf16, or leave sync=server"),
+        ("codec=int8 sync=server", "out, or use fp16 or bf16, or add local_steps=2 or more."),
     ],
 )
 def test_a_codec_that_is_not_built_has_a_way_out(text: str, way_out: str) -> None:
@@ -494,12 +495,12 @@ def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("sync=server hosts=2", "what a rank holds, no other rank does"),
+        ("sync=server hosts=2", "the ranks that they began with"),
         ("local_steps=2 outer=nesterov fragments=2", "each fragment at another time"),
     ],
 )
 def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str, why: str) -> None:
-    plan = Plan.parse(f"data=2 pieces=4 {words}")
+    plan = Plan.parse(f"data=4 pieces=4 {words}")
     with pytest.raises(UsageError, match=f"cannot be resized: .*{why}"):
         resized(plan, "data=1")
 

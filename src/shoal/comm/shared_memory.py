@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from shoal.errors import ShoalError
-from shoal.metrics.meters import memory_limit_bytes
+from shoal.metrics.meters import memory_left_bytes
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MOST_PID = 1 << 22  # the kernel's own limit
@@ -132,7 +132,8 @@ def _close(fd: int) -> None:
 
 def _check_free(num_bytes: int) -> None:
     """Beforehand, since the kernel does not refuse: it ends processes, of anyone, to make room."""
-    free = min(psutil.virtual_memory().available, memory_limit_bytes() or sys.maxsize)
+    left = memory_left_bytes()  # to this container
+    free = min(psutil.virtual_memory().available, sys.maxsize if left is None else left)
     if num_bytes > free:
         raise NotShared(
             f"{num_bytes / 1e6:,.1f} MB of memory are to be shared, and {free / 1e6:,.1f} MB are "

@@ -3,7 +3,9 @@
 A message is one small frame, the head, and a frame for each tensor, which is sent from where it
 lies. The head holds the record as MessagePack, the frames' lengths and one XXH3-64 over all of
 it, so a frame that was damaged, cut or mixed up on the way is refused before anything is made of
-it. What comes in is bounded before memory is taken for it, and nothing is unpickled.
+it, and nothing is unpickled. Each frame is bounded before memory is taken for it. A message is only
+when all its frames are in memory, since ZeroMQ hands over whole messages: whoever gets in may take
+as much for a while as it can send.
 
 Without keys only loopback is used. With keys (CURVE) every byte is encrypted, and only processes
 that hold the run's key get in, at several times the cost a byte. The checksum finds accidents;
@@ -256,8 +258,9 @@ def load_keys(path: Path) -> Keys:
 def listen(context: Context, host: str, keys: Keys | None, most_bytes: int) -> tuple[Socket, str]:
     """A ROUTER on a free port of `host`, and the address that others connect to.
 
-    `most_bytes` bounds each frame of a payload, before memory is taken for it. End the context
-    with `destroy` or `term`: the thread that checks keys ends with it.
+    `most_bytes` bounds each frame of a payload, before memory is taken for it; all of them
+    together are bounded by `unpack`. End the context with `destroy` or `term`: the thread that
+    checks keys ends with it.
     """
     _refuse_strangers(host, keys)
     ip = _resolve(host)

@@ -44,10 +44,12 @@ class Lost(FromMember, frozen=True, tag="lost"):
 
 
 class Beat(FromMember, frozen=True, tag="beat"):
-    """I am alive; `step` is what I have committed, `progress` what a person wants to see."""
+    """I am alive; `step` is what I have committed, `progress` what a person wants to see. `stops`:
+    I am a server, and was told to end."""
 
     step: int
     progress: dict[str, Any] | None = None
+    stops: bool = False
 
 
 class Note(FromMember, frozen=True, tag="note"):

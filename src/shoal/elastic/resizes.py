@@ -30,7 +30,7 @@ class Resizes:
         self.control, self.plan = Control(run_dir), plan
         self._alone, self._wanted = alone, plan
         self._caller: Caller | None = None
-        self._num_bytes = 0
+        self._num_bytes, self._generation = 0, -1
 
     def turn(self, members: Membership, is_stopping: bool) -> list[Action]:
         """Hear what is asked for, and begin it."""
@@ -51,7 +51,7 @@ class Resizes:
         wanted = resized(self.plan, str(asked.get("resize", "")))
         if self._alone and wanted.num_ranks > 1:
             raise UsageError(self._alone)
-        self._wanted, self._num_bytes = wanted, 0
+        self._wanted, self._num_bytes, self._generation = wanted, 0, -1
         return members.resize(size_of(wanted), time.monotonic(), self._parts(size_of(wanted)))
 
     def _parts(self, size: Size) -> bool:
@@ -59,9 +59,12 @@ class Resizes:
         before, after = (served_size(self.plan, one) for one in (size_of(self.plan), size))
         return size.num_servers > 0 and before != after
 
-    def parted(self, num_bytes: int) -> None:
-        """So many bytes move from a server."""
-        self._num_bytes += num_bytes
+    def parted(self, generation: int, num_bytes: int) -> None:
+        """So many bytes move from a server. In another generation all begin again."""
+        if generation > self._generation:
+            self._generation, self._num_bytes = generation, 0
+        if generation == self._generation:
+            self._num_bytes += num_bytes
 
     def done(self, action: Resized, step: int) -> dict[str, Any]:
         """Tell who asked; what is to be put on record."""

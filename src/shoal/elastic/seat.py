@@ -45,7 +45,7 @@ from shoal.elastic.messages import (
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.mesh import Asked, Axes, Mesh, Servers
+from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
 from shoal.plan_size import Size, can_recover
 from shoal.world import World
@@ -68,7 +68,7 @@ class SupervisedSeat:
         identity: str,
         *,
         recovers: bool = True,
-        patience_s: float = 45.0,
+        form_timeout_s: float = FORM_TIMEOUT_S,
         reach: Reach = LOOPBACK,
     ):
         self.recovers, self.reach = recovers, reach
@@ -79,7 +79,8 @@ class SupervisedSeat:
         self.before_meeting: Callable[[], None] = lambda: None
         self.generation = -1
         self.step = 0
-        self._patience_s = patience_s  # how long to wait for a new generation after a loss
+        # How long to wait for a new generation after a loss: the supervisor gives up before.
+        self._patience_s = form_timeout_s + 15.0
         self._changed = threading.Condition()
         self._place: TakeSeat | None = None
         self._go = -1
@@ -115,27 +116,33 @@ class SupervisedSeat:
         assert self._place is not None
         return self._place.sizes
 
-    def serve(self, address: str, door: str = "") -> tuple[TakeSeat, list[str]]:
-        """As a server: enter the newest generation and let workers know where; one's place.
+    def enter(self) -> TakeSeat:
+        """As a server: one's place in the newest generation, once all have left the one before.
 
-        With a door for other servers: where theirs are.
+        Until `receive` there is time for what takes long: workers wait for it.
         """
         while True:
             place = self._await_place(None)
-            if not self._await_go(place):
-                continue
-            assert place.server is not None
-            store = client(place.store_host, place.store_port, timeout_s=4.0)
-            store.set(_door_key(place.generation, place.server), door)
-            store.set(_server_key(place.generation, place.server), address)
-            try:
-                doors = _find(store, place, _door_key) if door else []
-            except GroupLost as lost:
-                self._say(Lost(self.generation, -1, str(lost)))
-                continue
-            self._say(Formed(self.generation, -1))
-            self._say(Done(self.generation, -1, {}))  # whenever the ranks are
-            return place, doors
+            if self._await_go(place):
+                return place
+
+    def receive(self, place: TakeSeat, address: str, door: str = "") -> list[str] | None:
+        """As a server: let workers know where; None if there is another place meanwhile.
+
+        With a door for other servers: where theirs are.
+        """
+        assert place.server is not None
+        store = client(place.store_host, place.store_port, timeout_s=4.0)
+        store.set(_door_key(place.generation, place.server), door)
+        store.set(_server_key(place.generation, place.server), address)
+        try:
+            doors = self._find(store, place, _door_key) if door else []
+        except GroupLost as lost:
+            self._say(Lost(self.generation, -1, str(lost)))
+            return None
+        self._say(Formed(self.generation, -1))
+        self._say(Done(self.generation, -1, {}))  # whenever the ranks are
+        return doors
 
     def asked_to_part(self) -> int | None:
         """As a server, once: for how many servers to write down what each will hold."""
@@ -267,9 +274,24 @@ class SupervisedSeat:
         return self._find_servers(store, place)
 
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
-        addresses = _find(store, place, _server_key)
+        addresses = self._find(store, place, _server_key)
         lost, keys = self._place_is_new, self.reach.keys
         return Servers(tuple(addresses), place.generation, self.secret, lost, keys)
+
+    def _find(
+        self, store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str]
+    ) -> list[str]:
+        """What each server put into the store. One that takes a dead one's place does first what
+        that did, however long it takes; if it dies there is another generation."""
+        keys = [key_of(place.generation, number) for number in range(place.num_servers)]
+        try:
+            while not store.check(keys):
+                if self.has_new_place:
+                    raise GroupLost("a server did not come")
+                time.sleep(0.005)
+            return [store.get(key).decode() for key in keys]
+        except RuntimeError as error:
+            raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation
@@ -294,12 +316,17 @@ class SupervisedSeat:
                 self._free_the_trainer()
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
-                    line.send(messages.encode(Beat(self.step, self.progress())))
+                    beat = Beat(self.step, self.progress(), self._serves_no_more())
+                    line.send(messages.encode(beat))
                     for aside in self._asides():
                         line.send(messages.encode(aside))
         finally:
             line.close()
             ear.close()
+
+    def _serves_no_more(self) -> bool:
+        """Whether a server was told to end. A rank tells the others itself, as it steps."""
+        return self._stop and self._place is not None and self._place.server is not None
 
     def _asides(self) -> Iterator[Note | Failed]:
         """What a person should hear of, although the trainer's thread has no time to say it."""
@@ -348,17 +375,6 @@ def _door_key(generation: int, number: int) -> str:
     return f"generation/{generation}/door/{number}"
 
 
-def _find(store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str]) -> list[str]:
-    """What each server put into the store, waiting for it."""
-    try:
-        return [
-            store.get(key_of(place.generation, number)).decode()
-            for number in range(place.num_servers)
-        ]
-    except RuntimeError as error:
-        raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
-
-
 def report_failure(address: str, identity: str, failed: Failed, keys: Keys | None = None) -> None:
     """Say that this member's program failed, and wait until the supervisor has heard it."""
     with zmq.Context() as context, connect(context, address, identity.encode(), keys) as line:
@@ -372,4 +388,10 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
     address = os.environ.get("SHOAL_CONTROL")
     if address is None:
         return None
-    return SupervisedSeat(address, os.environ["SHOAL_MEMBER"], recovers=can_recover(plan))
+    form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
+    return SupervisedSeat(
+        address,
+        os.environ["SHOAL_MEMBER"],
+        recovers=can_recover(plan),
+        form_timeout_s=form_timeout_s,
+    )

@@ -62,9 +62,12 @@ class Serving:
         """Until the supervisor says leave."""
         try:
             while True:
-                desk, server = self._open()
+                place = self.seat.enter()
+                desk, server = self._open()  # which may do again all that a dead one did
                 peers = desk.peers
-                place, doors = self.seat.serve(desk.address, peers.address if peers else "")
+                doors = self.seat.receive(place, desk.address, peers.address if peers else "")
+                if doors is None:
+                    continue
                 server.begin(place.generation, self._num_guests(place.num_ranks))
                 if peers is not None:
                     peers.turn_to(place.generation, doors)
@@ -166,7 +169,9 @@ def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: n
     desk = Desk(server, reach=seat.reach)
     try:
         while True:
-            place, _ = seat.serve(desk.address)
+            place = seat.enter()
+            if seat.receive(place, desk.address) is None:
+                continue
             with suppress(GroupLost):  # a server died; all meet in another generation
                 servers = seat.find_servers(place)
                 server.enter(

@@ -198,6 +198,9 @@ class Supervisor:
                 self._event("lost", **self._who(self._seat_of(member)), why=message.why)
                 self.members.lost(member, message.generation, now, message.why)
             case Beat():
+                if message.stops and not self._stop_signal:
+                    self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
+                    self._event("stopping", signal="SIGTERM", **self._who(self._seat_of(member)))
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
             case Note():
@@ -212,7 +215,7 @@ class Supervisor:
                 self._act(self.members.done(member, message.generation))
             case Met():
                 if self._resizes is not None:
-                    self._resizes.parted(message.num_bytes)
+                    self._resizes.parted(message.generation, message.num_bytes)
                 self._act(self.members.met(member, message.generation, now, message.problem))
             case Failed():
                 self._recipe_failed(member, message)
@@ -275,6 +278,7 @@ class Supervisor:
         told = {
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
+            "SHOAL_FORM_TIMEOUT_S": str(self.members.form_timeout_s),
             "MASTER_ADDR": self._host,
             "MASTER_PORT": str(self._store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -160,6 +160,7 @@ def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], No
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
         recovers=recovers,
+        form_timeout_s=float(birth.told["SHOAL_FORM_TIMEOUT_S"]),
         reach=reach_from(birth.told),
     )
     signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())

@@ -126,6 +126,32 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     return None if limit is None or limit >= 2**60 else limit  # the first version's "no limit"
 
 
+def memory_left_bytes(root: Path = Path("/")) -> int | None:
+    """What is left of that, with what the kernel drops for others; None without a limit.
+
+    Pages of files that nobody used lately are such: a journal's, or a checkpoint's.
+    """
+    found = []
+    for group in _cgroups(root):
+        found.append(_left(group, "memory.max", "memory.current", "inactive_file"))
+    old = root / "sys/fs/cgroup/memory"
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    found.append(_left(old, *names))
+    return min((left for left in found if left is not None), default=None)
+
+
+def _left(group: Path, limit: str, used: str, dropped: str) -> int | None:
+    """By the names of a version's files, and of a line in its `memory.stat`."""
+    try:
+        most, now = (group / limit).read_text().strip(), int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None  # no such group, or one that counts nothing
+    if most == "max" or int(most) >= 2**60:
+        return None
+    return max(0, int(most) - now + int(stat.get(dropped, 0)))
+
+
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """The cores whose time a container may use in all; None without a limit."""
     pairs = [text.split() for text in _cgroup_texts(root, "cpu.max")]
@@ -134,15 +160,21 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
 
 
 def _cgroup_texts(root: Path, name: str) -> list[str]:
-    """The file `name` of this process's control group and of those around it (version 2)."""
+    """The file `name` of this process's control groups (version 2)."""
+    files = [group / name for group in _cgroups(root)]
+    return [file.read_text().strip() for file in files if file.exists()]
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """This process's control group and those around it (version 2)."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []
     own = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
     top = root / "sys/fs/cgroup"
     groups = [top / part.lstrip("/") for part in own]
-    files = [place / name for group in groups for place in (group, *group.parents)]
-    return [f.read_text().strip() for f in files if f.is_relative_to(top) and f.exists()]
+    around = [place for group in groups for place in (group, *group.parents)]
+    return [place for place in around if place.is_relative_to(top)]
 
 
 def _ratio(amount: float, seconds: float) -> float:

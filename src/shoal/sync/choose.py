@@ -26,6 +26,7 @@ def strategy_for(
     timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
     rates = plan.rate_factors if plan.rates != "even" else ()
     rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    rates = plan.rate_factors if plan.rates != "even" else ()  # even for any number of replicas
     if plan.sync == "server" and rule is not None:
         windows = Windows(
             plan.bound,

@@ -268,7 +268,7 @@ def test_more_than_is_free_is_not_even_asked_for(
     """The kernel would end other processes to make room, so it must never come to that here."""
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory was asked for"))
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was asked for"))
-    monkeypatch.setattr(shared_memory, "memory_limit_bytes", lambda: 4096)
+    monkeypatch.setattr(shared_memory, "memory_left_bytes", lambda: 4096)
     with pytest.raises(NotShared, match="are free"):
         Segment.create(num_bytes)
 

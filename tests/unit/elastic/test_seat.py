@@ -43,3 +43,11 @@ def test_the_connections_of_a_lost_group_are_shut_before_the_next_is_formed() ->
             opened.close()
         supervisor.close(linger=0)
         context.term()
+
+
+def test_a_member_waits_longer_for_the_others_than_the_supervisor_does() -> None:
+    seat = SupervisedSeat("tcp://127.0.0.1:9", "member-0", form_timeout_s=600.0)
+    try:
+        assert seat._patience_s > 600.0
+    finally:
+        seat.close()

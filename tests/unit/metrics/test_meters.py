@@ -1,11 +1,19 @@
 """Meters: the split of a step's seconds, the sums over steps, and memory and its limits."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.hooks import StepInfo, Times
-from shoal.metrics.meters import Stopwatch, Totals, peak_memory_bytes, split_times
+from shoal.metrics.meters import (
+    Stopwatch,
+    Totals,
+    memory_left_bytes,
+    peak_memory_bytes,
+    split_times,
+)
 
 seconds = st.floats(0, 100)
 
@@ -56,3 +64,25 @@ def test_peak_memory_only_grows():
     block = bytearray(64 * 2**20)
     assert peak_memory_bytes() >= before > 2**20
     del block
+
+
+def test_what_is_left_to_a_container_is_not_its_limit(tmp_path: Path) -> None:
+    """The least of all groups around a process counts, and pages of files can be dropped."""
+    assert memory_left_bytes(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    for name, most in (("job/step", "max"), ("job", "1000")):
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text("700\n")
+        (group / "memory.stat").write_text("anon 500\ninactive_file 100\n")
+    assert memory_left_bytes(tmp_path) == 400
+    old = tmp_path / "sys/fs/cgroup/memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("900\n")
+    (old / "memory.usage_in_bytes").write_text("800\n")
+    (old / "memory.stat").write_text("total_inactive_file 50\n")
+    assert memory_left_bytes(tmp_path) == 150
+    (old / "memory.usage_in_bytes").write_text("1000\n")
+    assert memory_left_bytes(tmp_path) == 0

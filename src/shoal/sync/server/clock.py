@@ -12,7 +12,7 @@ distributed ML via a stale synchronous parallel parameter server". Read next: `p
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,28 @@ class ClockRecord(msgspec.Struct, frozen=True):
     bound: int | None
     committed: int
     applied: list[tuple[int, int, int]]
+
+
+FAR = 3  # batches behind the fastest worker, which are worth a word
+
+
+def lag_in_words(clock: "Clock", begun: int, shares: Sequence[range], for_good: bool) -> str:
+    """What holds up a halt after the batch that was `begun` furthest, if somebody is far behind.
+
+    What the fastest has done cannot be taken back, and a state is saved or handed over only where
+    all batches before it are whole: so the slowest comes there, too.
+    """
+    nexts = [clock.next_of(lambda _, own=own: own) for own in shares]  # type: ignore[misc]
+    slowest = min(range(len(nexts)), key=nexts.__getitem__)
+    lag = begun - nexts[slowest]
+    if lag < FAR:
+        return ""
+    way_out = " A second Ctrl-C ends the run now; its newest checkpoint stays." if for_good else ""
+    do = "stop" if for_good else "meet"
+    return (
+        f"All {do} where the fastest worker is. Rank {slowest} is {lag} batches behind it, and "
+        f"does them first.{way_out}"
+    )
 
 
 class Clock:
@@ -47,7 +69,7 @@ class Clock:
         """Whether none of these pieces is applied yet; ValueError if only some are.
 
         Some are when they were dealt again to others. Nothing of such a push can be used, since it
-        is one sum: whoever sent it takes what is `missing` and pushes that.
+        is one sum: whoever sent it pushes what is missing.
         """
         wanted, applied = self._bits(batch, pieces), self._of(batch)
         if wanted & applied not in (0, wanted):
@@ -73,10 +95,6 @@ class Clock:
 
     def may_begin(self, batch: int) -> bool:
         return self.bound is None or batch - self.committed <= self.bound
-
-    def missing(self, batch: int) -> list[range]:
-        """The pieces of a batch that are not applied yet: to be dealt again if nobody has them."""
-        return list(_runs(self._all & ~self._of(batch)))
 
     def next_of(self, pieces_of: Callable[[int], range]) -> int:
         """Where a newcomer in a seat begins, whose pieces of a batch are `pieces_of(batch)`.

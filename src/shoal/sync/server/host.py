@@ -227,14 +227,14 @@ class HostServer(Reception):
             touched = self._rows.touched_in(push.batch, push.key, range(self.num_pieces))
             self._up.push(push, total, touched)
 
-    def _look(self, sum_: Sum, pieces: range) -> Told:
+    def _look_at_sums(self, sum_: Sum, pieces: range) -> Told:
         finite, norms = self._up.sum(sum_)
         return Told(sum_.batch, sum_.first, finite, norms, sum_.attempt)
 
     def _summed_before(self, sender: bytes, sum_: Sum) -> Answer:
         """The servers of the plan know, if a host's server that died was told."""
         if sum_.first not in self._told:
-            self._told[sum_.first] = self._look(sum_, range(self.num_pieces))
+            self._told[sum_.first] = self._look_at_sums(sum_, range(self.num_pieces))
         return super()._summed_before(sender, sum_)
 
     def _refuse_apply(self, apply: Apply) -> None:

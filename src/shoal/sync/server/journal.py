@@ -13,6 +13,7 @@ It survives the server, not the machine: nothing waits for the disk. Cost: the g
 into the page cache, per update. Not for runs whose servers have copies, which need none of it.
 """
 
+import hashlib
 import os
 import shutil
 import struct
@@ -33,17 +34,21 @@ _LENGTH = struct.Struct("<Q")
 
 class Journal:
     def __init__(self, directory: Path, life: str):
-        """`life` is the run's: what another left in the directory is removed."""
+        """`life` is the run's secret: what another left in the directory is removed.
+
+        Of the secret a hash is written, and nobody else may read what is beside it.
+        """
         self._directory = directory
         self._file: BinaryIO | None = None
         self._num_bytes, self._most_bytes = 0, LEAST_BYTES
         self._number, self._is_lost = 0, False
         try:
-            marked = directory / "life"
-            if not marked.exists() or marked.read_text() != life:
+            marked, mark = directory / "life", hashlib.sha256(life.encode()).hexdigest()
+            if not marked.exists() or marked.read_text() != mark:
                 shutil.rmtree(directory, ignore_errors=True)
-                directory.mkdir(parents=True)
-                marked.write_text(life)
+                directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                directory.mkdir()
+                marked.write_text(mark)
         except OSError as error:
             self._give_up(error)
 

@@ -31,10 +31,9 @@ class Memory:
         self._parameters = [p for _, p in trained(model)]
         self._views = Views(layout, model, self._parameters)
         self._rows: Segment | None = None
-        num_bytes = layout.row_places(num_rows)[-1]
-        if num_bytes:
-            with suppress(NotShared):  # the system has none to share: rows are sent
-                self._rows = Segment.create(num_bytes)
+        with suppress(NotShared):  # the system has none to share: rows are sent
+            # By it a server knows who is of its host, also where all of a model are tables.
+            self._rows = Segment.create(max(1, layout.row_places(num_rows)[-1]))
 
     @property
     def place(self) -> Place | None:

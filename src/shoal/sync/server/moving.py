@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
+from shoal.errors import ShoalError
 from shoal.faults import faultpoint
 from shoal.files import replacing
 from shoal.sync.server.journal import records_of, write_record
@@ -113,14 +114,17 @@ def _runs(shard: Shard, keys: Sequence[int]) -> Iterator[tuple[Stepped, tuple[in
 
 
 def take_parts(server: Server, number: int, num_before: int, shelf: Shelf) -> None:
-    """Begin with what the servers of the layout before wrote down for this one."""
+    """Begin with what the servers of the layout before wrote down for this one.
+
+    It is removed once there is a journal; of one that was given up nothing is left.
+    """
     together = State({}, {})
     parts = []
     for source in range(num_before):
         path = shelf.part(number, source)
         found = list(records_of(path))
         if len(found) != 1:
-            raise ValueError(f"{path}, what server {source} handed over, is gone or damaged")
+            raise _lost(f"{path}, what server {source} handed over, is gone or damaged")
         part = msgspec.msgpack.decode(found[0][0], type=_Part)
         state = unpack_state([memoryview(frame) for frame in found[0][1]])
         together.plain.update(state.plain)
@@ -128,8 +132,15 @@ def take_parts(server: Server, number: int, num_before: int, shelf: Shelf) -> No
             together.tensors.setdefault(name, []).extend(slices)
         parts.append(part)
     if len({part.step for part in parts}) != 1:
-        raise ValueError(f"servers handed over other steps: {[part.step for part in parts]}")
+        raise _lost(f"Servers handed over other steps: {[part.step for part in parts]}")
     server.go_on_from(Given(together), parts[0].step, max(part.version for part in parts))
+
+
+def _lost(what: str) -> ShoalError:
+    return ShoalError(
+        f"{what}. A server that takes the place of another begins with its journal or with that. "
+        "Go on from the newest checkpoint, with the same command and --resume."
+    )
 
 
 def clear(shelf: Shelf, number: int, num_before: int, num_now: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.wire import BadFrame, connect, listen, pack, unpack
+from shoal.errors import ShoalError
 from shoal.faults import faultpoint
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.copies import (
@@ -35,6 +36,8 @@ from shoal.sync.server.shard import Shard
 
 TICK_MS = 20
 AGAIN_S = 2.0
+STATES = 16  # a state may have so many times the bytes of the parameters, as in `layout.py`
+SLACK_BYTES = 1 << 20  # for names and settings
 _FROM_LEADER: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
 _FROM_KEEPER: msgspec.msgpack.Decoder[Have] = msgspec.msgpack.Decoder(Have)
 
@@ -90,11 +93,11 @@ class Peers:
         reach: Reach = LOOPBACK,
     ):
         self.leader, self._kept, self._secret = leader, kept, server.secret
-        tables = 32 * server.held.tables.num_bytes  # another's part may be larger
-        self._in_lockstep, self._most_bytes = (
-            server.bound == 0,
-            server.layout.most_bytes(range(len(server.layout.keys))) + tables,
-        )
+        self._in_lockstep = server.bound == 0
+        # The same for all, so that who sends knows what will be taken.
+        all_keys, tables = range(len(server.layout.keys)), server.held.tables
+        self._most_bytes = server.layout.most_bytes(all_keys) + STATES * tables.num_bytes_of_all
+        self._most_bytes += SLACK_BYTES
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = reach.keys
         self._door, self.address = listen(self._context, *reach, self._most_bytes)
@@ -156,7 +159,7 @@ class Peers:
         answer = keeper.take_in(message, payload)
         if answer is not None:
             faultpoint("server.keep", keeper.number - 1)
-            _try([sender.bytes, *pack(*answer)], self._door)
+            _try([sender.bytes, *self._pack(*answer)], self._door)
             faultpoint("server.kept", keeper.number - 1)
             keeper.catch_up()
 
@@ -170,7 +173,21 @@ class Peers:
     def _send(self, sends: Sequence[Send]) -> None:
         for keeper, message, frames in sends:
             signed = msgspec.structs.replace(message, secret=self._secret)
-            _try(pack(signed, frames), self._lines[keeper])
+            _try(self._pack(signed, frames), self._lines[keeper])
+
+    def _pack(
+        self, message: msgspec.Struct, frames: Sequence[bytes | Tensor]
+    ) -> list[bytes | memoryview]:
+        """What nobody would take is not sent again and again."""
+        packed = pack(message, frames)
+        num_bytes = sum(map(len, packed[1:]))
+        if num_bytes > self._most_bytes:
+            raise ShoalError(
+                f"A server's copy has {num_bytes:,} bytes, and servers take {self._most_bytes:,} "
+                f"from one another: {STATES} times the parameters. This optimizer keeps more. Use "
+                "copies=1, or an optimizer with less state."
+            )
+        return packed
 
     def _close_lines(self) -> None:
         for line in self._lines.values():

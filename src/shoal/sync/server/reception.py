@@ -20,7 +20,8 @@ from shoal.comm.shared_memory import Place, Segment
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
 from shoal.faults import faultpoint
-from shoal.sync.server.clock import Clock
+from shoal.logs import warn_on_screen
+from shoal.sync.server.clock import Clock, lag_in_words
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import (
@@ -58,6 +59,7 @@ from shoal.sync.state import State, pack_state
 from shoal.sync.stretches import STRETCH_BYTES, kinds_of, stretch_of
 
 Waiting = Sum | Apply | Join | Pull
+Views = Sequence[memoryview]
 
 
 class Held(Protocol):
@@ -115,7 +117,7 @@ class Reception(ABC):
         """Step on some pieces, all of which are here and none is applied."""
 
     @abstractmethod
-    def _look(self, sum_: Sum, pieces: range) -> Told:
+    def _look_at_sums(self, sum_: Sum, pieces: range) -> Told:
         """What is to be said of the sums of some pieces, all of which are here."""
 
     @abstractmethod
@@ -154,9 +156,7 @@ class Reception(ABC):
         except (BadFrame, ValueError) as error:
             return [Answer(sender, Refused(request=message.request, why=str(error)))]
 
-    def _take_all(
-        self, sender: bytes, message: Pushes, payload: Sequence[memoryview]
-    ) -> list[Answer]:
+    def _take_all(self, sender: bytes, message: Pushes, payload: Views) -> list[Answer]:
         if len(message.counts) != len(message.pushes) or sum(message.counts) != len(payload):
             raise BadFrame(f"{len(message.pushes)} pushes came with {len(payload)} frames")
         frames = iter(payload)
@@ -164,9 +164,7 @@ class Reception(ABC):
         pairs = zip(message.pushes, own, strict=True)
         return [answer for push, own in pairs for answer in self.take_in(sender, push, own)]
 
-    def _take_in(
-        self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
-    ) -> Iterator[Answer]:
+    def _take_in(self, sender: bytes, message: WorkerMessage, payload: Views) -> Iterator[Answer]:
         if isinstance(message, Hello):
             yield Answer(sender, self._greet(sender, message))
             return
@@ -190,12 +188,14 @@ class Reception(ABC):
                     self._refuse_apply(message)
                 self._wait(sender, message)
             case Look():
-                yield Answer(
-                    sender, Found(request=message.request), [self._look_up(guest, message, payload)]
-                )
+                rows = self._look_up(guest, message, payload)
+                yield Answer(sender, Found(request=message.request), [rows])
             case Stop():
                 if self._halt is None or self._halt.step <= self.clock.committed:
                     self._halt = Halt(self._begun + 2, message.for_good)
+                    own = shares(self.num_pieces, self.num_seats)
+                    if lag := lag_in_words(self.clock, self._begun, own, message.for_good):
+                        warn_on_screen(lag)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
                 yield self._dump_stretch(sender, message)
@@ -279,7 +279,7 @@ class Reception(ABC):
         faultpoint("server.push", batch)
         if is_table:
             if push.lent is not None:
-                payload = guest.lent.frames(push.lent, 4 * self.most_bytes)
+                payload = guest.lent.frames(push.lent, self.most_bytes)
             found = self.held.tables.rows_of(push.key, payload)
         else:
             found = guest.rows_of(push, self.held.values[push.key], payload)
@@ -392,7 +392,7 @@ class Reception(ABC):
         pieces = self._pieces(self.guests[sender], sum_)
         if not self._rows.are_whole(sum_.batch, pieces, sum_.attempt):
             return None
-        self._told[sum_.first] = self._look(sum_, pieces)
+        self._told[sum_.first] = self._look_at_sums(sum_, pieces)
         return _summed(sender, sum_, self._told[sum_.first])
 
 

@@ -24,7 +24,7 @@ class _Batch:
     rows: dict[int, dict[Block, Tensor]] = field(default_factory=dict)  # by key
     touched: dict[int, dict[Block, Sequence[bool]]] = field(default_factory=dict)  # by key
     totals: dict[int, Tensor] = field(default_factory=dict)  # by key, of all pieces
-    lent: list[Tensor] = field(default_factory=list)  # memory of sums
+    lent: dict[int, list[Tensor]] = field(default_factory=dict)  # by key, memory of sums
 
 
 class Rows:
@@ -69,7 +69,7 @@ class Rows:
             kept.attempts[block] = attempt
         kept.rows.setdefault(key, {}).update(rows)
         kept.touched.setdefault(key, {}).update(dict.fromkeys(rows, touched))
-        kept.totals.pop(key, None)
+        self._drop_sums(kept, key)
         everything = range(self._num_pieces)
         if not self._eager or not _covers(kept, key, everything, attempt):
             return False
@@ -114,9 +114,8 @@ class Rows:
         kept = self._batches.get(batch, _Batch())
         for block in [block for block in kept.attempts if block.first in pieces]:
             self._drop(kept, block)
-        for tensor in kept.lent:
-            self._spares.give(tensor)
-        kept.totals, kept.lent = {}, []
+        for key in self.keys:
+            self._drop_sums(kept, key)
         for number in [number for number in self._batches if number < committed]:
             del self._batches[number]
 
@@ -125,6 +124,12 @@ class Rows:
             rows.pop(block, None)
         for touched in kept.touched.values():
             touched.pop(block, None)
+
+    def _drop_sums(self, kept: _Batch, key: int) -> None:
+        """Nobody reads them any more: what they are of was applied, or came anew."""
+        kept.totals.pop(key, None)
+        for tensor in kept.lent.pop(key, ()):
+            self._spares.give(tensor)
 
     def clear(self) -> None:
         self._batches = {}
@@ -154,7 +159,7 @@ class Rows:
             ]
             total = combine(self._rule, sums, [len(share) for share in shares])
             total.mul_(self._num_pieces)  # to stand for all of them, as a sum does
-        kept.lent += made
+        kept.lent.setdefault(key, []).extend(made)
         return total
 
 

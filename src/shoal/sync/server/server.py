@@ -114,7 +114,7 @@ class Server(Reception):
         batch = apply.batch
         return self._rows.sums(batch, pieces), self._rows.touched(batch, pieces)
 
-    def _look(self, sum_: Sum, pieces: range) -> Told:
+    def _look_at_sums(self, sum_: Sum, pieces: range) -> Told:
         norms, finite = b"", True
         if sum_.want_norms or sum_.want_finite:
             sums = self._rows.sums(sum_.batch, pieces)

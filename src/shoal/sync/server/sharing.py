@@ -100,16 +100,21 @@ class Borrowed:
         self._name = ""
 
     def frames(self, lent: Lent, most_bytes: int) -> list[memoryview]:
-        """ValueError if they are not there."""
+        """ValueError if they are not there, or are more than that together.
+
+        The memory may be larger: it holds what is lent to all servers, and room for more.
+        """
         if self._segment is None or lent.place.name != self._name:
             try:
-                self._segment = Segment.open(lent.place, most_bytes)
+                self._segment = Segment.open(lent.place, lent.place.num_bytes, at_once=False)
             except NotShared as error:
                 raise ValueError(f"rows cannot be read: {error}") from error
             self._name = lent.place.name
         end = self._segment.num_bytes
         if not all(0 <= start <= stop <= end for start, stop in lent.spans):
             raise ValueError(f"rows do not stand at {lent.spans} in {end} bytes")
+        if (num_bytes := sum(stop - start for start, stop in lent.spans)) > most_bytes:
+            raise ValueError(f"{num_bytes} bytes of rows are lent, and {most_bytes} can be meant")
         return [memoryview(bytes_of(self._segment.bytes[a:b])) for a, b in lent.spans]
 
 

@@ -57,6 +57,12 @@ class Tables:
     def num_bytes(self) -> int:
         return sum(slab.nbytes + 8 * len(slab) for slab in self.slabs)
 
+    @property
+    def num_bytes_of_all(self) -> int:
+        """The same for all servers together, of which one may hold no row."""
+        widths = [slab.shape[1] * slab.itemsize for slab in self.slabs]
+        return sum((8 + w) * run.num_rows for w, run in zip(widths, self.runs.values()))
+
     @torch.no_grad()
     def look_up(self, table: int, payload: Sequence[memoryview], before: bool) -> Tensor:
         """Some rows; with `before`, as they were before the last step."""

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,3 +152,20 @@ def test_blocks_that_do_not_meet_are_missing() -> None:
     rows.keep(0, 0, 0, {block: row(1.0) for block in blocks}, [True])
     rows.keep(0, 0, 0, {Block(4, 4): row(1.0)}, [True])
     assert rows.missing(0, range(8), 0) == [0] and not rows.missing(0, range(3), 0)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_batch_that_is_tried_often_takes_no_more_memory(eager: bool) -> None:
+    """An attempt may be given up, as after an overflow, and rows may come twice."""
+    split, lent = [range(2), range(2, 4)], list[int]()
+    rows = Rows([0, 1], 4, eager)
+    spares = rows._spares
+    for batch in range(3):
+        for attempt in range(5):
+            for key, own in [(key, own) for key in (0, 1) for own in split * 2]:
+                pieces = pieces_of(4, attempt)
+                rows.keep(batch, attempt, key, summed(pieces, own), [True])
+            assert torch.equal(rows.sums(batch, range(4))[0], whole(pieces_of(4, attempt)))
+        rows.forget(batch, range(4), batch + 1)
+        lent.append(len(spares._idle))
+    assert lent == [2, 2, 2]

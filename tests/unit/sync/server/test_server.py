@@ -15,12 +15,14 @@ from torch import Tensor
 from shoal.comm.shared_memory import Segment
 from shoal.comm.tree import Block
 from shoal.comm.wire import bytes_of
+from shoal.sync.server import reception
 from shoal.sync.server.messages import (
     Apply,
     Check,
     Done,
     Dump,
     Dumped,
+    Halt,
     Hello,
     Load,
     Missing,
@@ -554,3 +556,20 @@ def test_who_asks_late_is_told_of_the_attempt_that_others_gave_up() -> None:
     push_all(server, second, 0, 1.0, attempt=1)
     (again,) = send(server, second, second.sum(0, attempt=1))
     assert isinstance(again.message, Summed) and again.message.finite
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+@pytest.mark.parametrize("num_ahead", [2, 5])
+def test_who_holds_up_a_halt_is_told(monkeypatch, num_ahead: int, for_good: bool) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reception, "warn_on_screen", said.append)
+    server, (fast, slow) = meet(bound=None, pieces=2)
+    for batch in range(num_ahead):
+        push_all(server, fast, batch, 1.0)
+        send(server, fast, fast.apply(batch))
+    send(server, slow, slow.make(Stop, batch=0, for_good=for_good))
+    assert server._halt == Halt(num_ahead + 2, for_good)
+    assert len(said) == (num_ahead > 3)
+    if said:
+        assert "Rank 1 is 5 batches behind" in said[0]
+        assert ("A second Ctrl-C" in said[0]) == for_good

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.wire import BadFrame, bytes_of
 from shoal.errors import RecipeError
+from shoal.sync.server.guests import guest_of
 from shoal.sync.server.lookups import Lookups, empty_tables
-from shoal.sync.server.messages import Lent, Welcome
+from shoal.sync.server.memory import Memory
+from shoal.sync.server.messages import Hello, Lent, Welcome
+from shoal.sync.server.shard import layout_of
 from shoal.sync.server.sharing import Borrowed, Lender, share
 from shoal.sync.server.tables import Tables
 
@@ -181,6 +184,16 @@ def test_rows_that_are_not_there_are_refused_by_name(
 # ---- in memory that a host shares
 
 
+def test_a_worker_whose_model_is_nothing_but_tables_is_of_its_servers_host() -> None:
+    optimizer = torch.optim.SGD(model().parameters())
+    layout = layout_of(model(), optimizer, 1)
+    memory = Memory(layout, 1, model())
+    hello = Hello(
+        generation=0, request=1, secret="", layout="", seat=0, num_rows=1, rows=memory.place
+    )
+    assert guest_of(hello, layout, 1, 1, True).rows is not None
+
+
 @pytest.mark.parametrize("padding", [None, 3])
 def test_rows_that_are_shown_are_read_without_a_question(padding: int | None) -> None:
     made, plain = model(), model()
@@ -242,6 +255,17 @@ def test_what_was_lent_first_is_there_when_more_room_was_needed() -> None:
     assert bytes(frame_) == bytes(bytes_of(torch.ones(3)))
 
 
+def test_only_what_is_read_is_bounded() -> None:
+    """One memory holds what is lent to all servers, and more."""
+    lender = Lender()
+    lent = [lender.lend([torch.full((10_000,), float(server))]) for server in range(8)][-1]
+    assert lent is not None and lent.place.num_bytes > 4 * 40_000
+    (frame_,) = Borrowed().frames(lent, 40_000)
+    assert bytes(frame_) == bytes(bytes_of(torch.full((10_000,), 7.0)))
+    with pytest.raises(ValueError, match="can be meant"):
+        Borrowed().frames(lent, 39_999)
+
+
 def test_memory_that_fits_one_step_fits_the_next() -> None:
     lender, names = Lender(), []
     for _ in range(6):
@@ -255,7 +279,7 @@ def test_memory_that_fits_one_step_fits_the_next() -> None:
 def test_what_does_not_stand_in_the_memory_is_refused(span: tuple[int, int]) -> None:
     segment = Segment.create(4096)
     with pytest.raises(ValueError, match="do not stand"):
-        Borrowed().frames(Lent(segment.place, [span]), 4096)
+        Borrowed().frames(Lent(segment.place, [span]), 1 << 40)
 
 
 def test_memory_that_is_gone_is_refused() -> None:

@@ -1,0 +1,21 @@
+"""A plan's strategy, as the plan says it."""
+
+import pytest
+
+from shoal.plan import Plan
+from shoal.sync.choose import strategy_for
+from shoal.sync.server.local import LocalThroughServers
+from shoal.sync.server.strategy import ThroughServers
+
+
+@pytest.mark.parametrize("words", ["", " local_steps=4 outer=nesterov"])
+@pytest.mark.parametrize(("rates", "expected"), [("", []), (" rates=1:0.5", [1.0, 0.5])])
+def test_rates_mean_the_same_on_servers_with_and_without_local_steps(
+    words: str, rates: str, expected: list[float]
+) -> None:
+    plan = Plan.parse(f"data=2 sync=server staleness=1 pieces=2{words}{rates}")
+    strategy = strategy_for(plan, 8)
+    if isinstance(strategy, LocalThroughServers):
+        strategy = strategy.windows
+    assert isinstance(strategy, ThroughServers)
+    assert list(strategy._rates) == expected
