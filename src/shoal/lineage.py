@@ -22,8 +22,7 @@ from shoal.data.ledger import Audit, audit
 from shoal.data.orders import Mixed, Order, Some, order_among, order_before, order_name, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import Source
-from shoal.data.transforms.cleaning import Cleaned
-from shoal.data.transforms.layers import below
+from shoal.data.transforms.layers import Part, below
 from shoal.data.transforms.normalizing import Normalized
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.transforms.statistics import Statistics
@@ -215,7 +214,7 @@ def left_out(data: Any) -> Ids:
     if isinstance(data, Joined):
         found = [start + part for start, part in zip(data.starts, found, strict=False)]
     ids = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    if isinstance(data, Cleaned):
+    if isinstance(data, Part):
         ids = _places(np.isin(data.kept, ids))
     return ids
 

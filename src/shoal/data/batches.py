@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.data import permutation, split
 from shoal.data.collating import Alike, collate_samples, fetch, good_samples
 from shoal.data.loaders import Key, Loaders, Turns
-from shoal.data.orders import Bucketed, Some, order_of
+from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source, position
 from shoal.data.waiting import WAITING
@@ -293,7 +293,7 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
             f"out a batch that is not full, so no step can be made. Use batch_size={num_samples} "
             "or less, or end='pad' or end='wrap'."
         )
-    by_length = visited.batch_size if isinstance(visited, Bucketed | Some) else None
+    by_length = batch_size_of(visited)
     if by_length not in (None, batch_size):
         raise UsageError(
             f"data is put by length into batches of {by_length}, and batch_size is "

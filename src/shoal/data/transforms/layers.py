@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from shoal.data.orders import order_among
 from shoal.data.readers.records import Many
 from shoal.data.sources import (
     Ids,
     LeavesOut,
     Pass,
     Source,
+    Takes,
     Varied,
     as_source,
     is_of_sample,
@@ -80,6 +82,28 @@ class Layer:
     def _change(self, sample: Any, index: int, of: Pass) -> Any:
         """The sample as it is in a pass; `index` is its number in the source below."""
         return sample
+
+
+class Part(Layer):
+    """Those samples of a source that are kept: sample i is number `kept[i]` below."""
+
+    def __init__(self, source: Source, kept: Ids):
+        super().__init__(source)
+        self.kept = kept
+        if hasattr(self, "order"):
+            self.order = order_among(self.order, kept)
+        if isinstance(source, Takes):
+            self.take = self._take
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def _below(self, index: int) -> int:
+        return int(self.kept[index])
+
+    def _take(self, ids: Ids) -> tuple[Any, Any]:
+        assert isinstance(self.source, Takes)
+        return self.source.take(self.kept[ids])
 
 
 def applied(function: Change, index: int, *arguments: Any) -> Any:
