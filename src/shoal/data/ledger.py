@@ -72,7 +72,7 @@ def audit(
         found.num_left_out += len(whole) - len(ids)
         of_step = max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
         num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
-        counts += np.bincount(ids, minlength=len(counts))
+        np.add.at(counts, ids, 1)  # a batch may hold a sample twice
         found.num_samples += len(ids)
         expected, since = add_marks((expected, mark(ids))), since + 1
         if record.get("mark") is None:
