@@ -114,7 +114,7 @@ class Batches:
         each_alone = isinstance(source, LeavesOut | Varied)
         gathers = loading.collate is None and isinstance(source, Takes) and not each_alone
         self._window_steps: int | None = None if gathers and not loading.loaders else 1
-        self._alike = Alike(lambda: self.at(0).ids)
+        self._alike = Alike(source, lambda near: self.order.ids(near, seed, 0), batch_size)
         self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
         self._turns = Turns()
 
@@ -231,7 +231,7 @@ class PiecesInOrder:
         self._source = source
         self._size = piece_size
         self._loading = loading
-        self._alike = Alike(lambda: np.arange(min(piece_size, len(source)), dtype=np.int64))
+        self._alike = Alike(source, lambda near: near, piece_size)
 
     def __len__(self) -> int:
         return (len(self._source) + self._size - 1) // self._size
@@ -264,7 +264,7 @@ def load(
     with WAITING.on(ids):
         if hasattr(source, "record"):
             assert isinstance(source, LeavesOut)
-            samples, ids = good_samples(source, ids, of)
+            samples, ids = good_samples(source, ids, of, alike if collate is None else None)
         if not len(ids):
             return Piece(None, None, 0, ids)
         if samples is not None:
