@@ -16,7 +16,15 @@ from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.quarantine import quarantine
 from shoal.data.views import Chosen, by_length, in_order, join, some, weighted
 from shoal.errors import UsageError
-from shoal.lineage import audit_run, batches_of, left_out, only_new, read_record, seen_in
+from shoal.lineage import (
+    audit_run,
+    batches_of,
+    left_out,
+    missed_in,
+    only_new,
+    read_record,
+    seen_in,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, num_steps: int, num_samples: int, **described: Any) -> Path:
     """The record of a run with batches of 4."""
     path.mkdir(exist_ok=True)
-    values = {"batch_size": 4, "seed": 0, "end": "drop"}
+    values = {"batch_size": described.pop("batch_size", 4), "seed": 0, "end": "drop"}
     run = {name: {"value": value} for name, value in values.items()}
     described = {"run": run, "num_samples": num_samples, **described}
     (path / "run.json").write_text(json.dumps(described))
@@ -240,6 +248,23 @@ def bad_run(tmp_path: Path) -> tuple[Path, Path]:
         lines.append(json.dumps(line) + "\n")
     (run / "metrics.jsonl").write_text("".join(lines))
     return run, bad
+
+
+def test_what_was_left_out_and_mended_is_new(bad_run: tuple[Path, Path], tmp_path: Path) -> None:
+    run, bad = bad_run
+    data = bad_numbers(str(bad)).data
+    before = read_record(run)
+    assert missed_in(before, data) == [5]
+    assert ids_in(only_new(data, before, missed=[5])) == [5]
+    with pytest.raises(UsageError, match="All 8 samples were seen"):
+        only_new(data, before)
+    noted = {"new_data": str(run), "new_data_steps": 2, "new_data_missed": [5]}
+    record = read_record(write(tmp_path / "next", 1, 8, batch_size=1, **noted))
+    assert batches_of(record, data).at(0).ids.tolist() == [5]
+    data.record(3, ValueError("bad by now"))  # which it was not when the run began
+    assert missed_in(before, data) == [5]
+    assert batches_of(record, data).at(0).ids.tolist() == [5]
+    assert seen_in(record, data).all() and missed_in(record, data) == []
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,12 @@ def audit(
     return found
 
 
+def left_out_of(ids: Ids, named_bad: Ids, record: Mapping[str, Any]) -> Ids:
+    """Of the samples of a step those that it left out, as far as its mark proves it."""
+    kept = _loaded(ids, named_bad, record)
+    return ids[~np.isin(ids, kept)] if mark(kept) == record.get("mark") else ids[:0]
+
+
 def _loaded(ids: Ids, out: Ids, record: Mapping[str, Any]) -> Ids:
     """Of the samples of a step those that it was made of, without as many as were left out.
 
