@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches, Loading, pieces_in_order
+from shoal.data.batches import Batches, Loading
 from shoal.data.orders import Blocks
+from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import Pass, tensors
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized

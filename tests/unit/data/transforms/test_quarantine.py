@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches, Loading, pieces_in_order
+from shoal.data.batches import Batches, Loading
 from shoal.data.packing import BadSample
+from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
 from shoal.data.transforms import tabular
 from shoal.data.transforms.cleaning import clean
