@@ -1,20 +1,24 @@
 """From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
 
 import select
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
+from shoal.cluster.nursery import ChildMain, NotPrepared, Nursery, Prepare, Prepared
 from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
 from shoal.plan import Plan
+from shoal.processes import NOTICE, Wait
 
 Facts = dict[str, Any]
 FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
+LOOK_S = 1.0
 
 
 class NotLoaded(ShoalError):
@@ -40,7 +44,8 @@ def launch(
     `prepared` is told what the preparation found, before any rank starts. With `can_resize` the
     run hears requests for another size. Call this from a process that has not started a thread.
     """
-    nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
+    NOTICE.open()
+    nursery = Nursery(partial(_prepare, prepare), run_dir / "logs" / "recipe.log")
     try:
         _tell_of_wait(nursery)
         facts = await_facts(nursery)
@@ -51,20 +56,50 @@ def launch(
         return Supervisor(nursery, members(facts), run_dir, watch, resizes).run()
     finally:
         nursery.close()
+        NOTICE.close()
+
+
+def _prepare(prepare: Prepare) -> tuple[Facts, ChildMain]:
+    """In the nursery; ranks, which are forked from it later, have heartbeats."""
+    NOTICE.begin()
+    try:
+        return prepare()
+    finally:
+        NOTICE.end()
 
 
 def _tell_of_wait(nursery: Nursery) -> None:
-    """While the recipe is prepared, which may load samples: a source may hang, or be slow."""
-    waited_s, pause_s = 0.0, FIRST_S
-    while not select.select([nursery], [], [], pause_s)[0]:
-        waited_s += pause_s
-        pause_s = waited_s
+    """While the recipe is prepared, which may load samples: a source may hang, or be slow.
+
+    A sample has its limit, as in training. What else a recipe does may take as long as it likes.
+    """
+    began = time.monotonic()
+    next_s = FIRST_S
+    while not select.select([nursery], [], [], min(next_s, LOOK_S))[0]:
+        now, wait = time.monotonic(), NOTICE.read()
+        is_lost = wait is not None and now - wait.since_s >= wait.limit_s
+        if now - began < next_s and not is_lost:
+            continue
+        next_s *= 2
         nursery.say_where()
+        if wait is not None and is_lost:
+            select.select([nursery], [], [], 0.5)  # while it writes that
+            raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
         log.warning(
             "The recipe is not ready after %.0f s. What it does just now is at the end of "
             "logs/recipe.log in the run directory; Ctrl-C ends it.",
-            waited_s,
+            now - began,
         )
+
+
+def _lost(wait: Wait, seconds: float) -> str:
+    last = wait.first + wait.num_samples - 1
+    named = f"sample {last}" if wait.num_samples == 1 else f"samples {wait.first} to {last}"
+    return (
+        f"{named}: nothing came for {seconds:.0f} s while the recipe was prepared, which is the "
+        "limit. The source, or the disk or server behind it, hangs; where it stands is at the end "
+        "of logs/recipe.log in the run directory. Try such a sample by itself, and start again."
+    )
 
 
 def await_facts(nursery: Nursery) -> Facts:
