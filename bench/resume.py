@@ -1,7 +1,10 @@
-"""The first batch after a restart, a million samples into the data, against replaying.
+"""The first batch a million samples into the data, against replaying and against the first of all.
 
-Shoal's batches are a pure function of the step, so a new process asks for step 15,625 and has it;
-the row `position` compares that with asking for step 0. The peer is torch's DataLoader over the
+Shoal's batches are a pure function of the step, so batches that were just made, as after a restart,
+are asked for step 15,625 and have it; the row `position` compares that with asking for step 0. The
+step is all that a checkpoint keeps of the place in the data. Samples are tensors in memory, and the
+process is warm: starting one, opening files and loading a checkpoint cost the same at any position
+and are not in these figures. The peer is torch's DataLoader over the
 same samples with a seeded shuffle, which gets there by drawing every batch before it, without
 loading them (its sampler alone is run): the cheapest replay there is. Both must come to the same
 place in their own order again. The ceiling is gathering 64 rows whose numbers are known.
@@ -26,7 +29,7 @@ STEP = CONSUMED // BATCH
 
 
 def first_batch(source: TensorSource, step: int) -> float:
-    """Seconds until a new process's batches have given the one of this step.
+    """Seconds until batches that are made anew have given the one of this step.
 
     The median of several, since it is short: the first one after another arm finds that arm's
     memory in the caches.

@@ -2,18 +2,19 @@
 
 The source is cut into fixed pieces which are dealt over the ranks; what each piece gave is brought
 together and summed in order, so the answer has the same bits at any number of ranks. Under local
-steps each replica judges its pieces with its own weights.
+steps each replica judges its pieces with its own weights. A run's `loaders` load ahead here, too.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.computing import Compute
-from shoal.data.batches import Loading, pieces_in_order
+from shoal.data.batches import Loading
+from shoal.data.pieces import pieces_in_order
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import RecipeError, UsageError
@@ -26,7 +27,7 @@ PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on 
 def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss` and each of the run's metrics. Every rank must call it."""
     check_evaluated(compute.plan, source)
-    loading = Loading(run.collate, mesh.device)
+    loading = Loading(run.collate, mesh.device, run.loaders)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
@@ -35,10 +36,9 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
     # Where replicas share parameters, all of them must run the model equally often.
     num_turns = -(-len(pieces) // mesh.data.num_ranks) if compute.plan.zero == 3 else len(own)
-    with evaluating(compute.spread.model):
-        for turn in range(num_turns):
-            index = own[turn] if turn < len(own) else 0
-            piece = pieces[index]
+    indices = [*own, *[0] * (num_turns - len(own))]
+    with evaluating(compute.spread.model), closing(pieces.ahead(indices)) as loaded:
+        for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
             if not piece.num_samples:  # all of it is in quarantine
                 continue
             output = compute.output(piece.inputs)

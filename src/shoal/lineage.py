@@ -9,7 +9,7 @@ Not for data whose earlier samples were changed or moved: their numbers are what
 Cost: some 40 ns a sample that was trained on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.batches import Batches
-from shoal.data.ledger import Audit, audit
+from shoal.data.ledger import Audit, audit, left_out_of
 from shoal.data.orders import Mixed, Order, Some, order_among, order_before, order_name, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import Source
-from shoal.data.transforms.cleaning import Cleaned
-from shoal.data.transforms.layers import below
+from shoal.data.transforms.layers import Part, below
 from shoal.data.transforms.normalizing import Normalized
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.transforms.statistics import Statistics
@@ -104,15 +103,35 @@ def batches_of(record: Record, data: Source) -> Batches:
     return _batches(record, _order_before(record, data), _seen_before(record, data))
 
 
-def seen_in(record: Record, data: Source) -> NDArray[np.bool_]:
-    """Of each sample of today's data, whether this run or one that it goes back to has seen it."""
+def seen_in(record: Record, data: Source, missed: Sequence[int] = ()) -> NDArray[np.bool_]:
+    """Of each sample of today's data, whether this run or one that it goes back to has seen it.
+
+    Samples that were left out, and are to be tried again, are `missed` (`missed_in`).
+    """
     before, order = _seen_before(record, data), _order_before(record, data)
     batches = _batches(record, order, before)
     _refuse_other_order(record, order, audit(record.steps, batches, left_out(data).tolist()))
     seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
     for step in record.steps:
         seen[batches.at(step["step"] - 1).ids] = True
+    seen[list(missed)] = False
     return seen
+
+
+def missed_in(record: Record, data: Source) -> list[int]:
+    """Samples that came up in the run, were left out as bad each time, and never trained on.
+
+    Told by quarantine files as they are now, so a run that goes by it must keep the answer.
+    """
+    bad, before, batches = left_out(data), _seen_before(record, data), batches_of(record, data)
+    seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
+    out = np.zeros_like(seen)
+    for step in record.steps:
+        ids = batches.at(step["step"] - 1).ids
+        missing = left_out_of(ids, bad, step)
+        seen[ids[~np.isin(ids, missing)]] = True
+        out[missing] = True
+    return [int(index) for index in _places(out & ~seen)]
 
 
 def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
@@ -121,7 +140,8 @@ def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
     if not parent:
         return None
     # The run before may have gone on since: what it did then is not in this one's order.
-    return seen_in(read_record(Path(parent)).until(record.described.get("new_data_steps")), data)
+    earlier = read_record(Path(parent)).until(record.described.get("new_data_steps"))
+    return seen_in(earlier, data, record.described.get("new_data_missed") or ())
 
 
 def _order_before(record: Record, data: Source) -> Order:
@@ -175,11 +195,11 @@ def _statistics_in(data: Any) -> Iterator[Statistics]:
         yield from _statistics_in(source)
 
 
-def only_new(data: Source, before: Record, replay: float = 0.0) -> View:
+def only_new(data: Source, before: Record, replay: float = 0.0, missed: Sequence[int] = ()) -> View:
     """The samples that a run has not seen; of its batches `replay` is a share of those it has."""
     if not 0 <= replay < 1:
         raise UsageError(f"--replay {replay}: the share of old samples is from 0 to below 1.")
-    order = _order_of_new(order_of(data), seen_in(before, data), replay)
+    order = _order_of_new(order_of(data), seen_in(before, data, missed), replay)
     if not len(order):
         raise UsageError(
             f"All {len(data)} samples were seen by {before.path} and the runs before it. Add data "
@@ -215,7 +235,7 @@ def left_out(data: Any) -> Ids:
     if isinstance(data, Joined):
         found = [start + part for start, part in zip(data.starts, found, strict=False)]
     ids = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    if isinstance(data, Cleaned):
+    if isinstance(data, Part):
         ids = _places(np.isin(data.kept, ids))
     return ids
 

@@ -6,11 +6,13 @@ free. What must be undone in the child at once, before it runs anything, is `dat
 """
 
 import ctypes
+import mmap
 import os
 import signal
+import struct
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,3 +50,49 @@ class PerProcess(Generic[Made]):
                 if slot.made is None:  # another thread may have been quicker
                     slot.made = self._make()
         return slot.made
+
+
+class Wait(NamedTuple):
+    """Samples that a process waits for: the first, how many, since when, and for how long."""
+
+    first: int
+    num_samples: int
+    since_s: float  # by the monotonic clock, which processes of a host share
+    limit_s: float
+
+
+class Notice:
+    """What one process waits for, on a page that its parent reads though the child hangs."""
+
+    _FORM = struct.Struct("qqdd")
+
+    def __init__(self) -> None:
+        self._page: mmap.mmap | None = None
+        self._writer = 0
+
+    def open(self) -> None:
+        """In the parent, before it forks."""
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def close(self) -> None:
+        self._page = None
+
+    def begin(self) -> None:
+        """In the child: from now on what it waits for is noted, and nothing of its own forks."""
+        self._writer = os.getpid()
+
+    def end(self) -> None:
+        self._writer = 0
+
+    def write(self, wait: Wait | None) -> None:
+        if self._writer and self._page is not None and self._writer == os.getpid():
+            self._FORM.pack_into(self._page, 0, *(wait or (0, 0, 0.0, 0.0)))
+
+    def read(self) -> Wait | None:
+        if self._page is None:
+            return None
+        found = Wait(*self._FORM.unpack_from(self._page))
+        return found if found.num_samples else None
+
+
+NOTICE = Notice()

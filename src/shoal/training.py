@@ -156,7 +156,7 @@ class Trainer:
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
         take_size(self, mesh)
-        self.balance = balance_of(self.plan, mesh)
+        self.balance, self.pace = balance_of(self.plan, mesh)
         self._is_fresh = False  # whether the last step was committed in the group as it is
         self.take_place(mesh)
         if handover.catch_up(self):
@@ -178,8 +178,7 @@ class Trainer:
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
-        computed = perf_counter()
-        tally.busy_s = computed - started
+        tally.busy_s = perf_counter() - started
         asked_in, exchange = self.mesh, self.strategy.exchange
         agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
@@ -196,7 +195,8 @@ class Trainer:
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
         busy_s = tally.busy_s - data_s + perf_counter() - exchanged
-        times = split_times(data_s, busy_s, exchanged - computed, agreed.busy_s, self.mesh.rank)
+        exchange_s = exchanged - started - tally.busy_s
+        times = split_times(data_s, busy_s, exchange_s, agreed.busy_s, self.mesh.rank)
         self.stopped, self.meets = agreed.asked.stop, agreed.asked.meet and self.mesh is asked_in
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm

@@ -174,6 +174,18 @@ def test_a_slow_rank_is_named_and_given_less_work(pool: Pool, tmp_path: Path) ->
     assert list(moved["slow"]) == ["1"]
 
 
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("data=2 zero=2", marks=pytest.mark.full)])
+def test_a_slow_rank_is_named_where_no_work_can_move(pool: Pool, tmp_path: Path, plan: str) -> None:
+    recipe = f"{Path(__file__).parent / 'tiny.py'}:one_slow"
+    slow = faults.start(pool, recipe, tmp_path / "slow", plan=plan).wait()
+    (told,) = slow.events("slow")
+    assert told["step"] <= 10 and list(told["slow"]) == ["1"]
+    assert "pieces=" in told["advice"] and "replica 1 takes" in slow.errors
+    settings = {"pause": 0.02, "slow": -1}
+    even = faults.start(pool, recipe, tmp_path / "even", plan=plan, settings=settings).wait()
+    assert not even.events("slow")
+
+
 @pytest.mark.parametrize("whom", ["rank", pytest.param("loader", marks=pytest.mark.full)])
 def test_a_loader_or_its_rank_is_killed(pool: Pool, tmp_path: Path, whom: str) -> None:
     """A loader is replaced alone; one of a dead rank goes with it and hides nothing from others."""

@@ -8,7 +8,9 @@ import pytest
 
 from shoal.cluster import launch
 from shoal.cluster.nursery import Nursery, Prepared
+from shoal.data import waiting
 from shoal.data.transforms.cleaning import clean
+from shoal.data.transforms.statistics import statistics
 
 
 class Hangs:
@@ -18,6 +20,29 @@ class Hangs:
     def __getitem__(self, index: int) -> Any:
         time.sleep(1.5 if index == 2 else 0)
         return index, index
+
+
+def test_a_sample_that_never_comes_ends_the_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never(Hangs):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(60 if index == 2 else 0)
+            return index, index
+
+    def prepare() -> Any:
+        statistics(Hangs(), ["inputs"])  # slow, and within its limit
+        clean(Never(), keep=lambda sample: True, workers=2, identity=str(tmp_path))
+        return {}, lambda birth: 0
+
+    monkeypatch.setattr(waiting, "LIMIT_S", 2.0)
+    monkeypatch.setattr(waiting, "LIMIT_PER_SAMPLE_S", 0.0)
+    monkeypatch.setattr(launch, "LOOK_S", 0.1)
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(launch.NotLoaded, match="sample 2: nothing came for 2 s while"):
+        launch.launch(prepare, tmp_path, watch=lambda record: None, members=lambda facts: None)  # type: ignore[arg-type, return-value]
+    assert "in __getitem__" in (tmp_path / "logs" / "recipe.log").read_text()
 
 
 def test_a_sample_that_hangs_before_ranks_start_is_told_of(

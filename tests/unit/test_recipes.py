@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shoal.data import catalog
-from shoal.data.batches import Batches, pieces_in_order
+from shoal.data.batches import Batches
+from shoal.data.pieces import pieces_in_order
 from shoal.errors import ShoalError
 from shoal.run import Run, call_model, objective
 

@@ -1,6 +1,7 @@
 """A run and its plan: what does not go together is refused before anything starts."""
 
 import dataclasses
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_a_generator_is_refused_where_it_is_given() -> None:
         dataclasses.replace(run_on(Broken(range(0))), evaluate=pairs)
 
 
-def evaluated(source: Any, plan: str = "data=1") -> dict[str, float]:
+def evaluated(source: Any, plan: str = "data=1", loaders: int = 0) -> dict[str, float]:
     """What one rank alone finds, whose model gives back the first number of a sample."""
 
     def output(inputs: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,21 @@ def evaluated(source: Any, plan: str = "data=1") -> dict[str, float]:
         output=output,
         arithmetic=nullcontext,
     )
-    return measure(run_on(source), compute, source, mesh)
+    run = dataclasses.replace(run_on(source), loaders=loaders)
+    return measure(run, compute, source, mesh)
+
+
+class Pids:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(os.getpid()), 0]), torch.tensor(0.0)
+
+
+def test_an_evaluation_loads_ahead_as_training_does() -> None:
+    assert evaluated(Pids())["loss"] == os.getpid()
+    assert evaluated(Pids(), loaders=1)["loss"] != os.getpid()
 
 
 def test_pieces_in_quarantine_are_left_out_of_an_evaluation(tmp_path: Path) -> None:

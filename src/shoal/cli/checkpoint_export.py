@@ -148,7 +148,8 @@ def _some(what: str, names: Any) -> str:
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
     from shoal.checkpoint.foreign import program
     from shoal.checkpoint.foreign.weights import Model
-    from shoal.data.batches import Loading, pieces_in_order
+    from shoal.data.batches import Loading
+    from shoal.data.pieces import pieces_in_order
 
     model = run.make_model()
     program.load_into(model, Model(source))

@@ -75,6 +75,8 @@ class Display:
                 self.saved_step = record["step"]
             case "balanced":
                 self.say(_balanced(record))
+            case "slow":
+                self.say(_slow(record))
             case "emptied":
                 self._say_once("emptied", _emptied(record))
             case "waiting":
@@ -189,8 +191,19 @@ def _waiting(record: dict[str, Any]) -> str:
     )
 
 
+def _slow(record: dict[str, Any]) -> str:
+    return (
+        f"[bold yellow]the others wait, after step {record['step']}[/]: {_times(record['slow'])}; "
+        f"{escape(record['advice'])}"
+    )
+
+
+def _times(slow: dict[str, float]) -> str:
+    return ", ".join(f"replica {r} takes {times}x as long" for r, times in slow.items())
+
+
 def _balanced(record: dict[str, Any]) -> str:
-    slow = ", ".join(f"replica {r} takes {times}x as long" for r, times in record["slow"].items())
+    slow = _times(record["slow"])
     return (
         f"[bold]work moved after step {record['step']}[/]: {slow or 'speeds have changed'}; of "
         f"each batch the replicas take {', '.join(map(str, record['rounds']))} parts"

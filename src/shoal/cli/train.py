@@ -145,7 +145,14 @@ def _as_it_began(
             raise UsageError(
                 f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
             )
-    for option in ("keep", "checkpoints", "new_data", "new_data_steps", "replay"):
+    for option in (
+        "keep",
+        "checkpoints",
+        "new_data",
+        "new_data_steps",
+        "new_data_missed",
+        "replay",
+    ):
         given[option] = given.get(option) or before.get(option)
     return {**known, **settings}
 
@@ -262,7 +269,7 @@ def prepare_run(
     from shoal.checkpoint.retention import Keep
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
-    from shoal.lineage import keep_statistics, only_new, read_record
+    from shoal.lineage import keep_statistics, missed_in, only_new, read_record
     from shoal.recipe import load_recipe, provenance
     from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
@@ -273,8 +280,10 @@ def prepare_run(
     looked: dict[str, Any] = {}
     if given["new_data"] is not None:
         before = read_record(Path(given["new_data"])).until(given.get("new_data_steps"))
-        run = replace(run, data=only_new(run.data, before, given["replay"] or 0.0))
-        looked["new_data_steps"] = before.last_step  # that run may go on, and this one too
+        missed = given["new_data_missed"] or [] if given["resume"] else missed_in(before, run.data)
+        run = replace(run, data=only_new(run.data, before, given["replay"] or 0.0, missed))
+        # That run may go on, and this one too, and more may be found bad meanwhile.
+        looked |= {"new_data_steps": before.last_step, "new_data_missed": missed}
     plain = {name: field["value"] for name, field in fields.items()}
     store = open_store(given["checkpoints"] or run_dir / "checkpoints")
     keep = Keep.parse(given["keep"])

@@ -19,7 +19,7 @@ import zmq
 
 from shoal.cluster.hosts import comparable
 from shoal.cluster.invitation import KEYS, Invitation
-from shoal.cluster.launch import await_facts, tell_of_wait
+from shoal.cluster.launch import nursed
 from shoal.cluster.nursery import Born, Exited, Kill, Nursery, Prepare, Spawn
 from shoal.cluster.post import (
     End,
@@ -60,13 +60,9 @@ def join_run(
     told = told_of(reach.address, run_dir / KEYS)
     name = socket.gethostname()
     log = f"logs/recipe-{name}-{secrets.token_hex(3)}.log"
-    nursery = Nursery(prepare, run_dir / log)
-    try:
-        tell_of_wait(nursery)
-        hello = Hello(name, reach.address, comparable(await_facts(nursery)), log)
+    with nursed(prepare, run_dir / log) as (nursery, facts):
+        hello = Hello(name, reach.address, comparable(facts), log)
         return _Joined(nursery, invitation.address, reach, told, tell).obey(hello)
-    finally:
-        nursery.close()
 
 
 class _Joined:

@@ -1,14 +1,16 @@
 """From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
 
 import select
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.cluster.hosts import Hosts, Listening, gathered
 from shoal.cluster.invitation import withdraw
-from shoal.cluster.nursery import NotPrepared, Nursery, Prepare, Prepared
+from shoal.cluster.nursery import ChildMain, NotPrepared, Nursery, Prepare, Prepared
 from shoal.cluster.post import Farewell
 from shoal.comm.reach import LOOPBACK
 from shoal.elastic.membership import Membership
@@ -17,9 +19,11 @@ from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
 from shoal.plan import Plan
+from shoal.processes import NOTICE, Wait
 
 Facts = dict[str, Any]
 FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
+LOOK_S = 1.0
 
 
 class NotLoaded(ShoalError):
@@ -47,12 +51,10 @@ def launch(
     run hears requests for another size; with `listening` it waits for other hosts first. Call this
     from a process that has not started a thread.
     """
-    nursery = Nursery(prepare, run_dir / "logs" / "recipe.log")
     with ExitStack() as held:
-        held.callback(nursery.close)
         withdraw(run_dir)  # what one that was killed left here
-        tell_of_wait(nursery)
-        facts = await_facts(nursery)
+        ready = nursed(prepare, run_dir / "logs" / "recipe.log")
+        nursery, facts = held.enter_context(ready)
         hosts: Hosts | None = None
         if listening is not None:
             hosts = held.enter_context(gathered(nursery, facts, listening, run_dir, watch))
@@ -68,18 +70,60 @@ def launch(
         return outcome
 
 
-def tell_of_wait(nursery: Nursery) -> None:
-    """While the recipe is prepared, which may load samples: a source may hang, or be slow."""
-    waited_s, pause_s = 0.0, FIRST_S
-    while not select.select([nursery], [], [], pause_s)[0]:
-        waited_s += pause_s
-        pause_s = waited_s
+@contextmanager
+def nursed(prepare: Prepare, log: Path) -> Iterator[tuple[Nursery, Facts]]:
+    """A nursery that has prepared, and what it found; it ends with the block."""
+    NOTICE.open()
+    nursery = Nursery(partial(_prepare, prepare), log)
+    try:
+        _tell_of_wait(nursery)
+        yield nursery, await_facts(nursery)
+    finally:
+        nursery.close()
+        NOTICE.close()
+
+
+def _prepare(prepare: Prepare) -> tuple[Facts, ChildMain]:
+    """In the nursery; ranks, which are forked from it later, have heartbeats."""
+    NOTICE.begin()
+    try:
+        return prepare()
+    finally:
+        NOTICE.end()
+
+
+def _tell_of_wait(nursery: Nursery) -> None:
+    """While the recipe is prepared, which may load samples: a source may hang, or be slow.
+
+    A sample has its limit, as in training. What else a recipe does may take as long as it likes.
+    """
+    began = time.monotonic()
+    next_s = FIRST_S
+    while not select.select([nursery], [], [], min(next_s, LOOK_S))[0]:
+        now, wait = time.monotonic(), NOTICE.read()
+        is_lost = wait is not None and now - wait.since_s >= wait.limit_s
+        if now - began < next_s and not is_lost:
+            continue
+        next_s *= 2
         nursery.say_where()
+        if wait is not None and is_lost:
+            select.select([nursery], [], [], 0.5)  # while it writes that
+            raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
         log.warning(
             "The recipe is not ready after %.0f s. What it does just now is at the end of "
             "logs/recipe.log in the run directory; Ctrl-C ends it.",
-            waited_s,
+            now - began,
         )
+
+
+def _lost(wait: Wait, seconds: float) -> str:
+    last = wait.first + wait.num_samples - 1
+    named = f"sample {last}" if wait.num_samples == 1 else f"samples {wait.first} to {last}"
+    return (
+        f"{named}: nothing came for {seconds:.0f} s while the recipe was prepared, which is the "
+        "limit. The source, or the disk or server behind it, hangs; where it stands is at the end "
+        "of logs/recipe.log in the run directory. Try such a sample by itself, and start again."
+    )
 
 
 def await_facts(nursery: Nursery) -> Facts:

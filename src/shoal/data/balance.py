@@ -6,13 +6,15 @@ sum of the gradients is taken in one tree over the pieces, so who computes a pie
 its bits. Pieces are the grain: with as many pieces as replicas there is nothing to move; with
 `pieces=16` on 4 replicas, one that is five times slower takes 1 piece and the others 5 each.
 
+Whoever keeps the others waiting all the same, because work cannot move, is named (`Pace`).
+
 Not for plans whose bits depend on who does what (`sums=ring`, `zero=2`) or that must do equal work
 (`zero=3`, `local_steps`). Cost: nothing until work moves, then a few milliseconds.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 from shoal.data.split import deal, shares
@@ -20,6 +22,10 @@ from shoal.plan import Plan
 
 _STEPS = 5  # whose median counts
 _GAINS = {2: 0.5, _STEPS: 0.1}  # of a step's time to be won, after so many steps, or noise would do
+
+
+_SLOW = 2.0  # times as long as usual in each of the last steps: named
+_LEAST_S = 0.005  # of which others wait in a step; below that it may be the scheduler's doing
 
 
 def can_balance(plan: Plan) -> bool:
@@ -58,6 +64,34 @@ class Balance:
         self.counts = after
         self._seen.clear()
         return Move(before, after, seconds)
+
+
+class Pace:
+    """Pure: tells of replicas that keep the others waiting, of each once."""
+
+    def __init__(self) -> None:
+        self._seen: deque[list[float]] = deque(maxlen=_STEPS)
+        self._named: set[int] = set()
+
+    def observe(self, busy_s: Sequence[float], counts: Sequence[int]) -> dict[int, float]:
+        """Take in how long each replica was busy with its rounds; say who is slow, and how many
+        times as long as usual it takes, if that is new."""
+        if len(set(busy_s)) == 1:  # one's own in place of all: nobody waited for anybody
+            return {}
+        usual_s, usual_count = median_low(busy_s), median_low(counts)
+        self._seen.append(
+            [
+                busy / usual_s / max(1, count / usual_count) if busy > usual_s + _LEAST_S else 1.0
+                for busy, count in zip(busy_s, counts, strict=True)
+            ]
+        )
+        if len(self._seen) < _STEPS:
+            return {}
+        times = enumerate(zip(*self._seen, strict=True))
+        slow = {r: round(median(of), 2) for r, of in times if min(of) > _SLOW}
+        new = {r: of for r, of in slow.items() if r not in self._named}
+        self._named.update(new)
+        return new
 
 
 def _span(counts: Sequence[int], seconds: Sequence[float]) -> float:

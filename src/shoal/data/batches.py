@@ -10,22 +10,21 @@ gathered in one call and handed out in parts, at most 512 KiB over all pieces; t
 16,384 coming samples are kept beside them. A part that a model wrote into is noticed, and loaded
 anew should its step be done again. Every tensor starts where a cache line does, because matrix
 kernels round differently elsewhere, and who loads a piece must not show in its bits.
-Next: `permutation.py` for the order, `split.py` for the pieces.
+Next: `permutation.py` for the order, `split.py` for the pieces, `pieces.py` for evaluation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.data import permutation, split
 from shoal.data.collating import Alike, collate_samples, fetch, good_samples
 from shoal.data.loaders import Key, Loaders, Turns
-from shoal.data.orders import Bucketed, Some, order_of
+from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
-from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source, position
+from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source
 from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, UsageError
 
@@ -114,7 +113,7 @@ class Batches:
         each_alone = isinstance(source, LeavesOut | Varied)
         gathers = loading.collate is None and isinstance(source, Takes) and not each_alone
         self._window_steps: int | None = None if gathers and not loading.loaders else 1
-        self._alike = Alike(lambda: self.at(0).ids)
+        self._alike = Alike(source, lambda near: self.order.ids(near, seed, 0), batch_size)
         self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
         self._turns = Turns()
 
@@ -158,7 +157,7 @@ class Batches:
             return self._load(batch.epoch, self._ids_of(batch, index))
         with WAITING.on(self._ids_of(batch, index)):
             inputs, target, ids = loaders.take(now)
-        return Piece(_placed(inputs, self.device), _placed(target, self.device), len(ids), ids)
+        return Piece(placed(inputs, self.device), placed(target, self.device), len(ids), ids)
 
     def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
         """In a loader."""
@@ -224,34 +223,6 @@ class Batches:
         return window.ids[start : start + num_batches * self.batch_size]
 
 
-class PiecesInOrder:
-    """A source cut into neighbouring pieces; made by `pieces_in_order`."""
-
-    def __init__(self, source: Source, piece_size: int, loading: Loading):
-        self._source = source
-        self._size = piece_size
-        self._loading = loading
-        self._alike = Alike(lambda: np.arange(min(piece_size, len(source)), dtype=np.int64))
-
-    def __len__(self) -> int:
-        return (len(self._source) + self._size - 1) // self._size
-
-    def __getitem__(self, index: int) -> Piece:
-        start = position(index, len(self), "piece") * self._size
-        ids = np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
-        return load(self._source, ids, self._loading, alike=self._alike)
-
-
-def pieces_in_order(source: Any, piece_size: int, loading: Loading = PLAIN) -> PiecesInOrder:
-    """A source as a row of pieces of `piece_size` samples, in order; the last may be short.
-
-    For evaluation: ranks take some of the indices each, and every sample is met once.
-    """
-    if piece_size < 1:
-        raise UsageError(f"piece_size={piece_size}: a piece holds at least 1 sample.")
-    return PiecesInOrder(as_source(source), piece_size, loading)
-
-
 def load(
     source: Source,
     ids: Ids,
@@ -264,7 +235,7 @@ def load(
     with WAITING.on(ids):
         if hasattr(source, "record"):
             assert isinstance(source, LeavesOut)
-            samples, ids = good_samples(source, ids, of)
+            samples, ids = good_samples(source, ids, of, alike if collate is None else None)
         if not len(ids):
             return Piece(None, None, 0, ids)
         if samples is not None:
@@ -273,7 +244,7 @@ def load(
             inputs, target = fetch(source, ids, collate, of)
         if alike is not None and collate is None:
             alike.require((inputs, target), ids, lambda one: fetch(source, one, None, of))
-    return Piece(_placed(inputs, device), _placed(target, device), len(ids), ids)
+    return Piece(placed(inputs, device), placed(target, device), len(ids), ids)
 
 
 def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
@@ -293,7 +264,7 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
             f"out a batch that is not full, so no step can be made. Use batch_size={num_samples} "
             "or less, or end='pad' or end='wrap'."
         )
-    by_length = visited.batch_size if isinstance(visited, Bucketed | Some) else None
+    by_length = batch_size_of(visited)
     if by_length not in (None, batch_size):
         raise UsageError(
             f"data is put by length into batches of {by_length}, and batch_size is "
@@ -371,7 +342,7 @@ def _cut(rows: Any, size: int, columns: list[Sequence[Tensor]]) -> Sequence[Any]
     return columns[-1]
 
 
-def _placed(value: Any, device: str) -> Any:
+def placed(value: Any, device: str) -> Any:
     """`value` with its tensors on `device`, aligned; whatever else a collate put in stays."""
     if isinstance(value, Tensor):
         if device.startswith("cuda"):  # pinned, the copy runs beside what the host does
@@ -379,9 +350,9 @@ def _placed(value: Any, device: str) -> Any:
         value = value.to(device)
         return value.clone() if value.data_ptr() % _ALIGNMENT else value
     if isinstance(value, Mapping):
-        return {name: _placed(part, device) for name, part in value.items()}
+        return {name: placed(part, device) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(_placed(part, device) for part in value)
+        return tuple(placed(part, device) for part in value)
     return value
 
 

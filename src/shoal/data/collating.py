@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from shoal.data.orders import batch_size_of, order_of
 from shoal.data.sources import (
     Collate,
     Ids,
@@ -37,6 +38,7 @@ _NUMBERS = {  # those of numpy that torch makes the same of as of Python's own
     "int64": "an int",
     "float64": "a float",
 }
+_NUM_LOOKED = 1024  # samples among which one is sought to compare others with
 _ALIKE = (
     "Samples must be alike. Give all of them one type, and pad them to one size "
     "(shoal.data.mapped), or give the Run a `collate` that does; shoal.data.by_length puts samples "
@@ -48,13 +50,40 @@ class Alike:
     """Holds all pieces to the types of the first sample, which any process can look at itself.
 
     So a sample of another type is refused at its step under every plan. Sizes are not compared:
-    pieces are not stacked, and batches of one length each are as good as any. `first` gives the
-    samples of the first batch, of which those that cannot be loaded are passed over.
+    pieces are not stacked, and batches of one length each are as good as any. `ids_at` gives the
+    samples at positions of the run's order; of the first, those that fail are passed over.
+
+    Where bad samples are left out, those are bad too that do not fit into one batch with the first
+    good one, unless sizes may well differ: batches are of one sample, or put together by length.
     """
 
-    def __init__(self, first: Callable[[], Ids]):
-        self._first = first
+    def __init__(self, source: Source, ids_at: Callable[[Ids], Ids], batch_size: int):
+        self._ids_at = ids_at
+        self._num_looked = min(_NUM_LOOKED, len(order_of(source)))
+        self._has_sizes = batch_size == 1 or batch_size_of(order_of(source)) is not None
         self._known: tuple[int, dict[str, str]] | None = None
+        self._good: tuple[int, Any] | None = None
+
+    def require_fit(self, sample: Any, index: int, load: Callable[[int], Any]) -> None:
+        """Refuse a sample that does not fit to the first good one, which `load` loads."""
+        if self._has_sizes:
+            return
+        if self._good is None:
+            self._good = self._first_good(load) or (index, sample)
+        first, good = self._good
+        if unlike([good, sample], np.array([first, index])):
+            # It may fit all the same, as an array beside tensors does.
+            collate_samples([good, sample], ids=np.array([first, index]))
+
+    def _first(self) -> Ids:
+        return self._ids_at(np.arange(self._num_looked, dtype=np.int64))
+
+    def _first_good(self, load: Callable[[int], Any]) -> tuple[int, Any] | None:
+        for index in self._first().tolist():
+            with suppress(RecipeError):
+                collate_samples([sample := load(index)])
+                return index, sample
+        return None
 
     def require(self, piece: tuple[Any, Any], ids: Ids, load: Callable[[Ids], Any]) -> None:
         """Refuse a loaded piece of other types; `load` loads one of the first samples."""
@@ -79,13 +108,19 @@ class Alike:
         return own, found
 
 
-def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
-    """Those of the samples that can be loaded, and their ids; the source is told of the others."""
+def good_samples(
+    source: LeavesOut, ids: Ids, of: Pass | None, alike: Alike | None = None
+) -> tuple[list[Any], Ids]:
+    """Those of the samples that can be loaded and are `alike`, and their ids; the source is told
+    of the others."""
     samples, good = [], []
+    begun = None if of is None else of._replace(epoch=0)
     for index in ids:
         try:
             sample = sample_of(source, int(index), of)
             _pair(sample, f"sample {index}")
+            if alike is not None:
+                alike.require_fit(sample, int(index), lambda at: sample_of(source, at, begun))
         except RecipeError as error:
             source.record(int(index), error)
         else:

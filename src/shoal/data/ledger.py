@@ -72,7 +72,7 @@ def audit(
         found.num_left_out += len(whole) - len(ids)
         of_step = max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
         num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
-        counts += np.bincount(ids, minlength=len(counts))
+        np.add.at(counts, ids, 1)  # a batch may hold a sample twice
         found.num_samples += len(ids)
         expected, since = add_marks((expected, mark(ids))), since + 1
         if record.get("mark") is None:
@@ -92,6 +92,12 @@ def audit(
     # Of those that were left out and no file names, each may have been the one that came least.
     found.most_often, found.least_often = int(counts.max()), max(0, int(counts.min()) - num_unknown)
     return found
+
+
+def left_out_of(ids: Ids, named_bad: Ids, record: Mapping[str, Any]) -> Ids:
+    """Of the samples of a step those that it left out, as far as its mark proves it."""
+    kept = _loaded(ids, named_bad, record)
+    return ids[~np.isin(ids, kept)] if mark(kept) == record.get("mark") else ids[:0]
 
 
 def _loaded(ids: Ids, out: Ids, record: Mapping[str, Any]) -> Ids:

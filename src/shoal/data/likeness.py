@@ -21,8 +21,7 @@ from torch import Tensor
 from shoal.data.glimpse import are_other, known_by_both, mark_of, marks_of, spread
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource, map_tensors
-from shoal.data.transforms.cleaning import Cleaned
-from shoal.data.transforms.layers import below
+from shoal.data.transforms.layers import Part, below
 from shoal.errors import RecipeError
 
 _NUM_ROWS = 256  # of a tensor
@@ -69,7 +68,7 @@ def _parts(source: Any) -> Iterator[str]:
     if inner:
         for part in inner:
             yield from _parts(part)
-        if isinstance(source, Cleaned):
+        if isinstance(source, Part):
             yield _named("kept", source.kept.tobytes())
         return
     for method in ("content_name", "identity"):

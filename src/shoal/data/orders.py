@@ -87,15 +87,17 @@ class Blocks:
     """Each sample once a pass, shuffled so that only `window` blocks are in use at a time.
 
     Blocks are shards, or whatever is best read together. Their order is shuffled, and samples are
-    shuffled among each `window` of them.
+    shuffled among each `window` of them. `numbers` are those of the samples that lie one after the
+    other in the blocks, for a choice in which they are numbered otherwise.
     """
 
-    def __init__(self, sizes: Sequence[int], window: int = 8):
+    def __init__(self, sizes: Sequence[int], window: int = 8, numbers: Ids | None = None):
         if window < 1:
             raise UsageError(f"window={window}. Samples are shuffled among at least 1 block.")
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._starts = _starts(self._sizes)
         self._window = window
+        self._numbers = numbers
         self._dealt = lru_cache(maxsize=2)(self._deal)
 
     def __len__(self) -> int:
@@ -112,15 +114,22 @@ class Blocks:
             found: Ids = self._starts[among[which]] + places - edges[which]
             return found
 
-        return _by_pool(positions, bounds, pool)
+        places = _by_pool(positions, bounds, pool)
+        return places if self._numbers is None else self._numbers[places]
 
     def first(self, num_samples: int) -> "Blocks | None":
+        if self._numbers is not None:
+            return None
         count = int(np.searchsorted(self._starts, num_samples))
         whole = count < len(self._starts) and self._starts[count] == num_samples
         return Blocks(self._sizes[:count].tolist(), self._window) if whole else None
 
     def among(self, kept: Ids) -> "Blocks":
-        return Blocks(np.diff(np.searchsorted(kept, self._starts)).tolist(), self._window)
+        places = kept if self._numbers is None else np.argsort(self._numbers)[kept]
+        turn = np.argsort(places, kind="stable")
+        sizes = np.diff(np.searchsorted(places[turn], self._starts)).tolist()
+        is_as_it_lies = bool((turn[1:] > turn[:-1]).all())
+        return Blocks(sizes, self._window, None if is_as_it_lies else turn)
 
     def _deal(self, seed: int, epoch: int) -> tuple[Ids, Ids]:
         """The blocks in this pass's order, and where each window of them starts."""
@@ -259,6 +268,42 @@ class Some:
         return Some(numbers, order_among(self._order, stay))
 
 
+class Among:
+    """The order of a source that is a choice, of the samples `chosen` of another: in these it is
+    told from other choices, while its ids count the choice itself."""
+
+    def __init__(self, chosen: Ids, order: Order):
+        self.chosen, self.order = chosen, order
+        self.batch_size: int | None = getattr(order, "batch_size", None)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        return self.order.ids(positions, seed, epoch)
+
+    def first(self, num_samples: int) -> "Among | None":
+        order = self.order.first(num_samples) if isinstance(self.order, KnowsParts) else None
+        return None if order is None else Among(self.chosen[:num_samples], order)
+
+    def among(self, kept: Ids) -> "Among":
+        return Among(self.chosen[kept], order_among(self.order, kept))
+
+
+def is_shuffle(order: Order) -> bool:
+    """Whether nothing is lost when these samples are shuffled among others."""
+    return (
+        is_shuffle(order.order)
+        if isinstance(order, Among)
+        else isinstance(order, Shuffled | Blocks)
+    )
+
+
+def batch_size_of(order: Order) -> int | None:
+    """The size of the batches that the order puts together; None if it does not."""
+    return order.batch_size if isinstance(order, Bucketed | Some | Among) else None
+
+
 def order_of(source: Any) -> Order:
     """The order that a source carries, or else a plain shuffle."""
     order = getattr(source, "order", None)
@@ -279,7 +324,7 @@ def order_among(order: Order, kept: Ids) -> Order:
         return order.among(kept)
     raise UsageError(
         f"samples are visited in an order of their own ({type(order).__name__}), which says "
-        "nothing of what is left when some of them are not wanted. Clean the source first, and "
+        "nothing of what is left when some of them are not wanted. Choose and clean first, and "
         "weigh or mix after that; --new-data needs data that is neither weighted nor mixed."
     )
 
@@ -291,7 +336,9 @@ def order_name(order: Order, seed: int) -> str:
     for epoch in (0, 1) if num_known else ():
         for first in (0, len(order) - num_known):
             positions = np.arange(first, first + num_known, dtype=np.int64)
-            hashed.update(np.asarray(order.ids(positions, seed, epoch), dtype=np.int64).tobytes())
+            ids = np.asarray(order.ids(positions, seed, epoch), dtype=np.int64)
+            ids = order.chosen[ids] if isinstance(order, Among) else ids
+            hashed.update(ids.tobytes())
     return f"{type(order).__name__} {hashed.hexdigest()}"
 
 

@@ -7,7 +7,8 @@
     shoal.data.mix([a, b], weights=[7, 3])            from several sources, by weight
     shoal.data.join([a, b])                           one after the other, as one source
 
-Each is a view: it keeps an order (`orders.py`) and no sample. Cost: as its order's.
+Each is a view: it keeps an order (`orders.py`) and no sample. An order over another one replaces
+it. Parts whose order would be lost among others are refused. Cost: as its order's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,17 @@ from torch import Tensor
 
 from shoal.data.collating import unlike
 from shoal.data.given import numbers_of, require_whole
-from shoal.data.orders import Bucketed, Mixed, Order, Sequential, Some, Weighted, order_of
+from shoal.data.orders import (
+    Among,
+    Bucketed,
+    Mixed,
+    Order,
+    Sequential,
+    Weighted,
+    batch_size_of,
+    is_shuffle,
+    order_of,
+)
 from shoal.data.sources import (
     Ids,
     LeavesOut,
@@ -31,7 +42,7 @@ from shoal.data.sources import (
     map_tensors,
     position,
 )
-from shoal.data.transforms.layers import Layer
+from shoal.data.transforms.layers import Layer, Part
 from shoal.errors import RecipeError, UsageError
 
 
@@ -43,6 +54,14 @@ class View(Layer):
         self.order = order
         if isinstance(source, Takes):
             self.take = source.take
+
+
+class Chosen(Part):
+    """Some samples of a source; made by `some`."""
+
+    def __init__(self, source: Source, kept: Ids):
+        super().__init__(source, kept)
+        self.order = Among(kept, order_of(self))
 
 
 class Joined:
@@ -128,21 +147,27 @@ def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int 
     return View(source, Bucketed(given, batch_size, window))
 
 
-def some(source: Any, ids: Sequence[int]) -> View:
-    """These samples alone, shuffled; they keep their numbers."""
+def some(source: Any, ids: Sequence[int]) -> Chosen:
+    """These samples alone, as a source of their own: sample i of it is number `ids[i]`."""
     source = as_source(source)
     chosen = numbers_of(ids, "some()", are_whole=True).astype(np.int64)
     if not chosen.size or chosen.min() < 0 or chosen.max() >= len(source):
         raise UsageError(f"some() was given ids that are not all from 0 to {len(source) - 1}.")
-    return View(source, Some(chosen))
+    return Chosen(source, chosen)
 
 
 def join(sources: Sequence[Any]) -> Joined:
     """Several sources as one, shuffled together."""
-    given = list(sources) if isinstance(sources, Iterable) else []
-    if not given:
-        raise UsageError("join() and mix() need a list of sources, with one at least.")
-    return Joined([as_source(source) for source in given])
+    joined = _joined(sources)
+    for number, source in enumerate(joined.sources):
+        if not is_shuffle(order := order_of(source)):
+            raise UsageError(
+                f"source {number} of join() (counted from 0) has an order of its own "
+                f"({type(order).__name__}), which would be lost: join() shuffles all samples "
+                "together. Join first and put the order over that, such as in_order(join([a, b])); "
+                "or use mix(), in which each source keeps its order."
+            )
+    return joined
 
 
 def mix(
@@ -153,7 +178,7 @@ def mix(
     Each source goes through its own samples without replacement, pass after pass, at its own pace.
     `num_samples`, by default as many as all have together, make a pass of the mixture.
     """
-    joined = join(sources)
+    joined = _joined(sources)
     lengths = [len(source) for source in joined.sources]
     if 0 in lengths:
         raise UsageError(
@@ -162,8 +187,22 @@ def mix(
     weights = lengths if weights is None else numbers_of(weights, "mix()").tolist()
     _require_one_each("weights", len(weights), len(lengths), "source")
     orders = [order_of(source) for source in joined.sources]
+    for number, order in enumerate(orders):
+        if batch_size_of(order) is not None:
+            raise UsageError(
+                f"source {number} of mix() (counted from 0) is put by length into batches, which "
+                "would be lost: samples of the others come in between. Mix without by_length(), or "
+                "put it over all of them: by_length(join([a, b]), lengths, batch_size)."
+            )
     num_samples = _pass_of("num_samples", num_samples, len(joined))
     return View(joined, Mixed(orders, lengths, weights, num_samples))
+
+
+def _joined(sources: Sequence[Any]) -> Joined:
+    given = list(sources) if isinstance(sources, Iterable) else []
+    if not given:
+        raise UsageError("join() and mix() need a list of sources, with one at least.")
+    return Joined([as_source(source) for source in given])
 
 
 def _pass_of(name: str, asked: int | None, usual: int) -> int:

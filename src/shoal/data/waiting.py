@@ -2,7 +2,8 @@
 
 A source may hang: a mount that does not answer, a lock, a loop without end. The thread that loads
 cannot tell, so it notes what it asks for (`WAITING`), and another one looks at the note: under a
-supervisor the one that sends heartbeats, in a command without one that of `watched`. It tells of a
+supervisor the one that sends heartbeats, in a command without one that of `watched`; and while a
+recipe is prepared, its parent (`cluster/launch.py`), by a note in shared memory. It tells of a
 wait after 10 s and at doubling times, and ends the run after 15 minutes, or half a minute a sample
 if that is more: what loads that slowly is taken for lost.
 
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shoal.data.sources import Ids, named
+from shoal.processes import NOTICE, Wait
 
 FIRST_S = 10.0
 LIMIT_S = 900.0
@@ -50,10 +52,12 @@ class Waiting:
     def on(self, ids: Ids) -> Iterator[None]:
         """Around the loading of samples."""
         before, self._asked = self._asked, (ids, time.monotonic())
+        NOTICE.write(_noted(self._asked))
         try:
             yield
         finally:
             self._asked = before
+            NOTICE.write(None if before is None else _noted(before))
 
     def look(self) -> Overdue | None:
         """A wait that is to be told of now, once at each of the times that it is told at."""
@@ -71,8 +75,16 @@ class Waiting:
 
 def overdue(ids: Ids, seconds: float) -> Overdue:
     """How a wait of so many seconds for these samples is judged."""
-    limit_s = max(LIMIT_S, LIMIT_PER_SAMPLE_S * len(ids))
-    return Overdue(named(ids), seconds, seconds >= limit_s)
+    return Overdue(named(ids), seconds, seconds >= _limit_s(ids))
+
+
+def _limit_s(ids: Ids) -> float:
+    return max(LIMIT_S, LIMIT_PER_SAMPLE_S * len(ids))
+
+
+def _noted(asked: tuple[Ids, float]) -> Wait:
+    ids, since_s = asked
+    return Wait(int(ids[0]), len(ids), since_s, _limit_s(ids))
 
 
 WAITING = Waiting()

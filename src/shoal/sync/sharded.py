@@ -17,6 +17,7 @@ parameters do not fit; `zero=3` shards those too.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -110,6 +111,7 @@ class Sharded:
         return self._around
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+        tally.busy_s -= self._scattering_s
         for _ in range(self.sending.num_late):
             self._scatter()
         shards, *others = self.sending.after.rows
@@ -170,6 +172,7 @@ class Sharded:
             self.sending.tree.spares.give(shard)
         self.shards = []
         self._touched = [False] * len(self.parameters)  # by this rank's pieces
+        self._scattering_s = 0.0  # between rounds: others were waited for
         self.buckets.begin()
         if self.sending.before is not None:
             self.sending.before.begin()
@@ -179,7 +182,9 @@ class Sharded:
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed."""
         if self.sending.before is None:
+            began = perf_counter()
             self._scatter()
+            self._scattering_s += perf_counter() - began
         elif not last:
             self.sending.before.push([p.grad for p in self.parameters])
             for p in self.parameters:

@@ -5,8 +5,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.balancing import by_replica, slow_among
-from shoal.data.balance import Balance, Move, can_balance
+from shoal.balancing import advice, by_replica, slow_among
+from shoal.data.balance import Balance, Move, Pace, can_balance
 from shoal.data.split import deal, shares
 from shoal.plan import Plan
 
@@ -80,3 +80,43 @@ def test_plans_that_can() -> None:
 
 def test_the_slowest_rank_of_a_replica_counts() -> None:
     assert by_replica([1, 2, 3, 4, 9, 1, 1, 1], 2, 2) == [9, 4]
+
+
+def named(steps: list[list[float]], counts: list[int]) -> list[dict[int, float]]:
+    pace = Pace()
+    return [found for busy in steps if (found := pace.observe(busy, counts))]
+
+
+def test_who_keeps_others_waiting_is_named_once() -> None:
+    assert named([[1.0, 1.1, 5.0, 0.9]] * 20, [1] * 4) == [{2: 5.0}]
+    assert named([[1.0, 5.0]] * 5, [1, 1]) == [{1: 5.0}]
+    assert named([[1.0, 5.0]] * 4, [1, 1]) == []
+
+
+def test_nobody_is_named_in_clean_runs() -> None:
+    noisy = [1.0, 1.1, 0.9, 4.0, 1.05, 5.0, 0.95]
+    steps = [[noisy[i % 7], noisy[(i * 3) % 7], noisy[(i * 5) % 7]] for i in range(50)]
+    assert named(steps, [1, 1, 1]) == []
+    assert named([[0.002, 0.006]] * 20, [1, 1]) == []  # of a few milliseconds nobody can tell
+    assert named([[2.5, 1.0, 1.0]] * 20, [2, 1, 1]) == []  # it has twice the work
+    assert named([[5.0, 5.1]] * 20, [5, 1]) == []  # slow, and given less work: nobody waits
+    assert named([[0.3, 0.3]] * 20, [1, 1]) == []
+
+
+def resolved(text: str, batch_size: int) -> Plan:
+    return Plan.parse(text).resolve(ranks=None, cores=8, batch_size=batch_size)
+
+
+def advised(text: str, batch_size: int) -> str:
+    return advice(resolved(text, batch_size), batch_size)
+
+
+def test_advice_is_a_plan_that_can_be_balanced() -> None:
+    for text, batch_size, pieces in (("data=4", 64, 16), ("data=2", 6, 6), ("data=3", 24, 12)):
+        assert f"pieces={pieces} lets" in advised(text, batch_size)
+        assert can_balance(resolved(f"{text} pieces={pieces}", batch_size))
+    assert "pieces=8 in place of accumulate lets" in advised("data=2 accumulate=2", 8)
+    assert "cannot be cut finer" in advised("data=4", 4)
+    for text in ("data=4 zero=2", "data=4 sums=ring", "data=4 local_steps=2"):
+        assert "does not move" in advised(text, 8)
+    assert "staleness=S" in advised("data=2 sync=server", 8)

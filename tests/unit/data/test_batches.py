@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.data import permutation
-from shoal.data.batches import _WINDOW_BYTES, Batches, check, pieces_in_order
+from shoal.data.batches import _WINDOW_BYTES, Batches, check
+from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import TensorSource, tensors
 from shoal.data.transforms.quarantine import quarantine
 from shoal.data.views import in_order, join

@@ -1,11 +1,14 @@
 """The ledger tells a sample lost, repeated or swapped."""
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.batches import Batches
 from shoal.data.ledger import add_marks, audit, mark
+from shoal.data.views import weighted
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=50)
 
@@ -41,6 +44,22 @@ def test_a_good_record() -> None:
         found = audit(records(some_batches(end), num_steps), some_batches(end))
         assert (found.problems, found.num_marked, found.last_step) == ([], num_steps, num_steps)
     assert audit(records(some_batches("pad"), 22), some_batches("pad")).most_often == 2
+
+
+def test_a_step_costs_its_own_samples_not_all() -> None:
+    many = 1_000_000
+    batches = Batches(range(many), batch_size=10)
+    lines = records(batches, 20)
+    tracemalloc.start()
+    try:
+        found = audit(lines, batches)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found.num_marked, found.most_often, found.least_often) == (20, 1, 0)
+    assert most_bytes < 1.5 * 8 * many  # one count a sample, and nothing as large beside it
+    again = Batches(weighted(range(3), [0, 1, 0], num_draws=8), batch_size=4)
+    assert audit(records(again, 4), again).most_often == 16
 
 
 def test_what_is_wrong_is_named() -> None:

@@ -1,15 +1,20 @@
 """Sources made of sources."""
 
 import re
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from shoal.data.batches import Batches, Loading
+from shoal.data.orders import Blocks
+from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import Pass, tensors
 from shoal.data.transforms.mapping import mapped
-from shoal.data.views import by_length, in_order, join, mix, some, weighted
+from shoal.data.transforms.normalizing import normalized
+from shoal.data.views import View, by_length, in_order, join, mix, some, weighted
 from shoal.errors import RecipeError, UsageError
 
 
@@ -22,6 +27,10 @@ def as_list(start: int, stop: int):
     return [(torch.tensor(i), torch.tensor(-i)) for i in range(start, stop)]
 
 
+def as_pairs(source, num: int):
+    return tensors(*source.take(np.arange(num)))
+
+
 def trained_on(source, num_steps: int, batch_size: int = 4, **kwargs) -> list[int]:
     batches = Batches(source, batch_size=batch_size, **kwargs)
     return [i for step in range(num_steps) for i in batches.at(step).piece(0).target.tolist()]
@@ -31,9 +40,70 @@ def test_in_order() -> None:
     assert trained_on(in_order(numbered(0, 12)), 6) == [*range(12), *range(12)]
 
 
-def test_some_keep_their_numbers() -> None:
-    source = some(numbered(0, 100), [90, 7, 50, 3])
+def test_some_are_a_source_of_their_own() -> None:
+    whole = numbered(0, 100)
+    source = some(whole, [90, 7, 50, 3])
+    assert len(source) == 4 and [int(source[at][1]) for at in range(4)] == [90, 7, 50, 3]
     assert sorted(trained_on(source, 2, batch_size=2)) == [3, 7, 50, 90]
+    in_turn = pieces_in_order(source, 3)
+    assert [piece.target.tolist() for piece in in_turn] == [[90, 7, 50], [3]]
+    assert trained_on(in_order(join([source, as_pairs(whole, 2)])), 3, batch_size=2) == [
+        *(90, 7, 50, 3, 0, 1)
+    ]
+    assert [int(some(source, [3, 0])[at][1]) for at in range(2)] == [3, 90]
+
+
+def test_statistics_of_some_are_theirs() -> None:
+    rows = torch.arange(8.0).reshape(8, 1)
+    held_out = normalized(some(tensors(rows, rows), [0, 1, 2]), ["inputs"])
+    assert held_out.statistics.fields["inputs"].mean == [1.0]
+
+
+def test_some_keep_an_order_that_knows_parts() -> None:
+    source = some(in_order(numbered(0, 20)), [4, 9, 2])
+    assert trained_on(source, 1, batch_size=3) == [4, 9, 2]
+    lengths = [index % 2 for index in range(8)]
+    alike = some(by_length(numbered(0, 8), lengths, 2), [5, 2, 0, 3])
+    pairs = trained_on(alike, 2, batch_size=2)
+    assert sorted(sorted(pairs[at : at + 2]) for at in (0, 2)) == [[0, 2], [3, 5]]
+    with pytest.raises(UsageError, match="Choose and clean first, and weigh"):
+        some(weighted(numbered(0, 3), [1, 1, 1]), [0])
+
+
+def test_some_of_blocks_are_read_block_by_block() -> None:
+    shards = View(numbered(0, 40), Blocks([10, 10, 10, 10], window=1))
+    ids = [(index * 7) % 40 for index in range(30)]
+    drawn = trained_on(some(shards, ids), 15, batch_size=2)
+    assert sorted(drawn) == sorted(ids)
+    blocks = [index // 10 for index in drawn]
+    assert sum(a != b for a, b in pairwise(blocks)) == 3
+    again = trained_on(some(some(shards, ids), range(29, -1, -1)), 15, batch_size=2)
+    assert sorted(again) == sorted(ids)
+    assert sum(a // 10 != b // 10 for a, b in pairwise(again)) == 3
+
+
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        in_order,
+        lambda source: weighted(source, [1] * 8),
+        lambda source: by_length(source, range(8), 2),
+        lambda source: mix([source, source]),
+        lambda source: some(in_order(source), [1, 2]),
+        lambda source: mapped(in_order(source), lambda sample: sample),
+    ],
+)
+def test_join_refuses_an_order_that_it_would_lose(ordered: Any) -> None:
+    with pytest.raises(UsageError, match=r"source 1 of join\(\) .* has an order of its own"):
+        join([numbered(0, 8), ordered(numbered(0, 8))])
+    join([some(numbered(0, 8), [1, 2]), View(numbered(0, 8), Blocks([4, 4]))])
+
+
+def test_mix_refuses_batches_by_length() -> None:
+    alike = by_length(numbered(0, 8), range(8), 2)
+    for part in (alike, some(alike, [1, 2])):
+        with pytest.raises(UsageError, match=r"source 0 of mix\(\) .* by length into batches"):
+            mix([part, numbered(0, 8)])
 
 
 def test_weighted_draws() -> None:

@@ -22,11 +22,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from shoal.data.given import require_function
-from shoal.data.orders import order_among
 from shoal.data.packing import pack, unpack
-from shoal.data.sources import Ids, Pass, Source, Takes, as_source, is_of_sample
+from shoal.data.sources import Ids, Pass, Source, as_source, is_of_sample
 from shoal.data.transforms.fingerprint import digest, identity_of, key_of
-from shoal.data.transforms.layers import Layer, applied, loads
+from shoal.data.transforms.layers import Part, applied, loads
 from shoal.data.transforms.quarantine import Note, add_missing, blaming, kinds_of, shorten, usable
 from shoal.data.transforms.schema import Complaint, Schema, complaint_of
 from shoal.data.transforms.shares import Job, result_of
@@ -62,29 +61,17 @@ class Rules(msgspec.Struct, frozen=True):
     goes_on: bool  # past samples that fail or do not fit
 
 
-class Cleaned(Layer):
+class Cleaned(Part):
     """The samples of a source that stayed; made by `clean`."""
 
     def __init__(self, source: Source, kept: Ids, rules: Rules, counts: Counts):
-        super().__init__(source)
-        self.kept, self.rules, self.counts = kept, rules, counts
-        if hasattr(self, "order"):
-            self.order = order_among(self.order, kept)
-        if isinstance(source, Takes) and rules.repair is None:
-            self.take = self._take
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def _below(self, index: int) -> int:
-        return int(self.kept[index])
+        super().__init__(source, kept)
+        self.rules, self.counts = rules, counts
+        if rules.repair is not None and hasattr(self, "take"):
+            del self.take  # it would give them unrepaired
 
     def _change(self, sample: Any, index: int, of: Pass) -> Any:
         return repaired(sample, index, self.rules.repair)
-
-    def _take(self, ids: Ids) -> tuple[Any, Any]:
-        assert isinstance(self.source, Takes)
-        return self.source.take(self.kept[ids])
 
     def identity(self) -> str:
         """Names this content: what lies below, which samples stayed, how they are repaired."""

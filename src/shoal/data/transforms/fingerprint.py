@@ -32,7 +32,7 @@ from torch import Tensor
 from shoal.data.given import text_of
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource
-from shoal.data.views import Joined, View
+from shoal.data.views import Chosen, Joined, View
 from shoal.errors import RecipeError, UsageError
 from shoal.logs import warn_once
 
@@ -41,7 +41,7 @@ _NAMES = (np.dtype, torch.dtype, types.EllipsisType)
 _LIBRARIES = tuple(
     {sysconfig.get_paths()[name] + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_SOURCES = (TensorSource, WindowSource, View, Joined)
+_SOURCES = (TensorSource, WindowSource, View, Chosen, Joined)
 _MOST_DEPTH = 200
 _CHUNK_BYTES = 1 << 24  # of a tensor that does not lie in one piece, copied at a time
 _MEMBERS = (*_PLAIN, list, tuple, dict, set, frozenset, np.ndarray, Tensor)
@@ -58,6 +58,8 @@ def identity_of(source: Any) -> str:
         return str(own())
     if isinstance(source, View):
         return identity_of(source.source)
+    if isinstance(source, Chosen):
+        return digest("some", identity_of(source.source), source.kept)
     if isinstance(source, Joined):
         return digest("joined", *map(identity_of, source.sources))
     if isinstance(source, TensorSource):

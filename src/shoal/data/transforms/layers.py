@@ -5,18 +5,22 @@ A layer keeps the order and the policy for bad samples of what lies below. It ha
 set when it is made.
 """
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shoal.data.orders import order_among
 from shoal.data.readers.records import Many
 from shoal.data.sources import (
     Ids,
     LeavesOut,
     Pass,
     Source,
+    Takes,
     Varied,
     as_source,
     is_of_sample,
@@ -25,6 +29,7 @@ from shoal.data.sources import (
     position,
 )
 from shoal.data.transforms.drawing import Change, name_of
+from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, UsageError
 
 ANY_PASS = Pass(0, 0)
@@ -82,6 +87,28 @@ class Layer:
         return sample
 
 
+class Part(Layer):
+    """Those samples of a source that are kept: sample i is number `kept[i]` below."""
+
+    def __init__(self, source: Source, kept: Ids):
+        super().__init__(source)
+        self.kept = kept
+        if hasattr(self, "order"):
+            self.order = order_among(self.order, kept)
+        if isinstance(source, Takes):
+            self.take = self._take
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def _below(self, index: int) -> int:
+        return int(self.kept[index])
+
+    def _take(self, ids: Ids) -> tuple[Any, Any]:
+        assert isinstance(self.source, Takes)
+        return self.source.take(self.kept[ids])
+
+
 def applied(function: Change, index: int, *arguments: Any) -> Any:
     """What a function makes of a sample; an error that names both if it fails."""
     try:
@@ -105,17 +132,26 @@ def loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], An
         block = range(start, min(start + _BLOCK, indices.stop))
         found = _many(source, block)
         for offset, index in enumerate(block):
-            if found is None:
-                yield index, partial(source.__getitem__, index)
-            else:
-                yield index, partial(found.__getitem__, offset)
+            with _waiting(range(index, index + 1)):  # until the next is asked for
+                if found is None:
+                    yield index, partial(source.__getitem__, index)
+                else:
+                    yield index, partial(found.__getitem__, offset)
+
+
+def _waiting(indices: range) -> AbstractContextManager[None]:
+    """Note what is waited for, so that a source that hangs is found out; for one thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return WAITING.on(np.arange(indices.start, indices.stop, dtype=np.int64))
 
 
 def _many(source: Source, block: range) -> list[Any] | None:
     if not isinstance(source, Many):
         return None
     try:
-        return source.many(np.arange(block.start, block.stop, dtype=np.int64))
+        with _waiting(block):
+            return source.many(np.arange(block.start, block.stop, dtype=np.int64))
     except Exception:  # noqa: BLE001 (asked for one by one, the one that fails is known)
         return None
 

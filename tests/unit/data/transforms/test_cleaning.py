@@ -157,7 +157,7 @@ def test_take_vary_and_order(tmp_path: Path) -> None:
     assert varied.vary(1, Pass(3, 4)) == source.vary(13, Pass(3, 4))
     assert not hasattr(found, "order")
     assert isinstance(clean(in_order(plain), keep=large).order, Sequential)
-    with pytest.raises(UsageError, match="Clean the source first"):
+    with pytest.raises(UsageError, match="Choose and clean first"):
         clean(weighted(plain, [1.0] * 20), keep=large)
 
 

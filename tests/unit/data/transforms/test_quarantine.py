@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches
+from shoal.data.batches import Batches, Loading
 from shoal.data.packing import BadSample
+from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
 from shoal.data.transforms import tabular
 from shoal.data.transforms.cleaning import clean
@@ -23,6 +24,7 @@ from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized
 from shoal.data.transforms.quarantine import quarantine
 from shoal.data.transforms.statistics import statistics
+from shoal.data.views import by_length, in_order
 from shoal.errors import RecipeError, ShoalError, UsageError
 
 
@@ -65,6 +67,57 @@ def test_training_goes_on_without_them(tmp_path: Path, num_pieces: int) -> None:
     assert sorted(line["index"] for line in found) == [3, 7, 9]
     assert {line["error"] for line in found} == {"ValueError", "BadSample", "RecipeError"}
     assert all(line["source"] == "Some" for line in found)
+
+
+ODD = {
+    2: torch.ones(3),
+    5: torch.ones(2).double(),
+    6: torch.tensor(1.0),
+    9: np.ones(2, dtype=np.float32),  # goes with tensors
+    11: {"x": torch.ones(2)},
+    12: "text",
+    14: None,
+}
+
+
+@pytest.mark.parametrize("num_pieces", [1, 4, 16])
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_samples_of_another_form_are_left_out_under_every_plan(
+    tmp_path: Path, num_pieces: int, loaders: int
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    source = quarantine([(ODD.get(i, torch.ones(2)), i) for i in range(16)], path)
+    batches = Batches(
+        source, batch_size=16, num_pieces=num_pieces, loading=Loading(loaders=loaders)
+    )
+    try:
+        pieces = [batches.at(0).piece(number) for number in range(num_pieces)]
+    finally:
+        batches.close()
+    good = [index for index in range(16) if index not in ODD or index == 9]
+    assert sorted(int(index) for piece in pieces for index in piece.ids) == good
+    assert sorted(line["index"] for line in lines(path)) == [2, 5, 6, 11, 12, 14]
+    assert any("inputs is a tensor [2] of float32" in line["reason"] for line in lines(path))
+
+
+def test_the_form_is_that_of_the_first_good_sample_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    first = [("text", None), "no pair", (torch.ones(2), 0), (torch.ones(3), 0)]
+    source = in_order(quarantine([*first, *[(torch.ones(2), 0)] * 4], path))
+    for num_pieces in (2, 4):
+        last = Batches(source, batch_size=4, num_pieces=num_pieces).at(0).piece(num_pieces - 1)
+        assert last.ids.tolist() == [2][: 4 // num_pieces - 1]
+    in_turn = pieces_in_order(source, 4)
+    assert [piece.ids.tolist() for piece in in_turn] == [[2], [4, 5, 6, 7]]
+
+
+def test_sizes_may_differ_where_batches_are_of_one_size_each(tmp_path: Path) -> None:
+    samples = [(torch.ones(1 + index % 2), 0) for index in range(8)]
+    source = quarantine(samples, tmp_path / "bad.jsonl")
+    alone = Batches(source, batch_size=1)
+    alike = Batches(by_length(source, [1, 2] * 4, 4), batch_size=4)
+    assert all(alone.at(step).piece(0).num_samples for step in range(8))
+    assert all(alike.at(step).piece(0).num_samples == 4 for step in range(2))
 
 
 @pytest.mark.parametrize(
