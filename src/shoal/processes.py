@@ -6,12 +6,14 @@ free. What must be undone in the child at once, before it runs anything, is `dat
 """
 
 import ctypes
+import math
 import mmap
 import os
+import select
 import signal
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 _PR_SET_PDEATHSIG = 1
@@ -24,6 +26,15 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> list[int]:
+    """Those that can be read, or have come to their end. (`select` takes none above 1,023.)"""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    ready = poller.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
+    return [descriptor for descriptor, _ in ready]
 
 
 class _Slot(Generic[Made]):

@@ -1,9 +1,13 @@
 """What each process has for itself: made anew in a fork, whatever other threads were doing."""
 
+import fcntl
 import os
+import resource
 import threading
 
-from shoal.processes import PerProcess
+import pytest
+
+from shoal.processes import PerProcess, readable
 
 
 def in_a_fork(act) -> bool:
@@ -62,3 +66,20 @@ def test_threads_share_one() -> None:
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
+
+
+def test_descriptors_of_any_number_are_watched() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("this system allows no descriptors from 1,024 on")
+    ours, theirs = os.pipe()
+    high = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1050)
+    try:
+        assert readable([high, ours], 0.0) == []
+        os.write(theirs, b"x")
+        assert sorted(readable([high, ours])) == [ours, high]
+        os.read(ours, 1)
+        os.close(theirs)
+        assert readable([high], 0.0) == [high], "its end is not seen"
+    finally:
+        os.close(ours)
+        os.close(high)

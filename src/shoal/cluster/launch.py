@@ -1,6 +1,5 @@
 """From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
 
-import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
 from shoal.plan import Plan
-from shoal.processes import NOTICE, Wait
+from shoal.processes import NOTICE, Wait, readable
 
 Facts = dict[str, Any]
 FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
@@ -71,10 +70,10 @@ def launch(
 
 
 @contextmanager
-def nursed(prepare: Prepare, log: Path) -> Iterator[tuple[Nursery, Facts]]:
+def nursed(prepare: Prepare, output: Path) -> Iterator[tuple[Nursery, Facts]]:
     """A nursery that has prepared, and what it found; it ends with the block."""
     NOTICE.open()
-    nursery = Nursery(partial(_prepare, prepare), log)
+    nursery = Nursery(partial(_prepare, prepare), output)
     try:
         _tell_of_wait(nursery)
         yield nursery, await_facts(nursery)
@@ -99,7 +98,7 @@ def _tell_of_wait(nursery: Nursery) -> None:
     """
     began = time.monotonic()
     next_s = FIRST_S
-    while not select.select([nursery], [], [], min(next_s, LOOK_S))[0]:
+    while not readable([nursery.fileno()], min(next_s, LOOK_S)):
         now, wait = time.monotonic(), NOTICE.read()
         is_lost = wait is not None and now - wait.since_s >= wait.limit_s
         if now - began < next_s and not is_lost:
@@ -107,7 +106,7 @@ def _tell_of_wait(nursery: Nursery) -> None:
         next_s *= 2
         nursery.say_where()
         if wait is not None and is_lost:
-            select.select([nursery], [], [], 0.5)  # while it writes that
+            readable([nursery.fileno()], 0.5)  # while it writes that
             raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
         log.warning(
             "The recipe is not ready after %.0f s. What it does just now is at the end of "

@@ -13,7 +13,6 @@ forked.
 import faulthandler
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ import msgspec
 
 from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError
-from shoal.processes import die_with_parent
+from shoal.processes import die_with_parent, readable
 
 _MOST_BYTES = 1 << 20
 _SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen to it
@@ -123,8 +122,7 @@ class Nursery:
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
         """What happened; None if nothing did in time. Raises EOFError when the nursery is gone."""
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
-        if not ready:
+        if not readable([self._socket.fileno()], timeout_s):
             return None
         try:
             content = self._socket.recv(_MOST_BYTES)
@@ -255,7 +253,7 @@ class _Bearing:
     def serve(self) -> int:
         while True:
             watched = {pidfd: number for number, (_, pidfd) in self._children.items()}
-            ready, _, _ = select.select([self._control.fileno(), *watched], [], [])
+            ready = readable([self._control.fileno(), *watched])
             for pidfd in watched.keys() & set(ready):
                 self._bury(watched[pidfd])
             if self._control.fileno() in ready:

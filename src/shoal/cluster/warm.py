@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from shoal.processes import readable
 
 IDLE_S = 3600.0
 Command = Callable[[list[str]], int]
@@ -160,7 +161,7 @@ class Warm:
     def _serve_one(self) -> bool:
         callers = {caller.fileno(): pidfd for pidfd, (_, caller) in self._children.items()}
         watched = [self._listener.fileno(), *self._children, *callers]
-        ready, _, _ = select.select(watched, [], [], self._idle_s if not callers else None)
+        ready = readable(watched, self._idle_s if not callers else None)
         for descriptor in ready:
             if descriptor in self._children:
                 self._report_end(descriptor)

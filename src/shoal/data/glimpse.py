@@ -21,7 +21,6 @@ import datetime
 import numbers
 import os
 import random
-import select
 import signal
 import sys
 import time
@@ -39,7 +38,7 @@ from torch import Tensor
 
 from shoal.data.sources import Ids, Source
 from shoal.logs import warn_on_screen
-from shoal.processes import die_with_parent
+from shoal.processes import die_with_parent, readable
 
 NUM_SAMPLES = 64
 ENOUGH = 8  # marks, with which a second is the limit
@@ -127,7 +126,7 @@ def _told_by_fork(source: Source) -> list[str]:
         while _OVER.encode() not in told:
             limit_s = MOST_S if told.count(b" ") >= ENOUGH else max(MOST_S, LONGEST_S)
             left_s = max(0.0, began + limit_s - time.monotonic())
-            if not select.select([ours], [], [], left_s)[0] or not (chunk := os.read(ours, 4096)):
+            if not readable([ours], left_s) or not (chunk := os.read(ours, 4096)):
                 break
             told += chunk
     finally:

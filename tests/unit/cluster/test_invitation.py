@@ -44,7 +44,7 @@ def test_an_address_of_the_sixth_version(run_dir: Path) -> None:
         (None, "holds no run that waits for hosts"),
         ('{"plan": "data=2"}', "is on one host, under 'data=2'"),
         ('{"plan": ""}', "is on one host, under 'data=1'"),
-        ('{"plan": "data=2 sync=server hosts=2"}', "it has ended, or was started without --listen"),
+        ('{"plan": "data=4 sync=server hosts=2"}', "it has ended, or was started without --listen"),
         ("{", "holds no run"),
     ],
 )
