@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from shoal.data.cache.disk import Disk
-from shoal.data.cache.identity import name_content
+from shoal.data.cache.identity import name_samples
 from shoal.data.cache.joining import join_area
 from shoal.data.cache.layers import Layer, Row
 from shoal.data.cache.memcached import memcached_layer
@@ -68,7 +68,7 @@ def cached(
             "(an augmentation). A cache would give those of the first pass for ever. Put it "
             "before: mapped(cached(source), augment)."
         )
-    identity = name_content(source, key)
+    identity = name_samples(source, key)
     layers: list[Layer] = []
     ranges: Ranges | None = None  # of the nearest layer that has some
     if memory is not None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import xxhash
 
 from shoal.data.given import options_of, path_of
-from shoal.data.readers.records import SourceLost, name_content
+from shoal.data.readers.records import SourceLost, hash_parts
 from shoal.errors import UsageError
 from shoal.processes import PerProcess
 from shoal.remote import PATIENCE, Patience, Remote, StoreError, without_password
@@ -71,7 +71,7 @@ class Files:
 
     def identity(self, kind: str, *settings: object) -> str:
         """A name for what is read: files by their names, sizes and times, and how they are read."""
-        return name_content(kind, *settings, *zip(self.names, self.stamps, strict=True))
+        return hash_parts(kind, *settings, *zip(self.names, self.stamps, strict=True))
 
     def content_name(self) -> str:
         """The same wherever the files lie: of all their sizes, of a few some blocks as well."""

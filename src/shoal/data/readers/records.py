@@ -55,7 +55,7 @@ def require_columns(wanted: Sequence[str], known: Sequence[str], origin: str) ->
             raise UsageError(f"{origin} has no column {name!r}. {nearest(name, known)}")
 
 
-def name_content(*parts: object) -> str:
+def hash_parts(*parts: object) -> str:
     """A short name for data that these parts tell from any other."""
     content = xxhash.xxh3_128()
     for part in parts:

@@ -39,7 +39,7 @@ from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
-    name_content,
+    hash_parts,
     positions,
     require_columns,
 )
@@ -142,7 +142,7 @@ class SqlRows:
         keys = self._keys
         content = keys.tobytes() if isinstance(keys, np.ndarray) else repr(keys).encode()
         rows = self.many(spread(len(self), NUM_SAMPLES))
-        return name_content(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
+        return hash_parts(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
 
     def _key_of(self, at: int) -> Any:
         key = self._keys[at]
