@@ -250,14 +250,30 @@ def test_what_was_left_behind_is_cleared(
 ) -> None:
     make("rows", URL)
     (tmp_path / "copies").mkdir()
-    old = tmp_path / "copies" / ".fetching-1-1"
-    young = tmp_path / "copies" / ".fetching-2-2"
+    old = tmp_path / "copies" / f".fetching-{'1' * 32}-{'1' * 16}"
+    young = tmp_path / "copies" / f".fetching-{'2' * 32}-{'2' * 16}"
     old.touch()
     young.touch()
     long_ago = time.time() - fetching.ABANDONED_S - 5
     os.utime(old, (long_ago, long_ago))
     shards(URL, tmp_path / "copies")[0]
     assert not old.exists() and young.exists()
+
+
+def test_what_is_not_the_caches_own_stays(tmp_path: Path, memory: Any) -> None:
+    make("rows", URL)
+    copies = tmp_path / "copies"
+    long_ago = time.time() - fetching.ABANDONED_S - 5
+    for name in ("weights.bin", ".netrc", ".fetching-notes", ".git/config", f"{'a' * 32}.bin/x"):
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        (copies / name).write_bytes(bytes(5000))
+        for path in (copies / name, (copies / name).parent):
+            os.utime(path, (long_ago, long_ago))
+    before = list(copies.rglob("*"))
+    source = shards(URL, copies, cache_bytes=1)
+    check(source, "rows")
+    assert all(path.exists() for path in before)
+    assert len(list(copies.glob("?" * 32 + ".bin"))) == 2  # one copy, and the folder so named
 
 
 @pytest.mark.full  # readers and checkpoints meet S3 in the quick suite, shards a store in memory
