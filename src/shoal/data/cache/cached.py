@@ -41,6 +41,7 @@ from shoal.data.sources import Ids, Source, Varied, as_source, position
 from shoal.errors import RecipeError, UsageError
 from shoal.tables import num_bytes_of
 
+DISK_BYTES = "10GB"
 _PATIENCE_S = 2.0  # for a sample that another process is making
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.002
 
@@ -51,15 +52,15 @@ def cached(
     key: str | None = None,
     memory: str | int | None = "1GB",
     disk: str | Path | None = None,
-    disk_bytes: str | int = "10GB",
+    disk_bytes: str | int | None = None,
     redis: str | None = None,
     memcached: str | None = None,
 ) -> "Cached":
     """The source, its samples kept in the layers that are given, the nearest first.
 
     `key` names the data; a source that has `identity()` needs none. `memory` is shared by all runs
-    of the host and goes with the last of them, `disk` is a directory that stays, `redis` a URL and
-    `memcached` an address host:port.
+    of the host and goes with the last of them, `disk` is a directory that stays and holds up to
+    `disk_bytes` (10GB), `redis` a URL and `memcached` an address host:port.
     """
     source = as_source(source)
     if isinstance(source, Varied):
@@ -67,6 +68,11 @@ def cached(
             f"cached() was given a {type(source).__name__} whose samples differ from pass to pass "
             "(an augmentation). A cache would give those of the first pass for ever. Put it "
             "before: mapped(cached(source), augment)."
+        )
+    if disk is None and disk_bytes is not None:
+        raise UsageError(
+            f"cached(disk_bytes={disk_bytes!r}) has no effect without a disk. Name the directory, "
+            "disk='DIR', or leave disk_bytes out."
         )
     identity = name_samples(source, key)
     layers: list[Layer] = []
@@ -77,7 +83,8 @@ def cached(
         ranges = area.ranges
     if disk is not None:
         path = Path(path_of(disk, "cached(disk=...)"))
-        directory = Disk(path, num_bytes_of(disk_bytes, "disk_bytes"))
+        most = DISK_BYTES if disk_bytes is None else disk_bytes
+        directory = Disk(path, num_bytes_of(most, "disk_bytes"))
         layers.append(directory)
         ranges = ranges or directory.ranges
     if redis is not None:

@@ -36,7 +36,6 @@ from shoal.data.packing import BadSample, unpack
 from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.blocks import Inflated, OpenShard, halves, mapped, opened
-from shoal.data.shard_files.fetching import CACHE_BYTES
 from shoal.data.shard_files.format import BadShards, Index, Rows, first_samples, shard_name
 from shoal.data.shard_files.places import Local, Place, open_place, read_index
 from shoal.data.shard_files.region import GRANULE, Region
@@ -361,14 +360,14 @@ def shards(
     where: str | Path,
     cache_dir: str | Path | None = None,
     *,
-    cache_bytes: int = CACHE_BYTES,
+    cache_bytes: int | None = None,
     strict: bool = True,
 ) -> RowSource | PackedSource:
     """A set of shards in a directory or at a URL, as a source.
 
-    Copies of remote shards go to `cache_dir`, up to `cache_bytes` of them. A set of which a shard
-    is missing or, in a directory, of the wrong length is refused, unless `strict` is False: then
-    its samples are lost one by one, when they are asked for.
+    Copies of remote shards go to `cache_dir`, up to `cache_bytes` (16 GiB) of them. A set of which
+    a shard is missing or, in a directory, of the wrong length is refused, unless `strict` is False:
+    then its samples are lost one by one, when they are asked for.
     """
     place = open_place(where, cache_dir, cache_bytes)
     index = read_index(place)

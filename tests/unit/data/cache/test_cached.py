@@ -318,3 +318,8 @@ def test_any_order_of_asking_gives_the_same_samples(asked: list[int]) -> None:
     assert target.tolist() == asked
     assert inputs.tolist() == [[n, n * n] for n in asked]
     assert kept[asked[0]][1] == asked[0]
+
+
+def test_room_on_no_disk_is_refused(photos: Photos) -> None:
+    with pytest.raises(UsageError, match=r"disk_bytes='2MB'\) has no effect without a disk"):
+        cached(photos, key="k", disk_bytes="2MB")

@@ -16,6 +16,7 @@ from shoal.data.packing import pack, unpack
 from shoal.data.shard_files.format import Packed, Rows
 from shoal.data.shard_files.reading import PackedSource, RowSource, shards
 from shoal.data.shard_files.writing import build
+from shoal.errors import UsageError
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same, small_blocks
 
 __all__ = ["small_blocks"]
@@ -240,3 +241,12 @@ def test_a_source_need_not_have_many_samples(tmp_path: Path) -> None:
     build([(torch.ones(2), 1)], tmp_path / "out")
     assert same(shards(tmp_path / "out").take(np.asarray([0, 0]))[1], torch.tensor([1, 1]))
     assert Small("rows")[NUM - 1][1] == (NUM - 1) % 7
+
+
+@pytest.mark.parametrize("setting", [{"cache_dir": "copies"}, {"cache_bytes": 5}])
+def test_settings_of_copies_are_refused_without_copies(tmp_path: Path, setting: Any) -> None:
+    make("rows", tmp_path / "out")
+    for where in (tmp_path / "out", str(tmp_path / "out"), f"file://{tmp_path}/out"):
+        assert len(shards(where)) == NUM
+        with pytest.raises(UsageError, match="cache_dir and cache_bytes have no effect"):
+            shards(where, **setting)
