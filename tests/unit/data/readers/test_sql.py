@@ -115,7 +115,7 @@ def test_a_server_may_hang_go_away_and_come_back() -> None:
         server.stop()
         with pytest.raises(SourceLost, match=r"cannot be read: .*It was tried 3 times"):
             hasty[1]
-        with pytest.raises(UsageError, match=r"cannot be read: no connection: .*refused"):
+        with pytest.raises(SourceLost, match=r"cannot be read: no connection: .*refused"):
             sql(to_postgres(server), "samples", key="id", patience=HASTY)
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(lambda: source[1])
