@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.sources import Ids, Source, position
+from shoal.data.sources import Ids, Source, is_of_sample, position
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 
 Indices: TypeAlias = Ids | Sequence[int]
@@ -36,6 +36,23 @@ class Many(Source, Protocol):
     """A source that gives many records in one call, in the order of `ids`, not collated."""
 
     def many(self, ids: Ids, /) -> list[Any]: ...
+
+
+def ask_many(source: Source, ids: Indices) -> list[Any] | None:
+    """Records in one call; None if the source has none for that, or one of them fails.
+
+    Asked for one by one, the one that fails is known. A source that is lost is not asked again.
+    """
+    if not isinstance(source, Many):
+        return None
+    try:
+        return source.many(np.asarray(ids, dtype=np.int64))
+    except RecipeError:
+        return None
+    except BaseException as error:
+        if not is_of_sample(error):
+            raise
+        return None
 
 
 def positions(ids: Indices, length: int) -> Ids:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.readers.records import Many
+from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import (
     Ids,
     LeavesOut,
@@ -103,21 +103,12 @@ def loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], An
     """Each index, and a function that loads its sample; many are asked for at once if possible."""
     for start in range(indices.start, indices.stop, _BLOCK):
         block = range(start, min(start + _BLOCK, indices.stop))
-        found = _many(source, block)
+        found = ask_many(source, block)
         for offset, index in enumerate(block):
             if found is None:
                 yield index, partial(source.__getitem__, index)
             else:
                 yield index, partial(found.__getitem__, offset)
-
-
-def _many(source: Source, block: range) -> list[Any] | None:
-    if not isinstance(source, Many):
-        return None
-    try:
-        return source.many(np.arange(block.start, block.stop, dtype=np.int64))
-    except Exception:  # noqa: BLE001 (asked for one by one, the one that fails is known)
-        return None
 
 
 def below(source: Any) -> list[Any]:
