@@ -147,9 +147,9 @@ def show(path: str, sample: int, as_json: bool) -> None:
 
     If that sample cannot be read, the rest is shown, and the exit code is 1.
     """
-    from shoal.data.shard_files.reading import shards
+    from shoal.data.shard_files.reading import open_set
 
-    opened = shards(path, strict=False)
+    opened = open_set(path, strict=False)
     value: str | None = None
     lost: ShoalError | None = None
     try:

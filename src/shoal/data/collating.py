@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from shoal.data.readers.records import ask_many
 from shoal.data.sources import (
     Collate,
     Ids,
@@ -82,9 +83,10 @@ class Alike:
 def good_samples(source: LeavesOut, ids: Ids, of: Pass | None) -> tuple[list[Any], Ids]:
     """Those of the samples that can be loaded, and their ids; the source is told of the others."""
     samples, good = [], []
-    for index in ids:
+    found = _asked_for(source, ids, of)
+    for at, index in enumerate(ids):
         try:
-            sample = sample_of(source, int(index), of)
+            sample = sample_of(source, int(index), of) if found is None else found[at]
             _pair(sample, f"sample {index}")
         except RecipeError as error:
             source.record(int(index), error)
@@ -117,7 +119,15 @@ def fetch(
                     fetch(source, ids[at : at + 1], None)
                 found = unlike([sample_of(source, int(index)) for index in ids], ids)
             raise RecipeError(found or failed(ids, error)) from error
-    return collate_samples([sample_of(source, int(index), of) for index in ids], collate, ids)
+    samples = _asked_for(source, ids, of)
+    if samples is None:
+        samples = [sample_of(source, int(index), of) for index in ids]
+    return collate_samples(samples, collate, ids)
+
+
+def _asked_for(source: Source, ids: Ids, of: Pass | None) -> list[Any] | None:
+    """All samples in one call, where that gives those of this pass."""
+    return None if of is not None and hasattr(source, "vary") else ask_many(source, ids)
 
 
 def collate_samples(

@@ -97,6 +97,18 @@ class Copies:
             finally:
                 unfinished.unlink(missing_ok=True)
 
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        """Note that a copy is used, if it is; whether it is still there."""
+        path = self.directory / f"{index.shards[number].hash}.bin"
+        try:
+            if is_used:
+                os.utime(path)
+            return is_used or path.exists()
+        except FileNotFoundError:
+            return False
+        except OSError:  # a disk that can only be read: nobody removes anything there
+            return True
+
     def drop(self, index: Index, number: int) -> None:
         """Remove a copy whose bytes are no longer what they were."""
         (self.directory / f"{index.shards[number].hash}.bin").unlink(missing_ok=True)

@@ -78,6 +78,10 @@ class Folder:
             raise BadShards(f"{path.name} has {found.st_size} bytes; {wanted} were written.")
         return Local(path)
 
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        """Whether the local file is still there; one that is used goes later than others."""
+        return True
+
     def drop(self, index: Index, number: int) -> bool:
         """Remove a local copy that is damaged; False if the file is the only one there is."""
         return False
@@ -111,6 +115,9 @@ class Bucket:
         path, gone = self.copies.copy(self.remote, index, number, kept)
         doomed = [other for other, shard in enumerate(index.shards) if gone and shard.hash in gone]
         return Local(path, tuple(doomed))
+
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        return self.copies.keep(index, number, is_used)
 
     def drop(self, index: Index, number: int) -> bool:
         self.copies.drop(index, number)
