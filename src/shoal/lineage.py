@@ -152,7 +152,7 @@ def _order_before(record: Record, data: Source) -> Order:
         raise UsageError(
             f"{record.path} was trained on {num_samples} samples and there are {len(data)} now, "
             "and this order of samples cannot tell how they stood then. Data may grow at its end "
-            "if it is shuffled as a whole, or by whole shards."
+            "if it is shuffled as a whole, or by further sets of shards: shards([OLD, NEW])."
         )
     return order
 

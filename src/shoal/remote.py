@@ -52,8 +52,22 @@ PATIENCE = Patience()
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown."""
-    return re.sub(r"^([^/]*://)[^/]*@", r"\1", url)  # a password may hold an @ too
+    """A URL without user and password: up to the last @ before a path begins.
+
+    Where what looks like a port is no number, a password holds a slash, and the path begins later.
+    """
+    return re.sub(r"^([^/]*://)(?:[^/]*|[^/:@[]*:(?![0-9]+(?:[/?#]|$)).*)@", r"\1", url)
+
+
+def shown_url(url: str) -> str:
+    """A URL or path as it may be shown: a query may be a signature, and is left out."""
+    address, mark, _ = without_password(url).partition("?")
+    return f"{address}?..." if mark and "://" in url else without_password(url)
+
+
+def _without_secrets(said: str) -> str:
+    """What a back end says of an error, with all URLs in it as they may be shown."""
+    return re.sub(r"[a-z0-9+]+://[^\s'\"<>]+", lambda found: shown_url(found[0]), said)
 
 
 class Remote:
@@ -66,7 +80,7 @@ class Remote:
         _check_back_end(url)
 
     def __str__(self) -> str:
-        return without_password(self._url)
+        return shown_url(self._url)
 
     def folders(self) -> list[str]:
         """What lies directly below, with objects in it."""
@@ -138,8 +152,9 @@ class Remote:
         try:
             self._ask("write", path, act)
         except FileNotFoundError as error:
+            said = _without_secrets(str(error))
             raise StoreError(
-                errno.ENOENT, f"{self} cannot hold {path}: {error}. Create the bucket first."
+                errno.ENOENT, f"{self} cannot hold {path}: {said}. Create the bucket first."
             ) from error
 
     def _ask(self, verb: str, path: str, act: Callable[[Any, str], Answer]) -> Answer:
@@ -158,8 +173,8 @@ class Remote:
         raise AssertionError("at least one try")
 
     def _failed(self, verb: str, path: str, error: Exception, tries: int) -> StoreError:
-        target = f"{self}/{path}" if path else str(self)
-        said = str(error) or type(error).__name__
+        target = shown_url(f"{self}/{path}") if path else str(self)
+        said = _without_secrets(str(error)) or type(error).__name__
         if tries:
             way_out = f"It was tried {tries} times. Check the address and the network."
         else:
@@ -190,7 +205,9 @@ def _check_back_end(url: str) -> None:
 
     scheme = url.partition("://")[0]
     if "::" in url:
-        raise UsageError(f"{url} is a chain of URLs. Name the store itself, as s3://bucket/path.")
+        raise UsageError(
+            f"{scheme}://... is a chain of URLs. Name the store itself, as s3://bucket/path."
+        )
     if scheme in _EXTRAS:
         require(*_EXTRAS[scheme])
     try:

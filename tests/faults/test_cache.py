@@ -196,7 +196,7 @@ def recipe(
         key="angles",
         memory="2MB",
         disk=disk or None,
-        disk_bytes="2MB",
+        disk_bytes="2MB" if disk else None,
         redis=redis or None,
         memcached=memcached or None,
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from shoal.cli.main import run_here
@@ -204,3 +205,16 @@ def test_verify_needs_no_torch(recipe: Path, capsys) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_password_is_kept_or_shown(tmp_path: Path, capsys) -> None:
+    url = "memory://me:hunter2@host/rows.csv"
+    fsspec.filesystem("memory").pipe_file(url, b"a,b\n1,2\n3,4\n")
+    assert Said(capsys, "build", url, tmp_path / "out").code == 0
+    for file in (tmp_path / "out").iterdir():
+        assert b"hunter2" not in file.read_bytes()
+    said = Said(capsys, "show", tmp_path / "out")
+    assert "memory://host/rows.csv" in said.out and "hunter2" not in said.out
+    for wrong in (f"{url}?x", "memory://me:hunter2@host/none.csv"):
+        said = Said(capsys, "build", wrong, tmp_path / "other")
+        assert said.code == 2 and "hunter2" not in said.err

@@ -12,6 +12,8 @@ from shoal.cli.main import run_here
 from shoal.data.batches import Batches
 from shoal.data.ledger import mark
 from shoal.data.orders import order_name
+from shoal.data.shard_files.reading import shards
+from shoal.data.shard_files.writing import build
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.quarantine import quarantine
 from shoal.data.views import Chosen, by_length, in_order, join, some, weighted
@@ -122,6 +124,29 @@ def test_what_was_seen_in_another_order_is_not_guessed(
     assert seen_in(read_record(first), range(40)).sum() == 12
     with pytest.raises(UsageError, match="in another order than its recipe gives today"):
         only_new(other(range(40)), read_record(first))
+
+
+def test_data_may_grow_by_sets_of_shards(tmp_path: Path) -> None:
+    def pairs(first: int, stop: int) -> list[tuple[float, int]]:
+        return [(float(index), index) for index in range(first, stop)]
+
+    for name, first, stop in (("a", 0, 40), ("b", 40, 70)):
+        build(pairs(first, stop), tmp_path / name, shard_bytes=100)
+    before = shards(tmp_path / "a")
+    first = write(tmp_path / "first", 3, 40)
+    described = json.loads((first / "run.json").read_text())
+    described["run"]["data_order"] = {"value": order_name(before.order, 0)}
+    (first / "run.json").write_text(json.dumps(described))
+    seen = set(np.flatnonzero(seen_in(read_record(first), before)).tolist())
+    grown = only_new(shards([tmp_path / "a", tmp_path / "b"]), read_record(first))
+    assert len(seen) == 12 and sorted(ids_in(grown)) == sorted(set(range(70)) - seen)
+    assert {grown[index][1] for index in ids_in(grown)} == set(range(70)) - seen
+    joined = join([before, shards(tmp_path / "b")])
+    with pytest.raises(UsageError, match="in another order"):
+        only_new(joined, read_record(first))
+    build(pairs(0, 45), tmp_path / "rebuilt", shard_bytes=150)
+    with pytest.raises(UsageError, match=r"shards\(\[OLD, NEW\]\)"):
+        only_new(shards(tmp_path / "rebuilt"), read_record(first))
 
 
 def ids_in(view: Any) -> list[int]:

@@ -25,6 +25,7 @@ from shoal.data.shard_files.format import (
 )
 from shoal.data.shard_files.places import Place, open_place, read_index
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.remote import shown_url
 from shoal.tables import in_units
 from shoal.world import cores
 
@@ -146,9 +147,9 @@ def show(path: str, sample: int, as_json: bool) -> None:
 
     If that sample cannot be read, the rest is shown, and the exit code is 1.
     """
-    from shoal.data.shard_files.reading import shards
+    from shoal.data.shard_files.reading import open_set
 
-    opened = shards(path, strict=False)
+    opened = open_set(path, strict=False)
     value: str | None = None
     lost: ShoalError | None = None
     try:
@@ -210,11 +211,11 @@ def _source(text: str) -> tuple[Any, str]:
     if kind is not None:
         try:
             reader = getattr(importlib.import_module("shoal.data"), kind)
-            return reader(text.rstrip("/") if kind == "images" else text), text
+            return reader(text.rstrip("/") if kind == "images" else text), shown_url(text)
         except OSError as error:
             if isinstance(error, ShoalError):
                 raise
-            raise UsageError(f"{text} cannot be read: {error.strerror}.") from error
+            raise UsageError(f"{shown_url(text)} cannot be read: {error.strerror}.") from error
     from shoal.data.sources import as_source
     from shoal.recipe import find_recipe
     from shoal.run import Run
@@ -241,7 +242,7 @@ def _kind(text: str) -> str | None:
     is_function = ":" in text and "://" not in text
     if not is_function:
         raise UsageError(
-            f"{text!r} is no source. Give file.py:function, a file that ends in "
+            f"{shown_url(text)!r} is no source. Give file.py:function, a file that ends in "
             f"{', '.join(KINDS)}, or a folder of images (a URL of one ends in /)."
         )
     return None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from shoal.data.orders import batch_size_of, order_of
+from shoal.data.readers.records import ask_many
 from shoal.data.sources import (
     Collate,
     Ids,
@@ -115,12 +116,13 @@ def good_samples(
     of the others."""
     samples, good = [], []
     begun = None if of is None else of._replace(epoch=0)
-    for index in ids:
+    found = _asked_for(source, ids, of)
+    for at, index in enumerate(ids):
         try:
-            sample = sample_of(source, int(index), of)
+            sample = sample_of(source, int(index), of) if found is None else found[at]
             _pair(sample, f"sample {index}")
             if alike is not None:
-                alike.require_fit(sample, int(index), lambda at: sample_of(source, at, begun))
+                alike.require_fit(sample, int(index), lambda other: sample_of(source, other, begun))
         except RecipeError as error:
             source.record(int(index), error)
         else:
@@ -152,7 +154,15 @@ def fetch(
                     fetch(source, ids[at : at + 1], None)
                 found = unlike([sample_of(source, int(index)) for index in ids], ids)
             raise RecipeError(found or failed(ids, error)) from error
-    return collate_samples([sample_of(source, int(index), of) for index in ids], collate, ids)
+    samples = _asked_for(source, ids, of)
+    if samples is None:
+        samples = [sample_of(source, int(index), of) for index in ids]
+    return collate_samples(samples, collate, ids)
+
+
+def _asked_for(source: Source, ids: Ids, of: Pass | None) -> list[Any] | None:
+    """All samples in one call, where that gives those of this pass."""
+    return None if of is not None and hasattr(source, "vary") else ask_many(source, ids)
 
 
 def collate_samples(

@@ -11,7 +11,7 @@ Each is a view: it keeps an order (`orders.py`) and no sample. An order over ano
 it. Parts whose order would be lost among others are refused. Cost: as its order's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from shoal.data.orders import (
     is_shuffle,
     order_of,
 )
+from shoal.data.readers.records import Many, positions
 from shoal.data.sources import (
     Ids,
     LeavesOut,
@@ -72,6 +73,8 @@ class Joined:
         self.starts = np.cumsum([0, *map(len, self.sources)])
         if all(isinstance(source, Takes) for source in self.sources):
             self.take = self._take
+        if all(isinstance(source, Many) for source in self.sources):
+            self.many = self._many
         if any(isinstance(source, Varied) for source in self.sources):
             self.vary = self._vary
         if any(isinstance(source, LeavesOut) for source in self.sources):
@@ -104,19 +107,31 @@ class Joined:
             raise (error if found is None else RecipeError(found)) from error.__cause__
 
     def _gathered(self, ids: Ids) -> tuple[Any, Any]:
-        which = np.searchsorted(self.starts, ids, side="right") - 1
         parts, places = [], []
-        for number in np.unique(which):
-            here = np.flatnonzero(which == number)
-            source = self.sources[number]
+        for source, here, of_part in self._by_part(ids):
             assert isinstance(source, Takes)
-            parts.append(source.take(ids[here] - self.starts[number]))
+            parts.append(source.take(of_part))
             places.append(here)
         if len(parts) == 1:
             return parts[0]
         turn = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
         inputs, targets = zip(*parts, strict=True)
         return _rows(inputs, turn), _rows(targets, turn)
+
+    def _many(self, ids: Ids) -> list[Any]:
+        found: list[Any] = [None] * len(ids)
+        for source, here, of_part in self._by_part(positions(ids, len(self))):
+            assert isinstance(source, Many)
+            for place, sample in zip(here, source.many(of_part), strict=True):
+                found[place] = sample
+        return found
+
+    def _by_part(self, ids: Ids) -> Iterator[tuple[Source, Ids, Ids]]:
+        """Each source that is asked, the places in `ids` that are its own, and its own numbers."""
+        which = np.searchsorted(self.starts, ids, side="right") - 1
+        for number in np.unique(which):
+            here = np.flatnonzero(which == number)
+            yield self.sources[number], here, ids[here] - self.starts[number]
 
     def _place(self, index: int) -> tuple[int, int]:
         at = position(index, len(self))

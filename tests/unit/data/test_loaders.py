@@ -4,6 +4,8 @@ import errno
 import os
 import signal
 import socket
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from itertools import islice
@@ -220,6 +222,32 @@ def test_a_piece_that_nobody_needs_does_not_end_the_run() -> None:
             assert loaders.take(Key(step, 1))[2].tolist() == [step + 10]
     finally:
         loaders.close()
+
+
+def test_asking_a_loader_that_hangs_does_not_wait() -> None:
+    """However many samples a piece has: the wait is counted where the piece is taken."""
+
+    def hang(epoch: int, ids):
+        time.sleep(60)
+
+    loaders = Loaders(hang, 1)
+    many = np.arange(20_000)
+    loaders.ask(Key(0, 0), 0, many)
+    asking = threading.Thread(target=loaders.ask, args=(Key(1, 0), 0, many), daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive()
+    loaders.close()
+
+
+def test_a_loader_is_told_of_many_samples_and_of_none() -> None:
+    loaders = Loaders(lambda epoch, ids: (torch.from_numpy(ids * 2), epoch, ids), 1)
+    for step, ids in enumerate((np.arange(20_000), np.arange(0), np.arange(3), np.arange(9_000))):
+        loaders.ask(Key(step, 0), step, ids)
+        inputs, epoch, told = loaders.take(Key(step, 0))
+        assert np.array_equal(told, ids) and np.array_equal(inputs, ids * 2) and epoch == step
+        del inputs, told
+    loaders.close()
 
 
 def test_what_a_loader_opens_is_not_closed_by_what_the_rank_had_open() -> None:

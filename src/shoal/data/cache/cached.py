@@ -10,16 +10,17 @@ varies from pass to pass: a source that varies is refused, since its first pass 
 A sample that no layer has is made by one process: it claims the sample (`ranges.py`), and others
 that want it make another one of their batch meanwhile and come back for it. So runs that walk the
 same order share the work instead of doing it side by side. A claim goes with its process; whoever
-waited for two seconds makes the sample itself. A sample comes out of the cache as it comes out when
-it was just made, so that the first pass is like the others: tuples, lists, dicts, tensors, arrays,
-numbers, text and bytes (`data/packing.py`).
+waited for two seconds makes the sample itself. A source that gives many records in one call is
+asked for sixteen at a time. A sample comes out of the cache as it comes out when it was just made,
+so that the first pass is like the others: tuples, lists, dicts, tensors, arrays, numbers, text and
+bytes (`data/packing.py`).
 
 Cost: packing and hashing when made; two copies and a hash when found. Not for samples that
 are quicker to make than to copy, such as rows of tensors in memory.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 import xxhash
 
 from shoal.data.cache.disk import Disk
-from shoal.data.cache.identity import name_content
+from shoal.data.cache.identity import name_samples
 from shoal.data.cache.joining import join_area
 from shoal.data.cache.layers import Layer, Row
 from shoal.data.cache.memcached import memcached_layer
@@ -37,12 +38,15 @@ from shoal.data.cache.rows import Rows, Unlike
 from shoal.data.collating import collate_samples
 from shoal.data.given import path_of, text_of
 from shoal.data.packing import BadSample, pack, unpack
+from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import Ids, Source, Varied, as_source, position
 from shoal.errors import RecipeError, UsageError
 from shoal.tables import num_bytes_of
 
+DISK_BYTES = "10GB"
 _PATIENCE_S = 2.0  # for a sample that another process is making
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.002
+_AT_ONCE = 16  # samples that are asked for together; others may not make them meanwhile
 
 
 def cached(
@@ -51,15 +55,15 @@ def cached(
     key: str | None = None,
     memory: str | int | None = "1GB",
     disk: str | Path | None = None,
-    disk_bytes: str | int = "10GB",
+    disk_bytes: str | int | None = None,
     redis: str | None = None,
     memcached: str | None = None,
 ) -> "Cached":
     """The source, its samples kept in the layers that are given, the nearest first.
 
     `key` names the data; a source that has `identity()` needs none. `memory` is shared by all runs
-    of the host and goes with the last of them, `disk` is a directory that stays, `redis` a URL and
-    `memcached` an address host:port.
+    of the host and goes with the last of them, `disk` is a directory that stays and holds up to
+    `disk_bytes` (10GB), `redis` a URL and `memcached` an address host:port.
     """
     source = as_source(source)
     if isinstance(source, Varied):
@@ -68,7 +72,12 @@ def cached(
             "(an augmentation). A cache would give those of the first pass for ever. Put it "
             "before: mapped(cached(source), augment)."
         )
-    identity = name_content(source, key)
+    if disk is None and disk_bytes is not None:
+        raise UsageError(
+            f"cached(disk_bytes={disk_bytes!r}) has no effect without a disk. Name the directory, "
+            "disk='DIR', or leave disk_bytes out."
+        )
+    identity = name_samples(source, key)
     layers: list[Layer] = []
     ranges: Ranges | None = None  # of the nearest layer that has some
     if memory is not None:
@@ -77,7 +86,8 @@ def cached(
         ranges = area.ranges
     if disk is not None:
         path = Path(path_of(disk, "cached(disk=...)"))
-        directory = Disk(path, num_bytes_of(disk_bytes, "disk_bytes"))
+        most = DISK_BYTES if disk_bytes is None else disk_bytes
+        directory = Disk(path, num_bytes_of(most, "disk_bytes"))
         layers.append(directory)
         ranges = ranges or directory.ranges
     if redis is not None:
@@ -104,6 +114,7 @@ class Cached:
         self._prefix = xxhash.xxh3_128_digest(identity.encode(errors="surrogatepass"))
         self._row = Row(layers)
         self._ranges = ranges
+        self._num_at_once = _AT_ONCE if isinstance(source, Many) else 1
         self._is_keeping = True
         self._is_open = True
         for name in ("order", "record"):
@@ -142,62 +153,79 @@ class Cached:
 
     def _samples(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """Each sample with its place in `ids`, in the order in which they can be had."""
-        places: Sequence[int] = range(len(ids))
-        for patience_s in (None, 0.0, _PATIENCE_S):
-            # What is kept; then what nobody else is making; then what others were making meanwhile.
-            later = []
+        absent, of_others = [], []
+        for place, index in enumerate(ids):
+            packed = self._row.get(self._key(index))
+            if packed is None:
+                absent.append(place)
+            else:
+                yield place, self._sample(index, packed)
+        for start in range(0, len(absent), self._num_at_once):
+            places = absent[start : start + self._num_at_once]
+            made = self._made({place: ids[place] for place in places})
             for place in places:
-                index = ids[place]
-                if patience_s is None:
-                    packed = self._row.get(self._key(index))
-                else:
-                    packed = self._made(index, patience_s)
+                packed = made.get(place)
                 if packed is None:
-                    later.append(place)
+                    of_others.append(place)
                 else:
-                    yield place, self._sample(index, packed)
-            places = later
+                    yield place, self._sample(ids[place], packed)
+        for place in of_others:
+            yield place, self._sample(ids[place], self._awaited(ids[place]))
 
     def _sample(self, index: int, packed: bytearray) -> Any:
         try:
             return unpack(packed)
-        except BadSample:
-            return unpack(self._pack(index))  # sealed by another who packs in another way
+        except BadSample:  # sealed by another who packs in another way
+            return unpack(self._pack(index, self.source[index]))
 
-    def _made(self, index: int, patience_s: float) -> bytearray | None:
-        """The packed sample, made here or by another; None if another is at it and time is up."""
-        key = self._key(index)
-        if self._ranges is None or not self._is_keeping:
-            return self._make(index, key)
-        number = 1 + int.from_bytes(key[:8], "little") % (MOST - 1)
-        deadline, pause_s = time.monotonic() + patience_s, _LEAST_PAUSE_S
-        while not self._ranges.try_lock(number):
-            if not patience_s:
-                return None
-            if time.monotonic() > deadline:
-                return self._make(index, key)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+    def _made(self, wanted: Mapping[int, int]) -> Mapping[int, bytearray | None]:
+        """For each place its packed sample, but for those that other processes are making."""
+        claims = self._ranges if self._is_keeping else None
+        if claims is None:  # with no room left there is nothing to wait for
+            return self._make(wanted)
+        claimed = {p: i for p, i in wanted.items() if claims.try_lock(self._number(i))}
         try:
             # The one who had it may have kept it between our look and our claim.
-            packed = self._row.layers[0].get(key)
-            return packed if packed is not None else self._make(index, key)
+            kept = {p: self._row.layers[0].get(self._key(i)) for p, i in claimed.items()}
+            return kept | self._make({p: i for p, i in claimed.items() if kept[p] is None})
         finally:
-            self._ranges.unlock(number)
+            for index in claimed.values():
+                claims.unlock(self._number(index))
 
-    def _make(self, index: int, key: bytes) -> bytearray:
-        packed = self._pack(index)
-        # With no room left there is nothing to wait for: then each makes its samples at once.
-        self._is_keeping = self._row.put(key, packed)
+    def _make(self, wanted: Mapping[int, int]) -> dict[int, bytearray | None]:
+        samples = ask_many(self.source, list(wanted.values())) if wanted else []
+        made: dict[int, bytearray | None] = {}
+        for at, (place, index) in enumerate(wanted.items()):
+            sample = self.source[index] if samples is None else samples[at]
+            made[place] = self._keep(index, sample)
+        return made
+
+    def _awaited(self, index: int) -> bytearray:
+        """The packed sample that another process is making, or one made here when time is up."""
+        deadline, pause_s = time.monotonic() + _PATIENCE_S, _LEAST_PAUSE_S
+        while time.monotonic() < deadline:
+            packed = self._made({0: index}).get(0)
+            if packed is not None:
+                return packed
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        return self._keep(index, self.source[index])
+
+    def _keep(self, index: int, sample: Any) -> bytearray:
+        packed = self._pack(index, sample)
+        self._is_keeping = self._row.put(self._key(index), packed)
         return packed
 
-    def _pack(self, index: int) -> bytearray:
-        sample = self.source[index]
+    def _pack(self, index: int, sample: Any) -> bytearray:
         self._num_made += 1
         try:
             return pack(sample)
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be cached: {error}") from None
+
+    def _number(self, index: int) -> int:
+        """What is locked while a sample is made."""
+        return 1 + int.from_bytes(self._key(index)[:8], "little") % (MOST - 1)
 
     def _key(self, index: int) -> bytes:
         return xxhash.xxh3_128_digest(self._prefix + index.to_bytes(8, "little"))

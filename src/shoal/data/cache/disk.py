@@ -1,6 +1,7 @@
 """The disk layer: a directory of samples with a bound, for longer than a run.
 
-    used          8 bytes: how much the directory holds, never too little; locks are taken on it
+    used          how much the directory holds, never too little, and until when nothing can be
+                  evicted; locks are taken on it
     ab/cdef...    a sample: its seal and its bytes; the name is the key
     ab/.part-...  one that is being written
 
@@ -9,6 +10,8 @@ on the disk is found out by its seal. Who wants to write adds to `used` first, s
 only leave it too high; when it says that the directory is full, the files are counted again and
 those used least recently go, down to nine tenths. When a sample was used is kept in its
 modification time, which nobody else touches, because many systems do not keep access times.
+If all that is there was used too lately to go, that is noted in `used` for all processes, which
+count again after a minute, then after two, and so on up to an hour.
 
 A disk that is full, or cannot be written any more, costs one warning: from then on the layer only
 reads. Two runs, or two hosts on a shared disk, may use one directory. Cost: a file a sample, in
@@ -33,11 +36,13 @@ from shoal.tables import in_units
 LEAST_BYTES = 10**6
 _BLOCK = 4096
 _COUNT = struct.Struct("<Q")
+_FULL = struct.Struct("<ddd")  # behind the count
 _PART = ".part-"
 _PART_S = 3600.0  # what is older was left by one who died
 _KEEP_S = 24 * 3600.0
 _TOUCH_S = 60.0
-_FULL_S = 60.0  # before it is counted again
+_FULL_S = 60.0  # before it is counted again, at first
+_MOST_FULL_S = 3600.0
 _ROOM = 0  # the lock under which room is reserved
 _PATIENCE_S = 0.05
 _LEAVE = 0.9  # of the bound, after an eviction
@@ -60,6 +65,27 @@ def choose_evicted(kept: list[Kept], num_bytes: float, since: float) -> list[Kep
         chosen.append(one)
         num_bytes -= one.num_bytes
     return chosen
+
+
+class Full(NamedTuple):
+    """That nothing could go which was used after `opened`, and when that is looked at again."""
+
+    opened: float = 0.0
+    until: float = 0.0
+    pause_s: float = 0.0
+
+    def holds(self, opened: float, now: float) -> bool:
+        """Whether one that was opened then need not count: it may evict no more than who did."""
+        return opened <= self.opened and self.until - _MOST_FULL_S <= now < self.until
+
+    def still(self, opened: float, now: float) -> "Full":
+        """What to note when a count has freed too little once more."""
+        pause_s = self.pause_s
+        if not _FULL_S <= pause_s <= _MOST_FULL_S or opened > self.until:  # of a run before
+            pause_s = _FULL_S
+        elif now >= self.until:
+            pause_s = min(2 * pause_s, _MOST_FULL_S)
+        return Full(max(opened, self.opened), now + pause_s, pause_s)
 
 
 class Disk:
@@ -152,13 +178,16 @@ class Disk:
             return False
         try:
             with open(self._directory / "used", "r+b", buffering=0) as file:
-                count = file.read(_COUNT.size)
-                used = _COUNT.unpack(count)[0] if len(count) == _COUNT.size else None
-                if used is None or used + num_bytes > self._most_bytes:
+                used, full = _noted(file.read(_COUNT.size + _FULL.size))
+                if used is None or (
+                    used + num_bytes > self._most_bytes and not full.holds(self._opened, now)
+                ):
                     used = self._make_room(num_bytes, now)
+                    makes_room = used + num_bytes <= self._most_bytes
+                    full = Full() if makes_room else full.still(self._opened, now)
                 fits = used + num_bytes <= self._most_bytes
                 file.seek(0)
-                file.write(_COUNT.pack(used + num_bytes if fits else used))
+                file.write(_COUNT.pack(used + num_bytes if fits else used) + _FULL.pack(*full))
             if fits:
                 # At its full size, and under the lock: who counts next must not count too little.
                 os.makedirs(os.path.dirname(part), exist_ok=True)
@@ -210,6 +239,15 @@ class Disk:
             f"{path} is not used: {what}. The sample is made anew, like all such.",
             kind=f"damage in {self._directory}",
         )
+
+
+def _noted(content: bytes) -> tuple[int | None, Full]:
+    """What `used` says; it may be new, or cut off by a death."""
+    if len(content) < _COUNT.size:
+        return None, Full()
+    is_whole = len(content) == _COUNT.size + _FULL.size
+    full = Full(*_FULL.unpack_from(content, _COUNT.size)) if is_whole else Full()
+    return _COUNT.unpack_from(content)[0], full
 
 
 def _is_sample(name: str) -> bool:

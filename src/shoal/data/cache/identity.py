@@ -33,7 +33,7 @@ _IN_MEMORY = (TensorSource, WindowSource)  # their attributes are the data, whic
 _NO_SETTINGS = {"source", "sources", "order", "record", "take", "many", "vary"}
 
 
-def name_content(source: Any, key: str | None) -> str:
+def name_samples(source: Any, key: str | None) -> str:
     """A text that is the same for the same samples, and for no others."""
     if key is None:
         try:

@@ -30,6 +30,7 @@ from shoal.logs import log, warn_once
 from shoal.tables import in_units
 
 _NAME = "shoal-cache"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"  # another one on every host, and after each start
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.005
 
@@ -211,5 +212,9 @@ def _directory() -> Path:
 
 
 def _list_name() -> str:
-    """One list for the processes that see each other, and for one layout of the area."""
-    return f"memory-{os.stat('/proc/self/ns/pid').st_ino}-{LAYOUT}.json"
+    """One list for the processes that see each other, and for one layout of the area.
+
+    Namespaces are numbered alike on every host, and the directory may be one that hosts share.
+    """
+    boot = Path(_BOOT_ID).read_text(encoding="ascii").strip()
+    return f"memory-{boot}-{os.stat('/proc/self/ns/pid').st_ino}-{LAYOUT}.json"

@@ -17,7 +17,6 @@ import xxhash
 
 Content: TypeAlias = bytes | bytearray | memoryview
 
-KEY_BYTES = 16
 SEAL_BYTES = 16
 
 

@@ -60,11 +60,8 @@ def redis_layer(url: str) -> Remote:
 
     try:
         first = _Redis(url)
-    except ValueError:  # whose words may hold a part of the password
-        raise UsageError(
-            "cached(redis=...) is not a URL that Redis knows. Write redis://host:6379/0, with "
-            "user:password@ before the host if the server wants them."
-        ) from None
+    except UsageError as error:
+        raise UsageError(f"cached(redis=...): {error}") from None
     try:
         first.ping()
     except Forbidden as error:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.orders import order_of
-from shoal.data.readers.records import BadRecord, name_content, require_columns
+from shoal.data.readers.records import BadRecord, hash_parts, require_columns
 from shoal.data.sources import Ids, map_tensors, position
 from shoal.errors import UsageError
 from shoal.optional import require
@@ -79,7 +79,7 @@ class ColumnPairs:
         return map_tensors(row, pair[0]), map_tensors(row, pair[1])
 
     def identity(self) -> str:
-        return name_content(self.source.identity(), self.inputs, self.target)
+        return hash_parts(self.source.identity(), self.inputs, self.target)
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
         """The collated samples."""

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.data.given import texts_of
 from shoal.data.readers.files import PathLike
 from shoal.data.readers.linewise import LineRecords, Quotes
-from shoal.data.readers.records import name_content, require_columns
+from shoal.data.readers.records import hash_parts, require_columns
 from shoal.errors import UsageError
 
 
@@ -46,7 +46,7 @@ class Rows(LineRecords):
 
     def identity(self) -> str:
         settings = (len(self), self.names, self.columns, self.delimiter, self.quote)
-        return name_content(super().identity(), *settings)
+        return hash_parts(super().identity(), *settings)
 
     def decoded(self, text: str, index: int) -> dict[str, str]:
         try:

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeAlias
 import xxhash
 
 from shoal.data.given import options_of, path_of
-from shoal.data.readers.records import SourceLost, name_content
+from shoal.data.readers.records import SourceLost, hash_parts
 from shoal.errors import UsageError
 from shoal.processes import PerProcess
-from shoal.remote import PATIENCE, Patience, Remote, StoreError, without_password
+from shoal.remote import PATIENCE, Patience, Remote, StoreError, shown_url, without_password
 
 PathLike: TypeAlias = str | os.PathLike[str]
 MOST_HANDLES = 64
@@ -62,7 +62,7 @@ class Files:
         if not given:
             raise UsageError("no file was named. A source reads one or more.")
         self._paths = [path_of(path, "a reader").removeprefix("file://") for path in given]
-        self.names = [without_password(path) for path in self._paths]
+        self.names = [shown_url(path) for path in self._paths]
         self._disk, self._web = PerProcess(_Disk), Web(options_of(options), patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
 
@@ -71,7 +71,8 @@ class Files:
 
     def identity(self, kind: str, *settings: object) -> str:
         """A name for what is read: files by their names, sizes and times, and how they are read."""
-        return name_content(kind, *settings, *zip(self.names, self.stamps, strict=True))
+        paths = map(without_password, self._paths)
+        return hash_parts(kind, *settings, *zip(paths, self.stamps, strict=True))
 
     def content_name(self) -> str:
         """The same wherever the files lie: of all their sizes, of a few some blocks as well."""
@@ -132,9 +133,9 @@ class Web:
         try:
             content = remote.part(path, start, stop) if stop > start else b""
             if remote.stamp(path) != stamp or len(content) != stop - start:
-                raise changed(without_password(url))
+                raise changed(shown_url(url))
         except FileNotFoundError:
-            raise gone(without_password(url)) from None
+            raise gone(shown_url(url)) from None
         except StoreError as error:
             raise SourceLost(str(error)) from error
         return content
@@ -304,7 +305,9 @@ def _stamp_of(entry: Mapping[str, Any], path: str) -> Stamp:
     if entry["type"] == "directory":
         raise IsADirectoryError(path)
     if entry.get("size") is None:
-        raise UsageError(f"the server does not say how long {path} is. Copy it to a disk first.")
+        raise UsageError(
+            f"the server does not say how long {shown_url(path)} is. Copy it to a disk first."
+        )
     mark = next((entry[key] for key in _MARKS if entry.get(key)), "")
     if isinstance(mark, datetime):  # a listing may give it as a number
         mark = mark.timestamp()

@@ -30,7 +30,7 @@ from shoal.data.readers.images import pixels
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
-    name_content,
+    hash_parts,
     positions,
     require_columns,
 )
@@ -83,7 +83,7 @@ class HuggingFaceRows:
         return found
 
     def identity(self) -> str:
-        return name_content("huggingface", self._fingerprint, self.columns)
+        return hash_parts("huggingface", self._fingerprint, self.columns)
 
     def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""

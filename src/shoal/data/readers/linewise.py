@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from shoal.data.given import text_of
 from shoal.data.readers.files import Files, PathLike, refuse_compressed
-from shoal.data.readers.records import BadRecord, name_content
+from shoal.data.readers.records import BadRecord, hash_parts
 from shoal.data.sources import position
 from shoal.errors import UsageError
 
@@ -116,7 +116,7 @@ class LineRecords:
 
     def identity(self) -> str:
         """A name for the content: every byte was read to find the lines."""
-        return name_content(type(self).__name__, self.encoding, *self._hashes)
+        return hash_parts(type(self).__name__, self.encoding, *self._hashes)
 
     def text(self, index: int) -> str:
         """A record as it stands in its file."""

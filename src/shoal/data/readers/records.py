@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.sources import Ids, Source, position
+from shoal.data.sources import Ids, Source, is_of_sample, position
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 
 Indices: TypeAlias = Ids | Sequence[int]
@@ -38,6 +38,23 @@ class Many(Source, Protocol):
     def many(self, ids: Ids, /) -> list[Any]: ...
 
 
+def ask_many(source: Source, ids: Indices) -> list[Any] | None:
+    """Records in one call; None if the source has none for that, or one of them fails.
+
+    Asked for one by one, the one that fails is known. A source that is lost is not asked again.
+    """
+    if not isinstance(source, Many):
+        return None
+    try:
+        return source.many(np.asarray(ids, dtype=np.int64))
+    except RecipeError:
+        return None
+    except BaseException as error:
+        if not is_of_sample(error):
+            raise
+        return None
+
+
 def positions(ids: Indices, length: int) -> Ids:
     """What `position` gives, for many."""
     if not isinstance(ids, np.ndarray):
@@ -55,7 +72,7 @@ def require_columns(wanted: Sequence[str], known: Sequence[str], origin: str) ->
             raise UsageError(f"{origin} has no column {name!r}. {nearest(name, known)}")
 
 
-def name_content(*parts: object) -> str:
+def hash_parts(*parts: object) -> str:
     """A short name for data that these parts tell from any other."""
     content = xxhash.xxh3_128()
     for part in parts:

@@ -13,6 +13,7 @@ its ids (16 bytes each are kept). Needs the extra `redis`. Not for clusters.
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from shoal.data.sources import Ids
 from shoal.errors import UsageError
 from shoal.optional import require
 from shoal.processes import PerProcess
-from shoal.remote import PATIENCE, Patience, without_password
+from shoal.remote import PATIENCE, Patience, shown_url
 
 Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time
@@ -43,7 +44,7 @@ class _Server:
             lambda: question(self._clients.get()),
             self._may_pass,
             self._patience,
-            f"Redis at {without_password(self._url)} cannot be asked for {name!r}",
+            f"Redis at {shown_url(self._url)} cannot be asked for {name!r}",
             "Check the user and the password in the URL, and what lies under this key.",
         )
 
@@ -54,7 +55,7 @@ class _Server:
         except Lasting as error:
             raise UsageError(str(error)) from error
         if found == "none":
-            raise UsageError(f"Redis at {without_password(self._url)} has no key {name!r}.")
+            raise UsageError(f"Redis at {shown_url(self._url)} has no key {name!r}.")
         if found != kind:
             raise UsageError(
                 f"{name!r} in Redis is a {found}, not a {kind}. Lists are read by redis_list, "
@@ -72,13 +73,28 @@ def client(url: str, timeout_s: float) -> Any:
     """A connection that waits for a bounded time and repeats nothing: its caller does."""
     retry = require("redis.retry", "redis").Retry
     none = require("redis.backoff", "redis").NoBackoff
-    return require("redis", "redis").Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        protocol=2,  # which old servers speak too
-        retry=retry(none(), 0),
-    )
+    try:
+        _refuse_slashes(url)
+        return require("redis", "redis").Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            protocol=2,  # which old servers speak too
+            retry=retry(none(), 0),
+        )
+    except ValueError:  # whose words may hold a part of the password
+        raise UsageError(
+            "what was given is not a URL that Redis knows. Write redis://host:6379/0, with "
+            "user:password@ before the host if the server wants them, and in a password %2F for /, "
+            "%3F for ? and %23 for #."
+        ) from None
+
+
+def _refuse_slashes(url: str) -> None:
+    """Or what stands before the slash in a password would be taken for the host."""
+    parts = urlsplit(url)
+    if parts.scheme in ("redis", "rediss") and "@" in f"{parts.path}{parts.query}{parts.fragment}":
+        raise ValueError
 
 
 class RedisList:

@@ -9,9 +9,9 @@ some hundred keys. So rows that are added later are not seen, and one that was r
 `BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
 
 Cost: a key a row in memory, 8 bytes if they are numbers. A question is answered within `timeout_s`
-or counts as failed; `patience` says how often it is repeated. Only what may pass is: a connection
-that broke, a database that is locked. What is wrong with the question itself (a table or column
-that does not exist, say) is told at once.
+or counts as failed, that for all keys too; `patience` says how often it is repeated. Only what may
+pass is: a connection that broke, a database that is locked. What is wrong with the question itself
+(a table or column that does not exist, say) is told at once.
 
 DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
 session is a thread that makes one connection and answers one question after the other; who asks
@@ -39,7 +39,7 @@ from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
-    name_content,
+    hash_parts,
     positions,
     require_columns,
 )
@@ -142,7 +142,7 @@ class SqlRows:
         keys = self._keys
         content = keys.tobytes() if isinstance(keys, np.ndarray) else repr(keys).encode()
         rows = self.many(spread(len(self), NUM_SAMPLES))
-        return name_content(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
+        return hash_parts(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
 
     def _key_of(self, at: int) -> Any:
         key = self._keys[at]
@@ -278,7 +278,10 @@ class _Line:
         except Exception as error:
             self._give_up(jobs)
             if isinstance(error, TimeoutError) and not answer.done():
-                raise _NoAnswer(f"no answer within {timeout_s:g} s") from None
+                raise _NoAnswer(
+                    f"no answer within timeout_s={timeout_s:g}; a question that takes longer, such "
+                    "as that for all keys of a large table, needs sql(timeout_s=...) to be larger"
+                ) from None
             raise
         finally:
             del answer  # it holds the error, which holds this frame: a session would outlive it

@@ -14,7 +14,7 @@ import xxhash
 
 from shoal.data.given import options_of, path_of
 from shoal.data.readers.files import PathLike, Stamp, Web, is_url, local_stamp, read_local
-from shoal.data.readers.records import Names, name_content
+from shoal.data.readers.records import Names, hash_parts
 from shoal.errors import UsageError
 from shoal.remote import PATIENCE, Patience, without_password
 
@@ -56,7 +56,7 @@ class Tree:
         arrays = (
             xxhash.xxh3_128_hexdigest(array.tobytes()) for array in (self._sizes, self._marks)
         )
-        return name_content(
+        return hash_parts(
             str(self), *settings, *arrays, *map(self.paths.__getitem__, range(len(self)))
         )
 

@@ -5,7 +5,6 @@ process: a file that is changed later is not noticed (shards are written once an
 Needs no torch. Next: `reading.py` for samples, `verifying.py` for all blocks of a set.
 """
 
-import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from shoal.data.shard_files.format import (
     samples_of_block,
     shard_name,
 )
+from shoal.data.shard_files.region import mapped
 from shoal.optional import require
 from shoal.processes import PerProcess
 
@@ -90,12 +90,6 @@ class Inflated:
             while self._num_bytes > self._most_bytes and len(self._kept) > 1:
                 self._num_bytes -= len(self._kept.popitem(last=False)[1])
         return content
-
-
-def mapped(path: Path) -> memoryview:
-    """A file in memory as the kernel has it, to be read only."""
-    with open(path, "rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
 def halves(index: Index, number: int, content: memoryview) -> tuple[memoryview, memoryview]:

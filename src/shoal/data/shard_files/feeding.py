@@ -13,13 +13,15 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from shoal.data.readers.records import ask_many
 from shoal.data.sources import LeavesOut, Source, sample_of
 from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, ShoalError
@@ -54,7 +56,7 @@ def feed(
     """The samples from `first` on. Those a source has left out are recorded there, and skipped."""
     messages: Messages
     if num_workers == 1:
-        messages = (_message(source, encode, number) for number in range(first, len(source)))
+        messages = _loaded(source, encode, _turns(range(first, len(source))))
     else:
         messages = _from_workers(source, encode, first, num_workers)
     try:
@@ -73,10 +75,34 @@ def feed(
         messages.close()  # ends the workers now, and not when the last traceback is forgotten
 
 
-def _message(source: Source, encode: Encode, number: int) -> tuple[int, bytes | bytearray]:
+def _loaded(source: Source, encode: Encode, turns: Iterable[range]) -> Messages:
+    """A message for each sample; a turn of them is asked for at once where that can be."""
+    for turn in turns:
+        try:
+            with WAITING.on(np.array(turn)):
+                samples = ask_many(source, turn)
+        except ShoalError as error:  # a server is gone, say: no sample is to blame
+            yield _NOT_REACHED, f"sample {turn[0]}: {error}".encode()
+            return
+        for at, number in enumerate(turn):
+            if samples is None:
+                yield _message(source, encode, number, partial(sample_of, source, number))
+            else:
+                yield _message(source, encode, number, partial(samples.__getitem__, at))
+
+
+def _turns(numbers: range, place: int = 0, num_workers: int = 1) -> list[range]:
+    """Those of the worker at `place`."""
+    starts = range(place * TURN, len(numbers), num_workers * TURN)
+    return [numbers[start : start + TURN] for start in starts]
+
+
+def _message(
+    source: Source, encode: Encode, number: int, load: Callable[[], Any]
+) -> tuple[int, bytes | bytearray]:
     try:
         with WAITING.on(np.array([number])):
-            sample = sample_of(source, number)
+            sample = load()
         return _SAMPLE, encode(sample)
     except Unlike:
         return _UNLIKE, b""
@@ -109,10 +135,7 @@ class _Worker:
         self, source: Source, encode: Encode, numbers: range, place: int, num_workers: int
     ):
         self._source, self._encode = source, encode
-        self._turns = [
-            numbers[start : start + TURN]
-            for start in range(place * TURN, len(numbers), num_workers * TURN)
-        ]
+        self._turns = _turns(numbers, place, num_workers)
         self.descriptor, self.pid = -1, -1
 
     def start(self, of_others: list[int]) -> None:
@@ -135,11 +158,9 @@ class _Worker:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
             with suppress(BrokenPipeError):
-                for turn in self._turns:
-                    for number in turn:
-                        kind, content = _message(self._source, self._encode, number)
-                        _send(pipe, _HEAD.pack(kind, len(content)))
-                        _send(pipe, content)
+                for kind, content in _loaded(self._source, self._encode, self._turns):
+                    _send(pipe, _HEAD.pack(kind, len(content)))
+                    _send(pipe, content)
             code = 0
         except BaseException:  # noqa: BLE001 (the parent is told the exit code, no more)
             traceback.print_exc()

@@ -13,6 +13,7 @@ once over the network, then mapped like a local one; while it is fetched, its re
 import errno
 import fcntl
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +33,9 @@ PATIENCE_S = 120.0  # for one part, with all its tries
 NUM_TRIES = 3  # to fetch a shard whose bytes are wrong when they arrive
 ABANDONED_S = 3600.0
 _UNFINISHED = ".fetching-"
+_LOCK = ".lock-"
+_COPY = re.compile(r"([0-9a-f]{32})\.bin")
+_PASSING = re.compile(r"\.(fetching|lock)-[0-9a-f]{32}(-[0-9a-f]{16})?")
 
 Answer = TypeVar("Answer")
 
@@ -57,7 +61,7 @@ class Copies:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             gone: list[str] = []
-            with _alone(self.directory / f".lock-{wanted}"):
+            with _alone(self.directory / f"{_LOCK}{wanted}"):
                 num_bytes = index.num_bytes(index.shards[number])
                 if not _is_there(path, num_bytes):
                     with self._room():
@@ -93,6 +97,18 @@ class Copies:
             finally:
                 unfinished.unlink(missing_ok=True)
 
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        """Note that a copy is used, if it is; whether it is still there."""
+        path = self.directory / f"{index.shards[number].hash}.bin"
+        try:
+            if is_used:
+                os.utime(path)
+            return is_used or path.exists()
+        except FileNotFoundError:
+            return False
+        except OSError:  # a disk that can only be read: nobody removes anything there
+            return True
+
     def drop(self, index: Index, number: int) -> None:
         """Remove a copy whose bytes are no longer what they were."""
         (self.directory / f"{index.shards[number].hash}.bin").unlink(missing_ok=True)
@@ -101,11 +117,14 @@ class Copies:
         """Remove what was used longest ago until `num_bytes` fit; the names of what went."""
         copies, now = [], time.time()
         for entry in os.scandir(self.directory):
+            copy, passes = _COPY.fullmatch(entry.name), _PASSING.fullmatch(entry.name)
+            if not (copy or passes) or not entry.is_file(follow_symlinks=False):
+                continue  # not ours
             with suppress(FileNotFoundError):  # others remove, too
                 found = entry.stat(follow_symlinks=False)
-                if entry.name.endswith(".bin"):
-                    copies.append((found.st_mtime, found.st_size, entry.name.removesuffix(".bin")))
-                elif entry.name.startswith(".") and now - found.st_mtime > ABANDONED_S:
+                if copy:
+                    copies.append((found.st_mtime, found.st_size, copy[1]))
+                elif now - found.st_mtime > ABANDONED_S:
                     os.unlink(entry.path)
         excess = num_bytes + sum(size for _, size, _ in copies) - self._most_bytes
         gone = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from shoal.data.given import path_of
+from shoal.data.given import path_of, require_whole
 from shoal.data.shard_files import format as formats
 from shoal.data.shard_files.fetching import CACHE_BYTES, Copies, within
 from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
@@ -78,6 +78,10 @@ class Folder:
             raise BadShards(f"{path.name} has {found.st_size} bytes; {wanted} were written.")
         return Local(path)
 
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        """Whether the local file is still there; one that is used goes later than others."""
+        return True
+
     def drop(self, index: Index, number: int) -> bool:
         """Remove a local copy that is damaged; False if the file is the only one there is."""
         return False
@@ -112,6 +116,9 @@ class Bucket:
         doomed = [other for other, shard in enumerate(index.shards) if gone and shard.hash in gone]
         return Local(path, tuple(doomed))
 
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        return self.copies.keep(index, number, is_used)
+
     def drop(self, index: Index, number: int) -> bool:
         self.copies.drop(index, number)
         return True
@@ -126,17 +133,23 @@ Place: TypeAlias = Folder | Bucket
 
 
 def open_place(
-    where: str | Path, cache_dir: str | Path | None = None, cache_bytes: int = CACHE_BYTES
+    where: str | Path, cache_dir: str | Path | None = None, cache_bytes: int | None = None
 ) -> Place:
     """The directory or the URL; nothing is looked at yet."""
     text = path_of(where, "a set of shards")
     scheme, separator, _ = text.partition("://")
-    if isinstance(where, Path) or not separator:
-        return Folder(Path(where))
-    if scheme in ("file", "local"):
-        return Folder(Path(unquote(urlsplit(text).path)))
+    is_local = isinstance(where, Path) or not separator or scheme in ("file", "local")
+    if is_local and (cache_dir is not None or cache_bytes is not None):
+        raise UsageError(
+            f"shards({text!r}) lies in a directory and is read there, so cache_dir and cache_bytes "
+            "have no effect: they are for sets behind a URL. Leave them out."
+        )
+    if is_local:
+        return Folder(Path(unquote(urlsplit(text).path) if separator else text))
     directory = cache_directory() / "shards" if cache_dir is None else cache_dir
-    return Bucket(text, Copies(Path(path_of(directory, "cache_dir")), cache_bytes))
+    most_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
+    require_whole(most_bytes, "shards(cache_bytes=...)")
+    return Bucket(text, Copies(Path(path_of(directory, "cache_dir")), most_bytes))
 
 
 def read_index(place: Place) -> Index:

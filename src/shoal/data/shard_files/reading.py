@@ -2,6 +2,7 @@
 
     shoal.data.shards("data/tokens")
     shoal.data.shards("s3://bucket/tokens", cache_dir="/scratch/shards")
+    shoal.data.shards(["data/tokens-1", "data/tokens-2"])
 
 Shards of a directory are mapped, those behind a URL are first copied to a local directory of
 limited size, up to four of a batch beside each other. A block is hashed when it is first touched;
@@ -17,15 +18,10 @@ Next: `format.py`, `region.py`; docs/how-to/shards.md.
 """
 
 import math
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import cached_property
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ContextManager, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,162 +29,24 @@ from torch import Tensor
 
 from shoal.data.orders import Blocks
 from shoal.data.packing import BadSample, unpack
-from shoal.data.readers.records import SourceLost
+from shoal.data.readers.records import Indices, positions
 from shoal.data.shard_files import layout
-from shoal.data.shard_files.blocks import Inflated, OpenShard, halves, mapped, opened
-from shoal.data.shard_files.fetching import CACHE_BYTES
-from shoal.data.shard_files.format import BadShards, Index, Rows, first_samples, shard_name
-from shoal.data.shard_files.places import Local, Place, open_place, read_index
-from shoal.data.shard_files.region import GRANULE, Region
+from shoal.data.shard_files.blocks import Inflated, OpenShard, halves
+from shoal.data.shard_files.format import BadShards, Index, Rows, shard_name
+from shoal.data.shard_files.places import Place, open_place, read_index
+from shoal.data.shard_files.region import GRANULE, Region, mapped
+from shoal.data.shard_files.sets import AT_ONCE, LostSample, ShardSource
 from shoal.data.sources import Ids, position
-from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.processes import PerProcess
+from shoal.data.views import View, join
+from shoal.errors import UsageError
 
-_AT_ONCE = 4  # shards that are fetched beside each other
-_NUM_TRIES = 3  # to open a local copy
-_AGAIN_AFTER_S = 60.0  # a shard that did not come is asked for again after this
+__all__ = ["LostSample", "PackedSource", "RowSource", "open_set", "shards"]
+
 _NUM_NAMED = 3  # of the shards that are missing
 _WAY_OUT = (
     "Copy the set there anew or build it again; with strict=False it opens, and the samples that "
     "are not there are lost."
 )
-
-Found = TypeVar("Found")
-
-
-class LostSample(RecipeError):
-    """A sample cannot be had: its shard is missing, cut short or damaged."""
-
-
-class ShardSource:
-    """What all sets have: a length, an order by shards, and a shard opened when it is needed."""
-
-    def __init__(self, place: Place, index: Index):
-        self.place, self.index = place, index
-        self._firsts = np.asarray(first_samples(index), dtype=np.int64)
-        self._open: dict[int, OpenShard] = {}
-        # When and why a shard could not be opened; the words, for an error keeps its callers alive.
-        self._failed: dict[int, tuple[float, type[UsageError], str]] = {}
-        self._locked = PerProcess(threading.RLock).get
-
-    def __len__(self) -> int:
-        return self.index.num_samples
-
-    def __repr__(self) -> str:
-        return f"shards({str(self.place)!r})"
-
-    def identity(self) -> str:
-        """A name for its content, which no other set has."""
-        return f"shards {self.index.digest}"
-
-    @cached_property
-    def order(self) -> Blocks:
-        """Shuffled among some shards at a time, so that reading stays local."""
-        return Blocks([shard.num_samples for shard in self.index.shards])
-
-    def _while_used(self) -> ContextManager[Any]:
-        """Held while a shard's bytes are copied, where another thread may have its file removed."""
-        return nullcontext() if self.place.keeps else self._locked()
-
-    def _looked_at(
-        self,
-        sample: int,
-        number: int,
-        needed: Collection[int],
-        look: Callable[[OpenShard], Found],
-    ) -> Found:
-        """What `look` finds in shard `number`, for a sample; a damaged copy is fetched anew, once.
-
-        Shards of `needed` are not closed for it.
-        """
-        try:
-            for may_repair in (True, False):
-                shard = self._shard(number, needed)
-                try:
-                    return look(shard)
-                except BadShards:
-                    if not may_repair or not self.place.drop(self.index, number):
-                        raise
-                    self._close(number)
-        except BadShards as bad:
-            raise self._lost(sample, bad) from bad
-        except UsageError as error:
-            what = f"sample {sample} of {self.place} was not reached: {error}"
-            raise SourceLost(what) from error
-        raise AssertionError("the second try returns or raises")
-
-    def _shard(self, number: int, needed: Collection[int]) -> OpenShard:
-        """The open shard `number`; those of `needed` are not closed for it."""
-        shard = self._open.get(number)
-        if shard is not None:
-            return shard
-        with self._locked():
-            if number not in self._open:
-                self._refuse_failed(number)
-                try:
-                    self._open[number] = self._opened(number, needed)
-                except UsageError as error:
-                    self._note_failure(number, error)
-                    raise
-            return self._open[number]
-
-    def _fetch(self, numbers: Collection[int], needed: Collection[int]) -> None:
-        """Have remote shards copied, some at a time; what fails is told when it is looked at."""
-        with self._locked():
-            absent = [n for n in numbers if n not in self._open and n not in self._failed]
-            if self.place.keeps or len(absent) < 2:
-                return
-
-            def fetch(number: int) -> Local | UsageError:
-                try:
-                    return self.place.local(self.index, number, needed)
-                except UsageError as error:
-                    return error
-
-            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shoal-fetch") as threads:
-                for number, found in zip(absent, threads.map(fetch, absent), strict=True):
-                    if isinstance(found, UsageError):
-                        self._note_failure(number, found)
-                    else:
-                        self._close_all(found.gone)
-
-    def _note_failure(self, number: int, error: UsageError) -> None:
-        kind = BadShards if isinstance(error, BadShards) else UsageError
-        self._failed[number] = (time.monotonic(), kind, str(error))
-
-    def _opened(self, number: int, needed: Collection[int]) -> OpenShard:
-        for tries in range(1, _NUM_TRIES + 1):
-            found = self.place.local(self.index, number, needed)
-            self._close_all(found.gone)
-            try:
-                return self._map(number, found.path)
-            except OSError as error:  # removed, perhaps, by another process that needed room
-                if tries == _NUM_TRIES or not isinstance(error, FileNotFoundError):
-                    what = f"{found.path} cannot be read: {error.strerror}."
-                    raise UsageError(f"{what} Mend that, and start again.") from None
-            except BadShards:
-                if tries == _NUM_TRIES or not self.place.drop(self.index, number):
-                    raise
-        raise AssertionError("the last try returns or raises")
-
-    def _map(self, number: int, path: Path) -> OpenShard:
-        return opened(self.index, number, path)
-
-    def _close(self, number: int) -> None:
-        self._open.pop(number, None)
-
-    def _close_all(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            self._close(number)
-
-    def _refuse_failed(self, number: int) -> None:
-        if number in self._failed:
-            when, kind, why = self._failed[number]
-            if time.monotonic() - when < _AGAIN_AFTER_S:
-                raise kind(why)
-
-    def _lost(self, sample: int, error: ShoalError) -> LostSample:
-        return LostSample(f"sample {sample} of {self.place} cannot be read: {error}")
 
 
 class PackedSource(ShardSource):
@@ -198,11 +56,24 @@ class PackedSource(ShardSource):
         super().__init__(place, index)
         self._inflated = Inflated() if index.compression is not None else None
 
+    def many(self, ids: Indices) -> list[Any]:
+        """Many samples; those of remote shards after some of these were fetched together."""
+        wanted = positions(ids, len(self))
+        shards = self._shards_of(wanted)
+        numbers = np.unique(shards).tolist()
+        found: list[Any] = [None] * len(wanted)
+        for start in range(0, len(numbers), AT_ONCE):
+            some = numbers[start : start + AT_ONCE]
+            self._fetch(some, some)
+            for place in np.flatnonzero(np.isin(shards, some)):
+                found[place] = self[int(wanted[place])]
+        return found
+
     def __getitem__(self, index: int) -> Any:
         sample = position(index, len(self))
-        number = int(np.searchsorted(self._firsts, sample, side="right")) - 1
+        number = int(self._shards_of(np.array([sample]))[0])
         at = sample - int(self._firsts[number])
-        with self._while_used():
+        with self._while_used(np.array([sample])):
             packed = self._looked_at(sample, number, (number,), lambda shard: self._cut(shard, at))
         try:
             return unpack(packed)
@@ -234,6 +105,12 @@ class RowSource(ShardSource, ABC):
     def __getitem__(self, index: int) -> Any:
         ids = np.asarray([position(index, len(self))], dtype=np.int64)
         return layout.sample_of(self._rows, self._copied(ids)[0])
+
+    def many(self, ids: Indices) -> list[Any]:
+        """Many samples, out of one copy of their rows."""
+        return [
+            layout.sample_of(self._rows, row) for row in self._copied(positions(ids, len(self)))
+        ]
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         """The collated samples `ids`."""
@@ -277,12 +154,12 @@ class MappedRows(RowSource):
         self._content, self._gather = content, layout.Gather(rows, content)
 
     def _copied(self, ids: Ids) -> Tensor:
-        with self._while_used():
+        with self._while_used(ids):
             self._make_ready(ids)
             return self._content.index_select(0, self._places(ids))
 
     def _batch(self, ids: Ids) -> Any:
-        with self._while_used():
+        with self._while_used(ids):
             self._make_ready(ids)
             return self._gather.batch(self._places(ids))
 
@@ -340,9 +217,9 @@ class InflatedRows(RowSource):
         numbers = np.unique(ids // self._rows.shard_rows).tolist()
         for number, block, here in self._by_block(ids):
             if numbers and number == numbers[0]:  # the first of the next few
-                self._fetch(numbers[:_AT_ONCE], numbers[:_AT_ONCE])
-                del numbers[:_AT_ONCE]
-            with self._while_used():
+                self._fetch(numbers[:AT_ONCE], numbers[:AT_ONCE])
+                del numbers[:AT_ONCE]
+            with self._while_used(ids[here]):
                 raw = self._raw(number, block, int(ids[here[0]]))
             content = np.frombuffer(raw, np.uint8).reshape(-1, self._rows.row_bytes)
             rows[here] = content[ids[here] % self._rows.block_rows]
@@ -358,18 +235,35 @@ class InflatedRows(RowSource):
 
 
 def shards(
-    where: str | Path,
+    where: str | Path | Sequence[str | Path],
     cache_dir: str | Path | None = None,
     *,
-    cache_bytes: int = CACHE_BYTES,
+    cache_bytes: int | None = None,
+    strict: bool = True,
+) -> RowSource | PackedSource | View:
+    """A set of shards in a directory or at a URL, as a source; or several sets, one after another.
+
+    Copies of remote shards go to `cache_dir`, up to `cache_bytes` (16 GiB) of them. A set of which
+    a shard is missing or, in a directory, of the wrong length is refused, unless `strict` is False:
+    then its samples are lost one by one, when they are asked for. Several sets have the order of
+    one that holds the shards of all, so that data may grow by a set, and go on with --new-data.
+    """
+    if isinstance(where, list | tuple):
+        if not where:
+            raise UsageError("shards([]): no set was named. Name one or more.")
+        sets = [open_set(each, cache_dir, cache_bytes, strict) for each in where]
+        sizes = [shard.num_samples for each in sets for shard in each.index.shards]
+        return View(join(sets), Blocks(sizes))
+    return open_set(where, cache_dir, cache_bytes, strict)
+
+
+def open_set(
+    where: Any,
+    cache_dir: str | Path | None = None,
+    cache_bytes: int | None = None,
     strict: bool = True,
 ) -> RowSource | PackedSource:
-    """A set of shards in a directory or at a URL, as a source.
-
-    Copies of remote shards go to `cache_dir`, up to `cache_bytes` of them. A set of which a shard
-    is missing or, in a directory, of the wrong length is refused, unless `strict` is False: then
-    its samples are lost one by one, when they are asked for.
-    """
+    """One set."""
     place = open_place(where, cache_dir, cache_bytes)
     index = read_index(place)
     if strict:

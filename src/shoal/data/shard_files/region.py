@@ -51,7 +51,7 @@ class Region:
 
     def map(self, slot: int, path: Path, num_bytes: int) -> memoryview:
         """Map the first bytes of a file into a slot, to be read only."""
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             start = self._start + slot * self.slot_bytes
             _map(start, num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
@@ -64,6 +64,23 @@ class Region:
         """Give the file back; nobody may look into the slot from now on."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _map(self._start + slot * self.slot_bytes, self.slot_bytes, _PROT_NONE, flags, -1)
+
+
+def mapped(path: Path) -> memoryview:
+    """A whole file, to be read only, wherever there is room for it.
+
+    Without a descriptor, of which a process has some thousand: Python's own map keeps one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        address = _map(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor)
+    finally:
+        os.close(descriptor)
+    content = (ctypes.c_uint8 * size).from_address(address)
+    released = weakref.finalize(content, _libc.munmap, address, size)
+    released.atexit = False
+    return np.frombuffer(memoryview(content), np.uint8).data.toreadonly()
 
 
 def _map(start: int, size: int, rights: int, flags: int, descriptor: int) -> int:

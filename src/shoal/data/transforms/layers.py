@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shoal.data.orders import order_among
-from shoal.data.readers.records import Many
+from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import (
     Ids,
     LeavesOut,
@@ -130,7 +130,8 @@ def loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], An
     """Each index, and a function that loads its sample; many are asked for at once if possible."""
     for start in range(indices.start, indices.stop, _BLOCK):
         block = range(start, min(start + _BLOCK, indices.stop))
-        found = _many(source, block)
+        with _waiting(block):
+            found = ask_many(source, block)
         for offset, index in enumerate(block):
             with _waiting(range(index, index + 1)):  # until the next is asked for
                 if found is None:
@@ -144,16 +145,6 @@ def _waiting(indices: range) -> AbstractContextManager[None]:
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return WAITING.on(np.arange(indices.start, indices.stop, dtype=np.int64))
-
-
-def _many(source: Source, block: range) -> list[Any] | None:
-    if not isinstance(source, Many):
-        return None
-    try:
-        with _waiting(block):
-            return source.many(np.arange(block.start, block.stop, dtype=np.int64))
-    except Exception:  # noqa: BLE001 (asked for one by one, the one that fails is known)
-        return None
 
 
 def below(source: Any) -> list[Any]:

@@ -370,6 +370,19 @@ def test_a_list_of_nonsense_is_begun_anew(shared: Path) -> None:
         area.close()
 
 
+def test_hosts_that_share_a_directory_have_lists_of_their_own(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their process namespaces have the same number."""
+    names = []
+    for host in ("one", "other"):
+        (tmp_path / host).write_text(f"{host}\n")
+        monkeypatch.setattr(joining, "_BOOT_ID", str(tmp_path / host))
+        names.append(joining._list_name())
+        join_area(LEAST_BYTES).close()
+    assert {path.name for path in shared.iterdir()} == set(names) and len(set(names)) == 2
+
+
 def test_descriptors_of_others_are_not_touched(shared: Path) -> None:
     """A number that now belongs to another program, or to another kind of file."""
     shared.mkdir(mode=0o700)

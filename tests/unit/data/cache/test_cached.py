@@ -17,6 +17,7 @@ from shoal.data.batches import Batches
 from shoal.data.cache import cached as cached_module
 from shoal.data.cache.cached import Cached, cached
 from shoal.data.collating import fetch
+from shoal.data.readers.records import BadRecord
 from shoal.data.sources import Pass, Source, tensors
 from shoal.errors import RecipeError, UsageError
 from shoal.testing.caches import in_child
@@ -318,3 +319,47 @@ def test_any_order_of_asking_gives_the_same_samples(asked: list[int]) -> None:
     assert target.tolist() == asked
     assert inputs.tolist() == [[n, n * n] for n in asked]
     assert kept[asked[0]][1] == asked[0]
+
+
+def test_room_on_no_disk_is_refused(photos: Photos) -> None:
+    with pytest.raises(UsageError, match=r"disk_bytes='2MB'\) has no effect without a disk"):
+        cached(photos, key="k", disk_bytes="2MB")
+
+
+class Rows(Photos):
+    """Records that come many at a time, as those of a database."""
+
+    asked = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.asked += 1
+        return self.many([index])[0]
+
+    def many(self, ids: Any) -> list[tuple[Tensor, int]]:
+        self.asked += 1
+        if 33 in list(ids):
+            raise BadRecord("row 33 is gone")
+        return [super(Rows, self).__getitem__(int(index)) for index in ids]
+
+
+def test_records_are_asked_for_together(keep, tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows")
+    kept = keep(rows)
+    assert kept.take(np.array([*range(32), 5]))[1].tolist() == [*range(32), 5]
+    assert rows.asked == 2 and rows.made() == list(range(32))
+    assert kept.take(np.arange(32))[1].tolist() == list(range(32)) and rows.asked == 2
+    with pytest.raises(BadRecord, match="row 33"):
+        kept.take(np.arange(30, 40))
+    assert kept[32][1] == 32 and rows.made() == list(range(33))  # what came before it is kept
+    assert kept.take(np.arange(34, 40))[1].tolist() == list(range(34, 40))
+
+
+def test_records_that_another_process_makes_are_waited_for(keep, tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows")
+    one, other = keep(rows), keep(rows)
+    assert one._ranges is not None and one._ranges.try_lock(one._number(3))
+    later = threading.Timer(0.2, lambda: (one._make({0: 3}), one._ranges.unlock(one._number(3))))
+    later.start()
+    assert other.take(np.arange(8))[1].tolist() == list(range(8))
+    later.join()
+    assert rows.made() == list(range(8))

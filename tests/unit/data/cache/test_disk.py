@@ -4,6 +4,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal import faults
 from shoal.data.cache import disk as disk_module
-from shoal.data.cache.disk import LEAST_BYTES, Disk, Kept, choose_evicted
+from shoal.data.cache.disk import LEAST_BYTES, Disk, Full, Kept, choose_evicted
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, content_of, in_child, key_of
 
@@ -105,6 +106,49 @@ def test_a_run_does_not_evict_what_it_has_used(opened, clock: Time) -> None:
     disk.close()
 
 
+def test_a_full_directory_is_counted_seldom_by_all_processes_together(
+    opened, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[float] = []
+    start, counted = clock.now + 4, Disk._counted
+
+    def noted(self: Disk, now: float) -> list[Kept]:
+        times.append(now - start)
+        return counted(self, now)
+
+    monkeypatch.setattr(Disk, "_counted", noted)
+    disks = []
+    for _ in range(4):
+        clock.now += 1
+        disks.append(opened())
+    put(disks[0], *range(32))
+    del times[:]
+    for number in range(200):
+        clock.now += 90
+        assert put(disks[number % 4], 100 + number) == [False]
+    # Once by each that was opened after the one who counted, and then for all of them together.
+    assert sum(when < 400 for when in times) <= 4
+    later = [when for when in times if when >= 400]
+    pauses = [after - before for before, after in pairwise(later)]
+    assert len(later) <= 10 and pauses == sorted(pauses)
+    assert max(pauses) <= disk_module._MOST_FULL_S + 100
+    del times[:]
+    late = opened()  # what the others used is not this one's to keep
+    assert put(late, 99) == [True] and len(times) == 1
+    for disk in (*disks, late):
+        disk.close()
+
+
+@given(*[st.integers(0, 10_000)] * 5)
+def test_full_is_not_for_ever(opened: int, until: int, pause: int, own: int, now: int) -> None:
+    note = Full(opened, until, pause)
+    if note.holds(own, now):
+        assert own <= opened and now < until <= now + disk_module._MOST_FULL_S
+    again = note.still(own, now)
+    assert again.holds(own, now) and again.holds(opened, now)
+    assert disk_module._FULL_S <= again.pause_s <= disk_module._MOST_FULL_S
+
+
 def test_the_bound_holds_for_two_at_once(opened, clock: Time, tmp_path: Path) -> None:
     first, second = opened(), opened()
     for number in range(0, 60, 2):
@@ -144,7 +188,7 @@ def test_a_count_of_nonsense_is_counted_anew(opened, clock: Time, tmp_path: Path
         used.unlink() if count is None else used.write_bytes(count)
         disk = opened()
         assert put(disk, 100, 101) == [True, False], number
-        assert struct.unpack("<Q", used.read_bytes())[0] == MOST
+        assert struct.unpack_from("<Q", used.read_bytes())[0] == MOST
         disk.close()
 
 

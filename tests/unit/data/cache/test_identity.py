@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.data.cache.cached import cached
-from shoal.data.cache.identity import name_content
+from shoal.data.cache.identity import name_samples
 from shoal.data.readers.columns import ColumnPairs
 from shoal.data.readers.images import images
 from shoal.data.sources import tensors
@@ -72,24 +72,24 @@ def load() -> Load:
 
 
 def test_the_key_and_the_code_count(load: Load) -> None:
-    plain = name_content(load()["Photos"](8), "a")
-    assert name_content(load()["Photos"](8), "a") == plain
-    assert name_content(load()["Photos"](8), "b") != plain
-    assert name_content(load()["Photos"](9), "a") != plain
-    assert name_content(load(factor=3)["Photos"](8), "a") != plain
-    assert name_content(load(scale=3)["Photos"](8), "a") != plain
+    plain = name_samples(load()["Photos"](8), "a")
+    assert name_samples(load()["Photos"](8), "a") == plain
+    assert name_samples(load()["Photos"](8), "b") != plain
+    assert name_samples(load()["Photos"](9), "a") != plain
+    assert name_samples(load(factor=3)["Photos"](8), "a") != plain
+    assert name_samples(load(scale=3)["Photos"](8), "a") != plain
 
 
 def test_comments_lines_and_paths_do_not_count(load: Load) -> None:
-    plain = name_content(load()["Photos"](8), "a")
+    plain = name_samples(load()["Photos"](8), "a")
     other = load(head="# moved\n\n\n", comment="# of no matter")
-    assert name_content(other["Photos"](8, path="/elsewhere"), "a") == plain
+    assert name_samples(other["Photos"](8, path="/elsewhere"), "a") == plain
 
 
 def test_what_is_wrapped_counts(load: Load) -> None:
     def named(function: Callable[[int], int], **changes: object) -> str:
         module = load(**changes)
-        return name_content(module["Outer"](module["Photos"](8), function), "a")
+        return name_samples(module["Outer"](module["Photos"](8), function), "a")
 
     assert named(lambda x: x + 1) == named(lambda x: x + 1)
     assert named(lambda x: x + 1) != named(lambda x: x + 2)
@@ -105,7 +105,7 @@ def test_code_that_holds_what_cannot_be_told_counts_by_itself(load: Load) -> Non
     def second(x: int) -> tuple[int, object]:
         return x + 2, lock
 
-    names = {name_content(load()["Outer"]([1], function), "a") for function in (first, second)}
+    names = {name_samples(load()["Outer"]([1], function), "a") for function in (first, second)}
     assert len(names) == 2
 
 
@@ -166,7 +166,7 @@ PAIRS = tensors(torch.arange(8.0).reshape(4, 2), torch.arange(4))
 )
 def test_two_settings_under_one_key_have_two_names(load: Load, first: Any, second: Any) -> None:
     def named(value: Any) -> str:
-        return name_content(load()["Photos"](value), "a")
+        return name_samples(load()["Photos"](value), "a")
 
     assert named(first) == named(first)
     assert named(first) != named(second)
@@ -196,15 +196,15 @@ def test_settings_of_layers_and_readers_count_under_a_key(
         ColumnPairs(table, "a/2", "y"),
         ColumnPairs(table, ["a/1", "a/2"], "y"),
     ]
-    names = [name_content(source, "a") for source in sources]
+    names = [name_samples(source, "a") for source in sources]
     assert len(set(names)) == len(names)
-    assert names == [name_content(source, "a") for source in sources]
+    assert names == [name_samples(source, "a") for source in sources]
 
 
 def test_an_object_that_cannot_be_compared_counts_by_its_code() -> None:
     held = [Scale(2, threading.Lock()), functools.partial(scale, by=threading.Lock())]
-    names = [name_content(mapped([1], function), "a") for function in held]
-    assert names == [name_content(mapped([1], function), "a") for function in held]
+    names = [name_samples(mapped([1], function), "a") for function in held]
+    assert names == [name_samples(mapped([1], function), "a") for function in held]
     assert len(set(names)) == 2
 
 
@@ -213,50 +213,50 @@ def test_how_samples_are_asked_for_does_not_count(tmp_path: Path) -> None:
 
     def named(where: str) -> str:
         (tmp_path / where / "cat").mkdir(parents=True)
-        return name_content(in_order(mapped(images(tmp_path / where), Scale(2))), "a")
+        return name_samples(in_order(mapped(images(tmp_path / where), Scale(2))), "a")
 
     pytest.importorskip("PIL", reason="needs the extra images")
     assert named("here") == named("there")
     kept = cached(PAIRS, memory=None, disk=tmp_path / "kept")
-    before = name_content(kept, "a")
+    before = name_samples(kept, "a")
     assert kept[0] and kept.num_made == 1
-    assert name_content(kept, "a") == before
+    assert name_samples(kept, "a") == before
     kept.close()
 
 
 def test_a_source_that_tells_needs_no_key(load: Load) -> None:
     told = load()["Told"](8)
-    assert "told" in name_content(told, None)
-    assert name_content(told, None) == name_content(load()["Told"](8), None)
-    assert name_content(told, "a") != name_content(told, None)
+    assert "told" in name_samples(told, None)
+    assert name_samples(told, None) == name_samples(load()["Told"](8), None)
+    assert name_samples(told, "a") != name_samples(told, None)
 
 
 def test_data_in_memory_is_known_by_its_bytes() -> None:
     rows = torch.arange(6.0).reshape(3, 2)
     first, same = tensors(rows, rows[:, 0]), tensors(rows.clone(), rows[:, 0].clone())
-    assert name_content(first, None) == name_content(same, None)
-    assert name_content(first, None) != name_content(tensors(rows + 1, rows[:, 0]), None)
-    assert name_content([(1, 2)], None) != name_content([(1, 3)], None)
+    assert name_samples(first, None) == name_samples(same, None)
+    assert name_samples(first, None) != name_samples(tensors(rows + 1, rows[:, 0]), None)
+    assert name_samples([(1, 2)], None) != name_samples([(1, 3)], None)
 
 
 def test_a_source_that_cannot_tell_is_refused_with_the_way_out(load: Load) -> None:
     with pytest.raises(UsageError, match=r"cached\(source, key="):
-        name_content(load()["Photos"](8), None)
+        name_samples(load()["Photos"](8), None)
 
 
 def test_a_key_is_a_text() -> None:
     wrong: list[Any] = ["", 7, b"a"]
     for key in wrong:
         with pytest.raises(UsageError, match="the key is a text"):
-            name_content([1], key)
+            name_samples([1], key)
 
 
 WITH_SETS = """
 kinds = frozenset({"a", "b", "c", "d"})
 def chosen(x):
     return x in {"p", "q", "r", "s"} or x in kinds
-from shoal.data.cache.identity import name_content
-found = name_content(Outer(Photos(8), chosen), "a")
+from shoal.data.cache.identity import name_samples
+found = name_samples(Outer(Photos(8), chosen), "a")
 """
 
 

@@ -107,6 +107,13 @@ def test_credentials_are_refused_at_once_and_not_shown() -> None:
         assert list(redis_list(server.url, "list")) == [b"x"]
 
 
+@pytest.mark.parametrize("password", ["hunter/2", "123456/hunter", "hunter?2", "hunter#2"])
+def test_a_password_that_is_no_part_of_a_url_is_not_shown(password: str) -> None:
+    with pytest.raises(UsageError, match=r"not a URL that Redis knows.*%2F") as refused:
+        redis_list(f"redis://user:{password}@127.0.0.1:1/0", "list", patience=HASTY)
+    assert not any(part in str(refused.value) for part in ("hunter", "123456"))
+
+
 def test_a_server_that_comes_back_is_asked_again() -> None:
     """It kept its data on disk; one that lost them has a list of another length."""
     with start_redis(None, "--appendonly", "yes", "--appendfsync", "always") as server:

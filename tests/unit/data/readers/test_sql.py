@@ -107,14 +107,15 @@ def test_a_server_may_hang_go_away_and_come_back() -> None:
         assert source[0] == hasty[0] == EXPECTED[0]
         server.pause()
         with pytest.raises(
-            SourceLost, match=r"rows of the table samples .* no answer within 0.2 s. It was tried 3"
+            SourceLost,
+            match=r"rows of the table samples .* no answer within timeout_s=0.2; .*tried 3",
         ):
             hasty[1]
         server.resume()
         server.stop()
         with pytest.raises(SourceLost, match=r"cannot be read: .*It was tried 3 times"):
             hasty[1]
-        with pytest.raises(UsageError, match=r"cannot be read: no connection: .*refused"):
+        with pytest.raises(SourceLost, match=r"cannot be read: no connection: .*refused"):
             sql(to_postgres(server), "samples", key="id", patience=HASTY)
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(lambda: source[1])
@@ -298,7 +299,9 @@ def test_a_slow_answer_is_not_waited_for(path: Path) -> None:
 
     source = sql(connect, "samples", key="id", timeout_s=0.05, patience=HASTY)
     gate.set()
-    with pytest.raises(SourceLost, match=r"no answer within 0.05 s"):
+    with pytest.raises(
+        SourceLost, match=r"no answer within timeout_s=0.05; .* needs sql\(timeout_s"
+    ):
         source[0]
     gate.clear()
     assert source[0] == EXPECTED[0]

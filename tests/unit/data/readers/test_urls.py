@@ -14,7 +14,7 @@ from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
-from shoal.remote import Patience, without_password
+from shoal.remote import Patience, shown_url, without_password
 from shoal.testing.gates import Gate
 from shoal.testing.sources import Case, SourceConformance
 
@@ -116,12 +116,48 @@ def test_a_store_that_stops_answering_is_a_lost_source(
     [
         ("redis://:p@ss@host:6379/0", "redis://host:6379/0"),
         ("s3://key:secret@bucket/a@b", "s3://bucket/a@b"),
+        ("redis://:pa/ss@host:6379/0", "redis://host:6379/0"),
+        ("https://me:pa/s@s/@host/x", "https://host/x"),
+        ("https://host:8080/a@b", "https://host:8080/a@b"),
+        ("https://[::1]:80/a@b", "https://[::1]:80/a@b"),
         ("memory://a/b@c", "memory://a/b@c"),
         ("/data//me@home/a", "/data//me@home/a"),
     ],
 )
 def test_no_part_of_a_password_is_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+def test_a_signature_is_not_shown(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://shoal-urls/a.txt?X-Amz-Signature=f00"
+    memory.pipe_file("/shoal-urls/a.txt?X-Amz-Signature=f00", b"one\n")
+    files = Files(url, patience=HASTY)
+    assert files.names == ["memory://shoal-urls/a.txt?..."]
+    assert shown_url("/data/what?.csv") == "/data/what?.csv"
+    other = url.replace("f00", "f11")
+    memory.pipe_file("/shoal-urls/a.txt?X-Amz-Signature=f11", b"one\n")
+    assert Files(other).identity("x") != files.identity("x")
+
+    def fail(*_: Any, **__: Any) -> bytes:
+        raise ConnectionResetError(f"by the peer, url='https://me:hunter2@host/{url}'")
+
+    monkeypatch.setattr(type(memory), "cat_file", fail)
+    with pytest.raises(SourceLost, match="by the peer, url='https://host/") as lost:
+        files.read(0, 0, 3)
+    memory.rm_file("/shoal-urls/a.txt?X-Amz-Signature=f00")
+    with pytest.raises(UsageError, match="does not exist") as missing:
+        Files(url)
+    monkeypatch.undo()
+    with pytest.raises(SourceLost) as gone:
+        files.read(0, 0, 3)
+    said = f"{lost.value} {missing.value} {gone.value}"
+    assert "f00" not in said and "hunter2" not in said
+
+
+def test_a_chain_of_urls_is_refused_without_its_secrets() -> None:
+    with pytest.raises(UsageError, match="is a chain of URLs") as refused:
+        Files("zip://a@b::https://me:hunter2@host/x.zip")
+    assert "hunter2" not in str(refused.value)
 
 
 def test_addresses_that_nothing_opens_are_refused(memory: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data.readers.records import SourceLost
+from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.quarantine import quarantine
@@ -145,3 +145,37 @@ def test_workers_of_a_layout_that_does_not_fit_are_ended(tmp_path: Path) -> None
         progress=lambda num_samples, num_bytes: seen.append(len(descendants()) - before),
     )
     assert seen and max(seen) <= 2
+
+
+class Together(Small):
+    """Records that come many at a time."""
+
+    def __init__(self, missing: int = -1, error: Exception | None = None):
+        super().__init__("rows")
+        self.missing, self.error = missing, error
+
+    def many(self, ids: Any) -> list[Any]:
+        self.asked += 1
+        if self.missing in list(ids):
+            assert self.error is not None
+            raise self.error
+        return [self.make(int(index)) for index in ids]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.many([index])[0]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_records_are_asked_for_together(tmp_path: Path, workers: int) -> None:
+    source = Together()
+    build(source, tmp_path / "out", shard_bytes=1000, workers=workers)
+    opened = shards(tmp_path / "out")
+    assert all(same(opened[number], KINDS["rows"](number)) for number in range(NUM))
+    assert source.asked <= 16 + NUM / 16 + 1  # probes, and then a question a turn
+    gone = Together(30, BadRecord("row 30 is gone"))
+    with pytest.raises(RecipeError, match="sample 30: row 30 is gone"):
+        build(gone, tmp_path / "gone", shard_bytes=1000, workers=workers)
+    lost = Together(30, SourceLost("no server"))
+    with pytest.raises(ShoalError, match="no server") as raised:
+        build(lost, tmp_path / "lost", shard_bytes=1000, workers=workers)
+    assert not isinstance(raised.value, RecipeError)

@@ -14,9 +14,9 @@ import fsspec.asyn
 import numpy as np
 import pytest
 
-from shoal.data.collating import good_samples
+from shoal.data.collating import fetch, good_samples
 from shoal.data.readers.records import SourceLost
-from shoal.data.shard_files import fetching
+from shoal.data.shard_files import fetching, sets
 from shoal.data.shard_files.format import BadShards
 from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import LostSample, shards
@@ -61,6 +61,42 @@ def test_copies_stay_within_a_limit(tmp_path: Path, memory: Any, kind: str) -> N
     if kind == "rows":  # a batch that needs more than the limit has it, for itself
         ids = rng.permutation(NUM)
         assert source.take(ids)[1].tolist() == (ids % 7).tolist()
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_process_removed_is_not_held(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str, compress: str | None
+) -> None:
+    monkeypatch.setattr(sets, "_LOOK_S", 0.0)
+    make(kind, URL, compress)
+    source = shards(URL, tmp_path / "copies")
+    check(source, kind)
+    for path in (tmp_path / "copies").glob("*.bin"):
+        path.unlink()
+    held = f"{tmp_path}/copies"
+    assert held in Path("/proc/self/maps").read_text()
+    source[0]
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if held in line]
+    assert len(maps) <= 1 and not any("(deleted)" in line for line in maps)
+    check(source, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_go_by_their_use(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One that was opened first, and is used ever since, goes last."""
+    monkeypatch.setattr(sets, "_LOOK_S", 0.0)
+    make(kind, URL)
+    source = shards(URL, tmp_path / "copies")
+    source[0], source[NUM - 1]
+    first, last = (source.index.shards[number].hash for number in (0, -1))
+    for age, name in ((50, first), (25, last)):
+        when = time.time() - age
+        os.utime(tmp_path / "copies" / f"{name}.bin", (when, when))
+    source[0]
+    assert source.place.copies._make_room(fetching.CACHE_BYTES - 1, ())[0] == last
 
 
 def test_threads_share_what_may_go(tmp_path: Path, memory: Any) -> None:
@@ -163,10 +199,11 @@ def test_a_shard_that_does_not_come_is_given_up(
 
 
 @pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_a_batch_are_fetched_beside_each_other(
-    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, compress: str | None
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str, compress: str | None
 ) -> None:
-    make("rows", URL, compress, shard_bytes=480)
+    make(kind, URL, compress, shard_bytes=480)
     source = shards(URL, tmp_path / "copies")
     under_way, most, lock = [0], [0], threading.Lock()
     part = Remote.part
@@ -184,7 +221,10 @@ def test_shards_of_a_batch_are_fetched_beside_each_other(
 
     monkeypatch.setattr(Remote, "part", counted)
     ids = np.random.default_rng(0).permutation(NUM)
-    assert source.take(ids)[1].tolist() == (ids % 7).tolist()
+    _, targets = fetch(source, ids, lambda samples: (None, [int(y) for _, y in samples]))
+    assert targets == [int(KINDS[kind](int(number))[1]) for number in ids]
+    if kind == "rows":
+        assert source.take(ids)[1].tolist() == targets
     assert len(source.index.shards) > 4 and most[0] == 4
 
 
@@ -250,14 +290,30 @@ def test_what_was_left_behind_is_cleared(
 ) -> None:
     make("rows", URL)
     (tmp_path / "copies").mkdir()
-    old = tmp_path / "copies" / ".fetching-1-1"
-    young = tmp_path / "copies" / ".fetching-2-2"
+    old = tmp_path / "copies" / f".fetching-{'1' * 32}-{'1' * 16}"
+    young = tmp_path / "copies" / f".fetching-{'2' * 32}-{'2' * 16}"
     old.touch()
     young.touch()
     long_ago = time.time() - fetching.ABANDONED_S - 5
     os.utime(old, (long_ago, long_ago))
     shards(URL, tmp_path / "copies")[0]
     assert not old.exists() and young.exists()
+
+
+def test_what_is_not_the_caches_own_stays(tmp_path: Path, memory: Any) -> None:
+    make("rows", URL)
+    copies = tmp_path / "copies"
+    long_ago = time.time() - fetching.ABANDONED_S - 5
+    for name in ("weights.bin", ".netrc", ".fetching-notes", ".git/config", f"{'a' * 32}.bin/x"):
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        (copies / name).write_bytes(bytes(5000))
+        for path in (copies / name, (copies / name).parent):
+            os.utime(path, (long_ago, long_ago))
+    before = list(copies.rglob("*"))
+    source = shards(URL, copies, cache_bytes=1)
+    check(source, "rows")
+    assert all(path.exists() for path in before)
+    assert len(list(copies.glob("?" * 32 + ".bin"))) == 2  # one copy, and the folder so named
 
 
 @pytest.mark.full  # readers and checkpoints meet S3 in the quick suite, shards a store in memory

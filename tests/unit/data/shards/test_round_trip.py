@@ -1,5 +1,7 @@
 """What is built comes back: bit for bit, in both layouts, alone and in batches."""
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 import shoal
 from shoal.data.batches import Batches
 from shoal.data.collating import collate_samples
+from shoal.data.orders import order_name
 from shoal.data.packing import pack, unpack
 from shoal.data.shard_files.format import Packed, Rows
 from shoal.data.shard_files.reading import PackedSource, RowSource, shards
 from shoal.data.shard_files.writing import build
+from shoal.errors import UsageError
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same, small_blocks
 
 __all__ = ["small_blocks"]
@@ -240,3 +244,52 @@ def test_a_source_need_not_have_many_samples(tmp_path: Path) -> None:
     build([(torch.ones(2), 1)], tmp_path / "out")
     assert same(shards(tmp_path / "out").take(np.asarray([0, 0]))[1], torch.tensor([1, 1]))
     assert Small("rows")[NUM - 1][1] == (NUM - 1) % 7
+
+
+@pytest.mark.parametrize("setting", [{"cache_dir": "copies"}, {"cache_bytes": 5}])
+def test_settings_of_copies_are_refused_without_copies(tmp_path: Path, setting: Any) -> None:
+    make("rows", tmp_path / "out")
+    for where in (tmp_path / "out", str(tmp_path / "out"), f"file://{tmp_path}/out"):
+        assert len(shards(where)) == NUM
+        with pytest.raises(UsageError, match="cache_dir and cache_bytes have no effect"):
+            shards(where, **setting)
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_that_are_open_hold_no_descriptors(
+    tmp_path: Path, kind: str, compress: str | None
+) -> None:
+    make(kind, tmp_path / "out", compress, shard_bytes=100)
+    source = shards(tmp_path / "out")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(NUM):
+        assert same(source[number], Small(kind)[number])
+    assert len(source.index.shards) > 20 and len(source._open) == len(source.index.shards)
+    assert len(os.listdir("/proc/self/fd")) == before
+    del source
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_sets_are_one_source(tmp_path: Path, kind: str) -> None:
+    for name, num, size in (("a", 23, 300), ("b", 30, 200)):
+        build(Small(kind, num), tmp_path / name, shard_bytes=size)
+    one, both = shards([tmp_path / "a"]), shards([tmp_path / "a", str(tmp_path / "b")])
+    assert len(both) == 53 and len(one) == 23
+    wanted = [*range(23), *range(30)]
+    ids = np.random.default_rng(0).permutation(53)
+    for number in ids:
+        assert same(both[int(number)], KINDS[kind](wanted[number]))
+    if kind == "rows":
+        assert both.take(ids)[1].tolist() == [KINDS[kind](wanted[n])[1] for n in ids]
+    else:
+        assert all(map(same, both.many(ids), [KINDS[kind](wanted[n]) for n in ids]))
+    alone = shards(tmp_path / "a").order
+    for order in (one.order, both.order.first(23)):
+        assert order_name(order, 3) == order_name(alone, 3)
+    visited = both.order.ids(np.arange(53), 0, 0)
+    assert sorted(visited.tolist()) == list(range(53))
+    with pytest.raises(UsageError, match="no set was named"):
+        shards([])
