@@ -55,7 +55,7 @@ def test_a_sample_that_hangs_before_ranks_start_is_told_of(
     monkeypatch.setattr(launch, "FIRST_S", 0.5)
     nursery = Nursery(prepare, tmp_path / "recipe.log")
     try:
-        launch.tell_of_wait(nursery)
+        launch._tell_of_wait(nursery)
         assert nursery.next_report(0) == Prepared({"ready": 1})
     finally:
         nursery.close()

@@ -13,7 +13,6 @@ Cost: a copy of each piece, and memory for the pieces that are loaded ahead.
 
 import mmap
 import os
-import select
 import signal
 import stat
 import time
@@ -36,7 +35,7 @@ from shoal.data.sources import failed, named
 from shoal.data.waiting import overdue
 from shoal.errors import RecipeError, ShoalError
 from shoal.logs import for_the_screen, log
-from shoal.processes import die_with_parent
+from shoal.processes import die_with_parent, readable
 
 Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
 _MOST_DEATHS = 3
@@ -217,7 +216,7 @@ class _Loader:
     def _await(self, number: int) -> None:
         since = time.monotonic()
         while number not in self._done:
-            if select.select([self._replies], [], [], _PATIENCE_S)[0]:
+            if readable([self._replies], _PATIENCE_S):
                 self._hear()
                 continue
             late = overdue(self.waiting[number].ids, time.monotonic() - since)

@@ -52,12 +52,12 @@ class Waiting:
     def on(self, ids: Ids) -> Iterator[None]:
         """Around the loading of samples."""
         before, self._asked = self._asked, (ids, time.monotonic())
-        NOTICE.write(_noted(self._asked))
         try:
+            NOTICE.write(_noted(self._asked))
             yield
         finally:
             self._asked = before
-            NOTICE.write(None if before is None else _noted(before))
+            NOTICE.write(_noted(before))
 
     def look(self) -> Overdue | None:
         """A wait that is to be told of now, once at each of the times that it is told at."""
@@ -82,7 +82,9 @@ def _limit_s(ids: Ids) -> float:
     return max(LIMIT_S, LIMIT_PER_SAMPLE_S * len(ids))
 
 
-def _noted(asked: tuple[Ids, float]) -> Wait:
+def _noted(asked: tuple[Ids, float] | None) -> Wait | None:
+    if asked is None or not len(asked[0]):
+        return None
     ids, since_s = asked
     return Wait(int(ids[0]), len(ids), since_s, _limit_s(ids))
 

@@ -42,6 +42,13 @@ def test_a_new_wait_begins_anew(now: list[float]) -> None:
             assert wait.look() is None
 
 
+def test_a_piece_without_samples_is_not_waited_for() -> None:
+    wait = Waiting()
+    with wait.on(IDS), wait.on(IDS[:0]):
+        assert wait.look() is None
+    assert wait.look() is None
+
+
 def test_many_samples_have_longer(now: list[float]) -> None:
     wait = Waiting()
     with wait.on(np.arange(64)):
