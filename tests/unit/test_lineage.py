@@ -16,7 +16,7 @@ from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.quarantine import quarantine
-from shoal.data.views import Chosen, by_length, in_order, join, some, weighted
+from shoal.data.views import by_length, in_order, join, some, weighted
 from shoal.errors import UsageError
 from shoal.lineage import (
     audit_run,
@@ -94,27 +94,25 @@ def test_new_data_needs_no_order_of_its_own_from_before(tmp_path: Path) -> None:
         batches_of(read_record(first), weighted(range(20), [1.0] * 20))
 
 
+KNOWN_BY = ("marks", "the order's name")
 LENGTHS = [index * 7 % 11 for index in range(40)]
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "known_by"),
     [
-        in_order,
-        lambda data: weighted(data, [1.0] * 40),
-        lambda data: some(data, range(39, -1, -1)),
-        lambda data: by_length(data, LENGTHS, 4),
+        *((in_order, by) for by in KNOWN_BY),
+        *((lambda data: weighted(data, [1.0] * 40), by) for by in KNOWN_BY),
+        *((lambda data: by_length(data, LENGTHS, 4), by) for by in KNOWN_BY),
+        (lambda data: some(data, range(39, -1, -1)), "the order's name"),  # as many numbers
     ],
 )
-@pytest.mark.parametrize("known_by", ["marks", "the order's name"])
 def test_what_was_seen_in_another_order_is_not_guessed(
     tmp_path: Path, other: Any, known_by: str
 ) -> None:
     first = write(tmp_path / "first", 3, 40)
     batches = batches_of(read_record(first), range(40))
     if known_by == "marks":
-        if isinstance(other(range(40)), Chosen):
-            pytest.skip("marks are of numbers, and a choice has its own")
         lines = [{"step": step, "mark": mark(batches.at(step - 1).ids)} for step in (1, 2, 3)]
         (first / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     else:
