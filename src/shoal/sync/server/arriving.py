@@ -26,7 +26,6 @@ from torch import Tensor, jit, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from shoal.faults import faultpoint
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.line import Line
 from shoal.sync.server.memory import Memory
@@ -154,7 +153,6 @@ class Pulling(TorchFunctionMode):
         """A round, during which parameters may still come; after it they are here."""
         if not (self._can_tell and all(map(_is_plain, self._modules))):
             self.settle()
-        faultpoint("worker.arriving")
         hook = register_module_forward_pre_hook(self._enter)
         try:
             with self, round_:
