@@ -62,9 +62,10 @@ class Guest:
             self.values = last
 
     def first_few(self, order: Sequence[int]) -> list[Tensor]:
-        """Those that go with an answer, of keys in order: none if it reads them elsewhere."""
+        """Those that go with an answer, of keys in order: none if it reads them elsewhere, or asked
+        with a number that no question has."""
         found: list[Tensor] = []
-        for key in order if self.rows is None else ():
+        for key in order if self.values and self.rows is None else ():
             if sum(value.nbytes for value in found) + self.values[key].nbytes > FEW_BYTES:
                 break
             found.append(self.values[key])
