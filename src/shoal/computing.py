@@ -26,6 +26,7 @@ from shoal.parallel.apply import Spread
 from shoal.plan import Plan
 from shoal.run import Objective, Run, objective
 from shoal.sync.allreduce import is_summed
+from shoal.sync.choose import settle
 from shoal.sync.strategy import Strategy, Tally
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
@@ -43,6 +44,7 @@ class Compute:
         self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
 
     def settle(self, mesh: Mesh, strategy: Strategy) -> None:
+        self._strategy = strategy
         kind = mesh.device.split(":")[0]
         self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
         size = self.plan.num_microbatches
@@ -77,6 +79,7 @@ class Compute:
         """The model's answer, without gradients; None on a rank that does not get to see it."""
         if self.spread.pipeline is not None:
             return self.spread.pipeline.forward(inputs)
+        settle(self._strategy)
         with self.arithmetic():
             return self.spread.forward(inputs)
 

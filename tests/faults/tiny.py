@@ -70,6 +70,21 @@ def dawdling(pause: float = 0.002, spare: int = 5) -> shoal.Run:
     return run_of(pause, optimizer=lambda named: Dawdling(named, lr=0.1), steps=22)
 
 
+def in_parts(pause: float = 0.002) -> shoal.Run:
+    """With parameters that take more than one message."""
+    return run_of(
+        pause,
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 300),
+            nn.BatchNorm1d(300),
+            nn.ReLU(),
+            nn.Linear(300, 300),
+            nn.Linear(300, 1),
+        ),
+        steps=30,
+    )
+
+
 def stateless(pause: float = 0.002) -> shoal.Run:
     """Without buffers and without state of the optimizer: a step made again has the same bits."""
     return run_of(

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from shoal.errors import ShoalError
+from shoal.faults import faultpoint
 from shoal.metrics.meters import memory_left_bytes
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -71,6 +72,7 @@ class Segment:
         name = f"shoal-{secrets.token_hex(8)}"
         fd = -1
         try:
+            faultpoint("memory.share")
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(fd, 0, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

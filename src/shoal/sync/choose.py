@@ -58,9 +58,16 @@ def strategy_for(
     return AllReduce(plan.num_pieces, exact, round_size)
 
 
+def settle(strategy: Strategy) -> None:
+    """Before anybody but the next step looks at parameters: let all of them be here."""
+    if isinstance(strategy, ThroughServers):
+        strategy.settle()
+
+
 def tables_held(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
     """This rank's share of what servers alone hold of the model; if `dense`, of lazy tables all
-    rows. Every rank must call it."""
+    rows. What the model itself holds is complete then. Every rank must call it."""
+    settle(strategy)
     return strategy.tables(dense) if isinstance(strategy, ThroughServers) else {}
 
 

@@ -1,19 +1,28 @@
-"""The workers that greeted a server, and where their rows stand."""
+"""The workers that greeted a server: where their rows stand, and what they are given.
+
+A worker is given parameters of one version. In lockstep those stay as they are until it has them
+and pushes again; else they are copied, into its memory or, if it shares none, into a copy that is
+kept for it, out of which it fetches key by key while others change what it is a copy of.
+"""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.tree import Block, blocks_of
 from shoal.comm.wire import BadFrame
 from shoal.data.split import shares
+from shoal.faults import faultpoint
 from shoal.sync.server.layout import Layout
-from shoal.sync.server.messages import Hello, Push
+from shoal.sync.server.messages import Fetch, Hello, Push
 from shoal.sync.server.packing import unpacked
 from shoal.sync.server.sharing import Borrowed
+
+FEW_BYTES = 1 << 16  # of parameters that go with the answer that a step is made
 
 
 @dataclass
@@ -25,10 +34,51 @@ class Guest:
     layout: Layout
     rows: Segment | None  # memory that both see
     pulled: int = 0  # the number of the last question for parameters that was answered
+    version: int = 0  # that it was given
+    values: Mapping[int, Tensor] = field(default_factory=dict)  # of that version, to be fetched
     lent: Borrowed = field(default_factory=Borrowed)  # what it lays out of tables
     _places: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by key and row
     made: int = -1  # how many updates came before the last one that it asked for
     loaded: int = 0  # and of the last state that it sent
+
+    def give(self, request: int, values: Mapping[int, Tensor], version: int, stay: bool) -> None:
+        """Let these be what it reads or fetches: as they stand, if they `stay`, or copies.
+
+        A question that came twice may find the next gradients where copies were.
+        """
+        if request <= self.pulled:
+            return
+        self.pulled, self.version = request, version
+        if stay:
+            self.values = values
+        elif self.rows is not None:
+            for key, value in values.items():
+                self.place(key, 0, value).copy_(value)
+        else:
+            # Into the last ones: whoever asks again has all of them.
+            last = self.values or {key: torch.empty_like(v) for key, v in values.items()}
+            for key, value in values.items():
+                last[key].copy_(value)
+            self.values = last
+
+    def first_few(self, order: Sequence[int]) -> list[Tensor]:
+        """Those that go with an answer, of keys in order: none if it reads them elsewhere, or asked
+        with a number that no question has."""
+        found: list[Tensor] = []
+        for key in order if self.values and self.rows is None else ():
+            if sum(value.nbytes for value in found) + self.values[key].nbytes > FEW_BYTES:
+                break
+            found.append(self.values[key])
+        return found
+
+    def fetched(self, fetch: Fetch) -> list[Tensor]:
+        faultpoint("server.fetch", fetch.version)
+        if fetch.version != self.version or not self.values.keys() >= {*fetch.keys}:
+            raise ValueError(
+                f"keys {fetch.keys} of version {fetch.version} are to be fetched, and version "
+                f"{self.version} was given"
+            )
+        return [self.values[key] for key in fetch.keys]
 
     def rows_of(self, push: Push, values: Tensor, payload: Sequence[memoryview]) -> list[Tensor]:
         """What a push brings of a key that holds `values`, a row for each block."""

@@ -24,10 +24,11 @@ from shoal.data.split import share
 from shoal.faults import faultpoint
 from shoal.mesh import Servers
 from shoal.plan_size import Size
+from shoal.sync.server.arriving import Arriving, Frame
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest
 from shoal.sync.server.layout import Layout
-from shoal.sync.server.line import Line, Questions
+from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.messages import (
     Answer,
     Apply,
@@ -45,7 +46,12 @@ from shoal.sync.server.shard import trained
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import State
 
-Values = list[tuple[Any, list[memoryview]]]  # what servers of the plan answer, with parameters
+
+class Values(NamedTuple):
+    """All parameters of the servers of the plan, by key, and their version."""
+
+    version: int
+    frames: list[Frame]
 
 
 class Way(NamedTuple):
@@ -106,6 +112,7 @@ class Upward:
         self._block = Block(way.pieces.start, len(way.pieces))
         self.line = Line(way.far, way.host)
         self._questions = Questions(self.line, self._push)
+        self._arriving = Arriving(self.line, layout)
         self._rows: dict[int, tuple[Tensor, dict[str, Any]]] = {}  # by key, the last that were sent
         welcomes = self._questions.answers(
             self._questions.ask_all(
@@ -147,17 +154,19 @@ class Upward:
             pulled=apply.pulled,
             settings=apply.settings,
         )
-        return self._questions.answers(asked)
+        return self._gather(asked)
 
     def pull(self, batch: int, meets: bool) -> Values:
-        return self._questions.answers(self._questions.ask_all(Pull, batch=batch, meets=meets))
+        return self._gather(self._questions.ask_all(Pull, batch=batch, meets=meets))
 
-    def put(self, answers: Values, values: dict[int, Tensor]) -> int:
-        """The parameters that came into `values`, by key; their version."""
-        for server, (_, frames) in enumerate(answers):
-            for key, frame in zip(self.layout.held_by(server), frames, strict=True):
-                values[key].copy_(tensor_of(frame, values[key].dtype, values[key].numel()))
-        return max(int(told.version) for told, _ in answers)
+    def _gather(self, asked: list[Question]) -> Values:
+        """All parameters, before any is put where workers read it."""
+        answers, found = self._questions.answers(asked), []
+        for server, (told, frames) in enumerate(answers):
+            found += self._arriving.expect(server, told.version, frames)
+        self._arriving.begin()
+        found += self._arriving.gather()
+        return Values(max(told.version for told, _ in answers), found)
 
     def _which(self, message: Sum | Apply) -> dict[str, int]:
         """All pieces of a batch, where a worker means those of its host."""
@@ -264,4 +273,6 @@ class HostServer(Reception):
     def _take(self, new: Values) -> None:
         """Into the other set, since workers read the one of now."""
         self.held.sets.turn()
-        self.version = self._up.put(new, self.held.values)
+        values, self.version = self.held.values, new.version
+        for key, frame in new.frames:
+            values[key].copy_(tensor_of(frame, values[key].dtype, values[key].numel()))

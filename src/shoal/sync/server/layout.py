@@ -43,6 +43,10 @@ class Layout(NamedTuple):
         """The keys that a server holds."""
         return [number for number, holder in enumerate(self.holders) if holder == server]
 
+    def in_order(self, keys: Iterable[int]) -> list[int]:
+        """As a forward uses them: in the order of the parameter list."""
+        return sorted(keys, key=lambda key: min(s.parameter for s in self.segments(key)))
+
     def of_shelf(self, shelf: int) -> list[int]:
         return [number for number, key in enumerate(self.keys) if key.shelf == shelf]
 

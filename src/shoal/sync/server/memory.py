@@ -62,19 +62,20 @@ class Memory:
         return self._is_shared[server]
 
     @torch.no_grad()
-    def take_values(self, server: int, number: int, frames: Sequence[memoryview]) -> None:
-        """Take over a server's parameters, from one of its sets or from frames."""
-        if self._shown[server]:
-            shown = self._shown[server][number]
-            if shown.places:
-                torch._foreach_copy_(shown.places, shown.values)
-            self._views.show(shown.views)
-            return
-        for key, frame in zip(self.layout.held_by(server), frames, strict=True):
-            own = self.layout.keys[key]
-            flat = tensor_of(frame, self._dtype_of(key), own.stop - own.start)
-            for place, s in self._places_of(key):
-                place.copy_(flat[s.place : s.place + s.length])
+    def show(self, server: int, number: int) -> None:
+        """Take over the parameters of a server that shares memory, from one of its sets."""
+        shown = self._shown[server][number]
+        if shown.places:
+            torch._foreach_copy_(shown.places, shown.values)
+        self._views.show(shown.views)
+
+    @torch.no_grad()
+    def put(self, key: int, frame: memoryview) -> None:
+        """Take over a key that came in a frame."""
+        own = self.layout.keys[key]
+        flat = tensor_of(frame, self._dtype_of(key), own.stop - own.start)
+        for place, s in self._places_of(key):
+            place.copy_(flat[s.place : s.place + s.length])
 
     def take_back(self) -> None:
         """Let no parameter stand in a server's memory any more."""
@@ -108,7 +109,18 @@ class Memory:
     def _places_of(self, key: int) -> Iterator[tuple[Tensor, zero.Segment]]:
         """Where a key's elements are in the parameters, and where in the key."""
         for s in self.layout.segments(key):
-            yield self._parameters[s.parameter].detach().view(-1)[s.start : s.stop], s
+            # As `data`: a forward under way must not take it for a write of its own.
+            yield self._parameters[s.parameter].data.view(-1)[s.start : s.stop], s
+
+
+class Pushed:
+    """What became of a bucket that was pushed: servers add it up."""
+
+    def fold(self) -> None:
+        """It is not ours to add up."""
+
+    def drain(self) -> None:
+        """Nothing touches the bucket but whoever fills it."""
 
 
 class _Shown(NamedTuple):

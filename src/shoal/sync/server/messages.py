@@ -131,6 +131,13 @@ class Pull(FromWorker, frozen=True, tag="pull"):
     meets: bool
 
 
+class Fetch(FromWorker, frozen=True, tag="fetch"):
+    """Give me these keys of the parameters that you last told me the version of."""
+
+    version: int
+    keys: list[int]
+
+
 class Look(FromWorker, frozen=True, tag="look"):
     """Give me some rows of a table for this batch, which I have begun; their places are beside
     this."""
@@ -184,6 +191,7 @@ class Answer(NamedTuple):
     to: bytes
     message: FromServer
     payload: Sequence[Tensor | bytes] = ()
+    stays: bool = False  # what is in the payload, until whoever it is for has it
 
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
@@ -222,13 +230,19 @@ class Joined(FromServer, frozen=True, tag="joined"):
 
 
 class Values(FromServer, frozen=True, tag="values"):
-    """The parameters, key by key: in frames, or in the shared memory."""
+    """The step is made, or the batch may be begun. Parameters stand in the shared memory; or the
+    first few keys of them, in the order of a forward, are in frames, and the others to be fetched.
+    """
 
     committed: int
     version: int  # updates that they are made of, and states that were taken over
     number: int  # of the set in which they stand
     halt: Halt | None
     made: int = -1  # how many updates came before the last one that this worker asked for
+
+
+class Part(FromServer, frozen=True, tag="part"):
+    """The keys that were to be fetched, in frames."""
 
 
 class Found(FromServer, frozen=True, tag="found"):
@@ -259,8 +273,21 @@ class Refused(FromServer, frozen=True, tag="refused"):
 
 
 WorkerMessage = (
-    Hello | Push | Pushes | Sum | Apply | Kept | Join | Pull | Look | Stop | Dump | Load | Check
+    Hello
+    | Push
+    | Pushes
+    | Sum
+    | Apply
+    | Kept
+    | Join
+    | Pull
+    | Fetch
+    | Look
+    | Stop
+    | Dump
+    | Load
+    | Check
 )
 ServerMessage = (
-    Welcome | Missing | Summed | Joined | Values | Found | Done | Dumped | Checked | Refused
+    Welcome | Missing | Summed | Joined | Values | Part | Found | Done | Dumped | Checked | Refused
 )

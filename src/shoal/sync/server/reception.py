@@ -32,6 +32,7 @@ from shoal.sync.server.messages import (
     Done,
     Dump,
     Dumped,
+    Fetch,
     Found,
     Halt,
     Hello,
@@ -39,6 +40,7 @@ from shoal.sync.server.messages import (
     Load,
     Look,
     Missing,
+    Part,
     Pull,
     Push,
     Pushes,
@@ -90,6 +92,7 @@ class Reception(ABC):
         self.bound, self._rule = bound, rule
         self.clock = Clock(num_pieces, bound)
         self.secret, self._digest = secret, held.layout.digest
+        self._order = held.layout.in_order(held.keys)
         self._num_parameters = {key: len(held.layout.segments(key)) for key in held.keys}
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
@@ -187,6 +190,9 @@ class Reception(ABC):
                 if isinstance(message, Apply):
                     self._refuse_apply(message)
                 self._wait(sender, message)
+            case Fetch():
+                part = Part(request=message.request)
+                yield Answer(sender, part, guest.fetched(message), stays=True)
             case Look():
                 rows = self._look_up(guest, message, payload)
                 yield Answer(sender, Found(request=message.request), [rows])
@@ -360,22 +366,16 @@ class Reception(ABC):
         faultpoint("server.pull", batch)
         guest = self.guests[sender]
         self._begun = max(self._begun, batch)
-        shared = guest.rows is not None
-        is_new, guest.pulled = pull.request > guest.pulled, max(pull.request, guest.pulled)
-        # Where they stand they may change under the reader. A question that came twice may find
-        # the next gradients in these rows.
-        if shared and not self.in_place and is_new:
-            for key, value in self.held.values.items():
-                guest.place(key, 0, value).copy_(value)
+        guest.give(pull.request, self.held.values, self.version, self.in_place)
         values = Values(
             request=pull.request,
             committed=self.clock.committed,
-            version=self.version,
+            version=guest.version,
             number=self.held.sets.now,
             halt=self._halt,
             made=guest.made,
         )
-        return Answer(sender, values, () if shared else list(self.held.values.values()))
+        return Answer(sender, values, guest.first_few(self._order), stays=True)
 
     def _summed_before(self, sender: bytes, sum_: Sum) -> Answer:
         """They were applied before the answer came through."""

@@ -57,7 +57,7 @@ class Desk:
         if self.peers is None:
             self._send(answer)
             return
-        if not self.server.in_place:  # parameters may change before it leaves
+        if not (answer.stays or self.server.in_place):  # it may change before it leaves
             own = [part.clone() if isinstance(part, Tensor) else part for part in answer.payload]
             answer = answer._replace(payload=own)
         self.peers.leader.hold(answer)
@@ -72,12 +72,11 @@ class Desk:
     def _send(self, answer: Answer) -> None:
         frames = [answer.to, *pack(answer.message, answer.payload)]
         # In lockstep parameters change only when whoever asked for them has them, and pushes again.
-        # Otherwise they may at any time, so a copy leaves.
+        # Otherwise they may at any time, so a copy leaves, unless one was made.
+        stays = answer.stays or self.server.in_place
         is_small = sum(map(len, frames)) < 65_536
         try:
-            self._socket.send_multipart(
-                frames, zmq.NOBLOCK, copy=is_small or not self.server.in_place
-            )
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=is_small or not stays)
         except zmq.ZMQError:
             return  # it is gone, or does not read: it will ask again
 

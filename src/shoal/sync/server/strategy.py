@@ -32,11 +32,12 @@ from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.replicas import Merged
 from shoal.sync.rounds import Around, Held
+from shoal.sync.server.arriving import Pulling
 from shoal.sync.server.clock import Staleness
 from shoal.sync.server.host import Upward, way_of
 from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.lookups import Lookups
-from shoal.sync.server.memory import Memory
+from shoal.sync.server.memory import Memory, Pushed
 from shoal.sync.server.messages import Apply, Halt, Hello, Pull, Stop, Sum, Values, Welcome
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.packing import BYTES, Packing, is_packed
@@ -50,6 +51,8 @@ SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
 class ThroughServers:
     """`meets_after` says after which steps all workers wait for one another."""
+
+    streams = True  # whether a step may be over while parameters are on their way
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class ThroughServers:
         self._counts: list[float] = []  # of pieces that do not all count alike
         self._versions: list[int] = []  # of the parameters at hand, by server
         self._changed: Changed | None = None
+        self._is_torn = self._is_asked = False  # parameters; to meet after the step under way
         self._attached = ExitStack()  # what is to be closed
         self.trace: tuple[list[int], ...] = ()  # versions: pulled, made by the step, pulled next
 
@@ -86,10 +90,9 @@ class ThroughServers:
         holding: Holding = WHOLE,
     ) -> None:
         assert mesh.servers is not None
-        self._attempt = 0
         if self._halt is not None and not self._halt.for_good:
             self._halt = None  # some may have met in the group before: this one is asked anew
-        self.mesh, self.group, self.holding = mesh, mesh.data, holding
+        self._attempt, self.mesh, self.group, self.holding = 0, mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.held = self._hold(model, optimizer)
         self._changed = self._changed or Changed(optimizer)
@@ -118,13 +121,16 @@ class ThroughServers:
         buckets = self._memory.buckets(self.parameters)
         self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
         self._attached.callback(self.buckets.close)
-        first_key = len(self.layout.keys)
-        self.lookups = Lookups(model, self.line, first_key, self.rounds.own, welcomes)
+        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own, welcomes)
         self.lookups.batch = self.batch
         self._attached.callback(self.lookups.close)
         self._around = Around(self.rounds, self._end_round)
+        self._pulling = Pulling(model, self.layout, self.line, self._memory)
+        if self._is_torn:  # the step is committed, and servers have it
+            self._pull(self.batch, meets=False)
 
     def detach(self) -> None:
+        self._is_torn |= hasattr(self, "_pulling") and not self._pulling.is_over
         self.buffers.restore()
         self._attached.close()
         if self._memory is not None:
@@ -142,9 +148,14 @@ class ThroughServers:
         if last:
             self.buckets.arm(self.gradient_sum)
         self._around.last = last
-        return self._around
+        return self._around if self._pulling.is_over else self._pulling.around(self._around)
+
+    def settle(self) -> None:
+        """Wait until all parameters of the last step are here: before anybody looks at them."""
+        self._pulling.settle()
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+        self.settle()  # without a piece nobody has waited for them
         if self.blocks:
             self.buckets.send_rest()
             for key in self.lookups.keys:
@@ -157,6 +168,7 @@ class ThroughServers:
             agreed, _ = self.rounds.agree(tally, self.buckets.touched)
         else:
             agreed = self._agree_alone(tally)
+        self._is_asked = any(agreed.asked)
         norms = [tensor_of(f, torch.float32, len(f) // 4) for f in self._read_sums(asked)]
         if not want_norm:
             return agreed
@@ -183,7 +195,8 @@ class ThroughServers:
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
-        made = [values.made for values in self._take(asked, self.batch + 1)]
+        at_once = not self.streams or self._is_asked or self._meets_after(self.batch + 1)
+        made = [values.made for values in self._take(asked, self.batch + 1, at_once)]
         self.trace = pulled, made, self._versions
         self._come_to(self.batch + 1)
         self.buffers.commit()
@@ -195,6 +208,7 @@ class ThroughServers:
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
+        self.settle()
         # A newcomer needs the settings that hooks have changed: it sends them with its steps.
         settings = HeldState({}, self.held.optimizer, {})
         state = self._served.fetch() if served else settings.state_dict()
@@ -208,6 +222,7 @@ class ThroughServers:
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         assert self._memory is not None
+        self.settle()
         self._memory.take_back()
         source = Merged(source)
         # Of a checkpoint one rank may read what is damaged, and another what is not.
@@ -246,8 +261,7 @@ class ThroughServers:
         return Held(model, optimizer, alone, self.holding, len(self.own), 1)
 
     def _greet(self) -> list[Welcome]:
-        num_rows = len(self.blocks)
-        memory = self._memory
+        num_rows, memory = len(self.blocks), self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
             memory = self._memory = Memory(self.layout, num_rows, self.held.model)
         hello = {
@@ -302,14 +316,14 @@ class ThroughServers:
             for p in self.parameters:
                 p.grad = None
 
-    def _push_bucket(self, bucket: Bucket) -> "_Pushed":
+    def _push_bucket(self, bucket: Bucket) -> Pushed:
         if self._packing is not None:
             self._packing.round(bucket.rows)
         for key in self.layout.of_shelf(len(self.buckets.sent)):
             self._push(key)
         if sum(row.nbytes for row in bucket.rows) > SMALL_BYTES:
             self.line.flush()  # so that servers add up while backward goes on
-        return _Pushed()
+        return Pushed()
 
     def _push(self, key: int) -> None:
         if key in self.lookups.keys:
@@ -363,37 +377,24 @@ class ThroughServers:
         return self.meets_after(step) or any(self._asked_after(step))
 
     def _asked_after(self, step: int) -> Asked:
-        halt = self._halt
-        if halt is None or halt.step != step:
+        if (halt := self._halt) is None or halt.step != step:
             return NOTHING_ASKED
         return Asked(stop=halt.for_good, meet=not halt.for_good)
 
     def _pull(self, batch: int, meets: bool) -> None:
         """Take the parameters for a batch, as soon as it may be begun."""
-        self._take(self._questions.ask_all(Pull, batch=batch, meets=meets), batch)
+        self._take(self._questions.ask_all(Pull, batch=batch, meets=meets), batch, at_once=True)
 
-    def _take(self, asked: list[Question], batch: int) -> list[Values]:
+    def _take(self, asked: list[Question], batch: int, at_once: bool) -> list[Values]:
         """What servers answer who were asked for parameters, which are the model's from then on."""
-        assert self._memory is not None
         answers = self._questions.answers(asked)
+        self._pulling.take(answers, at_once)
+        self._is_torn = False
         self._versions = [values.version for values, _ in answers]
-        for server, (values, frames) in enumerate(answers):
-            self._memory.take_values(server, values.number, frames)
-            if server == 0:
-                self._halt = values.halt
-                self.staleness.add(batch - values.committed)
+        self._halt = answers[0][0].halt
+        self.staleness.add(batch - answers[0][0].committed)
         return [values for values, _ in answers]
 
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.held.model.named_parameters()
         yield from self.held.model.named_buffers()
-
-
-class _Pushed:
-    """What became of a bucket that was pushed: servers add it up."""
-
-    def fold(self) -> None:
-        """It is not ours to add up."""
-
-    def drain(self) -> None:
-        """Nothing touches the bucket but whoever fills it."""

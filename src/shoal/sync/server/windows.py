@@ -34,6 +34,8 @@ from shoal.sync.state import Source
 class Windows(ThroughServers):
     """The outer side of a replica. Its `batch` is the number of the window."""
 
+    streams = False  # the anchor is looked at as soon as it is here
+
     def __init__(
         self,
         bound: int | None,

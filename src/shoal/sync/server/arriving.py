@@ -1,0 +1,206 @@
+"""Parameters on their way from servers while the next forward begins, in frames.
+
+A step is committed when every server has said that it is made. Then parameters are fetched in the
+order in which a forward uses them, a few keys at a time, and whoever reads one waits for it: a
+module that is entered for its own, and every function of torch for those among its arguments, known
+by their memory, so that it does not matter in whose forward they are read. Each is written before
+it is first read. When the first forward and backward have ended, all are here.
+
+What comes of a broken group: parameters are of two steps then, of which the newer is committed.
+They are pulled again before anybody sees them (`strategy.py`).
+
+Not seen: a parameter whose address C++ code was given, outside of the forward of the module that
+owns it. Functions that torch compiled or scripted read what they like, and a module that is not
+training may choose another kernel while functions are watched: with such modules a forward waits
+for everything. Cost: about two microseconds for each function called in that forward.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, jit, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from shoal.sync.server.layout import Layout
+from shoal.sync.server.line import Line
+from shoal.sync.server.memory import Memory
+from shoal.sync.server.messages import Fetch
+from shoal.sync.server.shard import trained
+
+PART_BYTES = 1 << 22  # of keys that are fetched together
+MOST_ASKED = 16  # of such parts, so that servers need not hold many ready
+
+Frame = tuple[int, memoryview]  # of a key
+
+
+class _Part(NamedTuple):
+    first: int  # the parameter that a forward uses first of it
+    server: int
+    version: int
+    keys: list[int]
+
+
+class Arriving:
+    """What servers were asked for and have not sent yet. Used by one thread at a time."""
+
+    def __init__(self, line: Line, layout: Layout):
+        self._line, self._layout = line, layout
+        self._orders = [layout.in_order(layout.held_by(server)) for server in range(len(line))]
+        self._parts: deque[_Part] = deque()
+        self._asked: deque[int] = deque()  # for the first of these parts
+        self.missing: set[int] = set()  # keys
+
+    def expect(self, server: int, version: int, frames: Sequence[memoryview]) -> list[Frame]:
+        """After a server's answer: what came with it; the rest is on its way."""
+        order = self._orders[server]
+        came, rest = order[: len(frames)], order[len(frames) :]
+        self._parts.extend(self._cut(server, version, rest))
+        self.missing.update(rest)
+        return list(zip(came, frames, strict=True))
+
+    def begin(self) -> None:
+        """After all servers' answers: fetch what is missing, in the order of the forward."""
+        self._parts = deque(sorted(self._parts))
+        self._ask()
+
+    def take(self, put: Callable[[int, memoryview], None]) -> None:
+        """Wait for the next part; `put` is given its keys."""
+        _, frames = self._line.answer(self._asked[0])
+        part = self._parts.popleft()
+        self._asked.popleft()
+        self._ask()
+        for key, frame in zip(part.keys, frames, strict=True):
+            put(key, frame)
+        self.missing.difference_update(part.keys)  # last: others may look
+
+    def gather(self) -> list[Frame]:
+        """Wait for all."""
+        found: list[Frame] = []
+        while self.missing:
+            self.take(lambda key, frame: found.append((key, frame)))
+        return found
+
+    def _ask(self) -> None:
+        while len(self._asked) < min(MOST_ASKED, len(self._parts)):
+            part = self._parts[len(self._asked)]
+            self._asked.append(
+                self._line.ask(part.server, Fetch, version=part.version, keys=part.keys)
+            )
+
+    def _cut(self, server: int, version: int, keys: Sequence[int]) -> Iterator[_Part]:
+        together: list[int] = []
+        for key in keys:
+            num_bytes = sum(self._layout.keys[k].num_bytes for k in (*together, key))
+            if together and num_bytes > PART_BYTES:
+                yield _Part(self._first(together[0]), server, version, together)
+                together = []
+            together.append(key)
+        if together:
+            yield _Part(self._first(together[0]), server, version, together)
+
+    def _first(self, key: int) -> int:
+        return min(s.parameter for s in self._layout.segments(key))
+
+
+class Pulling(TorchFunctionMode):
+    """A model's parameters as servers give them. As a context: whoever reads one waits for it."""
+
+    def __init__(self, model: nn.Module, layout: Layout, line: Line, memory: Memory):
+        super().__init__()
+        self._arriving, self._memory = Arriving(line, layout), memory
+        self._modules = list(model.modules())
+        self._keys: dict[int, set[int]] = {}  # by where the memory begins that they are of
+        parameters = [p for _, p in trained(model)]
+        for key in range(len(layout.keys)):
+            for s in layout.segments(key):
+                self._keys.setdefault(_memory_of(parameters[s.parameter]), set()).add(key)
+        self._can_tell = 0 not in self._keys
+        self.is_over = True  # all parameters are of one step
+        self._lock = threading.RLock()  # a model may have threads of its own
+
+    def take(self, answers: Sequence[tuple[Any, list[memoryview]]], at_once: bool) -> None:
+        """Take what servers answer who were asked for parameters.
+
+        If `at_once`, all of it, or nothing is changed. Else some may come while it is read.
+        """
+        came = []
+        for server, (values, frames) in enumerate(answers):
+            if not self._memory.shares_with(server):
+                came += self._arriving.expect(server, values.version, frames)
+        self._arriving.begin()
+        if at_once:
+            came += self._arriving.gather()
+        for server, (values, _) in enumerate(answers):
+            if self._memory.shares_with(server):
+                self._memory.show(server, values.number)
+        for key, frame in came:
+            self._memory.put(key, frame)
+        self.is_over = not self._arriving.missing
+
+    def settle(self) -> None:
+        """Wait until all parameters are here."""
+        while not self.is_over:
+            self._arriving.take(self._memory.put)
+            self.is_over = not self._arriving.missing
+
+    @contextmanager
+    def around(self, round_: AbstractContextManager[object]) -> Iterator[None]:
+        """A round, during which parameters may still come; after it they are here."""
+        if not (self._can_tell and all(map(_is_plain, self._modules))):
+            self.settle()
+        hook = register_module_forward_pre_hook(self._enter)
+        try:
+            with self, round_:
+                yield
+        finally:
+            hook.remove()
+        self.is_over = not self._arriving.missing
+        self.settle()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._arriving.missing:
+            self._look_at(args)
+            if kwargs:
+                self._look_at(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if self._arriving.missing:
+            with torch._C.DisableTorchFunction():  # what is done here is not the model's
+                self._look_at(module._parameters.values())
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._wait_for(self._keys.get(_memory_of(value)))
+            elif isinstance(value, list | tuple):
+                self._look_at(value)
+            elif isinstance(value, dict):
+                self._look_at(value.values())
+
+    def _wait_for(self, keys: set[int] | None) -> None:
+        if keys is not None:
+            with self._lock:
+                while not self._arriving.missing.isdisjoint(keys):
+                    self._arriving.take(self._memory.put)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Where its storage begins; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it runs as it is written, and as it would with nobody watching."""
+    is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return module.training and not is_compiled and not isinstance(module, jit.ScriptModule)
