@@ -10,6 +10,7 @@ It has no socket: `take_in` is given a message and says what to answer. `serve.p
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
@@ -88,8 +89,7 @@ class Reception(ABC):
         rule: str = "mean",
     ):
         self.held, self.layout = held, held.layout
-        self.num_seats, self.num_pieces = num_seats, num_pieces
-        self.bound, self._rule = bound, rule
+        self.num_seats, self.num_pieces, self.bound, self._rule = num_seats, num_pieces, bound, rule
         self.clock = Clock(num_pieces, bound)
         self.secret, self._digest = secret, held.layout.digest
         self._order = held.layout.in_order(held.keys)
@@ -303,7 +303,7 @@ class Reception(ABC):
             raise ValueError(f"rows of batch {look.batch} were asked for in {self.clock.committed}")
         return self.held.tables.look_up(look.table, payload, ahead == 1)
 
-    @property
+    @cached_property
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a stretch of a state, with names."""
         keys = [self.layout.keys[key].num_bytes for key in self.held.keys]

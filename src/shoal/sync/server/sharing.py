@@ -97,6 +97,7 @@ class Borrowed:
 
     def __init__(self) -> None:
         self._segment: Segment | None = None
+        self._bytes = memoryview(b"")  # all of it
         self._name = ""
 
     def frames(self, lent: Lent, most_bytes: int) -> list[memoryview]:
@@ -109,13 +110,13 @@ class Borrowed:
                 self._segment = Segment.open(lent.place, lent.place.num_bytes, at_once=False)
             except NotShared as error:
                 raise ValueError(f"rows cannot be read: {error}") from error
-            self._name = lent.place.name
+            self._name, self._bytes = lent.place.name, memoryview(bytes_of(self._segment.bytes))
         end = self._segment.num_bytes
         if not all(0 <= start <= stop <= end for start, stop in lent.spans):
             raise ValueError(f"rows do not stand at {lent.spans} in {end} bytes")
         if (num_bytes := sum(stop - start for start, stop in lent.spans)) > most_bytes:
             raise ValueError(f"{num_bytes} bytes of rows are lent, and {most_bytes} can be meant")
-        return [memoryview(bytes_of(self._segment.bytes[a:b])) for a, b in lent.spans]
+        return [self._bytes[start:stop] for start, stop in lent.spans]
 
 
 def _open(module: Looked, server: int, num_servers: int, place: Place) -> Tensor:
