@@ -198,12 +198,13 @@ def test_all_servers_at_once(start, undisturbed) -> None:
 
 
 def test_when_every_worker_is_lost_the_checkpoint_is_what_is_left(start) -> None:
-    armed = [f"step.exchanged:kill:member={rank}:step=20" for rank in range(3)]
+    # Long after the first save began: on a busy machine it takes a while.
+    armed = [f"step.exchanged:kill:member={rank}:step=50" for rank in range(3)]
     trained = start(*armed, plan=LOCKSTEP, options=("--set", "save_every=10")).wait()
     assert trained.exit_code != 0
     assert "--resume" in trained.last_words
     # The step was applied or not when they died.
-    assert re.search("failed at step 2[01]: Every worker was lost", trained.last_words)
+    assert re.search("failed at step 5[01]: Every worker was lost", trained.last_words)
     assert "The newest checkpoint is of step " in trained.last_words
     assert not (trained.run_dir / "servers").exists(), "a journal was left"
 

@@ -13,6 +13,7 @@ from shoal.testing.ranks import Pool
 
 LARGE = str(Path(__file__).with_name("large.py"))
 MOST_BYTES = 96 << 20  # stretches, a chunk of the checkpoint, and what else a run needs
+MOST_LAZY_BYTES = 192 << 20  # of 16 GB, most of it what a first step loads
 
 
 @pytest.mark.full
@@ -63,4 +64,4 @@ def test_a_lazy_table_takes_memory_for_what_was_touched(pool: Pool, tmp_path: Pa
     assert ends[0] == ends[1]
     assert len(ends[0]) < 2 << 20, "rows that nobody touched"
     taken = [int(file.read_text()) for file in watched.glob("*[0-9]")]
-    assert len(taken) >= 8 and max(taken) < MOST_BYTES, [n >> 20 for n in taken]
+    assert len(taken) >= 8 and max(taken) < MOST_LAZY_BYTES, [n >> 20 for n in taken]

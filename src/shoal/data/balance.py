@@ -76,9 +76,10 @@ class Pace:
     def observe(self, busy_s: Sequence[float], counts: Sequence[int]) -> dict[int, float]:
         """Take in how long each replica was busy with its rounds; say who is slow, and how many
         times as long as usual it takes, if that is new."""
-        if len(set(busy_s)) == 1:  # one's own in place of all: nobody waited for anybody
+        usual_s, usual_count = median_low(busy_s), max(1, median_low(counts))
+        # One's own in place of all: nobody waited for anybody. And most may have nothing to do.
+        if len(set(busy_s)) == 1 or not usual_s:
             return {}
-        usual_s, usual_count = median_low(busy_s), median_low(counts)
         self._seen.append(
             [
                 busy / usual_s / max(1, count / usual_count) if busy > usual_s + _LEAST_S else 1.0

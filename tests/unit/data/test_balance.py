@@ -120,3 +120,10 @@ def test_advice_is_a_plan_that_can_be_balanced() -> None:
     for text in ("data=4 zero=2", "data=4 sums=ring", "data=4 local_steps=2"):
         assert "does not move" in advised(text, 8)
     assert "staleness=S" in advised("data=2 sync=server", 8)
+
+
+def test_replicas_that_have_nothing_to_do_are_no_measure() -> None:
+    pace = Pace()
+    for _ in range(10):
+        assert pace.observe([0.0, 0.0, 3.0], [0, 0, 4]) == {}
+        assert pace.observe([0.0, 3.0, 3.0], [0, 0, 4]) == {}
