@@ -368,6 +368,14 @@ def test_a_server_that_comes_back_is_found(context: wire.Context) -> None:
     server.close()
     again = context.socket(zmq.ROUTER)
     assert wait_until(lambda: _binds(again, address), 10)
+
+    def reached() -> bool:
+        client.send(b"?")  # lost, if the client has not noticed yet that the old server is gone
+        return bool(again.poll(100))
+
+    assert wait_until(reached, 20)
+    while again.poll(200):
+        again.recv_multipart()
     exchange(again, client)
 
 
