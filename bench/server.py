@@ -20,7 +20,7 @@ does not depend on it) and a pair of ZeroMQ sockets, all in the same rounds, eac
 
 All but tuned ZeroMQ end in the same state, which is checked: a step was made, and the worker's own
 model has the new parameters. The ceiling is a copy of the gradients and a step on them, in one
-process. Nothing is pinned, since RPC works with several threads; all servers step with all cores.
+process. Nothing is pinned, since RPC works with several threads; each process has one torch thread.
 
 Where the time of `shared` goes, by the smallest figure of each part on two cores that others used
 too: 12 to 15 ms for the worker's copy of gradients into rows that the server reads, beside which it
@@ -57,7 +57,6 @@ from shoal.comm.wire import bytes_of, tensor_of
 from shoal.mesh import Mesh
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.strategy import Tally
-from shoal.world import cores
 
 NUM_TENSORS, LENGTH = 10, 2_500_000
 RATE = 0.125
@@ -86,7 +85,7 @@ class Held:
     """Parameters with an optimizer, at the other end of RPC or in an actor."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(cores())
+        torch.set_num_threads(1)
         self.model = Weights()
         self.parameters = list(self.model.parameters())
         self.optimizer = sgd(self.model)

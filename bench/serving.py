@@ -21,7 +21,7 @@ from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.server.tables import Tables
-from shoal.world import World, cores
+from shoal.world import World
 
 SECRET = "bench"
 
@@ -76,7 +76,7 @@ def serve(
     """Be a server with a seat for each piece, until whoever started this process is gone."""
     torch.set_num_threads(1)
     server = Server(
-        Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables, True, cores()),
+        Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables),
         num_seats=num_pieces,
         num_pieces=num_pieces,
         bound=bound,

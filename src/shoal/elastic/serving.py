@@ -1,12 +1,10 @@
 """What a parameter server's process does, under a seat that comes after those of the ranks."""
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from shoal.elastic.seat import SupervisedSeat
@@ -35,7 +33,6 @@ from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
 from shoal.sync.server.tables import Tables
-from shoal.world import cores
 
 
 class Serving:
@@ -139,9 +136,7 @@ class Serving:
         if self.plan.local_steps > 1:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
-        is_own = owner == self.number
-        num_threads = threads_of_steps(self.plan) if is_own else 1
-        return Shard(model, optimizer, layout, owner, tables, is_own, num_threads)
+        return Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""
@@ -152,13 +147,6 @@ class Serving:
         except (OSError, ValueError) as error:
             problem = f"server {self.number} cannot write down what it holds: {error}"
         self.seat.parted(num_bytes, problem)
-
-
-def threads_of_steps(plan: Plan) -> int:
-    """In lockstep workers wait while servers step, and servers have the cores to themselves."""
-    if plan.bound != 0 or "OMP_NUM_THREADS" in os.environ:
-        return torch.get_num_threads()
-    return max(1, cores() // plan.num_servers)
 
 
 def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: nn.Module) -> None:

@@ -7,7 +7,6 @@ get what they are promised.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -189,29 +188,6 @@ def stepper(chosen: Optimizer) -> Callable[[], object]:
             inner(chosen)
 
     return bare_step
-
-
-@contextmanager
-def threads_for(chosen: Optimizer, num_threads: int) -> Iterator[None]:
-    """Let a step use so many threads, if its kernels are fused.
-
-    These cut a tensor at whole cache lines, so that the bits do not depend on the number; others
-    may leave the end of each thread's share to other instructions.
-    """
-    before = torch.get_num_threads()
-    if num_threads == before or not is_fused(chosen):
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def is_fused(chosen: Optimizer) -> bool:
-    """Whether it steps with fused kernels alone, which leave gradients as they are."""
-    return all(group.get("fused") is True for group in chosen.param_groups)
 
 
 def _is_watched(chosen: Optimizer) -> bool:

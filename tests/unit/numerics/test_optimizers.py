@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.numerics.optimizers import Part, fuse, stepper, swap_parameters, threads_for
+from shoal.numerics.optimizers import Part, fuse, stepper, swap_parameters
 
 
 def trained(make, step_of) -> list[torch.Tensor]:
@@ -144,32 +144,3 @@ def test_parameters_that_lie_otherwise_are_not_fused(asked: bool | None) -> None
         return p.detach()
 
     torch.testing.assert_close(stepped(True), stepped(False))
-
-
-def _stepped(kind: type[torch.optim.Optimizer], length: int, num_threads: int) -> torch.Tensor:
-    draws = torch.Generator().manual_seed(length)
-    p = nn.Parameter(torch.randn(length, generator=draws))
-    optimizer = kind([p], lr=0.01, weight_decay=0.01, fused=True)  # type: ignore[call-arg]
-    for _ in range(3):
-        p.grad = torch.randn(length, generator=draws)
-        with threads_for(optimizer, num_threads):
-            optimizer.step()
-    return p.detach()
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
-)
-def test_the_bits_of_a_fused_step_do_not_depend_on_threads(kind) -> None:
-    for length in (1, 17, 4099, 65_537, 300_003):
-        alone = _stepped(kind, length, 1)
-        for num_threads in (2, 3, 7):
-            assert torch.equal(alone, _stepped(kind, length, num_threads)), (length, num_threads)
-
-
-def test_only_fused_steps_use_other_threads() -> None:
-    p, before = nn.Parameter(torch.zeros(3)), torch.get_num_threads()
-    for fused in (True, False):
-        with threads_for(torch.optim.SGD([p], lr=0.1, fused=fused), before + 2):
-            assert torch.get_num_threads() == (before + 2 if fused else before)
-        assert torch.get_num_threads() == before

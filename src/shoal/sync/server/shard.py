@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import RecipeError
 from shoal.numerics.norms import block_norms
-from shoal.numerics.optimizers import (
-    Part,
-    is_element_wise,
-    is_fused,
-    stepper,
-    swap_parameters,
-    threads_for,
-)
+from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of, weights_of
@@ -99,10 +92,9 @@ class Shard:
         number: int,
         tables: Tables | None = None,
         shared: bool = True,
-        num_threads: int = 1,
     ):
         """What server `number` steps on; a copy that no worker reads need not be shared."""
-        self.layout, self.optimizer, self._num_threads = layout, optimizer, num_threads
+        self.layout, self.optimizer = layout, optimizer
         self.tables = Tables(nn.Module(), number, 1) if tables is None else tables
         self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
@@ -169,8 +161,7 @@ class Shard:
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
         before = settings_of(self.optimizer)
-        with threads_for(self.optimizer, self._num_threads):
-            self._step()
+        self._step()
         self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
 
@@ -199,7 +190,7 @@ class Shard:
         Fused kernels leave gradients alone; others may change them, and sums are written down
         after the step and may stand in a worker's memory.
         """
-        return scale == 1.0 and is_fused(self.optimizer)
+        return scale == 1.0 and all(g.get("fused") is True for g in self.optimizer.param_groups)
 
     def _scale(self, sums: Mapping[int, Tensor], scale: float) -> dict[int, Tensor]:
         for key in self.keys:
