@@ -10,7 +10,7 @@ its length alone.
 A mark must be the same on another machine, whose kernels and decoders round differently. So it has
 two parts: text and whole numbers count as they are, and of fractions and pictures three numbers to
 three digits. Data is other data if one first part differs, or more than an eighth of the second
-parts; of data of which some samples were seen to vary, only if most marks differ (`are_other`).
+parts; of data of which some samples were seen to vary, only if more marks differ than by chance.
 
 Not proof against a change in other samples than these: `identity()` is. Cost: a fork and 128
 samples, 0.1 s if they are quick to load, five seconds at most.
@@ -18,6 +18,7 @@ samples, 0.1 s if they are quick to load, five seconds at most.
 
 import dataclasses
 import datetime
+import math
 import numbers
 import os
 import random
@@ -45,6 +46,7 @@ ENOUGH = 8  # marks, with which a second is the limit
 MOST_S, LONGEST_S = 1.0, 5.0
 _MOST_ELEMENTS = 1 << 16  # of an array, and characters of a text
 _PLAIN = (type(None), numbers.Number, datetime.date, datetime.time, uuid.UUID)
+_CHANCE = 1e-4  # of taking the same data for other data, if half of what is compared varies
 _UNTOLD, _VARIES, _OVER = "-", "~", "."  # in the place of a mark, and behind the last one
 
 
@@ -73,8 +75,11 @@ def are_other(before: list[str], now: list[str]) -> bool:
     """Whether these are marks of other data."""
     pairs = known_by_both(before, now)
     num_other = sum(one != other for one, other in pairs)
-    if _VARIES in (*before, *now):  # others may vary too, and were the same twice by chance
-        return 2 * num_other > len(pairs)
+    if _VARIES in (*before, *now):
+        # Others may vary too, and were the same twice by chance: of a draw between two, half of
+        # them are another time what they were not.
+        as_many = sum(math.comb(len(pairs), n) for n in range(num_other, len(pairs) + 1))
+        return as_many / (1 << len(pairs)) < _CHANCE
     is_exact = any(one.split(":")[0] != other.split(":")[0] for one, other in pairs)
     return is_exact or 8 * num_other > len(pairs)
 

@@ -192,9 +192,10 @@ def test_whole_values_may_not_differ_and_a_few_rounded_ones_may() -> None:
 
 def test_of_data_that_varies_only_most_marks_tell() -> None:
     """A draw that falls now and then: some samples are the same twice, and others a day later."""
-    marks = list("abcdefg~")
-    assert not are_other(marks, list("abcdXYZ~")) and are_other(marks, list("abcWXYZh"))
-    assert not are_other(list("abcdefgh"), list("XYZdefg~"))
+    marks, others = list("abcdefghijklmnopqrst~"), list("ABCDEFGHIJKLMNOPQRST~")
+    assert are_other(marks, others) and are_other(marks, [marks[0], *others[1:]])
+    assert not are_other(marks, [*marks[:6], *others[6:]]) and not are_other(marks, marks)
+    assert not are_other(list("abc~"), list("ABC~")), "three are no proof"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
