@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from shoal.data.batches import Batches
 from shoal.data.ledger import Audit, audit, left_out_of
-from shoal.data.orders import Mixed, Order, Some, order_among, order_before, order_name, order_of
+from shoal.data.orders import Order, Some, order_among, order_before, order_name, order_of
 from shoal.data.permutation import Ids
+from shoal.data.replaying import Replayed
 from shoal.data.sources import Source
 from shoal.data.transforms.layers import Part, below
-from shoal.data.transforms.normalizing import Normalized
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
-from shoal.data.transforms.statistics import Statistics
 from shoal.data.views import Joined, View
 from shoal.errors import UsageError
 from shoal.recipe import load_recipe
@@ -69,6 +68,18 @@ def read_record(path: Path) -> Record:
     if "run" not in described or "num_samples" not in described:
         raise UsageError(f"{path} is not the directory of a `shoal train`. Name one that is.")
     return Record(path, described, list(_steps(lines)))
+
+
+def read_before(parent: str, run: Path) -> Record:
+    """The record of the run that `run` went on from; both may have been moved together."""
+    for place in (Path(parent), run.parent / Path(parent).name):
+        if place != run and (place / "run.json").exists():
+            return read_record(place)
+    raise UsageError(
+        f"{run} was trained on what {parent} had not seen, so which samples are its own follows "
+        f"from that run's record, and it is gone. Put run.json and metrics.jsonl back to {parent}, "
+        f"or to {Path(parent).name} beside {run}."
+    )
 
 
 def recipe_data(record: Record) -> Source:
@@ -140,7 +151,8 @@ def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
     if not parent:
         return None
     # The run before may have gone on since: what it did then is not in this one's order.
-    earlier = read_record(Path(parent)).until(record.described.get("new_data_steps"))
+    steps = record.described.get("new_data_steps")
+    earlier = read_before(parent, record.path).until(steps)
     return seen_in(earlier, data, record.described.get("new_data_missed") or ())
 
 
@@ -181,20 +193,6 @@ def _batches(record: Record, order: Order, before: NDArray[np.bool_] | None) -> 
     )
 
 
-def keep_statistics(data: Any, run_dir: Path) -> None:
-    """Write what samples are normalised by into the run's directory, where it can be read later."""
-    for number, found in enumerate(_statistics_in(data)):
-        name = "statistics.json" if not number else f"statistics-{number + 1}.json"
-        found.save(run_dir / name)
-
-
-def _statistics_in(data: Any) -> Iterator[Statistics]:
-    if isinstance(data, Normalized):
-        yield data.statistics
-    for source in below(data):
-        yield from _statistics_in(source)
-
-
 def only_new(data: Source, before: Record, replay: float = 0.0, missed: Sequence[int] = ()) -> View:
     """The samples that a run has not seen; of its batches `replay` is a share of those it has."""
     if not 0 <= replay < 1:
@@ -219,8 +217,7 @@ def _order_of_new(order: Order, seen: NDArray[np.bool_], replay: float) -> Order
             "--replay mixes old samples in between the new ones, and batches of like lengths "
             "(by_length) would be lost. Leave one of the two out."
         )
-    num_positions = round(len(new) / (1 - replay))
-    return Mixed([new, Some(old)], [0, 0], [1 - replay, replay], num_positions)
+    return Replayed(new, Some(old), replay)
 
 
 def _places(which: NDArray[np.bool_]) -> Ids:

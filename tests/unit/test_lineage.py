@@ -68,6 +68,22 @@ def test_a_run_before_that_went_on_changes_nothing(tmp_path: Path) -> None:
     assert set(np.flatnonzero(seen)) == set(before) | set(ids_of(first, data)[:12])
 
 
+def test_runs_may_be_moved_together(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", 3, 40)
+    second = write(tmp_path / "second", 5, 80, new_data=str(first), new_data_steps=3)
+    before = ids_of(second, range(80))
+    (tmp_path / "archive").mkdir()
+    moved = second.rename(tmp_path / "archive" / "second")
+    assert ids_of(moved, range(80)) == before, "the other is where it was"
+    first.rename(tmp_path / "archive" / "first")
+    assert ids_of(moved, range(80)) == before
+    moved = moved.rename(tmp_path / "elsewhere-second")
+    (tmp_path / "archive" / "first").rename(tmp_path / "elsewhere")
+    moved = moved.rename(tmp_path / "archive" / "first")  # which is not the one before itself
+    with pytest.raises(UsageError, match=r"was trained on what .*first had not seen, .* is gone"):
+        ids_of(moved, range(80))
+
+
 def test_each_run_of_a_chain_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = write(tmp_path / "0", 1, 8)
     for number in range(1, 12):

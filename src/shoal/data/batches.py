@@ -352,7 +352,8 @@ def placed(value: Any, device: str) -> Any:
     if isinstance(value, Mapping):
         return {name: placed(part, device) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(placed(part, device) for part in value)
+        parts = tuple(placed(part, device) for part in value)
+        return value._make(parts) if hasattr(value, "_make") else parts
     return value
 
 

@@ -142,7 +142,7 @@ def fetch(
     take = getattr(source, "take", None) if collate is None else None
     if take is not None and (of is None or not hasattr(source, "vary")):
         try:
-            return _pair(take(ids), "take()")
+            return _with_rows(_pair(take(ids), "take()"), len(ids))
         except BaseException as error:
             if not is_of_sample(error):
                 raise
@@ -158,6 +158,27 @@ def fetch(
     if samples is None:
         samples = [sample_of(source, int(index), of) for index in ids]
     return collate_samples(samples, collate, ids)
+
+
+def _with_rows(pair: tuple[Any, Any], num_rows: int) -> tuple[Any, Any]:
+    """The pair itself, if it has as many rows as were asked for: else who is in it is unknown."""
+    lengths: list[int] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            lengths.append(len(value) if value.dim() else 0)
+        elif isinstance(value, Mapping | tuple | list):
+            for part in value.values() if isinstance(value, Mapping) else value:
+                look(part)
+
+    look(pair)
+    if lengths and num_rows not in lengths:
+        raise RecipeError(
+            f"take() gave {lengths[0]} rows for {num_rows} samples. Row i must be that of sample "
+            "ids[i]; to leave bad samples out, let data[i] raise, without take(), under "
+            "shoal.data.quarantine."
+        )
+    return pair
 
 
 def _asked_for(source: Source, ids: Ids, of: Pass | None) -> list[Any] | None:

@@ -1,18 +1,19 @@
 """A glimpse of a source that does not say what it holds: marks of a few samples throughout.
 
-A source of one's own may open files and connections when it is first read, which ranks that are
-forked later must not share; so a fork reads the samples, tells their marks and is gone, and with it
-what it started. It hears nothing, says nothing and has a second, or five if samples are slow; what
-it did not get to counts for nothing. Each sample is read twice, from the same state of the global
-random generators: one that is another each time has no mark, and if all are, the data is known by
-its length alone.
+A source of one's own may open files and connections when it is first read, and ranks that are
+forked later must not share them. So a fork reads the samples and tells their marks, and is ended
+with all that it started. It has one second, or five if samples are slow; samples that it did not
+read in that time have no mark. Each sample is read twice, from the same state of the global random
+generators. One that differs from itself has no mark, and if none has one, the data is known by its
+length alone.
 
 A mark must be the same on another machine, whose kernels and decoders round differently. So it has
-two parts: text and whole numbers count as they are, and of fractions and pictures three numbers to
-three digits. Data is other data if one first part differs, or more than an eighth of the second
-parts; of data of which some samples were seen to vary, only if more marks differ than by chance.
+two parts: one of text and whole numbers as they are, and one of three numbers, to three digits, for
+each array of fractions or pixels. Data is other data if any first part differs, or more than an
+eighth of the second parts; if some samples were seen to vary, only if more marks differ than chance
+explains.
 
-Not proof against a change in other samples than these: `identity()` is. Cost: a fork and 128
+A change in samples that were not read is not seen: `identity()` sees it. Cost: a fork and 128
 samples, 0.1 s if they are quick to load, five seconds at most.
 """
 
@@ -42,27 +43,29 @@ from shoal.logs import warn_on_screen
 from shoal.processes import die_with_parent, readable
 
 NUM_SAMPLES = 64
-ENOUGH = 8  # marks, with which a second is the limit
-MOST_S, LONGEST_S = 1.0, 5.0
+MOST_S = 1.0
+ENOUGH = 8  # marks; with fewer, there is more time
+LONGEST_S = 5.0
 _MOST_ELEMENTS = 1 << 16  # of an array, and characters of a text
 _PLAIN = (type(None), numbers.Number, datetime.date, datetime.time, uuid.UUID)
-_CHANCE = 1e-4  # of taking the same data for other data, if half of what is compared varies
-_UNTOLD, _VARIES, _OVER = "-", "~", "."  # in the place of a mark, and behind the last one
+_CHANCE = 1e-4  # of taking the same data for other data, if every sample varies half of the time
+_UNTOLD, _VARIES = "-", "~"  # in the place of a mark
+_OVER = "."  # after the last one
 
 
 def marks_of(source: Source) -> list[str]:
     """A mark for each of some samples from the first to the last."""
-    turn = _turn(len(spread(len(source), NUM_SAMPLES)))
+    order = _reading_order(len(spread(len(source), NUM_SAMPLES)))
     told = _told_by_fork(source)
-    if turn and not set(told) - {_UNTOLD, _VARIES}:
+    if order and not set(told) - {_UNTOLD, _VARIES}:
         why = "are others each time that they are read"
         if _UNTOLD in told:
             why = "cannot be loaded"
         elif not told:
             why = "take more than two seconds to load"
         _tell_of_unknown(f"Samples of the {type(source).__name__} {why}")
-    by_place = dict(zip(turn, told, strict=False))
-    return [by_place.get(place, _UNTOLD) for place in range(len(turn))]
+    by_place = dict(zip(order, told, strict=False))
+    return [by_place.get(place, _UNTOLD) for place in range(len(order))]
 
 
 def known_by_both(before: list[str], now: list[str]) -> list[tuple[str, str]]:
@@ -76,12 +79,12 @@ def are_other(before: list[str], now: list[str]) -> bool:
     pairs = known_by_both(before, now)
     num_other = sum(one != other for one, other in pairs)
     if _VARIES in (*before, *now):
-        # Others may vary too, and were the same twice by chance: of a draw between two, half of
-        # them are another time what they were not.
+        # Those that have a mark may vary too, and were the same twice by chance. If each is one of
+        # two at random, half of them differ from the last time; how likely are as many as these?
         as_many = sum(math.comb(len(pairs), n) for n in range(num_other, len(pairs) + 1))
         return as_many / (1 << len(pairs)) < _CHANCE
-    is_exact = any(one.split(":")[0] != other.split(":")[0] for one, other in pairs)
-    return is_exact or 8 * num_other > len(pairs)
+    has_other_whole = any(one.split(":")[0] != other.split(":")[0] for one, other in pairs)
+    return has_other_whole or 8 * num_other > len(pairs)
 
 
 def mark_of(sample: Any) -> str:
@@ -101,11 +104,11 @@ def spread(length: int, most: int) -> Ids:
 
 
 class _Rounded(str):
-    """Of a sample's parts one that another machine may round otherwise."""
+    """A part of a sample that another machine may round differently."""
 
 
-def _turn(count: int) -> list[int]:
-    """Places in the order in which they are looked at: the first few lie throughout the data."""
+def _reading_order(count: int) -> list[int]:
+    """Of places: by their bits in reverse, so that any first few are spread over the data."""
     num_bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda place: f"{place:0{num_bits}b}"[::-1])
 
@@ -119,7 +122,7 @@ def _tell_of_unknown(why: str) -> None:
 
 
 def _told_by_fork(source: Source) -> list[str]:
-    """The marks that a fork had the time for, in the order of `_turn`."""
+    """The marks that a fork had the time for, in the order of reading."""
     ours, theirs = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -136,7 +139,7 @@ def _told_by_fork(source: Source) -> list[str]:
             told += chunk
     finally:
         os.close(ours)
-        for end in (os.killpg, os.kill):  # what samples started too, and it while it has no group
+        for end in (os.killpg, os.kill):  # its group, and itself if it did not get to have one
             with suppress(ProcessLookupError):
                 end(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -155,7 +158,7 @@ def _tell(source: Source, pipe: int, parent: int) -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (whatever stood there)
         torch.set_num_threads(1)
         places = spread(len(source), NUM_SAMPLES).tolist()
-        for index in (places[place] for place in _turn(len(places))):
+        for index in (places[place] for place in _reading_order(len(places))):
             first, second = _read(source, index), _read(source, index)
             os.write(pipe, f"{first if first == second else _VARIES} ".encode())
         os.write(pipe, _OVER.encode())

@@ -9,8 +9,8 @@ and pieces was; that two sets of samples have one mark by chance has odds of 1 i
 Cost: one double a rank in a message that is sent anyway, some 30 bytes a step on disk.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from itertools import combinations, islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, combinations, islice
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from shoal.data.permutation import Ids
 
 _MODULUS = 2**53  # so that a mark is exact as a double
 _MOST_TRIES = 1000
+_MOST_COUNTED = 1 << 29  # samples that are counted one by one: 4 GiB
 _SALT = np.uint64(0x5348_4F41_4C4C_4547)
 
 
@@ -58,10 +59,10 @@ def audit(
     records: Iterable[Mapping[str, Any]], batches: Batches, left_out: Collection[int] = ()
 ) -> Audit:
     """Compare the record of a run's steps with the order of its samples."""
-    found, since = Audit(), 0
-    counts = np.zeros(len(batches.source), dtype=np.int64)
+    found, counts = Audit(), _Counts(len(batches.source))
     out = np.asarray(sorted(left_out), dtype=np.int64)
-    expected, num_unnamed, num_unknown = 0, 0, 0
+    marks: list[int] = []  # of the steps since one that has a mark on record
+    num_unnamed = num_unknown = 0
     for record in records:
         step = int(record["step"])
         if found.last_step and step != found.last_step + 1:
@@ -72,26 +73,63 @@ def audit(
         found.num_left_out += len(whole) - len(ids)
         of_step = max(0, record.get("left_out", 0) - (len(whole) - len(ids)))
         num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
-        np.add.at(counts, ids, 1)  # a batch may hold a sample twice
+        counts.add(ids)
         found.num_samples += len(ids)
-        expected, since = add_marks((expected, mark(ids))), since + 1
+        marks.append(mark(ids))
         if record.get("mark") is None:
             continue
-        if int(record["mark"]) == expected:
-            found.num_marked += since
+        since, num_told = len(marks), _num_told(marks, int(record["mark"]))
+        if num_told:
+            found.num_marked += num_told
+            found.num_unmarked += since - num_told
         elif num_unnamed:  # by no file: there is nothing to compare with
             found.num_unmarked += since
         else:
             found.num_wrong += since
             of = f"step {step}" if since == 1 else f"steps {step - since + 1} to {step}"
             found.problems.append(f"{of}: other samples were trained on than the order gives")
-        expected, since, num_unnamed = 0, 0, 0
-    found.num_unmarked += since
+        marks, num_unnamed = [], 0
+    found.num_unmarked += len(marks)
     found.num_samples -= num_unknown
     found.passes = found.num_samples / max(1, batches.num_samples)
     # Of those that were left out and no file names, each may have been the one that came least.
-    found.most_often, found.least_often = int(counts.max()), max(0, int(counts.min()) - num_unknown)
+    found.most_often, least_often = counts.most_and_least()
+    found.least_often = max(0, least_often - num_unknown)
     return found
+
+
+class _Counts:
+    """How often each sample came: a number each, or those that came where there are too many."""
+
+    def __init__(self, num_samples: int):
+        self._num_samples = num_samples
+        is_small = num_samples <= _MOST_COUNTED
+        self._counts = np.zeros(num_samples, dtype=np.int64) if is_small else None
+        self._met: list[Ids] = []
+
+    def add(self, ids: Ids) -> None:
+        if self._counts is None:
+            self._met.append(ids)
+        else:
+            np.add.at(self._counts, ids, 1)  # a batch may hold a sample twice
+
+    def most_and_least(self) -> tuple[int, int]:
+        if self._counts is not None:
+            return int(self._counts.max()), int(self._counts.min())
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *self._met])
+        numbers = np.unique(ids, return_counts=True)[1]
+        least = numbers.min() if len(numbers) == self._num_samples else 0
+        return int(numbers.max(initial=0)), int(least)
+
+
+def _num_told(marks: Sequence[int], told: int) -> int:
+    """How many of these steps, the last ones, a mark on record is of; 0 if of none.
+
+    Of all, unless the run has gone on from a checkpoint in between, of which nobody told a mark:
+    within a window of local steps, or under a plan that keeps none.
+    """
+    sums = accumulate(reversed(marks), lambda *pair: add_marks(pair))
+    return max((number for number, own in enumerate(sums, 1) if own == told), default=0)
 
 
 def left_out_of(ids: Ids, named_bad: Ids, record: Mapping[str, Any]) -> Ids:

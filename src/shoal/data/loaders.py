@@ -33,7 +33,7 @@ from shoal.data.permutation import Ids
 from shoal.data.readers.records import SourceLost
 from shoal.data.sources import failed, named
 from shoal.data.waiting import overdue
-from shoal.errors import RecipeError, ShoalError
+from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
 from shoal.processes import die_with_parent, readable
 
@@ -317,15 +317,15 @@ def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]
 
 def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
     content = os.pread(slots[request.slot].file, 8 * request.num_ids, 0)
-    ids = np.frombuffer(content, dtype=np.int64)
+    ids = np.frombuffer(bytearray(content), dtype=np.int64)  # torch warns of what is only read
     try:
         packed = pack(load(request.epoch, ids))
         slots[request.slot].write(packed)
     except ShoalError as error:
         kinds = [kind.__name__ for kind in type(error).mro()]
-        return _Reply(request.number, 0, _sendable(str(error)), kinds, _trace_of(error.__cause__))
+        return _Reply(request.number, 0, sendable(str(error)), kinds, _trace_of(error.__cause__))
     except BaseException as error:  # noqa: BLE001 (the source's own, told by the rank)
-        said = _sendable(failed(ids, error))
+        said = sendable(failed(ids, error))
         return _Reply(request.number, 0, said, [RecipeError.__name__], _trace_of(error))
     return _Reply(request.number, len(packed))
 
@@ -334,12 +334,7 @@ def _trace_of(error: BaseException | None) -> str:
     """Its end, if it is long: there is the line that raised."""
     if error is None:
         return ""
-    return _sendable("".join(traceback.format_exception(error))[-_MOST_TRACE:])
-
-
-def _sendable(text: str) -> str:
-    """Without what UTF-8 has no bytes for, as names of files may hold."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return sendable("".join(traceback.format_exception(error))[-_MOST_TRACE:])
 
 
 def _raised(reply: _Reply) -> ShoalError:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from shoal.data.permutation import Ids, permute, uniform
+from shoal.data.permutation import Ids, parts_of_one, permute, uniform
 from shoal.errors import UsageError
 
 _PATTERN = 1024  # positions over which a mixture keeps its weights exactly
@@ -146,7 +146,7 @@ class Weighted:
         given = np.asarray(weights, dtype=np.float64)
         if not given.size or not np.isfinite(given).all() or (given < 0).any() or not given.any():
             raise UsageError("weights must be finite, none below 0 and at least one above it.")
-        self._edges = np.cumsum(given / given.sum())
+        self._edges = np.cumsum(parts_of_one(given))
         self._last = int(np.flatnonzero(given)[-1])
         self._num_draws = num_draws
 
@@ -204,8 +204,7 @@ class Mixed:
     """Several orders taken in turn, each as often as its weight says; ids count through all.
 
     Of every 1,024 positions each has its share, in a shuffled turn. Each goes through its own
-    samples pass by pass, without replacement, at its own pace: a small one begins anew while a
-    large one is still in its first pass. `num_positions` make a pass of the mixture.
+    samples pass by pass, without replacement, at its own pace. `num_positions` make a pass of all.
     """
 
     def __init__(
@@ -219,6 +218,7 @@ class Mixed:
         self._offsets = _starts(np.asarray(num_samples, dtype=np.int64))
         self.shares = _apportion(weights, _PATTERN)
         self._edges = _starts(np.asarray(self.shares, dtype=np.int64))
+        self._dealt = lru_cache(maxsize=32)(self._deal)
 
     def __len__(self) -> int:
         return self._num_positions
@@ -228,11 +228,20 @@ class Mixed:
         pattern, place = np.divmod(everywhere, _PATTERN)
         found = np.empty_like(positions)
         for number, here in _groups(pattern):
-            slots = permute(place[here], _PATTERN, _key(seed, -2), number)
-            for part, of_part in _groups(np.searchsorted(self._edges, slots, side="right") - 1):
-                turns = number * self.shares[part] + slots[of_part] - self._edges[part]
+            part_of, turn_of = (of[place[here]] for of in self._dealt(number, seed))
+            for part, of_part in _groups(part_of):
+                turns = number * self.shares[part] + turn_of[of_part]
                 found[here[of_part]] = self._of_part(part, turns, seed)
         return found
+
+    def _deal(self, number: int, seed: int) -> tuple[Ids, Ids]:
+        """Whose turn each position of a pattern is, and the how many-th of its own there."""
+        slots = permute(np.arange(_PATTERN, dtype=np.int64), _PATTERN, _key(seed, -2), number)
+        part_of = np.searchsorted(self._edges, slots, side="right") - 1
+        turn_of = np.empty_like(slots)
+        for _, here in _groups(part_of):
+            turn_of[here] = np.arange(len(here))
+        return part_of, turn_of
 
     def _of_part(self, part: int, turns: Ids, seed: int) -> Ids:
         order = self.orders[part]
@@ -359,7 +368,7 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
         raise UsageError(f"weights={list(weights)}. Each source of a mixture needs one above 0.")
     if len(given) > total:
         raise UsageError(f"a mixture has {len(given)} sources. It can have {total} at most.")
-    exact = given / given.sum() * total
+    exact = parts_of_one(given) * total
     shares = np.maximum(np.floor(exact), 1).astype(np.int64)
     while shares.sum() < total:
         shares[int(np.argmax(exact - shares))] += 1

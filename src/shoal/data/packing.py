@@ -9,20 +9,23 @@ of them (nobody may write into them). Whatever else stands in a sample is refuse
     header    msgpack: a leaf as it is, a container as a list that begins with its kind
     arrays    at the offsets that the header names, counted from a multiple of 64 after it
 
-Cost: one copy of the arrays to pack, none to unpack. Not for objects with code of their own.
+Who writes the bytes somewhere can do without one piece of memory: `parts_of` gives what stands
+one behind the other in it. Cost: one copy of the arrays to pack, none to unpack or for the parts.
+Not for objects with code of their own.
 """
 
 import math
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from shoal.data.shard_files.format import ITEM_BYTES
 from shoal.errors import RecipeError
@@ -31,7 +34,11 @@ TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYT
 _ALIGNMENT = 64
 _MOST_DEPTH = 32
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_OF_NUMPY = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_OF_NUMPY |= {torch.float16, torch.float32, torch.float64}
 _NAMES = {kind: name for name, kind in TYPES.items()}
+
+Part: TypeAlias = bytes | bytearray | memoryview
 
 
 class BadSample(RecipeError):
@@ -40,6 +47,14 @@ class BadSample(RecipeError):
 
 def pack(sample: Any) -> bytearray:
     """The sample's bytes; refuses by name what they cannot hold."""
+    return bytearray().join(parts_of(sample))
+
+
+def parts_of(sample: Any) -> list[Part]:
+    """What `pack` joins: the header, up to the first array; then arrays, a gap between every two.
+
+    The arrays are the sample's own memory, as far as they lie in one piece.
+    """
     arrays: list[tuple[int, memoryview]] = []
     try:
         header = msgspec.msgpack.encode(_Packer(arrays).tree(sample))
@@ -48,20 +63,24 @@ def pack(sample: Any) -> bytearray:
             f"a sample cannot be packed: {error}. Whole numbers have 64 bits at most, and text is "
             "what UTF-8 can hold; keep such a value as a tensor or in bytes."
         ) from error
-    start = _aligned(4 + len(header))
-    end = start + (arrays[-1][0] + arrays[-1][1].nbytes if arrays else 0)
-    packed = bytearray(end)
-    packed[:4] = len(header).to_bytes(4, "little")
-    packed[4 : 4 + len(header)] = header
-    view = memoryview(packed)
+    head = len(header).to_bytes(4, "little") + header
+    parts: list[Part] = [head.ljust(_aligned(len(head)), b"\0")]
+    end = 0
     for offset, content in arrays:
-        view[start + offset : start + offset + content.nbytes] = content
-    return packed
+        parts += [content] if len(parts) == 1 else [bytes(offset - end), content]
+        end = offset + content.nbytes
+    return parts
 
 
 def unpack(packed: bytes | bytearray | memoryview) -> Any:
     """The sample in `packed`, whose arrays stay where they are."""
     view = memoryview(packed)
+    tree, start = header_of(view)
+    return _Unpacker(view[min(start, view.nbytes) :]).tree(tree)
+
+
+def header_of(view: memoryview) -> tuple[Any, int]:
+    """The header of a packed sample, and where its arrays begin."""
     if view.nbytes < 4:
         raise BadSample(f"{view.nbytes} bytes are no packed sample: the header's length is missing")
     length = int.from_bytes(view[:4], "little")
@@ -71,7 +90,7 @@ def unpack(packed: bytes | bytearray | memoryview) -> Any:
         tree = msgspec.msgpack.decode(view[4 : 4 + length])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadSample(f"its header cannot be read: {error}") from None
-    return _Unpacker(view[min(_aligned(4 + length), view.nbytes) :]).tree(tree)
+    return tree, _aligned(4 + length)
 
 
 def type_name(tensor: Tensor) -> str | None:
@@ -81,6 +100,9 @@ def type_name(tensor: Tensor) -> str | None:
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """The elements of a dense tensor, row by row; what is only noted of them (conj) is done."""
+    if tensor.dtype in _OF_NUMPY:  # in one call, where a tensor takes eight
+        array = np.ascontiguousarray(tensor.numpy(force=True))
+        return array.reshape(-1).view(np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
@@ -99,6 +121,11 @@ class _Packer:
         if isinstance(value, Mapping):
             pairs = ((self.tree(k, depth + 1), self.tree(v, depth + 1)) for k, v in value.items())
             return ["dict", *(part for pair in pairs for part in pair)]
+        if isinstance(value, PackedSequence):
+            raise RecipeError(
+                "a sample holds a PackedSequence, which would come out as a plain tuple. Pad "
+                "sequences, hand their lengths on, and let the model pack them."
+            )
         if isinstance(value, tuple | list):
             kind = "list" if isinstance(value, list) else "tuple"
             return [kind, *(self.tree(part, depth + 1) for part in value)]

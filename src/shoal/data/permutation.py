@@ -14,6 +14,7 @@ Paper: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Next: `
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -61,6 +62,14 @@ def uniform(positions: Ids, seed: int, epoch: int) -> NDArray[np.float64]:
     words ^= words >> np.uint64(31)
     found: NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return found
+
+
+def parts_of_one(weights: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights as shares of their sum, which may be too large for a number."""
+    given = np.asarray(weights, dtype=np.float64)
+    scaled = given * 2.0**-64 if given.max() > 1e280 else given
+    parts: NDArray[np.float64] = scaled / scaled.sum()
+    return parts
 
 
 def check_end(end: str) -> None:

@@ -31,6 +31,7 @@ from shoal.data.orders import (
     is_shuffle,
     order_of,
 )
+from shoal.data.permutation import parts_of_one
 from shoal.data.readers.records import Many, positions
 from shoal.data.sources import (
     Ids,
@@ -45,6 +46,9 @@ from shoal.data.sources import (
 )
 from shoal.data.transforms.layers import Layer, Part
 from shoal.errors import RecipeError, UsageError
+from shoal.logs import warn_on_screen
+
+_MOST_ROUNDED = 1.5  # how much larger a share may become without a word
 
 
 class View(Layer):
@@ -210,7 +214,20 @@ def mix(
                 "put it over all of them: by_length(join([a, b]), lengths, batch_size)."
             )
     num_samples = _pass_of("num_samples", num_samples, len(joined))
-    return View(joined, Mixed(orders, lengths, weights, num_samples))
+    mixed = Mixed(orders, lengths, weights, num_samples)
+    _tell_of_rounding(weights, mixed.shares)
+    return View(joined, mixed)
+
+
+def _tell_of_rounding(weights: Sequence[float], shares: Sequence[int]) -> None:
+    """Shares are whole numbers: a small one may become far larger than it was asked for."""
+    for number, (asked, share) in enumerate(zip(parts_of_one(weights), shares, strict=True)):
+        if share > _MOST_ROUNDED * asked * sum(shares):
+            warn_on_screen(
+                f"mix(): the weight of source {number} (counted from 0) is {asked:.2g} of all, and "
+                f"it comes {share} in {sum(shares)} times, which is the least. Join it with "
+                "another source, join([a, b]), to have each of its samples as often as the others."
+            )
 
 
 def _joined(sources: Sequence[Any]) -> Joined:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal.data.cache.layers import Layer
+from shoal.data.cache.layers import Content, Layer
 
 CONTENT = bytes(range(256)) * 5
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 4096, 10_001)
@@ -94,6 +94,15 @@ class LayerConformance:
         for number, kind in enumerate((bytes, bytearray, memoryview)):
             assert layer.put(key_of(number), kind(CONTENT))
             assert get(layer, key_of(number)) == CONTENT
+
+    def test_parts_are_kept_as_one(self, layer: Layer) -> None:
+        parts: list[Content] = [b"", CONTENT[:7], bytearray(CONTENT[7:64])]
+        parts += [memoryview(CONTENT)[64:], b""]
+        assert layer.put(KEY, *parts)
+        assert get(layer, KEY) == CONTENT
+        single = [CONTENT[at : at + 1] for at in range(len(CONTENT))]
+        assert layer.put(OTHER, *single)
+        assert get(layer, OTHER) == CONTENT
 
     def test_what_comes_back_is_the_callers_own(self, layer: Layer) -> None:
         given = bytearray(CONTENT)

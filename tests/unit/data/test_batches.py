@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shoal.data import permutation
-from shoal.data.batches import _WINDOW_BYTES, Batches, check
+from shoal.data.batches import _WINDOW_BYTES, Batches, Loading, check
 from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import TensorSource, tensors
 from shoal.data.transforms.quarantine import quarantine
@@ -306,3 +307,40 @@ def test_a_first_sample_that_fails_is_not_what_others_are_compared_with(tmp_path
     assert batches.at(1).piece(1).num_samples == 2
     assert not (tmp_path / "bad.jsonl").exists()  # nothing is left out before its step
     assert batches.at(0).piece(0).num_samples == 0
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_take_that_leaves_rows_out_is_refused(step: int) -> None:
+    """Else the rest would count as the whole, and who is in it would be unknown."""
+
+    class Choosy(list[Any]):
+        def take(self, ids: permutation.Ids) -> tuple[Tensor, Tensor]:
+            good = torch.from_numpy(ids[ids != 5])
+            return good[:, None].float(), good
+
+    batches = Batches(Choosy(range(16)), batch_size=8, end="wrap")
+    bad = next(at for at in (0, 1) if 5 in batches.at(at).ids)
+    if step == bad:
+        with pytest.raises(RecipeError, match=r"take\(\) gave 7 rows for 8 samples"):
+            batches.at(step).piece(0)
+    else:
+        assert batches.at(step).piece(0).num_samples == 8
+
+
+def test_packed_sequences_stay_what_they_are() -> None:
+    texts = [(torch.arange(1.0, 2 + index)[:, None], index) for index in range(4)]
+
+    def packed(samples: list[Any]) -> tuple[Any, Tensor]:
+        inputs = pack_sequence([text for text, _ in samples], enforce_sorted=False)
+        return {"text": inputs}, torch.tensor([label for _, label in samples])
+
+    piece = Batches(texts, batch_size=4, loading=Loading(packed)).at(0).piece(0)
+    assert isinstance(piece.inputs["text"], PackedSequence)
+    output, _ = torch.nn.GRU(1, 2)(piece.inputs["text"])
+    assert isinstance(output, PackedSequence)
+    batches = Batches(texts, batch_size=4, loading=Loading(packed, loaders=1))
+    try:
+        with pytest.raises(RecipeError, match=r"holds a PackedSequence.* let the model pack them"):
+            batches.at(0).piece(0)
+    finally:
+        batches.close()

@@ -3,9 +3,11 @@
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.data import ledger
 from shoal.data.batches import Batches
 from shoal.data.ledger import add_marks, audit, mark
 from shoal.data.views import weighted
@@ -62,6 +64,17 @@ def test_a_step_costs_its_own_samples_not_all() -> None:
     assert audit(records(again, 4), again).most_often == 16
 
 
+def test_more_samples_than_could_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(range(2**40), batch_size=4)
+    found = audit(records(batches, 3), batches)
+    assert (found.problems, found.num_samples) == ([], 12)
+    assert (found.most_often, found.least_often) == (1, 0)
+    few = some_batches()
+    wanted = audit(records(few, 25), few)
+    monkeypatch.setattr(ledger, "_MOST_COUNTED", 3)
+    assert audit(records(few, 25), few) == wanted
+
+
 def test_what_is_wrong_is_named() -> None:
     batches = some_batches()
     other = Batches(batches.source, batch_size=10, seed=5)
@@ -84,6 +97,19 @@ def test_a_mark_may_stand_for_several_steps() -> None:
     assert (found.problems, found.num_marked, found.num_unmarked) == ([], 4, 1)
     summed[3]["mark"] += 1
     assert audit(summed, batches).problems[0].startswith("steps 1 to 4:")
+
+
+def test_steps_of_which_nobody_told_a_mark_are_no_false_alarm() -> None:
+    """The run went on under another plan after them, and that one marks its own steps alone."""
+    batches = some_batches()
+    kept = records(batches, 9)
+    told = [{"step": r["step"]} for r in kept]
+    told[1]["mark"] = add_marks(r["mark"] for r in kept[:2])
+    told[6]["mark"] = add_marks(r["mark"] for r in kept[5:7])
+    found = audit([*told[:7], *kept[7:]], batches)
+    assert (found.problems, found.num_marked, found.num_unmarked) == ([], 6, 3)
+    told[6]["mark"] += 1
+    assert audit(told[:7], batches).problems[0].startswith("steps 3 to 7:")
 
 
 def test_samples_in_quarantine_are_missing_by_right() -> None:

@@ -18,7 +18,7 @@ import torch
 from shoal.data.batches import Batches, Loading
 from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.readers.records import BadRecord, SourceLost
-from shoal.data.sources import Pass
+from shoal.data.sources import Ids, Pass
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.remote import StoreError
 from shoal.testing.leaks import descendants, wait_until
@@ -277,3 +277,17 @@ def test_turns() -> None:
     told = [Key(5, 2), Key(5, 3), Key(6, 2), Key(6, 3)]
     assert list(islice(turns.after(Key(5, 2)), 4)) == told
     assert list(islice(turns.after(Key(5, 3)), 3)) == told[1:]
+
+
+def test_the_ids_may_be_written_to() -> None:
+    """As the rank's own may; of others, torch warns in every loader's log."""
+    asked = Batches(_Writable(range(8)), batch_size=4, loading=Loading(loaders=1))
+    try:
+        assert asked.at(0).piece(0).target.tolist() == [1] * 4
+    finally:
+        asked.close()
+
+
+class _Writable(list[int]):
+    def take(self, ids: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(len(ids)), torch.full((len(ids),), int(ids.flags.writeable))

@@ -111,6 +111,21 @@ def test_a_mixture_keeps_weights_and_takes_each_part_without_replacement(
         assert max(counts.values()) - min(counts.get(i, 0) for i in range(size)) <= 2
 
 
+@pytest.mark.parametrize("size", [50, 300, 1000, 5000])
+def test_no_sample_of_a_mixture_comes_again_before_all_have_come(size: int) -> None:
+    order = Mixed([Shuffled(size), Shuffled(size)], [size, size], [1, 1], 2 * size)
+    ids = np.array([i for epoch in range(3) for i in all_ids(order, epoch=epoch)])
+    for part in (ids[ids < size], ids[ids >= size]):
+        for start in range(0, len(part) - size + 1, size):
+            assert len(set(part[start : start + size].tolist())) == size
+
+
+def test_weights_as_large_as_numbers_get_keep_their_ratio() -> None:
+    large = [5e307, 1.5e308]
+    assert all_ids(Weighted(large, 100)) == all_ids(Weighted([1, 3], 100))
+    assert Mixed([Shuffled(1), Shuffled(1)], [1, 1], large, 8).shares == [256, 768]
+
+
 def test_passes_of_a_mixture_go_on_where_they_were() -> None:
     order = Mixed([Shuffled(1500), Shuffled(1500)], [1500, 1500], [1, 1], 1024)
     seen = [i for epoch in range(3) for i in all_ids(order, epoch=epoch) if i >= 1500]

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from shoal.data.packing import BadSample, pack, unpack
+from shoal.data.packing import BadSample, pack, parts_of, unpack
 from shoal.errors import RecipeError
 
 
@@ -63,3 +64,21 @@ def test_torch_warns_of_what_others_do() -> None:
             [sys.executable, "-c", code.format(first=first)], capture_output=True, check=True
         )
         assert int(done.stdout) == count
+
+
+def test_parts_are_what_is_packed_and_their_arrays_the_samples_own() -> None:
+    first, second = torch.arange(5, dtype=torch.int16), np.arange(3.0)
+    sample = {"a": (first, 7), "b": second, "c": torch.zeros(2, dtype=torch.bfloat16)}
+    parts = parts_of(sample)
+    assert b"".join(parts) == pack(sample)
+    assert [len(part) for part in parts[1:]] == [10, 54, 24, 40, 4]
+    first[0], second[0] = 300, 4.0
+    assert b"".join(parts) == pack(sample)
+
+
+def test_parts_of_tensors_that_lie_otherwise_are_in_order() -> None:
+    turned = torch.arange(6).view(2, 3).T
+    conjugate = torch.tensor([1 + 2j]).conj()
+    for tensor in (turned, conjugate, torch.ones(3, requires_grad=True), torch.tensor(5)):
+        found = unpack(pack(tensor))
+        assert torch.equal(found, tensor.detach()) and found.shape == tensor.shape

@@ -111,6 +111,13 @@ def test_weighted_draws() -> None:
     assert drawn == [1] * 8
 
 
+def test_mix_says_when_a_source_comes_far_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    mix([range(700), range(1)])
+    assert not caplog.text
+    mix([range(100_000), range(10)])
+    assert "source 1 (counted from 0) is 0.0001 of all, and it comes 1 in 1024 times" in caplog.text
+
+
 def test_mix_takes_rows_of_both_in_place() -> None:
     source = mix([numbered(0, 10), numbered(100, 140)], weights=[1, 3], num_samples=64)
     batch = Batches(source, batch_size=64).at(0).piece(0)

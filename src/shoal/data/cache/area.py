@@ -20,6 +20,7 @@ import os
 import struct
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.data.cache.layers import Clock, Content, protected_since, seal_of
@@ -48,6 +49,7 @@ _ROOM = 0  # the lock under which room is reserved
 _PATIENCE_S = 0.25  # for that lock, which is held for microseconds
 _PAUSE_S = 5.0  # without a try, after one who holds it did not go on
 _KEEP_S = 600.0
+_MOST_PARTS = 64  # written in one call, of which the system takes so many
 _EMPTY = bytes(16)
 
 
@@ -121,20 +123,40 @@ class Area:
         self._paused_until = 0.0
 
     def get(self, key: bytes) -> bytearray | None:
+        taken: list[bytearray] = []
+
+        def copy(view: memoryview) -> Sequence[Content]:
+            taken.append(bytearray(view))
+            return taken
+
+        return taken[0] if self.take(key, copy) else None
+
+    def take(self, key: bytes, copy: Callable[[memoryview], Sequence[Content] | None]) -> bool:
+        """Let `copy` take the content out to where it is wanted; whether it took the right one.
+
+        What it took is what it returns: the whole content in parts, which are compared with the
+        seal. With None it leaves the content be.
+        """
         slot = self._slot_of(key)
         if slot is None:
-            return None
+            return False
         _, place, length = _SLOT.unpack_from(self._map, slot)
-        content = self._entry(key, place, length)
-        if content is None:
-            # Forget it, so that it is put anew. Another key may have the slot by now, and is lost.
-            self._map[slot : slot + len(_EMPTY)] = _EMPTY
-            return None
-        self._touch(place // self.shape.segment_bytes)
-        return content
+        seal = self._seal_at(key, place, length)
+        if seal is not None:
+            start = self._arena + place + _ENTRY_BYTES
+            with memoryview(self._map) as view, view[start : start + length] as content:
+                parts = copy(content)
+            if parts is None:
+                return False
+            if seal_of(key, *parts) == seal:
+                self._touch(place // self.shape.segment_bytes)
+                return True
+        # Forget it, so that it is put anew. Another key may have the slot by now, and is lost.
+        self._map[slot : slot + len(_EMPTY)] = _EMPTY
+        return False
 
-    def put(self, key: bytes, content: Content) -> bool:
-        length = len(content)
+    def put(self, key: bytes, *parts: Content) -> bool:
+        length = sum(map(len, parts))
         if _ENTRY_BYTES + length > self.shape.segment_bytes:
             self._warn_of_size(length)
             return False
@@ -144,7 +166,7 @@ class Area:
         if place is None:
             return False
         faultpoint("cache.reserved")
-        if not self._write(place, _ENTRY.pack(key, length, seal_of(key, content)), content):
+        if not self._write(place, _ENTRY.pack(key, length, seal_of(key, *parts)), parts):
             return False
         faultpoint("cache.entry")
         _SLOT.pack_into(self._map, self._free_slot(key), key, place, length)
@@ -188,18 +210,13 @@ class Area:
         reads = [self._segment(n).last_read if n < NUM_SEGMENTS else 0.0 for n in places]
         return start + reads.index(min(reads)) * _SLOT.size
 
-    def _entry(self, key: bytes, place: int, length: int) -> bytearray | None:
-        """A copy of the entry's content, if it is the key's and whole."""
+    def _seal_at(self, key: bytes, place: int, length: int) -> bytes | None:
+        """The seal of the entry there, if it says that it is the key's and as long."""
         start = self._arena + place
-        end = start + _ENTRY_BYTES + length
-        if end > self._end:
+        if start + _ENTRY_BYTES + length > self._end:
             return None
         found, stated, seal = _ENTRY.unpack_from(self._map, start)
-        if found != key or stated != length:
-            return None
-        with memoryview(self._map) as view:
-            content = bytearray(view[start + _ENTRY_BYTES : end])
-        return content if seal_of(key, content) == seal else None
+        return seal if found == key and stated == length else None
 
     def _reserve(self, num_bytes: int) -> int | None:
         """Room for an entry, as a place in the arena; None if there is none, or no lock."""
@@ -219,14 +236,16 @@ class Area:
         finally:
             self.ranges.unlock(_ROOM)
 
-    def _write(self, place: int, head: bytes, content: Content) -> bool:
+    def _write(self, place: int, head: bytes, content: Sequence[Content]) -> bool:
         """An entry into its place; whether all of it was written.
 
         Through the file, not the map: new pages cost half as much, and want of memory is an error
         here and a fatal signal there.
         """
         try:
-            parts = [head.ljust(_ENTRY_BYTES, b"\0"), content]
+            if len(content) > _MOST_PARTS:
+                content = [b"".join(content)]
+            parts = [head.ljust(_ENTRY_BYTES, b"\0"), *content]
             return os.pwritev(self.descriptor, parts, self._arena + place) == sum(map(len, parts))
         except OSError as error:
             warn_once(f"A sample could not be kept in shared memory: {error.strerror}.")
@@ -265,6 +284,7 @@ class Area:
             f"{in_units(self.shape.num_bytes)}, which takes up to {most} a sample. Such "
             "samples are not kept there; give cached() more memory.",
             kind="a sample too large for the shared memory",
+            on_screen=True,
         )
 
 

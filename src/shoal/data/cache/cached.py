@@ -15,18 +15,21 @@ asked for sixteen at a time. A sample comes out of the cache as it comes out whe
 so that the first pass is like the others: tuples, lists, dicts, tensors, arrays, numbers, text and
 bytes (`data/packing.py`).
 
-Cost: packing and hashing when made; two copies and a hash when found. Not for samples that
-are quicker to make than to copy, such as rows of tensors in memory.
+Cost: hashing and a copy when made; a copy and a hash when found in memory, straight into the row of
+a batch (`rows.py`). Not for samples that are quicker to make than to copy, such as rows of tensors
+in memory.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from shoal.data.cache.area import Area
 from shoal.data.cache.disk import Disk
 from shoal.data.cache.identity import name_samples
 from shoal.data.cache.joining import join_area
@@ -37,7 +40,7 @@ from shoal.data.cache.redis import redis_layer
 from shoal.data.cache.rows import Rows, Unlike
 from shoal.data.collating import collate_samples
 from shoal.data.given import path_of, text_of
-from shoal.data.packing import BadSample, pack, unpack
+from shoal.data.packing import BadSample, Part, parts_of, unpack
 from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import Ids, Source, Varied, as_source, position
 from shoal.errors import RecipeError, UsageError
@@ -45,7 +48,7 @@ from shoal.tables import num_bytes_of
 
 DISK_BYTES = "10GB"
 _PATIENCE_S = 2.0  # for a sample that another process is making
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.002
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0002, 0.0005
 _AT_ONCE = 16  # samples that are asked for together; others may not make them meanwhile
 
 
@@ -113,6 +116,7 @@ class Cached:
         self._identity = identity
         self._prefix = xxhash.xxh3_128_digest(identity.encode(errors="surrogatepass"))
         self._row = Row(layers)
+        self._area = layers[0] if isinstance(layers[0], Area) else None
         self._ranges = ranges
         self._num_at_once = _AT_ONCE if isinstance(source, Many) else 1
         self._is_keeping = True
@@ -125,13 +129,16 @@ class Cached:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
-        return next(self._samples([position(index, len(self))]))[1]
+        index = position(index, len(self))
+        packed = self._row.get(self._key(index))
+        if packed is None:
+            packed = self._awaited(index)
+        return self._sample(index, packed)
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
         rows = Rows(len(ids))
         try:
-            for row, sample in self._samples([int(index) for index in ids]):
-                rows.place(row, sample)
+            self._fill(rows, [int(index) for index in ids])
         except Unlike:  # collated at once, which takes more kinds of samples or says what is wrong
             return collate_samples([self[int(index)] for index in ids], None, np.asarray(ids))
         return rows.pair()
@@ -151,75 +158,98 @@ class Cached:
             self._is_open = False
             self._row.close()
 
-    def _samples(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Each sample with its place in `ids`, in the order in which they can be had."""
-        absent, of_others = [], []
-        for place, index in enumerate(ids):
-            packed = self._row.get(self._key(index))
-            if packed is None:
-                absent.append(place)
-            else:
-                yield place, self._sample(index, packed)
+    def _fill(self, rows: Rows, ids: Sequence[int]) -> None:
+        """Every sample into its row, in the order in which they can be had."""
+        absent = [row for row, index in enumerate(ids) if not self._found(rows, row, index)]
+        of_others = []
         for start in range(0, len(absent), self._num_at_once):
-            places = absent[start : start + self._num_at_once]
-            made = self._made({place: ids[place] for place in places})
-            for place in places:
-                packed = made.get(place)
-                if packed is None:
-                    of_others.append(place)
+            chosen = absent[start : start + self._num_at_once]
+            # Others may have made it since: runs with one order are at the same batch.
+            wanted = {row: ids[row] for row in chosen if not self._copied(rows, row, ids[row])}
+            made = self._made(wanted)
+            for row, index in wanted.items():
+                if row in made:
+                    self._place(rows, row, index, made[row])
                 else:
-                    yield place, self._sample(ids[place], packed)
-        for place in of_others:
-            yield place, self._sample(ids[place], self._awaited(ids[place]))
+                    of_others.append(row)
+        for row in of_others:
+            if not self._found(rows, row, ids[row]):
+                rows.place(row, self._sample(ids[row], self._awaited(ids[row])))
+
+    def _found(self, rows: Rows, row: int, index: int) -> bool:
+        """Whether a layer had the sample, which then is in its row."""
+        if self._copied(rows, row, index):
+            return True
+        packed = self._row.get(self._key(index))
+        if packed is None:
+            return False
+        if rows.copy(row, memoryview(packed)) is None:
+            rows.place(row, self._sample(index, packed))
+        return True
+
+    def _copied(self, rows: Rows, row: int, index: int) -> bool:
+        """Whether the sample was in memory, packed as those before it, and is now in its row."""
+        area = self._area
+        return area is not None and area.take(self._key(index), partial(rows.copy, row))
+
+    def _place(self, rows: Rows, row: int, index: int, parts: Sequence[Part]) -> None:
+        if rows.fill(row, parts) is None:
+            rows.place(row, self._sample(index, bytearray().join(parts)))
 
     def _sample(self, index: int, packed: bytearray) -> Any:
         try:
             return unpack(packed)
         except BadSample:  # sealed by another who packs in another way
-            return unpack(self._pack(index, self.source[index]))
+            return unpack(bytearray().join(self._pack(index, self.source[index])))
 
-    def _made(self, wanted: Mapping[int, int]) -> Mapping[int, bytearray | None]:
-        """For each place its packed sample, but for those that other processes are making."""
+    def _made(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[Part]]:
+        """For each row its packed sample, but for those that other processes are making."""
         claims = self._ranges if self._is_keeping else None
         if claims is None:  # with no room left there is nothing to wait for
             return self._make(wanted)
-        claimed = {p: i for p, i in wanted.items() if claims.try_lock(self._number(i))}
+        claimed = {row: i for row, i in wanted.items() if claims.try_lock(self._number(i))}
         try:
             # The one who had it may have kept it between our look and our claim.
-            kept = {p: self._row.layers[0].get(self._key(i)) for p, i in claimed.items()}
-            return kept | self._make({p: i for p, i in claimed.items() if kept[p] is None})
+            looks = {row: self._row.layers[0].get(self._key(i)) for row, i in claimed.items()}
+            kept = {row: [packed] for row, packed in looks.items() if packed is not None}
+            return kept | self._make({r: i for r, i in claimed.items() if r not in kept})
         finally:
             for index in claimed.values():
                 claims.unlock(self._number(index))
 
-    def _make(self, wanted: Mapping[int, int]) -> dict[int, bytearray | None]:
-        samples = ask_many(self.source, list(wanted.values())) if wanted else []
-        made: dict[int, bytearray | None] = {}
-        for at, (place, index) in enumerate(wanted.items()):
+    def _make(self, wanted: Mapping[int, int]) -> dict[int, Sequence[Part]]:
+        samples = self._asked(list(wanted.values()))
+        made: dict[int, Sequence[Part]] = {}
+        for at, (row, index) in enumerate(wanted.items()):
             sample = self.source[index] if samples is None else samples[at]
-            made[place] = self._keep(index, sample)
+            made[row] = self._keep(index, sample)
         return made
+
+    def _asked(self, ids: list[int]) -> list[Any] | None:
+        """What `ask_many` gives; whether the source has it is known, and slow to find out."""
+        return ask_many(self.source, ids) if self._num_at_once > 1 and ids else None
 
     def _awaited(self, index: int) -> bytearray:
         """The packed sample that another process is making, or one made here when time is up."""
         deadline, pause_s = time.monotonic() + _PATIENCE_S, _LEAST_PAUSE_S
         while time.monotonic() < deadline:
-            packed = self._made({0: index}).get(0)
-            if packed is not None:
-                return packed
+            parts = self._made({0: index}).get(0)
+            if parts is not None:
+                return bytearray().join(parts)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-        return self._keep(index, self.source[index])
+        return bytearray().join(self._keep(index, self.source[index]))
 
-    def _keep(self, index: int, sample: Any) -> bytearray:
-        packed = self._pack(index, sample)
-        self._is_keeping = self._row.put(self._key(index), packed)
-        return packed
+    def _keep(self, index: int, sample: Any) -> Sequence[Part]:
+        parts = self._pack(index, sample)
+        self._is_keeping = self._row.put(self._key(index), *parts)
+        return parts
 
-    def _pack(self, index: int, sample: Any) -> bytearray:
+    def _pack(self, index: int, sample: Any) -> Sequence[Part]:
+        """The sample's parts, whose arrays are the sample's own."""
         self._num_made += 1
         try:
-            return pack(sample)
+            return parts_of(sample)
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be cached: {error}") from None
 

@@ -139,7 +139,7 @@ class Disk:
                 os.utime(path, (now, now))
         return content
 
-    def put(self, key: bytes, content: Content) -> bool:
+    def put(self, key: bytes, *parts: Content) -> bool:
         path = self._path(key)
         if os.path.exists(path):
             return True
@@ -147,12 +147,13 @@ class Disk:
             return False
         part = os.path.join(os.path.dirname(path), f"{_PART}{secrets.token_hex(8)}")
         try:
-            if not self._reserve(part, SEAL_BYTES + len(content)):
+            if not self._reserve(part, SEAL_BYTES + sum(map(len, parts))):
                 return False
             with open(part, "r+b", buffering=0) as file:
-                _write(file.fileno(), seal_of(key, content))
+                _write(file.fileno(), seal_of(key, *parts))
                 faultpoint("cache.disk")
-                _write(file.fileno(), content)
+                for each in parts:
+                    _write(file.fileno(), each)
                 now = self._clock()
                 os.utime(file.fileno(), (now, now))
             faultpoint("cache.rename")

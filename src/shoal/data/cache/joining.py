@@ -25,6 +25,7 @@ import psutil
 
 from shoal.data.cache import forks
 from shoal.data.cache.area import LAYOUT, Area, geometry, geometry_of, lay_out
+from shoal.data.cache.layers import Content
 from shoal.errors import UsageError
 from shoal.logs import log, warn_once
 from shoal.tables import in_units
@@ -50,12 +51,12 @@ class SharedArea(Area):
         self._is_listed = True
         forks.watch(self)
 
-    def put(self, key: bytes, content: bytes | bytearray | memoryview) -> bool:
+    def put(self, key: bytes, *parts: Content) -> bool:
         if not self._is_listed:
             # The process that was forked from may end, and this one be the only one to be found.
             self._is_listed = True
             _enlist(self._members, self.descriptor)
-        return super().put(key, content)
+        return super().put(key, *parts)
 
     def close(self) -> None:
         """Called by each user once; the last one closes it."""
@@ -92,7 +93,8 @@ def join_area(num_bytes: int) -> SharedArea:
     if area.shape != shape:
         warn_once(
             f"memory of {in_units(num_bytes)} has no effect: the runs of this host already share "
-            f"{in_units(area.shape.num_bytes)} until the last of them ends."
+            f"{in_units(area.shape.num_bytes)} until the last of them ends.",
+            on_screen=True,
         )
     return area
 

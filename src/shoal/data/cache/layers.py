@@ -27,8 +27,11 @@ class Layer(Protocol):
         """The content, in a buffer that is the caller's own; None if it is not there, or bad."""
         ...
 
-    def put(self, key: bytes, content: Content, /) -> bool:
-        """Keep the content; whether it is there now. Never raises for want of room or answer."""
+    def put(self, key: bytes, /, *parts: Content) -> bool:
+        """Keep the parts as one content; whether it is there now.
+
+        Never raises for want of room or answer.
+        """
         ...
 
     def close(self) -> None:
@@ -51,9 +54,9 @@ class Row:
                 return content
         return None
 
-    def put(self, key: bytes, content: Content) -> bool:
+    def put(self, key: bytes, *parts: Content) -> bool:
         """Whether any layer has it now."""
-        kept = [layer.put(key, content) for layer in self.layers]  # all of them, not the first
+        kept = [layer.put(key, *parts) for layer in self.layers]  # all of them, not the first
         return any(kept)
 
     def close(self) -> None:
@@ -61,14 +64,17 @@ class Row:
             layer.close()
 
 
-def seal_of(key: bytes, content: Content) -> bytes:
-    """The hash that content under this key must have."""
-    return xxhash.xxh3_128_digest(content, int.from_bytes(key[:8], "little"))
+def seal_of(key: bytes, *parts: Content) -> bytes:
+    """The hash that content under this key must have; the content may lie in parts."""
+    seal = xxhash.xxh3_128(seed=int.from_bytes(key[:8], "little"))
+    for part in parts:
+        seal.update(part)
+    return seal.digest()
 
 
-def sealed(key: bytes, content: Content) -> bytes:
+def sealed(key: bytes, *parts: Content) -> bytes:
     """Seal and content as one value, for layers that keep values."""
-    return b"".join((seal_of(key, content), content))
+    return b"".join((seal_of(key, *parts), *parts))
 
 
 def unsealed(key: bytes, value: Content) -> bytearray | None:

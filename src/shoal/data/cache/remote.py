@@ -71,8 +71,8 @@ class Remote:
             )
         return content
 
-    def put(self, key: bytes, content: Content) -> bool:
-        value = sealed(key, content)
+    def put(self, key: bytes, *parts: Content) -> bool:
+        value = sealed(key, *parts)
 
         def write(connection: Connection) -> bool:
             connection.write(_name_of(key), value)
@@ -126,7 +126,8 @@ class Remote:
 
     def _tell(self, kind: str, what: str) -> None:
         """Of each kind of trouble once."""
-        warn_once(f"The cache {self._name} {what}.", kind=f"{kind} of the cache {self._name}")
+        about = f"{kind} of the cache {self._name}"
+        warn_once(f"The cache {self._name} {what}.", about, on_screen=True)
 
 
 def _name_of(key: bytes) -> str:

@@ -206,9 +206,10 @@ class _Handle:
             close(self.number)
 
     def read(self, start: int, stop: int, stamp: Stamp) -> bytes:
-        if _stamp(os.fstat(self.number)) != stamp:
+        content = b"".join(self._parts(start, stop))
+        if _stamp(os.fstat(self.number)) != stamp:  # behind: it may change while it is read
             raise changed(self._path)
-        return b"".join(self._parts(start, stop))
+        return content
 
     def _parts(self, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:

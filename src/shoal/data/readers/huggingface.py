@@ -34,7 +34,7 @@ from shoal.data.readers.records import (
     positions,
     require_columns,
 )
-from shoal.data.sources import Ids
+from shoal.data.sources import Ids, is_outage
 from shoal.errors import UsageError
 
 
@@ -105,6 +105,8 @@ class HuggingFaceRows:
             try:
                 values.append(None if stored is None else _decoded(decoder, stored))
             except Exception as error:
+                if is_outage(error):
+                    raise
                 raise BadRecord(
                     f"{self} (sample {index}): column {name!r} cannot be decoded: {error}"
                 ) from error

@@ -135,8 +135,10 @@ def decode(
                     f"allowed. Raise most_pixels if it is meant, to {_PILLOWS_MOST:,} at most."
                 )
             return pixels(image, mode)
-    except BadImage:
+    except (BadImage, MemoryError):  # want of memory says nothing of the image
         raise
+    except library.UnidentifiedImageError as error:  # which names an address in memory
+        raise BadImage(f"it is none of {', '.join(_FORMATS)}, or was cut off") from error
     except Exception as error:  # its plugins raise whatever comes up
         raise BadImage(f"it cannot be decoded: {error or type(error).__name__}") from error
 

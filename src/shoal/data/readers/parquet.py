@@ -29,7 +29,7 @@ from shoal.data.readers.columns import (
 )
 from shoal.data.readers.files import Files, PathLike
 from shoal.data.readers.records import BadRecord, Indices, positions, require_columns
-from shoal.data.sources import Ids
+from shoal.data.sources import Ids, is_outage
 from shoal.errors import ShoalError, UsageError
 from shoal.optional import require
 from shoal.processes import PerProcess
@@ -113,6 +113,8 @@ class ParquetRows:
             except ShoalError:
                 raise
             except Exception as error:
+                if is_outage(error):
+                    raise
                 raise BadRecord(
                     f"{self.files.names[file]}: row group {group} (sample {ids[places[0]]}) cannot "
                     f"be decoded: {error}"

@@ -30,6 +30,8 @@ class BadRecord(RecipeError):
 class SourceLost(ShoalError):
     """A source cannot be read any more, or is not the one that was opened."""
 
+    shows_cause = False
+
 
 @runtime_checkable
 class Many(Source, Protocol):

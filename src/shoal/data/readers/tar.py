@@ -4,7 +4,7 @@ Members of one stem make a sample: `a/0001.jpg` and `a/0001.cls` are {"__key__":
 "jpg": ..., "cls": ...}, each the bytes of a member. The headers are read once, in one pass; after
 that a member is one read away, in any order. Nothing is ever extracted, and a file that holds
 anything but plain members and folders is refused: links, devices, sparse files, absolute paths,
-"..", sizes beyond a limit.
+"..", sizes beyond a limit, anything behind its end.
 
 The format is a chain of 512-byte headers, each followed by its member's bytes. Long names and sizes
 come in a header before the one they are for (pax and GNU). What a header says is not believed: its
@@ -32,6 +32,7 @@ MOST_BYTES = 256 << 20  # of one member
 _BLOCK = 512
 _WINDOW_BYTES = 128 << 10
 _MOST_EXTRA_BYTES = 1 << 20  # of a long name or a pax header
+_MOST_EMPTY_BYTES = 16 << 20  # behind the last member
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _KINDS = {
     tarfile.LNKTYPE: "a link",
@@ -186,9 +187,20 @@ class _Chain:
         try:
             return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            self._refuse_rest()
             return None
         except tarfile.HeaderError as error:
             raise _Bad(f"no tar header ({error}).") from None
+
+    def _refuse_rest(self) -> None:
+        """Behind the end there are some empty blocks alone; else members would be lost unsaid."""
+        for start in range(self.at, self._end, _WINDOW_BYTES):
+            rest = self._read(start, min(self._end, start + _WINDOW_BYTES))
+            if rest.count(0) < len(rest) or start - self.at > _MOST_EMPTY_BYTES:
+                raise _Bad(
+                    "the empty block that closes a tar file stands here, and more follows. It was "
+                    "damaged, or several were put together by cat; name each of them by itself."
+                )
 
     def _checked(self, info: tarfile.TarInfo, extra: dict[str, str]) -> tuple[str, int]:
         """Name and size of a member that may stay."""

@@ -24,7 +24,7 @@ import torch
 from shoal.data.readers.records import ask_many
 from shoal.data.sources import LeavesOut, Source, sample_of
 from shoal.data.waiting import WAITING
-from shoal.errors import RecipeError, ShoalError
+from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.processes import die_with_parent
 
 TURN = 16  # samples that a worker loads before the next one's are taken
@@ -82,7 +82,7 @@ def _loaded(source: Source, encode: Encode, turns: Iterable[range]) -> Messages:
             with WAITING.on(np.array(turn)):
                 samples = ask_many(source, turn)
         except ShoalError as error:  # a server is gone, say: no sample is to blame
-            yield _NOT_REACHED, f"sample {turn[0]}: {error}".encode()
+            yield _NOT_REACHED, sendable(f"sample {turn[0]}: {error}").encode()
             return
         for at, number in enumerate(turn):
             if samples is None:
@@ -107,7 +107,8 @@ def _message(
     except Unlike:
         return _UNLIKE, b""
     except ShoalError as error:
-        why = str(error) if f"sample {number}" in str(error) else f"sample {number}: {error}"
+        why = sendable(str(error))
+        why = why if f"sample {number}" in why else f"sample {number}: {why}"
         if not isinstance(error, RecipeError):  # a server is gone, say: no sample is to blame
             return _NOT_REACHED, why.encode()
         return (_LEFT_OUT if isinstance(source, LeavesOut) else _FAILED), why.encode()

@@ -71,7 +71,8 @@ class Copies:
                         self._fetch(remote, index, number, path)
                     finally:
                         del self._coming[wanted]
-                os.utime(path)
+                with suppress(FileNotFoundError):  # whoever opens it finds that it is gone again
+                    os.utime(path)
             return path, gone
         except OSError as error:
             if isinstance(error, UsageError):

@@ -7,30 +7,19 @@ file is mapped there, and reading one before that kills the process: whoever loo
 makes sure first. Linux and its like only (mmap with MAP_FIXED).
 """
 
-import ctypes
 import mmap
 import os
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import UsageError
+from shoal.large_pages import MAP_FIXED, MAP_NORESERVE, PROT_NONE, bytes_at, map_at, reserve
 
 GRANULE = 64 << 10  # the largest page of any machine this runs on
-_MAP_NORESERVE, _MAP_FIXED, _PROT_NONE = 0x4000, 0x10, 0
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
-    ctypes.c_int64,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
@@ -40,13 +29,9 @@ class Region:
         assert slot_bytes % GRANULE == 0, slot_bytes
         self.slot_bytes = slot_bytes
         size = num_slots * slot_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        # A granule more, so that the region can begin where one does.
-        address = _map(0, size + GRANULE, _PROT_NONE, flags, -1)
-        self._start = -(-address // GRANULE) * GRANULE
-        released = weakref.finalize(self, _libc.munmap, address, size + GRANULE)
-        released.atexit = False  # the system does it, when nobody can look any more
-        content = (ctypes.c_uint8 * size).from_address(self._start)
+        with _room_for(size):
+            address, self._start = reserve(size, GRANULE)
+        content = bytes_at(self._start, size, address, size + GRANULE)
         self.content: NDArray[np.uint8] = np.frombuffer(memoryview(content), np.uint8)
 
     def map(self, slot: int, path: Path, num_bytes: int) -> memoryview:
@@ -54,7 +39,8 @@ class Region:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             start = self._start + slot * self.slot_bytes
-            _map(start, num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
+            with _room_for(num_bytes):
+                map_at(start, num_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE | MAP_FIXED, descriptor)
         finally:
             os.close(descriptor)
         first = slot * self.slot_bytes
@@ -62,8 +48,9 @@ class Region:
 
     def unmap(self, slot: int) -> None:
         """Give the file back; nobody may look into the slot from now on."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _map(self._start + slot * self.slot_bytes, self.slot_bytes, _PROT_NONE, flags, -1)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+        with _room_for(self.slot_bytes):
+            map_at(self._start + slot * self.slot_bytes, self.slot_bytes, PROT_NONE, flags, -1)
 
 
 def mapped(path: Path) -> memoryview:
@@ -74,21 +61,21 @@ def mapped(path: Path) -> memoryview:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        address = _map(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor)
+        with _room_for(size):
+            address = map_at(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor)
     finally:
         os.close(descriptor)
-    content = (ctypes.c_uint8 * size).from_address(address)
-    released = weakref.finalize(content, _libc.munmap, address, size)
-    released.atexit = False
+    content = bytes_at(address, size, address, size)
     return np.frombuffer(memoryview(content), np.uint8).data.toreadonly()
 
 
-def _map(start: int, size: int, rights: int, flags: int, descriptor: int) -> int:
-    address: int | None = _libc.mmap(start, size, rights, flags, descriptor, 0)
-    if address is None or address == _FAILED:
-        why = os.strerror(ctypes.get_errno())
+@contextmanager
+def _room_for(size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         raise UsageError(
-            f"{size} bytes of address space cannot be had: {why}. A set of shards is mapped as a "
-            "whole; raise the limit (ulimit -v, vm.max_map_count), or build fewer, larger shards."
-        )
-    return address
+            f"{size} bytes of address space cannot be had: {error.strerror}. A set of shards is "
+            "mapped as a whole; raise the limit (ulimit -v, vm.max_map_count), or build fewer, "
+            "larger shards."
+        ) from error

@@ -30,7 +30,7 @@ from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.processes import PerProcess
 
 AT_ONCE = 4  # shards that are fetched beside each other
-_NUM_TRIES = 3  # to open a local copy
+_NUM_TRIES = 10  # to open a local copy, which others may remove as often as it is fetched
 _AGAIN_AFTER_S = 60.0  # a shard that did not come is asked for again after this
 _LOOK_S = 10.0  # between two looks at the copies of open shards
 

@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from shoal.data.given import require_whole
+from shoal.data.orders import is_shuffle, order_of
 from shoal.data.packing import pack
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
@@ -42,7 +43,7 @@ from shoal.data.shard_files.format import (
     shard_name,
 )
 from shoal.data.shard_files.places import open_place
-from shoal.data.sources import LeavesOut, Source, as_source, sample_of
+from shoal.data.sources import LeavesOut, Source, Varied, as_source, sample_of
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
 from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
@@ -75,6 +76,7 @@ def build(
     """
     source = as_source(source)
     _check(len(source), shard_bytes, compress, workers)
+    _refuse_varied(source)
     place = open_place(out)
     draft = draft_at(place)
     draft.refuse_others(force)
@@ -98,6 +100,23 @@ def build(
         ) from error
     finally:
         draft.close(job.discards)
+
+
+def _refuse_varied(source: Source) -> None:
+    """Shards hold samples, and neither what varies them nor the order they are visited in."""
+    if isinstance(source, Varied):
+        raise UsageError(
+            f"build() was given a {type(source).__name__} whose samples differ from pass to pass "
+            "(an augmentation). Shards would hold those of one pass for ever. Build before it: "
+            "mapped(shards(OUT), augment)."
+        )
+    order = order_of(source)
+    if not is_shuffle(order):
+        log.warning(
+            "the samples are written as they stand; their order (%s) is not, so put it over the "
+            "shards anew",
+            type(order).__name__,
+        )
 
 
 class _Build:

@@ -41,6 +41,7 @@ _NAMES = (np.dtype, torch.dtype, types.EllipsisType)
 _LIBRARIES = tuple(
     {sysconfig.get_paths()[name] + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's own, or the system's
 _SOURCES = (TensorSource, WindowSource, View, Chosen, Joined)
 _MOST_DEPTH = 200
 _CHUNK_BYTES = 1 << 24  # of a tensor that does not lie in one piece, copied at a time
@@ -339,7 +340,8 @@ def _content(cell: types.CellType) -> Any:
 def _is_foreign(value: Any) -> bool:
     """Whether a function or type belongs to Python or to an installed library."""
     if isinstance(value, types.FunctionType):
-        return value.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
+        file = value.__code__.co_filename
+        return file.startswith("<frozen ") or _is_installed(file)
     name, home = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
     if not isinstance(name, str) or not isinstance(home, str):
         return False
@@ -360,7 +362,11 @@ def _is_of_a_library(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None) or getattr(top, "__file__", None)
     if file is None:
         return module.__name__ in sys.builtin_module_names
-    return str(file).startswith(_LIBRARIES)
+    return _is_installed(str(file))
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
 def _version_of(module: str) -> list[str]:

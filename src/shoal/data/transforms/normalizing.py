@@ -13,7 +13,7 @@ whole number in Python becomes a tensor. Cost: one operation a number each time 
 met; samples are taken many at once where the source below can.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.data.sources import Ids, Pass, Takes
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import digest, identity_of
-from shoal.data.transforms.layers import Layer
+from shoal.data.transforms.layers import Layer, below
 from shoal.data.transforms.statistics import (
     Fields,
     FieldStatistics,
@@ -122,6 +122,20 @@ def normalized(
                 f"measured along dim {known}. Give {{{name!r}: {known}}}, or measure anew."
             )
     return Normalized(source, statistics, names, to)
+
+
+def keep_statistics(data: Any, run_dir: Path) -> None:
+    """Write what samples are normalised by into the run's directory, where it can be read later."""
+    for number, found in enumerate(_statistics_in(data)):
+        name = "statistics.json" if not number else f"statistics-{number + 1}.json"
+        found.save(run_dir / name)
+
+
+def _statistics_in(data: Any) -> Iterator[Statistics]:
+    if isinstance(data, Normalized):
+        yield data.statistics
+    for source in below(data):
+        yield from _statistics_in(source)
 
 
 class _Scale:

@@ -24,8 +24,8 @@ from shoal.data.packing import BadSample
 from shoal.data.sources import Pass, is_outage, not_reached
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.data.transforms.layers import Layer, below
-from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.logs import log
+from shoal.errors import RecipeError, ShoalError, UsageError, sendable
+from shoal.logs import log, warn_once
 
 _MOST_REASON = 2000  # characters
 
@@ -72,11 +72,14 @@ class Quarantined(Layer):
         try:
             _append(self.path, note.line())
         except OSError as failed:
-            # The line is in the log, so that nothing is left out without a trace.
-            log.warning(
-                "the quarantine file %s cannot be written (%s); its line would have been %s",
-                *(self.path, failed.strerror, note.line().decode().strip()),
+            # Its lines go into the log, so that nothing is left out without a trace.
+            warn_once(
+                f"The quarantine file {self.path} cannot be written: {failed.strerror}. Samples "
+                "that it should name are named in the logs of the ranks alone.",
+                kind=f"the quarantine file {self.path}",
+                on_screen=True,
             )
+            log.warning("its line would have been %s", note.line().decode().strip())
 
     def left_out(self) -> set[int]:
         """The samples of this source that its file names, whichever process wrote them there."""
@@ -163,6 +166,8 @@ def kinds_of(source: Any) -> str:
 
 
 def shorten(reason: str) -> str:
+    """A reason as it can be written: not too long, and in UTF-8."""
+    reason = sendable(reason)
     return reason if len(reason) <= _MOST_REASON else reason[: _MOST_REASON - 4] + " ..."
 
 

@@ -178,6 +178,22 @@ def test_a_bound_of_nonsense_is_not_written_past(area: Area) -> None:
     assert area.get(KEY) is None
 
 
+def test_what_was_taken_is_compared_not_what_is_there(area: Area) -> None:
+    """Another process may overwrite the entry while it is copied."""
+    area.put(KEY, CONTENT)
+    seen: list[bytes] = []
+
+    def torn(view: memoryview) -> list[bytes]:
+        seen.append(bytes(view))
+        return [CONTENT[:100], bytes(len(CONTENT) - 100)]
+
+    assert area.take(KEY, lambda view: None) is False
+    assert area.take(KEY, lambda view: [bytes(view[:9]), bytes(view[9:])])
+    assert area.take(KEY, torn) is False and seen == [CONTENT]
+    assert area.get(KEY) is None, "it is forgotten, and put anew"
+    assert area.put(KEY, CONTENT) and area.get(KEY) == CONTENT
+
+
 def test_an_area_that_cannot_be_mapped_leaves_nothing_open(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

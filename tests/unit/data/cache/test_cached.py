@@ -363,3 +363,41 @@ def test_records_that_another_process_makes_are_waited_for(keep, tmp_path: Path)
     assert other.take(np.arange(8))[1].tolist() == list(range(8))
     later.join()
     assert rows.made() == list(range(8))
+
+
+def test_a_bit_that_flips_costs_that_sample_alone_in_a_batch(keep, photos: Photos) -> None:
+    kept = keep(photos)
+    kept.take(np.arange(8))
+    area = kept._row.layers[0]
+    slot = area._slot_of(kept._key(5))
+    place = int.from_bytes(area._map[slot + 16 : slot + 24], "little")
+    area._map[area._arena + place + 200] ^= 4  # behind the head of the entry and the header
+    pixels, labels = kept.take(np.arange(8))
+    assert labels.tolist() == pixels[:, 0, 0, 0].tolist() == list(range(8))
+    assert (pixels == labels.view(-1, 1, 1, 1)).all()
+    assert photos.made() == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+
+
+def test_a_batch_is_its_own(keep) -> None:
+    """What is written into it reaches neither the cache nor the source."""
+    rows = [(torch.full((4,), float(n)), n) for n in range(4)]
+    kept = keep(rows, key="rows")
+    for _ in range(3):
+        inputs, _ = kept.take(np.arange(4))
+        assert inputs[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+        inputs.zero_()
+    assert [float(row[0][0]) for row in rows] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_others_made_since_is_not_made_again(keep, photos: Photos) -> None:
+    """A run looks, makes its first samples, and meanwhile another one makes the next."""
+    one, other = keep(photos), keep(photos)
+    make = one._make
+
+    def slow(wanted: Any) -> Any:
+        other.take(np.arange(4, 8))
+        return make(wanted)
+
+    one._make = slow
+    assert one.take(np.arange(8))[1].tolist() == list(range(8))
+    assert one.num_made == 4 and photos.made() == list(range(8))

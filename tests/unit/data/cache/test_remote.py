@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from shoal import logs
 from shoal.data.cache import remote
 from shoal.data.cache.layers import sealed
 from shoal.data.cache.memcached import memcached_layer
@@ -104,6 +105,7 @@ def test_a_server_that_is_away_is_left_alone_for_longer_and_longer(
         clock.now += 1
     assert asked == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert logs.for_the_screen.count(caplog.records[0].getMessage()) == 1
     server.is_away = False
     clock.now += 60
     assert layer.get(KEY) == CONTENT

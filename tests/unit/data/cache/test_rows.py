@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.data.cache.rows import Rows, Unlike
 from shoal.data.collating import collate_samples
+from shoal.data.packing import pack, parts_of
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 TYPES = st.sampled_from([torch.uint8, torch.float32, torch.int64, torch.bfloat16, torch.bool])
@@ -85,3 +86,72 @@ def test_what_rows_do_not_know_is_not_taken() -> None:
     for sample in (*samples, 5, {"a": 1}, (torch.zeros(1),)):
         with pytest.raises(Unlike):
             Rows(1).place(0, sample)
+
+
+@settings(max_examples=50)
+@given(PARTS, PARTS, st.integers(2, 5), st.booleans())
+def test_packed_samples_fill_rows_as_others_do(
+    inputs: Any, target: Any, num_rows: int, in_one_piece: bool
+) -> None:
+    samples = [(inputs(number), target(number)) for number in range(num_rows)]
+    rows = Rows(num_rows)
+    assert rows.copy(0, memoryview(pack(samples[0]))) is None, "nothing is known yet"
+    rows.place(0, samples[0])
+    for row, sample in enumerate(samples[1:], 1):
+        packed = pack(sample)
+        copied = (
+            rows.copy(row, memoryview(packed)) if in_one_piece else rows.fill(row, parts_of(sample))
+        )
+        assert copied is not None and b"".join(copied) == packed
+    assert same(rows.pair(), collate_samples(samples))
+
+
+def test_what_is_told_is_what_was_copied() -> None:
+    """Not the original, which another process may write to meanwhile."""
+    rows, packed = Rows(2), pack((torch.ones(4), 1))
+    rows.place(0, (torch.zeros(4), 0))
+    copied = rows.copy(1, memoryview(packed))
+    assert copied is not None
+    before = bytes(packed)
+    packed[:] = bytes(len(packed))
+    assert b"".join(copied) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(2), 1),
+        (torch.zeros(3, dtype=torch.int32), 1),
+        (torch.zeros(3), 1.0),
+        (torch.zeros(3), True),
+        (torch.zeros(3), None),
+        (torch.zeros(3), torch.tensor(1)),
+        (np.zeros(3, dtype=np.float32), 1),
+        [torch.zeros(3), 1],
+        (torch.zeros(3), 1, 2),
+        5,
+    ],
+)
+def test_a_packed_sample_of_another_form_is_left_to_place(other: Any) -> None:
+    rows = Rows(2)
+    rows.place(0, (torch.zeros(3), 1))
+    assert rows.fill(1, parts_of(other)) is None
+    assert rows.copy(1, memoryview(pack(other))) is None
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_nonsense_fill_no_row(nonsense: bytes) -> None:
+    rows = Rows(2)
+    rows.place(0, (torch.zeros(3), 1))
+    assert rows.copy(1, memoryview(nonsense)) is None
+    assert rows.copy(1, memoryview(pack((torch.zeros(3), 1))[:12] + nonsense)) is None
+
+
+def test_names_that_are_numbers_are_names() -> None:
+    rows = Rows(2)
+    rows.place(0, ({1: torch.zeros(3), 2: 5}, 1))
+    assert rows.fill(1, parts_of(({1: torch.zeros(3), 3: 5}, 1))) is None
+    assert rows.fill(1, parts_of(({1: torch.ones(3), 2: 6}, 7))) is not None
+    inputs, target = rows.pair()
+    assert inputs[2].tolist() == [5, 6] and target.tolist() == [1, 7]
+    assert inputs[1].tolist() == [[0.0] * 3, [1.0] * 3]

@@ -110,3 +110,12 @@ def test_empty_columns_and_identity(dataset: Any) -> None:
     assert some[1] == {"text": "row 1", "label": 1}
     assert some.identity() != huggingface(dataset).identity()
     assert huggingface(dataset.select([1])).identity() != huggingface(dataset).identity()
+
+
+def test_want_of_memory_is_no_fault_of_a_row(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(datasets.Image, "decode_example", fail)
+    with pytest.raises(MemoryError):
+        huggingface(dataset)[0]

@@ -157,3 +157,14 @@ def test_empty_and_single(tmp_path: Path) -> None:
     assert len(parquet(tmp_path / "none.parquet")) == 0
     both = parquet([tmp_path / "none.parquet", tmp_path / "one.parquet"])
     assert len(both) == 1 and both[0]["y"] == 0
+
+
+def test_want_of_memory_is_no_fault_of_a_row(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
+    with pytest.raises(MemoryError):
+        parquet(paths)[0]

@@ -57,6 +57,11 @@ def single(kind: int = tarfile.GNU_FORMAT, **fields: Any) -> bytes:
     return header + body + b"\0" * (424 + 1024)
 
 
+def with_hole(content: bytes, at: int) -> bytes:
+    """As a disk leaves it that lost a block when the power went."""
+    return content[:at] + bytes(512) + content[at + 512 :]
+
+
 def written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
@@ -125,6 +130,8 @@ HOSTILE = {
     "text": (b"this is no archive " * 60, "no tar header"),
     "empty": (b"", "it was cut"),
     "end": (archive(CONTENT)[:3584], "it was cut"),
+    "two in one": (archive(CONTENT) + archive({"late.txt": b"1"}), "and more follows"),
+    "hole": (with_hole(archive(CONTENT), 512), "and more follows"),
 }
 
 

@@ -279,3 +279,20 @@ def test_a_bad_row_is_left_out_of_training_under_quarantine(tmp_path: Path) -> N
     (tmp_path / "a.csv").write_text("x,y\n")
     with pytest.raises(SourceLost, match=r"a.csv changed"):  # no sample's fault
         Batches(kept, batch_size=4).at(0).piece(0)
+
+
+def test_a_file_that_changes_while_it_is_read_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    os.utime(path, ns=(0, 0))
+    source, read = lines(path), os.pread
+
+    def after_a_change(*arguments: int) -> bytes:
+        path.write_text("ONE\nTWO\n")
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", after_a_change)
+    with pytest.raises(SourceLost, match=r"a.txt changed"):
+        source[0]

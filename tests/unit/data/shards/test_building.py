@@ -14,6 +14,8 @@ from shoal.data.shard_files import drafts
 from shoal.data.shard_files.places import Folder, read_index
 from shoal.data.shard_files.verifying import faults
 from shoal.data.shard_files.writing import build
+from shoal.data.transforms.mapping import mapped
+from shoal.data.views import weighted
 from shoal.errors import RecipeError, ShoalError, UsageError
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, in_a_fork, kill, make
 
@@ -274,3 +276,19 @@ def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     make("rows", tmp_path / "out", progress=lambda samples, size: told.append((samples, size)))
     assert told == sorted(told) and told[-1][0] == NUM and len(told) >= 3
+
+
+def test_what_varies_from_pass_to_pass_is_not_frozen(tmp_path: Path) -> None:
+    pairs = [(torch.zeros(2), index) for index in range(4)]
+    drawn = mapped(pairs, lambda pair, random: (pair[0] + random.random(), pair[1]))
+    with pytest.raises(UsageError, match=r"a Mapped whose samples differ from pass to pass"):
+        build(drawn, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_order_that_is_lost_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pairs = [(torch.zeros(2), index) for index in range(4)]
+    build(pairs, tmp_path / "plain")
+    assert not caplog.text
+    build(weighted(pairs, [1, 2, 3, 4]), tmp_path / "out")
+    assert "their order (Weighted) is not" in caplog.text

@@ -50,6 +50,15 @@ def test_a_bad_sample_stops_or_is_left_out(tmp_path: Path, workers: int) -> None
     assert all(same(opened[at], KINDS["rows"](i)) for at, i in enumerate(good))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_name_that_is_no_text_is_told_of(tmp_path: Path, workers: int) -> None:
+    source = Gone(40, ValueError(os.fsdecode(b"photo-\xff.jpg")))
+    with pytest.raises(RecipeError, match=r"sample 40 .*photo-\\udcff.jpg"):
+        build(source, tmp_path / "out", workers=workers)
+    build(quarantine(source, tmp_path / "bad.jsonl"), tmp_path / "out", workers=workers)
+    assert len(shards(tmp_path / "out")) == NUM - 1
+
+
 class Gone(Small):
     """Its server goes away."""
 

@@ -82,6 +82,26 @@ def test_what_another_process_removed_is_not_held(
     check(source, kind)
 
 
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_that_another_process_removes_at_once_is_fetched_again(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str, compress: str | None
+) -> None:
+    """As runs do to each other whose limits are too small for the shards that they use."""
+    make(kind, URL, compress)
+    number, touch = [0], os.utime
+
+    def removed_first(path: Path) -> None:
+        number[0] += 1
+        if number[0] % 4:  # three times of four
+            os.unlink(path)
+        touch(path)
+
+    monkeypatch.setattr(os, "utime", removed_first)
+    check(shards(URL, tmp_path / "copies"), kind)
+    assert number[0] > 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_go_by_their_use(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -291,3 +291,24 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     nameless = torch.utils.data.TensorDataset(torch.ones(1))
     with pytest.raises(NoIdentity, match="TensorDataset does not say"):
         mapped(nameless, abs).identity()
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_library_is_known_by_version_wherever_it_is_installed(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `pip install --user`, or in a venv that sees the system's packages."""
+    place = tmp_path / "lib" / folder
+    place.mkdir(parents=True)
+
+    def digest_with(version: str, factor: int) -> str:
+        text = f"__version__ = '{version}'\ndef scale(x): return {factor} * x\n"
+        made = module(place, text, "installed")
+        made.__file__ = str(place / "installed.py")
+        monkeypatch.setitem(sys.modules, "installed", made)
+        rules = module(tmp_path, "import installed\ndef change(x): return installed.scale(x)\n")
+        return digest(rules.change)
+
+    first = digest_with("1.0", 2)
+    assert digest_with("1.0", 3) == first, "its code is not followed"
+    assert digest_with("1.1", 3) != first

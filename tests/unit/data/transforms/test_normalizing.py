@@ -11,8 +11,8 @@ from shoal.data.collating import collate_samples, fetch
 from shoal.data.sources import Pass, Takes, Varied, tensors
 from shoal.data.transforms.drawing import on
 from shoal.data.transforms.mapping import mapped
-from shoal.data.transforms.normalizing import normalized
-from shoal.data.transforms.statistics import statistics
+from shoal.data.transforms.normalizing import keep_statistics, normalized
+from shoal.data.transforms.statistics import load_statistics, statistics
 from shoal.errors import RecipeError, UsageError
 
 
@@ -113,3 +113,12 @@ def test_what_is_wrong_is_said() -> None:
         normalized([(np.zeros(3), 0), (np.zeros(2), 0)], statistics=of)[1]
     with pytest.raises(RecipeError, match=r"sample 0 .*a str, which is no number"):
         normalized([("x", 0)], statistics=of)[0]
+
+
+def test_statistics_of_all_layers_are_kept_for_a_run(tmp_path: Path) -> None:
+    below = normalized(pairs(torch.float32), {"inputs.image": 0})
+    source = mapped(normalized(below, {"target": None}), lambda sample: sample)
+    keep_statistics(source, tmp_path)
+    kept = [load_statistics(tmp_path / f"statistics{end}.json") for end in ("", "-2")]
+    assert [list(found.fields) for found in kept] == [["target"], ["inputs.image"]]
+    assert kept[1] == below.statistics

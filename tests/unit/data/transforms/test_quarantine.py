@@ -26,6 +26,7 @@ from shoal.data.transforms.quarantine import quarantine
 from shoal.data.transforms.statistics import statistics
 from shoal.data.views import by_length, in_order
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.logs import for_the_screen
 
 
 class Some:
@@ -272,7 +273,8 @@ def test_a_full_disk_is_said_and_the_line_is_in_the_log(
     source = quarantine(Some({}), tmp_path / "bad.jsonl")
     source.path = Path("/dev/full")
     source.record(5, ValueError("odd"))
-    assert "cannot be written (No space left" in caplog.text and '"index":5' in caplog.text
+    assert "cannot be written: No space left" in caplog.text and '"index":5' in caplog.text
+    assert "cannot be written: No space left" in for_the_screen[-1]
 
 
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
@@ -284,3 +286,16 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         quarantine(Some({}), tmp_path / "data.csv" / "x")
     assert (tmp_path / "data.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_a_reason_with_a_name_that_is_no_text_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    source = Some({3: ValueError(os.fsdecode(b"photo-\xff.jpg"))})
+    piece = Batches(quarantine(source, tmp_path / "a.jsonl"), batch_size=16).at(0).piece(0)
+    assert piece.num_samples == 15
+    assert len(clean(source, quarantine=tmp_path / "b.jsonl", identity="odd")) == 15
+    for name in ("a.jsonl", "b.jsonl"):
+        (line,) = lines(tmp_path / name)
+        assert line["index"] == 3 and r"photo-\udcff.jpg" in line["reason"]
