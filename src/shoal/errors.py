@@ -15,6 +15,7 @@ class ShoalError(Exception):
     """The root of the tree."""
 
     exit_code = 1
+    shows_cause = True  # whether the traceback of what caused it helps: not of a server's absence
 
 
 class UsageError(ShoalError):
@@ -74,3 +75,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}."
+
+
+def sendable(text: str) -> str:
+    """The words of an error without what UTF-8 has no bytes for, as names of files may hold."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -7,18 +7,24 @@ by everything. Out of lockstep each goes on from its own step, a newcomer from i
 are new, all are at step 0 and hold the seed's weights.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.errors import AgreementLost, ShoalError
 from shoal.faults import faultpoint
-from shoal.hooks import StepInfo
+from shoal.hooks import StepInfo, Times
 from shoal.numerics.precision import ScaleState
+from shoal.sync.choose import asked_now
 from shoal.sync.state import Given, share_bytes, share_state
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
+
+
+# A step that nobody who lives has made.
+UNKNOWN = StepInfo(0, math.nan, 0, 0.0, None, Times(0.0, 0.0, 0.0, 0.0), 0)
 
 
 class Notes(msgspec.Struct, frozen=True):
@@ -52,7 +58,7 @@ def catch_up(trainer: "Trainer") -> bool:
     first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
     trainer.is_scribe = first and group.rank == scribes[0]  # one in all, however models are cut
     # After the first batch, who is new and who is not hold the same: the first weights.
-    served = int(min(row[3] for row in rows))
+    trainer.served = served = int(min(row[3] for row in rows))
     if not furthest[0] and served > 1:
         trainer.seat.step = served  # where the run was, which nobody else can tell any more
         raise ShoalError(
@@ -87,6 +93,11 @@ def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
         trainer.step = trainer.strategy.begins_at
         trainer.strategy.load_state_dict(state, trainer.step, served=False)
         trainer.last_info = None if notes.info is None else notes.info._replace(step=trainer.step)
+    if is_new and trainer.step > notes.step:
+        # What follows the step needs all, and nobody else is there: it is still to be done.
+        trainer.last_info = trainer.last_info or UNKNOWN._replace(step=trainer.step)
+        trainer.stopped = asked_now(trainer.strategy).stop
+        return True
     if trainer.step == notes.step:
         trainer.answers, trainer.stopped = notes.answers, notes.stopped
     elif trainer.step == notes.past[0]:

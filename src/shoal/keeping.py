@@ -37,7 +37,7 @@ from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
 from shoal.remote import StoreError
 from shoal.run import Run
-from shoal.sync.choose import kinds_held
+from shoal.sync.choose import kinds_held, settle
 from shoal.sync.replicas import shared_name
 from shoal.sync.state import Given, share_bytes
 
@@ -191,6 +191,7 @@ class Keeper:
 
     def save(self, trainer: "Trainer") -> str:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
+        settle(trainer.strategy)
         try:
             state = trainer.strategy.state_dict()
         except OSError as error:  # there is no room for what servers hold

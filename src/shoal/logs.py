@@ -26,8 +26,8 @@ def warn_on_screen(message: str) -> None:
 _said: set[str] = set()
 
 
-def warn_once(message: str, kind: str = "") -> None:
+def warn_once(message: str, kind: str = "", on_screen: bool = False) -> None:
     """Warn, but only the first time that this message, or one of its `kind`, comes up here."""
     if (kind or message) not in _said:
         _said.add(kind or message)
-        log.warning(message)
+        warn_on_screen(message) if on_screen else log.warning(message)

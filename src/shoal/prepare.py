@@ -43,7 +43,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     _refuse_tables_that_shrink(plan, model)
     _refuse_tables(run, plan, model)
     _refuse_too_many_fragments(plan, model)
-    _refuse_numbers_without_order(plan, model)
+    _refuse_complex(plan, model)
     lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
@@ -84,14 +84,19 @@ def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
     return [first, *[place for place, other in others if other == form][-1:]]
 
 
-def _refuse_numbers_without_order(plan: Plan, model: nn.Module) -> None:
+def _refuse_complex(plan: Plan, model: nn.Module) -> None:
     names = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
-    if plan.combine != "mean" and names:
-        raise PlanError(
-            f"{names[0]} is complex, and combine={plan.combine} puts gradients in order, which "
-            "complex numbers have none of. Leave out combine, or train real and imaginary parts as "
-            "two parameters."
-        )
+    unfit = {
+        "combine": ("mean", "puts gradients in order, which complex numbers have none of"),
+        "local_steps": (1, "brings weights of real numbers together"),
+        "codec": ("none", "rounds real numbers"),
+    }
+    for key, (usual, why) in unfit.items():
+        if names and getattr(plan, key) != usual:
+            raise PlanError(
+                f"{names[0]} is complex, and {key}={getattr(plan, key)} {why}. Leave out {key}, or "
+                "train real and imaginary parts as two parameters."
+            )
 
 
 def lay_flat(plan: Plan, model: nn.Module) -> None:

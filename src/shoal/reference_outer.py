@@ -111,11 +111,15 @@ def _dropped(rule: str, count: int) -> int:
     return min(most, math.ceil(Fraction(share) * count)) if name == "trimmed" else most
 
 
-def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+def added(tensors: Sequence[Tensor]) -> Tensor:
     terms: list[Values] = [[tensor] for tensor in tensors]
     (total,) = tree_sum(terms.__getitem__, range(len(terms)))
     assert total is not None
-    return total / len(terms)
+    return total
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    return added(tensors) / len(tensors)
 
 
 @torch.no_grad()
@@ -131,8 +135,9 @@ def average(replicas: Sequence[Sequence[Tensor]]) -> None:
 class Part:
     """Parameters of a fragment that are of one type, of each replica, and what all share.
 
-    With `keys` servers keep the anchor. They are where in the part the elements stand that are
-    packed together, -1 where there is none; the mean is not packed, since nobody sends it.
+    With `keys` servers keep the anchor, and add up in its type. They are where in the part the
+    elements stand that are packed together, -1 where there is none; the mean is not packed, since
+    nobody sends it.
     """
 
     def __init__(
@@ -167,16 +172,25 @@ class Part:
 
     def mean(self, gradients: list[Tensor]) -> Tensor:
         """Of what arrives of them."""
+        if self.keys is not None:
+            return self._served_mean([g.to(self.anchor.dtype) for g in gradients])
         if self.codec is None:
             return mean_of(gradients)
         whole = [g + residual for g, residual in zip(gradients, self.residuals, strict=True)]
         packed = [self._packed(g) for g in whole]
         self.residuals = [g - kept for g, kept in zip(whole, packed, strict=True)]
-        if self.keys is not None:
-            return mean_of(packed)
         mean = mean_of(packed) + self.owed
         self.owed = mean - self._packed(mean)
         return self._packed(mean).to(self.dtype)
+
+    def _served_mean(self, rows: list[Tensor]) -> Tensor:
+        """Rows are of the anchor's type when they leave, and again when they are added up."""
+        if self.codec is not None:
+            whole = [row + residual for row, residual in zip(rows, self.residuals, strict=True)]
+            packed = [self._packed(row) for row in whole]
+            self.residuals = [row - kept for row, kept in zip(whole, packed, strict=True)]
+            rows = [kept.to(self.anchor.dtype) for kept in packed]
+        return added(rows).to(self.dtype) / len(rows)
 
     def _packed(self, flat: Tensor) -> Tensor:
         assert self.codec is not None

@@ -23,6 +23,8 @@ from shoal.processes import PerProcess
 _EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
 _LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError)
+_MISSING = (404, 410)  # as HTTP says it
+_MAY_PASS = (408, 425, 429)  # of what HTTP blames on who asks
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 
 Answer = TypeVar("Answer")
@@ -30,6 +32,8 @@ Answer = TypeVar("Answer")
 
 class StoreError(UsageError, OSError):
     """An object store cannot be reached, or refuses. An OSError, like those of a disk."""
+
+    shows_cause = False
 
     def __str__(self) -> str:
         return self.strerror or super().__str__()  # a sentence, which needs no number before it
@@ -125,9 +129,17 @@ class Remote:
 
     def part(self, path: str, start: int, stop: int) -> bytes:
         """Bytes of an object, fewer where it ends; raises FileNotFoundError if there is none."""
-        return bytes(
+        content = bytes(
             self._ask("read", path, lambda system, at: system.cat_file(at, start=start, end=stop))
         )
+        if len(content) > stop - start:
+            raise StoreError(
+                errno.EOPNOTSUPP,
+                f"{self} sent {len(content)} bytes of {path} where {stop - start} were asked for: "
+                "the server knows no Range requests, and would send all for each part. Use one "
+                "that does, or copy the file to a disk.",
+            )
+        return content
 
     def put(self, path: str, content: bytes) -> None:
         """Write a small object, in one request."""
@@ -163,9 +175,12 @@ class Remote:
             try:
                 system, _ = self._back_end.get()
                 return act(system, self._path(path))
-            except (FileNotFoundError, UsageError):
+            except UsageError:
                 raise
-            except Exception as error:
+            except Exception as raised:
+                error = _meant(raised)
+                if isinstance(error, FileNotFoundError):
+                    raise
                 lasting = _lasts(error)
                 if lasting or failures == self._patience.num_tries:
                     raise self._failed(verb, path, error, 0 if lasting else failures) from error
@@ -245,7 +260,20 @@ def _is_folder(entry: Mapping[str, Any]) -> bool:
     return bool(entry["type"] == "directory")
 
 
+def _meant(error: Exception) -> Exception:
+    """The error itself; of HTTP what it came from, since fsspec takes all for a missing file."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_of_http = type(cause).__module__.partition(".")[0] == "aiohttp"
+    is_missing = getattr(cause, "status", None) in _MISSING
+    return cause if isinstance(cause, TimeoutError) or (is_of_http and not is_missing) else error
+
+
 def _lasts(error: Exception) -> bool:
     """Whether trying again cannot help."""
+    status = getattr(error, "status", None)  # of HTTP
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in _MAY_PASS
     is_known = isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
     return is_known or isinstance(error, _MISTAKES)

@@ -23,6 +23,8 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.plan import Plan
 from shoal.world import cores
 
+MOST_LOADERS = 256  # of a rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -66,8 +68,10 @@ class Run:
         self._check_counts()
         check_end(self.end)
         as_source(self.data)
-        if self.evaluate is not None:
-            as_source(self.evaluate, "evaluate")
+        if self.evaluate is not None and not len(as_source(self.evaluate, "evaluate")):
+            raise UsageError(
+                "evaluate is empty: len(evaluate) is 0. Give at least 1 sample, or leave it out."
+            )
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
@@ -80,8 +84,11 @@ class Run:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
-        if type(self.loaders) is not int or self.loaders < 0:
-            raise UsageError(f"loaders={self.loaders!r} must be a whole number, 0 for none.")
+        if type(self.loaders) is not int or not 0 <= self.loaders <= MOST_LOADERS:
+            raise UsageError(
+                f"loaders={self.loaders!r} must be a whole number from 0, for none, to "
+                f"{MOST_LOADERS}: each rank forks as many processes."
+            )
         if (self.steps is None) == (self.epochs is None):
             given = "both are" if self.steps else "neither is"
             raise UsageError(f"A run needs steps or epochs, one of them; {given} given.")

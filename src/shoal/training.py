@@ -61,8 +61,8 @@ class Trainer:
         self.model = self.prepared.model
         self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
         self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
-        self.loss_scale = LossScale(plan.precision)
-        self.step = 0
+        self.loss_scale, self.step = LossScale(plan.precision), 0
+        self.served = 0  # steps that servers had of all ranks when the group formed
         self.stopped = self.meets = False  # after this step: for good, until the next generation
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
@@ -157,10 +157,11 @@ class Trainer:
         """Take the place in a new mesh and agree on the state."""
         take_size(self, mesh)
         self.balance, self.pace = balance_of(self.plan, mesh)
-        self._is_fresh = False  # whether the last step was committed in the group as it is
+        self._is_fresh = False  # whether the last step is one that all commit in this group
         self.take_place(mesh)
         if handover.catch_up(self):
             self._unseen, self._num_heard = self.last_info, 0
+            self._is_fresh = not self.strategy.in_lockstep and self.served < self.step
         self.keeper.restore(self)
         self.seat.formed(self.step)
 
@@ -190,7 +191,7 @@ class Trainer:
             return
         self.loss_scale.good_step()
         self.step += 1  # committed
-        self._is_fresh, self.answers, self._num_heard = self.strategy.begins_at < self.step, [], 0
+        self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -244,7 +245,6 @@ class Trainer:
         if self._is_fresh:
             self.keeper.after_step(self, info)
         self._unseen = None
-        for hook in self.hooks:
+        for hook in (*self.hooks, self.seat.stepped):
             hook(info)
-        self.seat.stepped(info)
         return info

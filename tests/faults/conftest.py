@@ -1,5 +1,8 @@
 """What the fault tests share: the tiny run, started from the pool, and its undisturbed twin."""
 
+import os
+import random
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -43,7 +46,7 @@ def undisturbed(undisturbed_under: Callable[..., Trained]) -> Trained:
 
 @pytest.fixture
 def start(pool: Pool, tmp_path: Path) -> Start:
-    """Start the tiny run (or another of its file) with faults."""
+    """Start the tiny run (or another of its file) with faults, in a new run directory or again."""
 
     def begin(
         *armed: str,
@@ -51,13 +54,14 @@ def start(pool: Pool, tmp_path: Path) -> Start:
         plan: str = PLAN,
         options: tuple[str, ...] = (),
         namespace: str = "",
+        run_dir: Path | None = None,
         **settings: object,
     ) -> Training:
-        run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
+        number = sum(1 for _ in tmp_path.glob("run-*.out"))
         return faults.start(
             pool,
             f"{RECIPE}:{recipe}",
-            run_dir,
+            run_dir or tmp_path / f"run-{number}",
             plan=plan,
             settings=settings,
             faults=armed,
@@ -66,3 +70,11 @@ def start(pool: Pool, tmp_path: Path) -> Start:
         )
 
     return begin
+
+
+@pytest.fixture
+def draws() -> random.Random:
+    """Others in each test run; the seed is printed, so that what fails can be repeated."""
+    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
+    return random.Random(seed)

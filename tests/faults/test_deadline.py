@@ -102,5 +102,5 @@ def test_a_stop_is_at_the_end_of_a_round_that_all_are_in(start) -> None:
     assert trained.exit_code == 75, trained.errors
     step = trained.result["checkpoint"]
     assert step == trained.result["steps"] < NUM_STEPS and step % 4 == 0
-    again = start(plan=PLAN, options=("--resume", "--run-dir", str(trained.run_dir))).wait()
+    again = start(plan=PLAN, options=("--resume",), run_dir=trained.run_dir).wait()
     assert again.exit_code == 0 and again.result["steps"] == NUM_STEPS, again.errors

@@ -76,20 +76,17 @@ def test_a_stop_is_at_the_end_of_a_window(start, plan: str) -> None:
     assert trained.exit_code == 75, trained.errors
     step = trained.result["checkpoint"]
     assert step == trained.result["steps"] < NUM_STEPS and step % 4 == 0
-    again = start(plan=PLAN, options=("--resume", "--run-dir", str(trained.run_dir))).wait()
+    again = start(plan=PLAN, options=("--resume",), run_dir=trained.run_dir).wait()
     assert again.exit_code == 0 and again.result["steps"] == NUM_STEPS, again.errors
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_kills_at_random_moments(start, num_kills: int) -> None:
-    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
-    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
-    draws = random.Random(seed)
+def test_kills_at_random_moments(start, draws: random.Random, num_kills: int) -> None:
     for attempt in range(num_kills):
         training = start(pause=0.01, plan=PLAN)
         training.wait_for_seats()
         time.sleep(draws.uniform(0.0, 0.5))
         training.signal_rank(draws.randrange(5), signal.SIGKILL)
         check_whole(trained := training.wait())
-        assert trained.result["recoveries"] == 1, f"kill {attempt} of seed {seed}"
+        assert trained.result["recoveries"] == 1, f"kill {attempt}"

@@ -5,12 +5,9 @@ forked for a new seat is the spare that stands by.
 """
 
 import os
-import random
 import signal
 import socket
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,15 @@ import pytest
 
 from shoal.elastic.control import ask
 from shoal.errors import UsageError
-from shoal.testing.faults import Trained, check_ledger, check_same, check_sizes, events, resize
+from shoal.testing.faults import (
+    Trained,
+    check_answers,
+    check_ledger,
+    check_same,
+    check_sizes,
+    resize,
+    resize_while_one_is_killed,
+)
 
 NUM_STEPS = 60
 SERVED = "sync=server servers=2"
@@ -98,7 +103,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, undisturbed) -> 
     training.command.send_signal(signal.SIGTERM)
     stopped = training.wait()
     assert stopped.exit_code == 75, stopped.errors
-    again = start(plan="data=1", options=("--resume", "--run-dir", str(stopped.run_dir)))
+    again = start(plan="data=1", options=("--resume",), run_dir=stopped.run_dir)
     assert again.wait().exit_code == 0
     assert stopped.model() == undisturbed.model()
 
@@ -225,42 +230,23 @@ def test_a_stop_in_a_resize_stops(start, undisturbed) -> None:
     trained = training.wait()
     caller.join()
     assert trained.exit_code == 75 and "over before" in answers[0]["refused"]
-    again = start(plan="data=3", options=("--resume", "--run-dir", str(trained.run_dir)))
+    again = start(plan="data=3", options=("--resume",), run_dir=trained.run_dir)
     assert again.wait().exit_code == 0
     assert trained.model() == undisturbed.model()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("attempt", range(20))
-def test_kills_at_random_moments_of_resizes(start, undisturbed, attempt: int) -> None:
+def test_kills_at_random_moments_of_resizes(start, undisturbed, draws, attempt: int) -> None:
     """Whoever is killed, each command is answered, and the bits are the same."""
-    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
-    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
-    draws = random.Random(seed)
     training = start(pause=0.02, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
-
-    def kill() -> None:
-        time.sleep(draws.uniform(0.0, 0.4))
-        started = [event["pid"] for event in events(training.run_dir, "started")]
-        with suppress(ProcessLookupError):  # it has left
-            os.kill(draws.choice(started), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    answers = []
-    for size in draws.sample(["data=3 servers=1", "data=2 servers=3", "servers=2"], 3):
-        answers.append(ask(training.run_dir, resize=size))
-        print(size, answers[-1])
-    killer.join()
+    sizes = ["data=3 servers=1", "data=2 servers=3", "servers=2"]
+    answers = resize_while_one_is_killed(training, sizes, draws, within_s=0.4)
     trained = training.wait()
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
-    done = [answer["plan"] for answer in answers if "plan" in answer]
-    assert [event["plan"] for event in trained.events("resized")] == done
-    for answer in answers:
-        why = answer.get("refused", "already")
-        assert "already" in why or "a newcomer" in why, answer
+    check_answers(trained, answers)
 
 
 @pytest.mark.full

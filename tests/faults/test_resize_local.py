@@ -5,12 +5,7 @@ where a step leaves nothing behind but weights, a window that is done again has 
 has six pieces, so one, two, three or six replicas; windows are of four steps.
 """
 
-import os
-import random
 import signal
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +15,14 @@ from safetensors.torch import load_file
 from shoal.elastic.control import ask
 from shoal.plan import Plan
 from shoal.recipe import load_recipe
-from shoal.testing.faults import Trained, check_ledger, check_sizes, events, resize
+from shoal.testing.faults import (
+    Trained,
+    check_answers,
+    check_ledger,
+    check_sizes,
+    resize,
+    resize_while_one_is_killed,
+)
 from tests.faults.replicas import play
 
 NUM_STEPS = 60
@@ -206,8 +208,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_size(start, plan: str) -> No
     training.command.send_signal(signal.SIGTERM)
     stopped = training.wait()
     assert stopped.exit_code == 75 and stopped.result["steps"] < NUM_STEPS, stopped.errors
-    options = ("--resume", "--run-dir", str(stopped.run_dir))
-    again = start(plan=stopped.result["plan"], options=options).wait()
+    plan_of_now = stopped.result["plan"]
+    again = start(plan=plan_of_now, options=("--resume",), run_dir=stopped.run_dir).wait()
     assert again.exit_code == 0, again.errors
     check_played(stopped, plan, "mlp")
 
@@ -227,35 +229,16 @@ def test_where_a_death_takes_all_back_replicas_come_and_go_too(start) -> None:
 @full
 @pytest.mark.parametrize("attempt", range(20))
 @pytest.mark.parametrize("plan", [NESTEROV, SERVED])
-def test_kills_at_random_moments_of_resizes(start, plan: str, attempt: int) -> None:
+def test_kills_at_random_moments_of_resizes(start, draws, plan: str, attempt: int) -> None:
     """Whoever is killed, each command is answered, and the bits are those of the sizes it had.
 
     Two replicas at least: what one alone has learnt dies with it."""
-    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
-    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
-    draws = random.Random(seed)
     training = start(pause=0.01, plan=plan, recipe="stateless")
     training.wait_for_step(5)
-
-    def kill() -> None:
-        time.sleep(draws.uniform(0.0, 0.6))
-        started = [event["pid"] for event in events(training.run_dir, "started")]
-        with suppress(ProcessLookupError):  # it has left
-            os.kill(draws.choice(started), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    answers = []
-    for size in draws.sample(["data=3", "data=6", "data=2"], 3):
-        answers.append(ask(training.run_dir, resize=size))
-        print(size, answers[-1])
-    killer.join()
+    sizes = ["data=3", "data=6", "data=2"]
+    answers = resize_while_one_is_killed(training, sizes, draws, within_s=0.6)
     trained = training.wait()
     assert trained.exit_code == 0, trained.errors
-    done = [answer["plan"] for answer in answers if "plan" in answer]
-    assert [event["plan"] for event in trained.events("resized")] == done
-    if done:
+    check_answers(trained, answers)
+    if trained.events("resized"):
         check_played(trained, plan, "stateless")
-    for answer in answers:
-        why = answer.get("refused", "already")
-        assert "already" in why or "a newcomer" in why, answer

@@ -102,10 +102,9 @@ def test_a_server_and_a_worker_at_once(start, undisturbed, point: str) -> None:
 @pytest.mark.parametrize("num_kills", [1, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plan", [LOCKSTEP, pytest.param(COPIED, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_kills_at_random_moments(start, undisturbed, plan: str, num_kills: int) -> None:
-    seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
-    print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
-    draws = random.Random(seed)
+def test_kills_at_random_moments(
+    start, undisturbed, draws: random.Random, plan: str, num_kills: int
+) -> None:
     for attempt in range(num_kills):
         training = start(pause=0.01, plan=plan)
         training.wait_for_seats()
@@ -114,7 +113,7 @@ def test_kills_at_random_moments(start, undisturbed, plan: str, num_kills: int) 
         trained = training.wait()
         check_same(trained, undisturbed)
         check_ledger(trained, NUM_STEPS)
-        assert trained.result["recoveries"] == 1, f"kill {attempt} of seed {seed}"
+        assert trained.result["recoveries"] == 1, f"kill {attempt}"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +132,39 @@ def test_out_of_lockstep_the_others_go_on(start, plan: str, bound: str, fault: s
     assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
 
 
+AHEAD = [
+    ("staleness=2", 60),  # it waits until it may begin the next batch
+    ("staleness=any", 20),  # until all are where the state is evaluated and saved
+    ("staleness=any", 60),  # until all are at the end
+    ("staleness=1 local_steps=4", 60),
+    ("staleness=any local_steps=4 outer=nesterov", 20),
+]
+
+
+@pytest.mark.parametrize("num_dead", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("bound", "every"), AHEAD)
+def test_one_that_dies_ahead_of_the_others_does_not_keep_them(
+    start, bound: str, every: int, num_dead: int
+) -> None:
+    """Rank 1 stands still until the others wait for it; of those, some die."""
+    plan, options = f"{LOCKSTEP} {bound}", ("--heartbeat-timeout", "60", "--spares", "2")
+    training = start(recipe="judged", plan=plan, options=options, pause=0.01, save=every)
+    training.wait_for_step(5)
+    training.signal_rank(1, signal.SIGSTOP)
+    time.sleep(2.0)
+    for rank in (2, 0)[:num_dead]:
+        training.signal_rank(rank, signal.SIGKILL)
+    time.sleep(0.5)
+    training.signal_rank(1, signal.SIGCONT)
+    trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    assert trained.result["recoveries"] == num_dead
+    assert [record["step"] for record in trained.steps()] == list(range(1, NUM_STEPS + 1))
+    assert {every, NUM_STEPS} <= {event["step"] for event in trained.events("saved")}
+    most = bound.split()[0].removeprefix("staleness=")
+    assert most == "any" or trained.result["staleness"]["largest"] <= int(most)
+
+
 @pytest.mark.parametrize(
     "bound", ["staleness=2", pytest.param("staleness=any", marks=pytest.mark.full)]
 )
@@ -144,7 +176,7 @@ def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> 
     assert trained.exit_code == 75, trained.errors
     step = trained.result["checkpoint"]
     assert step == trained.result["steps"] < NUM_STEPS
-    again = start(plan=LOCKSTEP, options=("--resume", "--run-dir", str(trained.run_dir)))
+    again = start(plan=LOCKSTEP, options=("--resume",), run_dir=trained.run_dir)
     assert again.wait().exit_code == 0
     steps = [record["step"] for record in trained.steps()]
     assert steps == list(range(1, NUM_STEPS + 1))
@@ -181,6 +213,8 @@ def test_what_a_successor_does_again_may_take_longer_than_a_group_has_to_form(st
     armed = "server.applied:kill:member=4:step=20"
     trained = start(armed, recipe="dawdling", plan=LOCKSTEP, options=options).wait()
     assert trained.exit_code == 0, trained.errors
+    (told,) = [e["text"] for e in trained.events("warning") if "does not work yet" in e["text"]]
+    assert "After 5 s" in told and "server 1" in told
     check_recovered(trained, {4: "killed by SIGKILL"})
     check_survivors(trained, [4])
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from shoal.cluster.invitation import KEYS, NAME
+from shoal.cluster.invitation import INVITATION, KEYS
 from shoal.comm.wire import make_keys
 from shoal.faults import VARIABLE
 from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
@@ -28,6 +29,7 @@ from shoal.testing.ranks import Pool
 NUM_STEPS = 60
 SPANNING = "data=4 sync=server servers=2 hosts=2"
 SECOND = (2, 3, 5, 7)  # seats of the second host
+IMPATIENT = ("--heartbeat-timeout", "2.5")
 
 
 @pytest.fixture
@@ -37,18 +39,21 @@ def alone(undisturbed_under) -> Trained:
 
 @pytest.fixture
 def cable() -> Iterator[tuple[Host, Host]]:
-    made = two_hosts()
-    try:
-        hosts = made.__enter__()
-    except NoNamespaces as why:
-        pytest.skip(f"needs network namespaces: {why}")
-    yield hosts
-    made.__exit__(None, None, None)
+    with ExitStack() as made:
+        try:
+            hosts = made.enter_context(two_hosts())
+        except NoNamespaces as why:
+            pytest.skip(f"needs network namespaces: {why}")
+        yield hosts
 
 
 class Spanning(NamedTuple):
     training: Training
     joining: Joining
+
+    def pids(self) -> list[int]:
+        """Of all members, on both hosts."""
+        return [event["pid"] for event in events(self.training.run_dir, "started")]
 
     def wait(self) -> tuple[Trained, int, str]:
         trained = self.training.wait()
@@ -56,7 +61,7 @@ class Spanning(NamedTuple):
 
 
 def wait_for_invitation(run_dir: Path) -> None:
-    assert wait_until((run_dir / NAME).exists, 30.0), "nobody was invited"
+    assert wait_until((run_dir / INVITATION).exists, 30.0), "nobody was invited"
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def begin(pool: Pool, start: Callable[..., Training]) -> Callable[..., Spanning]
 
 
 def check_nothing_left(run_dir: Path) -> None:
-    for name in (NAME, KEYS, "servers", "owner"):
+    for name in (INVITATION, KEYS, "servers", "owner"):
         assert not (run_dir / name).exists(), f"{name} was left"
 
 
@@ -107,7 +112,7 @@ def secrets_in(keys: bytes) -> list[bytes]:
 def test_two_hosts_train_the_bits_of_one(begin, cable, alone: Trained) -> None:
     spanning = begin(hosts=cable)
     run_dir = spanning.training.run_dir
-    modes = [(run_dir / name).stat().st_mode & 0o777 for name in (NAME, KEYS)]
+    modes = [(run_dir / name).stat().st_mode & 0o777 for name in (INVITATION, KEYS)]
     keys = (run_dir / KEYS).read_bytes()
     trained, code, said = spanning.wait()
     check_same(trained, alone)
@@ -195,9 +200,9 @@ def test_a_worker_of_the_second_host_killed_from_outside(begin, alone: Trained) 
 
 
 def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
-    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "2.5"), pause=0.01)
+    spanning = begin(hosts=cable, options=IMPATIENT, pause=0.01)
     spanning.training.wait_for_step(5)
-    pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
+    pids = spanning.pids()
     spanning.joining.command.send_signal(signal.SIGKILL)
     trained, code, _ = spanning.wait()
     assert (trained.exit_code, code) == (1, -signal.SIGKILL)
@@ -241,9 +246,9 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.full
 def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
-    spanning = begin(hosts=cable, options=("--heartbeat-timeout", "2.5"), pause=0.01)
+    spanning = begin(hosts=cable, options=IMPATIENT, pause=0.01)
     spanning.training.wait_for_step(5)
-    pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
+    pids = spanning.pids()
     cable[1].unplug()
     trained, code, said = spanning.wait()
     assert (trained.exit_code, code) == (1, 1)
@@ -256,22 +261,21 @@ def test_hosts_that_lose_each_other_both_end(begin, cable) -> None:
 @pytest.mark.full
 def test_a_run_goes_on_without_the_hosts_of_one_that_was_killed(begin, start) -> None:
     """What that one left for hosts is removed."""
-    spanning = begin(options=("--heartbeat-timeout", "2.5"), pause=0.01, save_every=5)
+    spanning = begin(options=IMPATIENT, pause=0.01, save_every=5)
     spanning.training.wait_for_step(20)
     spanning.training.command.send_signal(signal.SIGKILL)
     assert spanning.joining.wait()[0] == 1
     run_dir = spanning.training.run_dir
     assert (run_dir / KEYS).exists()
-    (run_dir.with_name(run_dir.name + ".out")).rename(run_dir.parent / "first.txt")
-    trained = start(plan="data=2", options=("--resume",)).wait()
-    assert trained.run_dir == run_dir and trained.exit_code == 0, trained.errors
+    trained = start(plan="data=2", options=("--resume",), run_dir=run_dir).wait()
+    assert trained.exit_code == 0, trained.errors
     check_nothing_left(run_dir)
 
 
 def test_a_first_host_that_is_lost_ends_the_others(begin) -> None:
-    spanning = begin(options=("--heartbeat-timeout", "2.5"), pause=0.01)
+    spanning = begin(options=IMPATIENT, pause=0.01)
     spanning.training.wait_for_step(5)
-    pids = [event["pid"] for event in events(spanning.training.run_dir, "started")]
+    pids = spanning.pids()
     spanning.training.command.send_signal(signal.SIGKILL)
     code, said = spanning.joining.wait()
     assert code == 1 and "The first host was silent for 2.5 s" in said
@@ -297,9 +301,7 @@ def test_a_run_that_spans_hosts_goes_on(pool: Pool, begin, start, alone: Trained
     spanning.training.command.send_signal(signal.SIGINT)
     trained, _, _ = spanning.wait()
     run_dir = trained.run_dir
-    (run_dir.with_name(run_dir.name + ".out")).rename(run_dir.parent / "first.txt")
-    again = start(plan=SPANNING, options=("--listen", "127.0.0.1", "--resume"))
-    assert again.run_dir == run_dir
+    again = start(plan=SPANNING, options=("--listen", "127.0.0.1", "--resume"), run_dir=run_dir)
     wait_for_invitation(run_dir)
     second = join(pool, run_dir)
     trained = again.wait()
@@ -374,16 +376,16 @@ def test_who_may_not_join(pool: Pool, start, tmp_path: Path, undisturbed: Traine
 
 def check_changed(pool: Pool, run_dir: Path) -> None:
     """A host whose recipe, data or version differ."""
-    invitation = (run_dir / NAME).read_bytes()
+    invitation = (run_dir / INVITATION).read_bytes()
     for before, after, words in [
         (b'"settings":{}', b'"settings":{"steps":"7"}', "steps is 60 on the first host and 7 on"),
         (b'"shoal":"', b'"shoal":"9', "Install one version on all hosts"),
     ]:
         assert before in invitation
-        (run_dir / NAME).write_bytes(invitation.replace(before, after))
+        (run_dir / INVITATION).write_bytes(invitation.replace(before, after))
         code, said = join(pool, run_dir).wait()
         assert code == 2 and words in said, said
-        (run_dir / NAME).write_bytes(invitation)
+        (run_dir / INVITATION).write_bytes(invitation)
 
 
 def check_wrong_keys(pool: Pool, run_dir: Path) -> None:
@@ -403,7 +405,7 @@ def check_wrong_keys(pool: Pool, run_dir: Path) -> None:
 
 def check_stranger(run_dir: Path) -> None:
     """Who speaks ZeroMQ and has no keys gets no answer."""
-    address = msgspec.json.decode((run_dir / NAME).read_bytes())["address"]
+    address = msgspec.json.decode((run_dir / INVITATION).read_bytes())["address"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         line.connect(address)

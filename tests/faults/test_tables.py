@@ -95,8 +95,9 @@ def test_a_checkpoint_moves_to_other_plans(start, alone: Trained, plans: tuple[s
     """Rows, and what the optimizer keeps of them, as one tensor each."""
     first = start(recipe="tabled", plan=PLAN, options=("--set", "steps=20")).wait()
     for plan, steps in zip(plans, (40, NUM_STEPS), strict=True):
-        options = ("--resume", "--run-dir", str(first.run_dir), "--set", f"steps={steps}")
-        trained = start(recipe="tabled", plan=plan, options=options).wait()
+        options = ("--resume", "--set", f"steps={steps}")
+        again = start(recipe="tabled", plan=plan, options=options, run_dir=first.run_dir)
+        trained = again.wait()
         assert trained.exit_code == 0, trained.errors
     assert first.model() == alone.model()
 
@@ -151,8 +152,9 @@ def test_a_lazy_table_moves_to_another_number_of_servers(start, lazily_alone: Tr
 def test_a_checkpoint_of_a_lazy_table_moves_to_other_plans(start, lazily_alone: Trained) -> None:
     first = start(recipe="lazily", plan=PLAN, options=("--set", "steps=20")).wait()
     for plan, steps in (("data=1 accumulate=3", 40), ("data=3 sync=server servers=3", NUM_STEPS)):
-        options = ("--resume", "--run-dir", str(first.run_dir), "--set", f"steps={steps}")
-        trained = start(recipe="lazily", plan=plan, options=options).wait()
+        options = ("--resume", "--set", f"steps={steps}")
+        again = start(recipe="lazily", plan=plan, options=options, run_dir=first.run_dir)
+        trained = again.wait()
         assert trained.exit_code == 0, trained.errors
     assert first.model() == lazily_alone.model()
 

@@ -52,7 +52,9 @@ def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
     """Each rank writes down what its process knows: its number, and the secret of the run."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        Path(file).write_text(os.environ["SHOAL_MEMBER"])
+        own = Path(f"{file}-{os.getpid()}")
+        own.write_text(os.environ["SHOAL_MEMBER"])
+        own.replace(file)  # whole, whenever it is read
         return slow_loss(output, target, pause)
 
     return run_of(pause, loss=loss)

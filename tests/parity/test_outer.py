@@ -22,6 +22,7 @@ QUICK = [
     ("data=4 local_steps=3 codec=int4", f"{UNLIKE}:frozen", 7),
     ("data=3 sync=server servers=2 local_steps=3 outer=nesterov:0.5:0.8", f"{UNLIKE}:noisy", 8),
     ("data=2 sync=server servers=2 local_steps=4 codec=int4", f"{UNLIKE}:frozen", 10),
+    ("data=3 sync=server servers=2 local_steps=2 outer=nesterov codec=int8", f"{UNLIKE}:narrow", 7),
 ]
 PLANS = [
     "data=2 local_steps=4 outer=nesterov",
@@ -40,6 +41,7 @@ PLANS = [
 PACKED = [
     "data=3 local_steps=4 outer=nesterov codec=int4 fragments=2",
     "data=3 sync=server servers=2 local_steps=4 outer=nesterov codec=int8",
+    "data=3 sync=server servers=2 local_steps=4 outer=nesterov",
 ]
 
 
@@ -60,7 +62,9 @@ def test_many_steps(verify: Any, recipe: str, plan: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PACKED)
-@pytest.mark.parametrize("recipe", ["tied", "frozen", "unused", "double", "groups", "recurrent"])
+@pytest.mark.parametrize(
+    "recipe", ["tied", "frozen", "unused", "double", "narrow", "groups", "recurrent"]
+)
 def test_models_unlike_one_another(verify: Any, recipe: str, plan: str) -> None:
     check_same(verify(f"{UNLIKE}:{recipe}", plan, steps=11), 11)
 

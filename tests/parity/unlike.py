@@ -189,6 +189,25 @@ def double() -> shoal.Run:
     return run_of(Mixed)
 
 
+class Narrow(nn.Module):
+    """Parameters of two bytes, of both kinds, before one of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 9).bfloat16()
+        self.second = nn.Linear(9, 4).half()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs.bfloat16()).tanh()
+        output: Tensor = self.last(self.second(hidden.half()).float())
+        return output
+
+
+def narrow() -> shoal.Run:
+    return run_of(Narrow, optimizer=lambda named: torch.optim.SGD(named, lr=1e-2, momentum=0.9))
+
+
 def grouped_norm() -> shoal.Run:
     def model() -> nn.Module:
         return nn.Sequential(

@@ -1,6 +1,7 @@
 """Recipes with one thing wrong each, for the tests of bad input."""
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -68,3 +69,25 @@ def no_data() -> shoal.Run:
 
 def short_data() -> shoal.Run:
     return good(data=[(torch.zeros(1), torch.zeros(1))] * 5)
+
+
+class Misnamed:
+    """As over a folder with a file whose name is no text."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError(f"{os.fsdecode(bytes([255]))}.jpg is broken")
+
+
+def misnamed_data() -> shoal.Run:
+    return good(data=Misnamed())
+
+
+def misnamed_recipe() -> shoal.Run:
+    raise ValueError(f"{os.fsdecode(bytes([255]))}.jpg is broken")
+
+
+def nothing_to_evaluate() -> shoal.Run:
+    return good(evaluate=[])

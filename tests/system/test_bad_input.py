@@ -57,6 +57,10 @@ REFUSED = {
         ["train", f"{RECIPES}:model_is_made"],
         ["Run.model", "must be a function"],
     ),
+    "nothing to evaluate": (
+        ["train", f"{RECIPES}:nothing_to_evaluate"],
+        ["evaluate is empty", "at least 1 sample"],
+    ),
     "plan does not fit the ranks": (
         ["train", f"{RECIPES}:fine", "--plan", "data=2", "--ranks", "4"],
         ["needs 2 ranks", "there are 4", "data=4"],
@@ -137,6 +141,13 @@ def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told)
     for part in told:
         assert part in last, errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("recipe", ["misnamed_data", "misnamed_recipe"])
+def test_a_name_that_is_no_text_hides_no_error(shoal: Shoal, recipe: str) -> None:
+    code, errors = shoal("train", f"{RECIPES}:{recipe}", "--plan", "data=2")
+    assert code == 1, errors
+    assert r"ValueError: \udcff.jpg is broken" in errors.strip().splitlines()[-1]
 
 
 def test_an_unwritable_run_directory_is_refused(shoal: Shoal, tmp_path: Path) -> None:

@@ -35,12 +35,16 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(plan: str) -> None:
     prepare(own, resolved(own, plan)).seeds.close()
 
 
-def test_complex_parameters_have_no_median() -> None:
+@pytest.mark.parametrize(
+    "key", ["combine=median", "local_steps=4", "local_steps=4 codec=int8", "codec=fp16"]
+)
+def test_complex_parameters_are_not_left_apart_nor_halved(key: str) -> None:
+    """Nobody would have averaged them, and rounding would have dropped their imaginary parts."""
     run = dataclasses.replace(
         zoo.mlp(), model=lambda: nn.Linear(32, zoo.KINDS, dtype=torch.complex64)
     )
-    with pytest.raises(PlanError, match="weight is complex, and combine=median"):
-        prepare(run, resolved(run, "data=4 sync=server combine=median"))
+    with pytest.raises(PlanError, match=f"weight is complex, and {key.split()[0]}"):
+        prepare(run, resolved(run, f"data=4 sync=server {key}"))
 
 
 def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:

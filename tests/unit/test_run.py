@@ -122,3 +122,14 @@ def test_pieces_in_quarantine_are_left_out_of_an_evaluation(tmp_path: Path) -> N
         evaluated(source(range(12)))
     with pytest.raises(PlanError, match="pipeline does not go with quarantine"):
         evaluated(source(range(0)), "pipeline=2")
+
+
+def test_nothing_to_evaluate_is_told_before_the_run() -> None:
+    with pytest.raises(UsageError, match=r"evaluate is empty: len\(evaluate\) is 0"):
+        dataclasses.replace(run_on(Broken(range(0))), evaluate=[])
+
+
+@pytest.mark.parametrize("loaders", [-1, 1.5, True, 1000])
+def test_a_number_of_loaders_that_no_machine_bears_is_refused(loaders: Any) -> None:
+    with pytest.raises(UsageError, match=rf"loaders={loaders} must be a whole number from 0"):
+        dataclasses.replace(run_on(Broken(range(0))), loaders=loaders)

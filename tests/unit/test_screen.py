@@ -10,7 +10,9 @@ from shoal import logs
 from shoal.cli.display import Display
 from shoal.cluster.nursery import says_all
 from shoal.data.loaders import Key, Loaders
+from shoal.data.readers.records import SourceLost
 from shoal.errors import RecipeError, UsageError
+from shoal.remote import StoreError
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,10 @@ def test_an_error_of_the_system_needs_no_traceback() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert says_all(raised(UsageError("the directory cannot be used"), full))
     assert says_all(raised(RecipeError("no cause"), None))
+    gone = ValueError("deep in the library of a store")
+    assert says_all(raised(StoreError(errno.EIO, "cannot read s3://bucket/a"), gone))
+    lost = raised(SourceLost("Redis cannot be asked"), gone)
+    assert says_all(lost) and says_all(raised(UsageError("there is no such table"), lost))
     assert not says_all(raised(RecipeError("the recipe failed"), full)), "its own code is shown"
     assert not says_all(raised(UsageError("wrong"), ValueError("of a function")))
     assert not says_all(full)

@@ -24,8 +24,8 @@ def join(run: Path, address: str | None) -> None:
     """Be a host of the run in directory RUN, which waits for it.
 
     \b
-    host1$ shoal train recipes/charlm.py:small --plan "data=4 sync=server hosts=2" --listen 10.0.0.1
-    host2$ shoal join runs/charlm-small-1
+    first$ shoal train recipes/charlm.py:small --plan "data=4 sync=server hosts=2" --listen 10.0.0.1
+    second$ shoal join runs/charlm-small-1
 
     The directory lies on a file system that all hosts see, under the same path, as do the recipe
     and its data; keys that only you can read lie in it while the run goes on. This host gets its

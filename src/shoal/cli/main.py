@@ -84,7 +84,8 @@ def run_here(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("shoal: interrupted before the run began.", err=True)
+        when = " before the run began" if arguments[:1] in (["train"], ["run"]) else ""
+        click.echo(f"shoal: interrupted{when}.", err=True)
         return 130
     except ShoalError as error:
         from shoal.cli.output import say

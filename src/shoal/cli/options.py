@@ -59,7 +59,7 @@ form_timeout = click.option(
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for a rank that does not come.",
+    help="How long to wait for a rank that does not come; one that comes and is not done is named.",
 )
 heartbeat_timeout = click.option(
     "--heartbeat-timeout",

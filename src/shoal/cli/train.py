@@ -15,10 +15,10 @@ from shoal.cli.report import report
 from shoal.errors import UsageError
 
 JOIN_TIMEOUT_S = 600.0
-# What a preparation is given of the command line, on this host and on others.
+# What a preparation is given of the command line, on this host and on those that join it.
 PREPARED_BY = (
     *("plan", "ranks", "resume", "checkpoints", "keep", "begin_from", "take", "partial"),
-    *("new_data", "new_data_steps", "replay", "tensorboard"),
+    *("new_data", "new_data_steps", "new_data_missed", "replay", "tensorboard"),
 )
 
 
@@ -190,10 +190,11 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
-    listening = None if given["listen"] is None else _listening(recipe, settings, given)
+    asked = {name: given.get(name) for name in PREPARED_BY}
+    listening = None if given["listen"] is None else _listening(recipe, settings, given, asked)
     try:
         outcome = launch(
-            lambda: prepare_run(recipe, settings, given, run_dir.path),
+            lambda: prepare_run(recipe, settings, asked, run_dir.path),
             run_dir.path,
             watch=display,
             members=members,
@@ -209,16 +210,18 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 
-def _listening(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> Any:
+def _listening(
+    recipe: str, settings: dict[str, str], given: dict[str, Any], options: dict[str, Any]
+) -> Any:
     from shoal.cluster.hosts import Listening
 
     return Listening(
-        given["listen"],
-        given["join_timeout_s"] or JOIN_TIMEOUT_S,
-        given["heartbeat_timeout_s"],
-        recipe,
-        settings,
-        {name: given.get(name) for name in PREPARED_BY},
+        address=given["listen"],
+        timeout_s=given["join_timeout_s"] or JOIN_TIMEOUT_S,
+        heartbeat_timeout_s=given["heartbeat_timeout_s"],
+        recipe=recipe,
+        settings=settings,
+        options=options,
     )
 
 
@@ -267,9 +270,10 @@ def prepare_run(
     """In the process that ranks are forked from, on each host; all but the first one join."""
     from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
+    from shoal.data.transforms.normalizing import keep_statistics
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
-    from shoal.lineage import keep_statistics, missed_in, only_new, read_record
+    from shoal.lineage import missed_in, only_new, read_before, read_record
     from shoal.recipe import load_recipe, provenance
     from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
@@ -279,7 +283,9 @@ def prepare_run(
     fields = provenance(run, settings)
     looked: dict[str, Any] = {}
     if given["new_data"] is not None:
-        before = read_record(Path(given["new_data"])).until(given.get("new_data_steps"))
+        named = Path(given["new_data"])
+        before = read_before(str(named), run_dir) if given["resume"] else read_record(named)
+        before = before.until(given.get("new_data_steps"))
         missed = given["new_data_missed"] or [] if given["resume"] else missed_in(before, run.data)
         run = replace(run, data=only_new(run.data, before, given["replay"] or 0.0, missed))
         # That run may go on, and this one too, and more may be found bad meanwhile.

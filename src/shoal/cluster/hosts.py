@@ -1,16 +1,16 @@
 """All hosts of a run, with a nursery on each; to the supervisor they are one.
 
-The first host is the one of `shoal train`; the others come in through a socket that only holders
-of the run's keys can use, and carry out orders (`joining.py`). A host is taken if what it found of
-the run is what the first one found. One that is silent for long, or whose nursery ends, is lost,
-and the run with it, since nobody else can fill its seats.
+The first host, number 0, is the one of `shoal train`. The others come in through a socket that
+only holders of the run's keys can use, and carry out its orders (`joining.py`). A host is taken if
+what it found of the run is what the first one found. One that is silent for too long, or whose
+nursery ends, is lost, and the run with it, since nobody else can fill its seats.
 
-Cost: a letter a host and a fifth of a second.
+Cost: a small message to each host and back, five times a second.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -43,9 +43,9 @@ from shoal.plan import Plan
 from shoal.plan_size import Size, host_of, size_of
 from shoal.tables import plural
 
-GRACE_S = 2.0
-AGAIN_S = 30.0  # after which it is told again who is missing
-_NOT_COMPARED = ("cuts", "run")  # words for people; and what is compared one by one
+GRACE_S = 2.0  # for hosts to end their members, and to read how the run ended
+REMIND_S = 30.0  # after which it is told again who is missing
+_NOT_COMPARED = ("cuts", "run")  # words for people; and fields that are compared one by one
 
 
 class Listening(NamedTuple):
@@ -60,11 +60,13 @@ class Listening(NamedTuple):
 
 
 class _Host:
-    def __init__(self, number: int, hello: Hello, now: float):
-        self.number, self.post = number, Post(now)
+    """Another host, as the first one knows it."""
+
+    def __init__(self, number: int, socket: bytes, hello: Hello, now: float):
+        self.number, self.socket, self.post = number, socket, Post(now)
         self.name = f"host {number} ({hello.name}, {hello.address})"
         self.pids: dict[int, int] = {}
-        self.lost = ""  # how
+        self.lost = ""  # how it was; empty while it is there
 
 
 @contextmanager
@@ -86,10 +88,15 @@ def gathered(
         reach = Reach(listening.address, make_keys(run_dir / KEYS))
         hosts = Hosts(nursery, facts, reach, run_dir, listening.heartbeat_timeout_s)
         try:
-            options = listening.options | {"plan": facts["plan"]}
-            here = str(Path.cwd())
-            own = (listening.recipe, listening.settings, options)
-            invite(Invitation(hosts.address, here, str(run_dir), *own), run_dir)
+            invitation = Invitation(
+                address=hosts.address,
+                directory=str(Path.cwd()),
+                run_dir=str(run_dir),
+                recipe=listening.recipe,
+                settings=listening.settings,
+                options=listening.options | {"plan": facts["plan"]},
+            )
+            invite(invitation, run_dir)
             hosts.gather(watch, listening.timeout_s)
             yield hosts
         finally:
@@ -129,6 +136,7 @@ class Hosts:
         return found
 
     def gather(self, watch: Callable[[dict[str, Any]], None], timeout_s: float) -> None:
+        """Wait until all hosts are there. `watch` is told who joins, leaves and is missing."""
         deadline, told_at, known = time.monotonic() + timeout_s, 0.0, set[str]()
         while True:
             names = {host.name for host in self._hosts.values()}
@@ -143,13 +151,13 @@ class Hosts:
                     f"{timeout_s:g} s. Run `shoal join {self._run_dir}` on each of them meanwhile; "
                     "--join-timeout gives them longer."
                 )
-            if names != known or now - told_at > AGAIN_S:
+            if names != known or now - told_at > REMIND_S:
                 known, told_at = names, now
                 told = {"count": missing, "run_dir": str(self._run_dir)}
                 watch({"event": "hosts-missing", **told})
             self._turn(0.1)
-            for socket in [socket for socket, host in self._hosts.items() if host.lost]:
-                del self._hosts[socket]
+            # Before the run begins another host may take its place.
+            self._hosts = {s: host for s, host in self._hosts.items() if not host.lost}
 
     def spawn(self, birth: Birth) -> None:
         self._where[birth.number] = birth.host
@@ -209,13 +217,14 @@ class Hosts:
     def _turn(self, timeout_s: float | None) -> None:
         """Hear hosts, and see to it that they hear from here."""
         poller = zmq.Poller()
+        # The nursery of this host has ended by then, and cannot be listened to any more.
         for ear in [self._router] if self._is_closing else self.ears:
             poller.register(ear, zmq.POLLIN)
         poller.poll(None if timeout_s is None else int(1000 * timeout_s))
         now = time.monotonic()
         while self._router.poll(0):
             socket, *frames = self._router.recv_multipart()
-            with suppress(msgspec.DecodeError):  # of no host
+            with suppress(msgspec.DecodeError):  # nothing that a host says
                 self._hear(socket, decode_letter(frames[-1]), now)
         for host in self._hosts.values():
             for letter in host.post.due(now):
@@ -246,23 +255,24 @@ class Hosts:
     def _meet(self, socket: bytes, letter: Letter, now: float) -> None:
         """Take a host in, or say why not."""
         if letter.number != 1:
-            return  # a sign of life of one that was refused
+            return  # a sign of life of a host that was refused
         hello = decode_from_host(letter.content)
         assert isinstance(hello, Hello)
         free = {*range(1, self.num_hosts)} - {host.number for host in self._hosts.values()}
-        host = _Host(min(free, default=0), hello, now)
+        host = _Host(min(free, default=0), socket, hello, now)
         host.post.read(letter, now)
         if why := self._why_not(hello, bool(free)):
-            self._send_to(socket, host.post.write(encode(Refused(why)), now))
+            self._write(host, Refused(why))
             return
         self._hosts[socket] = host
         seats = seats_in_words(host.number, self._size, self.num_hosts)
         self._write(host, Welcome(host.number, seats, self._timeout_s))
 
-    def _why_not(self, hello: Hello, is_free: bool) -> str:
+    def _why_not(self, hello: Hello, has_room: bool) -> str:
+        """Why a host is refused; empty if it is taken."""
         if self._is_closing:
             return "The run has ended."
-        if not is_free:
+        if not has_room:
             return (
                 f"The run has all of its {self.num_hosts} hosts already. hosts=H in the plan says "
                 "how many there are."
@@ -275,7 +285,7 @@ class Hosts:
         return why_unlike(self._facts, hello.facts)
 
     def _host_of(self, member: int) -> _Host | None:
-        """None for this one."""
+        """The other host that a member is on; None if it is on this one."""
         number = self._where.get(member, 0)
         return next((host for host in self._hosts.values() if host.number == number), None)
 
@@ -283,23 +293,20 @@ class Hosts:
         self._send(host, host.post.write(encode(message), time.monotonic()))
 
     def _send(self, host: _Host, letter: Letter) -> None:
-        self._send_to(next(s for s, other in self._hosts.items() if other is host), letter)
-
-    def _send_to(self, socket: bytes, letter: Letter) -> None:
         with suppress(zmq.ZMQError):  # it is gone, or will be sent this again
-            self._router.send_multipart([socket, encode(letter)], zmq.NOBLOCK)
+            self._router.send_multipart([host.socket, encode(letter)], zmq.NOBLOCK)
 
 
 def seats_in_words(host: int, size: Size, num_hosts: int) -> str:
-    """What a host has, for people."""
+    """The ranks and servers of a host, for people."""
     own = [seat for seat in range(sum(size)) if host_of(seat, size, num_hosts) == host]
     ranks = [seat for seat in own if size.server_of(seat) is None]
     servers = [server for seat in own if (server := size.server_of(seat)) is not None]
-    told = []
-    for name, numbers in (("rank", ranks), ("server", servers)):
-        listed = ", ".join(map(str, numbers))
-        told.append(f"{name}{'s' if len(numbers) > 1 else ''} {listed}")
-    return " and ".join(told)
+    return f"{_listed('rank', ranks)} and {_listed('server', servers)}"
+
+
+def _listed(name: str, numbers: Sequence[int]) -> str:
+    return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def comparable(facts: Mapping[str, Any]) -> dict[str, Any]:

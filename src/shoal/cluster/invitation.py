@@ -1,7 +1,7 @@
 """What a run leaves in its directory for hosts that join it: an invitation, and the keys beside it.
 
-Both can be read by the user of the run alone, and go with the run. The directory lies on a file
-system that all hosts see, under the same path; whoever does not see it so is told here.
+Only the user of the run can read them, and they are removed when it ends. The directory must lie on
+a file system that all hosts see, under the same path; a host on which it does not is told so here.
 """
 
 import os
@@ -15,27 +15,29 @@ from shoal.errors import UsageError
 from shoal.files import replacing
 from shoal.plan import Plan
 
-NAME = "join.json"
+INVITATION = "join.json"
 KEYS = "keys"
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str  # where hosts come in
     directory: str  # in which the run was started
-    run_dir: str  # from there
+    run_dir: str  # as seen from there
     recipe: str
     settings: dict[str, str]
     options: dict[str, Any]  # of the command line, as far as the preparation needs them
     shoal: str = version("shoal")
 
     @property
-    def host(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
+        """IP address and port."""
         ip, _, port = self.address.removeprefix("tcp://").rpartition(":")
         return ip.strip("[]"), int(port)
 
 
 def invite(invitation: Invitation, run_dir: Path) -> None:
-    with replacing(run_dir / NAME) as unfinished:
+    """Let hosts find it."""
+    with replacing(run_dir / INVITATION) as unfinished:
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "wb") as file:
             file.write(msgspec.json.encode(invitation))
@@ -43,20 +45,20 @@ def invite(invitation: Invitation, run_dir: Path) -> None:
 
 def withdraw(run_dir: Path) -> None:
     """Remove what was left for hosts."""
-    for name in (NAME, KEYS):
+    for name in (INVITATION, KEYS):
         (run_dir / name).unlink(missing_ok=True)
 
 
 def read_invitation(run_dir: Path) -> Invitation:
     """UsageError says why there is none, or none that this host can follow."""
     try:
-        content = (run_dir / NAME).read_bytes()
+        content = (run_dir / INVITATION).read_bytes()
     except FileNotFoundError:
         raise UsageError(_why_none(run_dir)) from None
     except OSError as error:
         raise UsageError(
-            f"{run_dir / NAME} cannot be read: {error.strerror}. Join as the user who started the "
-            "run."
+            f"{run_dir / INVITATION} cannot be read: {error.strerror}. Join as the user who "
+            "started the run."
         ) from error
     try:
         shoal = msgspec.json.decode(content).get("shoal")
@@ -68,7 +70,7 @@ def read_invitation(run_dir: Path) -> Invitation:
         found = msgspec.json.decode(content, type=Invitation)
     except (msgspec.MsgspecError, AttributeError) as error:
         raise UsageError(
-            f"{run_dir / NAME} cannot be read: {error}. Start the run again."
+            f"{run_dir / INVITATION} cannot be read: {error}. Start the run again."
         ) from error
     there = Path(found.directory) / found.run_dir
     if not (there.is_dir() and there.samefile(run_dir)):

@@ -37,11 +37,11 @@ from shoal.cluster.post import (
 from shoal.comm.reach import Reach, address_towards, told_of
 from shoal.comm.wire import Context, connect, load_keys
 from shoal.elastic.actions import how_it_ended
+from shoal.elastic.supervise import STOPPING
 from shoal.errors import ShoalError, UsageError
 
 POLL_MS = 50
-ANSWER_S = 10.0  # for a first word
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ANSWER_S = 10.0  # for the first host's first answer
 
 
 def join_run(
@@ -52,11 +52,12 @@ def join_run(
 ) -> Farewell:
     """Prepare as the first host did, join it, and obey until the run is over.
 
-    The working directory is the one that the run was started in. `address` is this host's, if it
-    is not to be found out. Call this from a process that has not started a thread.
+    The working directory must be the one that the run was started in. `address` is this host's;
+    None takes the one that leads to the first host. Call this from a process that has not started
+    a thread.
     """
     run_dir = Path(invitation.run_dir)
-    reach = Reach(address or address_towards(*invitation.host), load_keys(run_dir / KEYS))
+    reach = Reach(address or address_towards(*invitation.endpoint), load_keys(run_dir / KEYS))
     told = told_of(reach.address, run_dir / KEYS)
     name = socket.gethostname()
     log = f"logs/recipe-{name}-{secrets.token_hex(3)}.log"
@@ -66,6 +67,8 @@ def join_run(
 
 
 class _Joined:
+    """This host's side of the conversation; `hosts.py` has the other one."""
+
     def __init__(
         self,
         nursery: Nursery,
@@ -81,13 +84,14 @@ class _Joined:
         )
         self._post = Post(time.monotonic())
         self._timeout_s = ANSWER_S
-        self._is_welcome = self._is_gone = False
+        self._is_welcome = False
+        self._is_gone = False  # no member is left here, nor will be
         self._signals: list[int] = []
-        self._num_passed = 0
+        self._num_passed_on = 0  # of these
         self._farewell: Farewell | None = None
 
     def obey(self, hello: Hello) -> Farewell:
-        """Until the run is over. Nothing is left running afterwards."""
+        """Do as the first host says until the run is over. Nothing is left running afterwards."""
         handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
         try:
             self._write(hello)
@@ -113,7 +117,7 @@ class _Joined:
         while self._line.poll(0):
             content = self._post.read(decode_letter(self._line.recv_multipart()[-1]), now)
             if content is not None:
-                with suppress(BrokenPipeError):  # the nursery is gone, and will be told of
+                with suppress(BrokenPipeError):  # the nursery is gone, which `_report` will find
                     self._take_in(decode_to_host(content))
         self._report()
         self._pass_on_stop()
@@ -139,7 +143,7 @@ class _Joined:
                 self._say_gone("ended its members, as asked")
             case Farewell():
                 self._farewell = message
-                self._send(encode(self._post.sign()))
+                self._send(encode(self._post.sign_of_life()))
 
     def _report(self) -> None:
         if self._is_gone:
@@ -155,9 +159,9 @@ class _Joined:
     def _pass_on_stop(self) -> None:
         """The first signal asks the members here, and so all, for a clean stop; another one, or
         one before there are any, ends this host's part now."""
-        if len(self._signals) == self._num_passed:
+        if len(self._signals) == self._num_passed_on:
             return
-        self._num_passed = len(self._signals)
+        self._num_passed_on = len(self._signals)
         number = self._signals[-1]
         if len(self._signals) > 1 or not self._nursery.pids or self._is_gone:
             self._nursery.close()
@@ -178,7 +182,7 @@ class _Joined:
         if not self._is_welcome:
             return UsageError(
                 f"Nobody answers at {self._address} within {self._timeout_s:g} s. The run has "
-                "ended, this host cannot reach that address, or the run's keys are others by now."
+                "ended, this host cannot reach that address, or the run's keys have changed."
             )
         return ShoalError(
             f"The first host was silent for {self._timeout_s:g} s: it has ended, or cannot be "

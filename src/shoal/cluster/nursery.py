@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shoal.elastic.actions import how_it_ended
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, sendable
 from shoal.processes import die_with_parent, readable
 
 _MOST_BYTES = 1 << 20
@@ -211,7 +211,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
 
 def _refuse(control: socket.socket, message: str, trace: str, exit_code: int) -> int:
     """Say why there will be no children; the ends of long texts, since a message has a limit."""
-    report = NotPrepared(message[-8_000:], trace[-32_000:], exit_code)
+    report = NotPrepared(sendable(message)[-8_000:], sendable(trace)[-32_000:], exit_code)
     control.send(msgspec.msgpack.encode(report))
     return 0
 
@@ -225,11 +225,13 @@ def _trace_of(error: ShoalError) -> str:
 
 def says_all(error: BaseException) -> bool:
     """Whether the words of an error do without a traceback: ours, of nothing or of the system's
-    (a full disk, say)."""
+    (a full disk, say, or a server that is gone)."""
     if not isinstance(error, ShoalError):
         return False
     cause = error.__cause__
-    return cause is None or (isinstance(error, UsageError) and isinstance(cause, OSError))
+    if cause is None or not error.shows_cause or says_all(cause):
+        return True
+    return isinstance(error, UsageError) and isinstance(cause, OSError)
 
 
 def _check_forkable() -> None:

@@ -1,8 +1,9 @@
 """Letters between the first host of a run and the others: each is read once, and in order.
 
-ZeroMQ mends a connection that broke, but what was under way is gone. So letters are numbered, each
-says how many of the other side's were read, and what nobody says to have read is sent again after a
-while. `Post` is one side's part of it and pure: whoever carries letters gives the time.
+ZeroMQ mends a connection that broke, but what was on its way is lost. So letters are numbered, each
+tells the other side how many of its letters were read here, and letters that it does not confirm
+are sent again after a while. `Post` is one side's part and pure: whoever carries letters gives the
+time.
 """
 
 from collections import deque
@@ -12,14 +13,14 @@ import msgspec
 
 from shoal.cluster.nursery import Born, Exited, Kill, Spawn
 
-BEAT_S = 0.2
-AGAIN_S = 1.0
-MOST_BYTES = 4 << 20
+BEAT_S = 0.2  # between signs of life
+AGAIN_S = 1.0  # after which a letter that was not read is sent again
+MOST_BYTES = 4 << 20  # of a letter
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """I would join. `facts` is what I found of the run, `log` a file that I wrote in its directory
-    just now."""
+    """I want to join. `facts` is what I found of the run, `log` a file that I just wrote in its
+    directory."""
 
     name: str
     address: str
@@ -28,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """I have no members any more, nor will have."""
+    """I have no members any more, and will have none."""
 
     how: str
 
@@ -74,48 +75,51 @@ decode_letter = msgspec.msgpack.Decoder(Letter).decode
 
 
 class Post:
-    """One side's letters. `silent_s` is how long the other side was not heard."""
+    """One side's letters, and what it knows of the other side."""
 
     def __init__(self, now: float):
         self._unread: deque[tuple[int, bytes]] = deque()  # of ours, as far as is known
         self._num_written = self._num_read = 0
-        self._heard_at = self._sent_at = self._begun_at = now
+        self._heard_at = self._sent_at = now
+        self._waits_since = now  # for the first of `_unread` to be read
 
     def write(self, content: bytes, now: float) -> Letter:
         """A letter to send now."""
         self._num_written += 1
         if not self._unread:
-            self._begun_at = now
+            self._waits_since = now
         self._unread.append((self._num_written, content))
         self._sent_at = now
         return Letter(self._num_written, self._num_read, content)
 
     def due(self, now: float) -> list[Letter]:
         """What is to be sent by now: letters that were not read in time, or a sign of life."""
-        if self._unread and now - self._begun_at > AGAIN_S:
-            self._begun_at = self._sent_at = now
+        if self._unread and now - self._waits_since > AGAIN_S:
+            self._waits_since = self._sent_at = now
             return [Letter(number, self._num_read, content) for number, content in self._unread]
         if now - self._sent_at > BEAT_S:
             self._sent_at = now
-            return [self.sign()]
+            return [self.sign_of_life()]
         return []
 
-    def sign(self) -> Letter:
-        """A sign of life, which says what was read."""
+    def sign_of_life(self) -> Letter:
+        """It tells the other side how many of its letters were read."""
         return Letter(0, self._num_read)
 
     def read(self, letter: Letter, now: float) -> bytes | None:
-        """What came, if it is the next of the other side's."""
+        """What a letter holds, if it is the other side's next one; else it came before its turn, or
+        twice."""
         self._heard_at = now
         while self._unread and self._unread[0][0] <= letter.num_read:
             self._unread.popleft()
-            self._begun_at = now
+            self._waits_since = now
         if letter.number != self._num_read + 1:
             return None
         self._num_read += 1
         return letter.content
 
     def silent_s(self, now: float) -> float:
+        """For how long nothing came from the other side."""
         return now - self._heard_at
 
     @property

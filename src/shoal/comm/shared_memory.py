@@ -6,7 +6,8 @@ gone with the last process that holds it, however that ends. Its size is sealed,
 that shrank it would end every other with a bus error. Not for processes of two hosts or two
 containers: these are told apart by a name drawn at random, and refused.
 
-Linux only. The pages are there before the first use: creating costs as much as writing zeros.
+Linux only. The pages are there before the first use, large ones where the kernel has them
+(`large_pages.py`): creating costs as much as writing zeros.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ import torch
 
 from shoal.errors import ShoalError
 from shoal.faults import faultpoint
+from shoal.large_pages import enlarge_pages, map_shared
 from shoal.metrics.meters import memory_left_bytes
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -58,9 +60,7 @@ class Segment:
         self._name = name
         self.num_bytes = num_bytes
         # Tensors alone hold the mapping, so it ends with the last of them and never under one.
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
-        mapping = mmap.mmap(fd, num_bytes, flags=flags)
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(map_shared(fd, num_bytes, at_once), dtype=torch.uint8)
         self._fd = fd  # last: until here the caller closes it
 
     @classmethod
@@ -74,7 +74,9 @@ class Segment:
         try:
             faultpoint("memory.share")
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.ftruncate(fd, num_bytes)
+            enlarge_pages(fd, num_bytes)
+            os.posix_fallocate(fd, 0, num_bytes)  # what is small still
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(fd, num_bytes, name)
         except OSError as error:

@@ -51,8 +51,8 @@ class Membership:
         num_hosts: int = 1,
     ):
         """`scripts`: members run a program of their own, which may train several times or never,
-        and are done when they exit. Parameter servers have the last seats. Each host has as many
-        spares."""
+        and are done when they exit. Parameter servers have the last seats. `num_spares` is for
+        each host."""
         self.sizes = [Size(num_ranks, num_servers)]  # that the run had, the last one now
         self.num_spares, self._num_hosts = num_spares, num_hosts
         self.recovers = True
@@ -87,7 +87,7 @@ class Membership:
         self._meeting = Meeting()  # of this generation
         self._leaving: set[int] = set()  # who has no seat any more
         self._last_ranks: list[int] = []  # who had a rank's before the last resize
-        self._resized_at: float | None = None  # that no group worked since
+        self._met_at: float | None = None  # for a size whose group has not formed yet
 
     @property
     def size(self) -> Size:
@@ -99,7 +99,7 @@ class Membership:
 
     @property
     def is_resizing(self) -> bool:
-        return self._wanted is not None or self._resized_at is not None
+        return self._wanted is not None or self._met_at is not None
 
     def begin(self, now: float) -> list[Action]:
         spawns = [self._roster.spawn(now, self._host_of(seat)) for seat in range(self.num_seats)]
@@ -147,14 +147,14 @@ class Membership:
         formed = AllFormed(generation, step, again, tuple(self._replaced), self._lost_at)
         self._replaced, self._lost_at = [], None
         actions: list[Action] = [formed]
-        if self._resized_at is not None:
+        if self._met_at is not None:
             leavers = tuple(sorted(self._leaving))
-            actions.append(Resized(self.sizes[-2], self.size, leavers, self._resized_at))
-            self._resized_at = None
+            actions.append(Resized(self.sizes[-2], self.size, leavers, self._met_at))
+            self._met_at = None
         return [*actions, *self._refill_spares(now), *self._go_on_resizing(now)]
 
     def resize(self, size: Size, now: float, parts: bool) -> list[Action]:
-        """Have seats for so many, from a step on after which all meet and servers part."""
+        """Have seats for so many, once all have met after a step; `parts`: and servers parted."""
         assert not self.is_resizing and not self.scripts
         self._wanted, self._wanted_by, self._parts = size, now + self.form_timeout_s, parts
         return self._go_on_resizing(now)
@@ -275,8 +275,8 @@ class Membership:
         return {*self.seats, *self._leaving}
 
     def _stayers(self, seat: int) -> list[int]:
-        """Ranks that were to leave a group which has not formed yet, and hold the state still."""
-        if self._resized_at is None or seat >= self.size.num_ranks:
+        """Ranks that were to leave, and still hold the state: the new group has not formed yet."""
+        if self._met_at is None or seat >= self.size.num_ranks:
             return []
         return [n for n in self._last_ranks if n in self._leaving and not self.members[n].suspected]
 
@@ -306,7 +306,7 @@ class Membership:
         """What is next on the way to another size. A death begins it anew, in the group after."""
         if self._wants_group or self.over or any(n in self.seats for n in self._roster.suspects()):
             return []
-        meeting, wanted = self._meeting, self._wanted
+        meeting, wanted, ranks = self._meeting, self._wanted, self.seats[: self.size.num_ranks]
         ready = self._roster.ready_spares(0, self._taken)  # a run on several hosts keeps its size
         if wanted is not None:
             count = num_newcomers(self.size, wanted)
@@ -315,19 +315,24 @@ class Membership:
             if not meeting.is_asked:
                 meeting.is_asked = True
                 return [Meet(self.generation)]
-        if not meeting.is_asked or not {*self.seats[: self.size.num_ranks]} <= meeting.members:
+        if not meeting.is_asked or not {*ranks} <= meeting.members:
             return []
         if wanted is not None:
             if self._parts and not {*self.seats} <= meeting.members:
                 asked, meeting.is_parting = meeting.is_parting, True
                 return [] if asked else [Part(self.generation, wanted.num_servers)]
-            self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]
-            seats = deal_seats(self.seats, self.size, wanted, ready)
-            self._leaving |= {n for n in self.seats if n is not None and n not in seats}
-            self._wanted, self._resized_at, self.seats = None, meeting.since, seats
-            self.sizes.append(wanted)
-        self._wants_group = True  # if it was given up, with the same members
+            self._change_size(wanted, ready)
+        # If the resize was given up meanwhile, those who met go on as they are, in a new group.
+        self._wants_group = True
         return self._announce(now)
+
+    def _change_size(self, size: Size, newcomers: list[int]) -> None:
+        """Deal seats anew. Until the new group works, ranks that leave may be called back."""
+        self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]
+        seats = deal_seats(self.seats, self.size, size, newcomers)
+        self._leaving |= {n for n in self.seats if n is not None and n not in seats}
+        self._wanted, self._met_at, self.seats = None, self._meeting.since, seats
+        self.sizes.append(size)
 
     def _fill_seats(self, now: float) -> list[Action]:
         """Give empty seats to ready spares; announce once every seat has a ready member."""

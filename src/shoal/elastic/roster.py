@@ -6,7 +6,7 @@ from shoal.elastic.actions import Action, Member, Spawn
 
 
 class Roster:
-    """Who is `taken` has a seat, or leaves one; the others are spares."""
+    """Members that are `taken` have a seat, or just left one; the others are spares."""
 
     def __init__(self, num_hosts: int):
         self.members: dict[int, Member] = {}
@@ -21,11 +21,14 @@ class Roster:
         self, now: float, taken: Set[int | None], wanted: Callable[[int], int]
     ) -> list[Action]:
         """Until each host has as many as are wanted there."""
-        few = [(h, wanted(h) - len(self.spares(h, taken))) for h in range(self._num_hosts)]
-        return [self.spawn(now, host) for host, count in few for _ in range(count)]
+        spawned: list[Action] = []
+        for host in range(self._num_hosts):
+            num_missing = wanted(host) - len(self.spares(host, taken))
+            spawned += [self.spawn(now, host) for _ in range(num_missing)]
+        return spawned
 
     def spares(self, host: int, taken: Set[int | None]) -> list[int]:
-        """Those of a host that can be seated, now or soon."""
+        """Those of a host that can take a seat, now or once they are ready."""
         own = [number for number, member in self.members.items() if member.host == host]
         return [n for n in own if n not in taken and not self.members[n].suspected]
 

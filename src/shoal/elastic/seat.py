@@ -42,7 +42,7 @@ from shoal.elastic.messages import (
     Stop,
     TakeSeat,
 )
-from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
+from shoal.errors import FormError, GroupLeft, GroupLost, StopNow, sendable
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Mesh, Servers
@@ -331,7 +331,7 @@ class SupervisedSeat:
     def _asides(self) -> Iterator[Note | Failed]:
         """What a person should hear of, although the trainer's thread has no time to say it."""
         while logs.for_the_screen:
-            yield Note("warning", {"text": logs.for_the_screen.popleft()})
+            yield Note("warning", {"text": sendable(logs.for_the_screen.popleft())})
         late = WAITING.look()
         if late is not None and late.is_lost:
             yield Failed(self.step, str(late), "", SourceLost.exit_code)

@@ -23,6 +23,7 @@ from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Pre
 from shoal.comm import store, wire
 from shoal.comm.reach import LOOPBACK, Reach
 from shoal.elastic import actions, messages
+from shoal.elastic.forming import Forming, still_forming
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Beat,
@@ -102,6 +103,7 @@ class Supervisor:
         self._pids: dict[int, int] = {}  # of members, as they say themselves
         self._logs: dict[int, Path] = {}
         self._resizes = resizes
+        self._forming = Forming(members.form_timeout_s)
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -119,6 +121,7 @@ class Supervisor:
                 self._hear_nursery()
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
+                self._name_late()
                 if self._resizes is not None:
                     self._act(
                         self._resizes.turn(self.members, bool(self._signals or self._stop_signal))
@@ -133,6 +136,12 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return self.outcome
+
+    def _name_late(self) -> None:
+        seated = self.members.generation, self.members.seats, self.members.formed
+        if late := self._forming.late(*seated, time.monotonic()):
+            told = still_forming(self.members.size, late, self.members.form_timeout_s)
+            self._event("warning", text=told)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)

@@ -191,7 +191,7 @@ def _averages(rank: Rank) -> list[Message]:
         if p.dtype.is_floating_point and not plan.has_anchor:
             kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
     rows = [(count, size) for size, count in kinds.items() if count]
-    what, times = "buffers" if plan.has_anchor else "weights", f"each {plan.local_steps}th step"
+    what, times = "buffers" if plan.has_anchor else "weights", f"once in {plan.local_steps} steps"
     sent = [
         _in_tree(f"{what}, {times}", rows, blocks_by_rank(n, n), rank),
         _all_reduce("losses and flags", "data", [5 * n * DOUBLE], rank),

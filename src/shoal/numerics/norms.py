@@ -42,16 +42,19 @@ def block_norms(gradients: Iterable[Tensor]) -> Tensor:
     """The norms of the blocks of all gradients; of sparse ones, of their rows."""
     parts: list[Tensor] = []
     for gradient in gradients:
+        # Two bytes hold neither the digits of a norm nor its size.
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
         if gradient.is_sparse:
             rows = gradient.detach()._values().flatten(1)
-            parts.append(torch.linalg.vector_norm(rows, dim=1))
+            parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
             continue
         flat = gradient.detach().reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK
         if whole:
-            parts.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1))
+            blocks = flat[:whole].view(-1, BLOCK)
+            parts.append(torch.linalg.vector_norm(blocks, dim=1, dtype=dtype))
         if whole < flat.numel():
-            parts.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+            parts.append(torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1))
     return torch.cat([part.float() for part in parts]) if parts else torch.zeros(0)
 
 
@@ -69,7 +72,10 @@ def scale_all(gradients: Sequence[Tensor], scale: float, check: bool) -> bool:
         wide = kind[0] == torch.float64  # for which the checking kernel's factor is too short
         if check and not _finite(alike, 1.0 if wide else scale):
             return False
-        if wide or not check:
+        if kind[0].itemsize == 2 and not check:  # a joint product would round the factor, too
+            for gradient in alike:
+                gradient.mul_(scale)
+        elif wide or not check:
             torch._foreach_mul_(alike, scale)
     return True
 

@@ -4,10 +4,13 @@ Pages of a private mapping come into being when they are first written, so a ten
 than the machine as long as few of its rows are touched. The system knows which pages exist; so the
 rows that hold anything are found without a list of them, and without reading the rest.
 
-Cost: a page, 4 KB, for each row that stands alone. To find rows: 8 bytes read for each page.
+Cost: a page, 4 KB, for each row that stands alone. To find rows: 24 bytes read for each run of
+pages that exist, or before Linux 6.7 eight for each page, whether it does or not.
 """
 
+import fcntl
 import mmap
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +22,11 @@ from shoal.errors import RecipeError
 _NO_RESERVE = 0x4000  # of mmap: nothing is set aside, so more than the machine has can be mapped
 _LOOK = 1 << 20  # pages that are asked after at a time
 _BATCH = 1 << 14  # pages that are looked through at a time
+_SCAN = 0xC060_6610  # PAGEMAP_SCAN of Linux
+_ASKED = struct.Struct("<12Q")  # its argument, of which a field is where it stopped
+_STOPPED_AT = struct.Struct("<32xQ")
+_EXISTS = 0b11000  # in memory, or swapped out
+_RUNS = 1 << 12  # of pages, that are told at a time
 
 
 def reserved_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -101,6 +109,29 @@ def _with_bits(tensor: Tensor) -> Iterator[Tensor]:
 
 def _present(first: int, last: int) -> Iterator[Tensor]:
     """Which pages of a range exist; all, if the system does not tell."""
+    try:
+        yield from _scanned(first, last)
+    except OSError:  # an older system
+        yield from _looked_at(first, last)
+
+
+def _scanned(first: int, last: int) -> Iterator[Tensor]:
+    told, page = torch.empty(_RUNS, 3, dtype=torch.int64), mmap.PAGESIZE
+    at, end = first * page, last * page
+    with open("/proc/self/pagemap", "rb") as file:
+        while at < end:
+            room = told.data_ptr(), _RUNS, _LOOK
+            question = _ASKED.pack(_ASKED.size, 0, at, end, 0, *room, 0, 0, _EXISTS, _EXISTS)
+            asked = bytearray(question)  # in which the system writes
+            count = fcntl.ioctl(file, _SCAN, asked)
+            (at,) = _STOPPED_AT.unpack_from(asked)
+            starts, stops = told[:count, 0] // page, told[:count, 1] // page
+            lengths = stops - starts
+            before = lengths.cumsum(0) - lengths
+            yield torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+def _looked_at(first: int, last: int) -> Iterator[Tensor]:
     for at in range(first, last, _LOOK):
         count = min(_LOOK, last - at)
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from shoal.mesh import NOTHING_ASKED, Asked
 from shoal.numerics.fragments import Timetable
 from shoal.numerics.quantization import codec_of
 from shoal.parallel.layout import Slice
@@ -60,8 +61,16 @@ def strategy_for(
 
 def settle(strategy: Strategy) -> None:
     """Before anybody but the next step looks at parameters: let all of them be here."""
-    if isinstance(strategy, ThroughServers):
+    if isinstance(strategy, ThroughServers | LocalThroughServers):
         strategy.settle()
+
+
+def asked_now(strategy: Strategy) -> Asked:
+    """Whether all stop or meet after the last step of this rank, as far as servers know."""
+    through = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
+    if not isinstance(through, ThroughServers):
+        return NOTHING_ASKED
+    return through.halting.asked_after(through.batch)
 
 
 def tables_held(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:

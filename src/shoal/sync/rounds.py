@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.board import Board, open_board
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, blocks_of
 from shoal.data.split import shares
@@ -24,7 +25,7 @@ from shoal.sync.buffers import BufferMeans
 from shoal.sync.replicas import Merged
 from shoal.sync.state import HeldState, Run, Source, Stepped
 from shoal.sync.strategy import Agreed, Tally
-from shoal.sync.tail import Tail
+from shoal.sync.tail import Tail, tail_lengths
 
 
 def blocks_by_rank(
@@ -49,6 +50,17 @@ class Rounds:
         self.pieces = range(self.own.start * round_size, self.own.stop * round_size)
         tree = self.tree(round_size) if mesh.data.num_ranks > 1 else None
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
+        self.board: Board | None = None  # on which the ranks agree, if they were given one
+
+    def meet_at_board(self, num_parameters: int, is_lost: Callable[[], bool]) -> None:
+        """Agree in memory from now on if all ranks are of one host. Every rank must reach this.
+
+        `is_lost` says whether a newer generation was announced: no connection breaks there.
+        """
+        lengths = tail_lengths(
+            self.num_pieces, self.mesh.num_ranks, num_parameters, len(self.buffers)
+        )
+        self.board = open_board(self.mesh.data, sum(map(sum, lengths)), is_lost)
 
     def tree(self, num_terms: int = 1) -> TreeReduce:
         """The sum over the rounds of all, or over `num_terms` of each."""
@@ -66,7 +78,8 @@ class Rounds:
 
         `meanwhile` is done while the message is under way. Every rank must reach this.
         """
-        tail = Tail(self.mesh, self.num_pieces, len(touched), len(self.buffers))
+        counts = self.num_pieces, len(touched), len(self.buffers)
+        tail = Tail(self.mesh, *counts, self.board)
         tail.fill(self.pieces, tally, touched, self.buffers.num_changes)
         arrival = tail.start(self.device)
         meanwhile()

@@ -7,8 +7,13 @@ replicas take several ranks these are two messages, since the second half concer
 only.
 """
 
-import torch
+from functools import partial
+from itertools import chain, islice
 
+import torch
+from torch import Tensor
+
+from shoal.comm.board import Board
 from shoal.comm.collectives import Pending
 from shoal.data.ledger import add_marks
 from shoal.mesh import Asked, Mesh
@@ -24,40 +29,57 @@ def tail_lengths(
 
 
 class Tail:
-    def __init__(self, mesh: Mesh, num_pieces: int, num_parameters: int, num_buffers: int):
-        self._mesh = mesh
+    """`board` is where ranks of one host tell each other, if there is one."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        num_pieces: int,
+        num_parameters: int,
+        num_buffers: int,
+        board: Board | None = None,
+    ):
+        self._mesh, self._num_pieces, self._board = mesh, num_pieces, board
         lengths = tail_lengths(num_pieces, mesh.num_ranks, num_parameters, num_buffers)
         self._of_all, self._of_part = lengths
-        self._flat = torch.zeros(sum(self._of_all) + sum(self._of_part), dtype=torch.float64)
 
     def fill(
         self, pieces: range, tally: Tally, touched: list[bool], num_changes: list[float]
     ) -> None:
-        parts = self._flat.split(self._of_all + self._of_part)
-        sums, weights, busy, marks, flags, used, moved = parts
+        parts = [[0.0] * length for length in self._of_all]
+        sums, weights, busy, marks, flags = parts
         if tally.losses and self._mesh.tensor.rank == 0:  # one of those who know them
-            own_sums, own_weights = tally.numbers()
-            sums[pieces.start : pieces.stop] = torch.tensor(own_sums, dtype=torch.float64)
-            weights[pieces.start : pieces.stop] = torch.tensor(own_weights, dtype=torch.float64)
+            own = slice(pieces.start, pieces.stop)
+            sums[own], weights[own] = tally.numbers()
             marks[self._mesh.rank] = tally.mark
             flags[3] = tally.num_samples
         busy[self._mesh.rank] = tally.busy_s
-        flags[:3] = torch.tensor([*tally.asked, tally.is_mean])
-        used.copy_(torch.tensor(touched))
-        moved.copy_(torch.tensor(num_changes))
+        flags[:3] = *tally.asked, tally.is_mean
+        self._numbers = [*chain(*parts), *touched, *num_changes]
 
     def start(self, device: torch.device) -> Pending:
-        self._flat = self._flat.to(device)
+        if self._board is not None:
+            self._numbers = [*map(sum, zip(*self._board.gather(self._numbers), strict=True))]
+            return Pending([])
+        flat = torch.tensor(self._numbers, dtype=torch.float64, device=device)
+        pending = self._reduce(flat)
+        return pending + Pending([], [partial(self._take, flat)])
+
+    def _reduce(self, flat: Tensor) -> Pending:
         if not self._mesh.is_cut:
-            return self._mesh.data.all_reduce(self._flat)
-        of_all, of_part = self._flat.split([sum(self._of_all), sum(self._of_part)])
+            return self._mesh.data.all_reduce(flat)
+        of_all, of_part = flat.split([sum(self._of_all), sum(self._of_part)])
         pending = self._mesh.world.all_reduce(of_all)
         return pending + self._mesh.data.all_reduce(of_part) if of_part.numel() else pending
 
+    def _take(self, flat: Tensor) -> None:
+        self._numbers = flat.tolist()
+
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
         """What all know now; the touched parameters, and the pieces that changed each buffer."""
+        numbers = iter(self._numbers)
         sums, weights, busy, marks, (stop, meet, is_mean, count), used, moved = (
-            part.tolist() for part in self._flat.split(self._of_all + self._of_part)
+            list(islice(numbers, length)) for length in self._of_all + self._of_part
         )
         flags = Asked(stop > 0, meet > 0), is_mean > 0
         known = add_marks(marks), int(count)

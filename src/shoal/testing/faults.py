@@ -10,9 +10,12 @@ Not for timing. Cost: about a second a run.
 """
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,6 +215,37 @@ def resize(training: Training, size: str) -> dict[str, Any]:
     answer = ask(training.run_dir, resize=size)
     assert "refused" not in answer, answer
     return answer
+
+
+def resize_while_one_is_killed(
+    training: Training, sizes: Sequence[str], draws: random.Random, within_s: float
+) -> list[dict[str, Any]]:
+    """Ask for these sizes in any order, while any process of the run is killed; all answers."""
+
+    def kill() -> None:
+        time.sleep(wait_s)
+        started = [event["pid"] for event in events(training.run_dir, "started")]
+        with suppress(ProcessLookupError):  # it has left
+            os.kill(started[int(which * len(started))], signal.SIGKILL)
+
+    wait_s, which = draws.uniform(0.0, within_s), draws.random()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    answers = []
+    for size in draws.sample(sizes, len(sizes)):
+        answers.append(ask(training.run_dir, resize=size))
+        print(size, answers[-1])
+    killer.join()
+    return answers
+
+
+def check_answers(trained: Trained, answers: Sequence[Mapping[str, Any]]) -> None:
+    """The run had the sizes that it said, one after another; others it refused with a reason."""
+    done = [answer["plan"] for answer in answers if "plan" in answer]
+    assert [event["plan"] for event in trained.events("resized")] == done
+    for answer in answers:
+        why = answer.get("refused", "already")
+        assert "already" in why or "a newcomer" in why, answer
 
 
 def check_sizes(trained: Trained, plans: Sequence[str], num_steps: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.cluster.invitation import KEYS, NAME, Invitation, invite, read_invitation, withdraw
+from shoal.cluster.invitation import INVITATION, KEYS, Invitation, invite, read_invitation, withdraw
 from shoal.comm.wire import make_keys
 from shoal.errors import UsageError
 
@@ -26,8 +26,8 @@ def invitation_of(where: Path, **changes: object) -> Invitation:
 def test_it_is_read_as_it_was_written_by_its_user_alone(run_dir: Path) -> None:
     written = invitation_of(run_dir)
     invite(written, run_dir)
-    assert read_invitation(run_dir) == written and written.host == ("10.0.0.1", 81)
-    assert stat.S_IMODE((run_dir / NAME).stat().st_mode) == 0o600
+    assert read_invitation(run_dir) == written and written.endpoint == ("10.0.0.1", 81)
+    assert stat.S_IMODE((run_dir / INVITATION).stat().st_mode) == 0o600
     make_keys(run_dir / KEYS)
     withdraw(run_dir)
     assert list(run_dir.iterdir()) == []
@@ -35,7 +35,7 @@ def test_it_is_read_as_it_was_written_by_its_user_alone(run_dir: Path) -> None:
 
 
 def test_an_address_of_the_sixth_version(run_dir: Path) -> None:
-    assert invitation_of(run_dir, address="tcp://[fd00::1]:81").host == ("fd00::1", 81)
+    assert invitation_of(run_dir, address="tcp://[fd00::1]:81").endpoint == ("fd00::1", 81)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_one_that_cannot_be_followed(run_dir: Path, changes: dict[str, str], wor
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"shoal": 3}'])
 def test_one_that_is_damaged(run_dir: Path, content: bytes) -> None:
-    (run_dir / NAME).write_bytes(content)
+    (run_dir / INVITATION).write_bytes(content)
     with pytest.raises(UsageError):
         read_invitation(run_dir)

@@ -51,6 +51,13 @@ def test_it_is_whole_pages_of_zeros_on_a_boundary(segment: Segment) -> None:
     assert segment.bytes.data_ptr() % 64 == 0
 
 
+def test_without_large_pages_all_of_it_is_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "enlarge_pages", lambda *_: None)
+    with closing(Segment.create(5_000_000)) as small:
+        assert os.fstat(small.place.fd).st_blocks * 512 == small.num_bytes
+        assert not small.bytes.any()
+
+
 def test_both_sides_see_what_is_written(segment: Segment) -> None:
     with closing(Segment.open(segment.place, MOST)) as other:
         segment.bytes[64:128].view(torch.float32).fill_(2.5)

@@ -24,6 +24,19 @@ def test_the_norm_is_the_norm(lengths: list[int]) -> None:
     assert gradient_norm(gradients) == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, 6e4])
+def test_the_norm_of_narrow_gradients_is_not_as_narrow(dtype: torch.dtype, value: float) -> None:
+    """Of bf16 a norm would have two digits, and of fp16 it would be infinite."""
+    dense = torch.linspace(-value, value, 2 * BLOCK + 5).to(dtype)
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[1, 4]]), dense[:64].view(2, 32), (6, 32), check_invariants=False
+    )
+    for gradient, values in ((dense, dense), (rows.coalesce(), dense[:64])):
+        norm = values.double().norm().item()
+        assert gradient_norm([gradient]) == pytest.approx(norm, rel=1e-6)
+
+
 def test_no_gradient_has_no_norm() -> None:
     assert gradient_norm([]) == 0.0
 
@@ -58,12 +71,15 @@ def test_clipping_keeps_the_limit_and_leaves_small_ones() -> None:
     assert clip_factor(4.0, 1.0) * 4.0 == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scaling_is_exact_in_the_gradients_own_precision(dtype: torch.dtype) -> None:
-    gradient = torch.randn(9, dtype=dtype)
-    expected = gradient * (1 / 3)
-    assert scale_all([gradient], 1 / 3, check=True)
-    torch.testing.assert_close(gradient, expected)
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_scaling_is_exact_in_the_gradients_own_precision(dtype: torch.dtype, check: bool) -> None:
+    """The factor is not rounded to it, where that is narrower."""
+    gradient = torch.linspace(-3, 3, 900, dtype=dtype)
+    expected = (gradient.double() * (1 / 3)).to(dtype)
+    assert scale_all([gradient], 1 / 3, check)
+    torch.testing.assert_close(gradient, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    assert float((gradient != expected).float().mean()) < (0.01 if dtype.itemsize == 2 else 1)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.errors import RecipeError, UsageError
+from shoal.numerics import reserved
 from shoal.numerics.reserved import Reserved, clear_rows, reserved_zeros, touched_rows
 
 HUGE = 1 << 34  # bytes
@@ -84,13 +85,17 @@ def _resident_bytes() -> int:
     return int(words[words.index("RssAnon:") + 1]) * 1024
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", ["runs", "pages", "nothing"])
 @pytest.mark.parametrize("shape", [(5000, 3), (700, 1), (40, 4000), (3, 1)])
 def test_touched_rows_are_found(
-    shape: tuple[int, int], told: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the row, also within a tensor, and where the system does not tell of pages."""
-    if not told:
+    monkeypatch.setattr(reserved, "_RUNS", 3)
+    monkeypatch.setattr(reserved, "_LOOK", 7)
+    if told != "runs":
+        monkeypatch.setattr(reserved, "_SCAN", 0)  # as on an older system
+    if told == "nothing":
 
         def closed(path: Any, *more: Any, **how: Any) -> Any:
             if path == "/proc/self/pagemap":
@@ -107,6 +112,20 @@ def test_touched_rows_are_found(
     assert touched_rows([zeros[1:]]).tolist() == within
     clear_rows(zeros)
     assert not len(touched_rows([zeros]))
+
+
+def test_rows_are_found_without_a_look_at_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of terabytes that would be a billion entries, at every save."""
+    pages = reserved_zeros((4, 1024), torch.float32)
+    try:
+        list(reserved._scanned(pages.data_ptr() // 4096, pages.data_ptr() // 4096 + 1))
+    except OSError:
+        pytest.skip("Linux tells of runs of pages since 6.7")
+    zeros = reserved_zeros((1 << 36, 16), torch.float32)
+    some = torch.randint(1 << 36, (300,)).unique()
+    zeros[some] = 1.0
+    monkeypatch.setattr(reserved, "_looked_at", None)
+    assert torch.equal(touched_rows([zeros]), some)
 
 
 @pytest.mark.parametrize(

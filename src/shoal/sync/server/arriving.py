@@ -1,18 +1,18 @@
-"""Parameters on their way from servers while the next forward begins, in frames.
+"""Parameters that come from servers, in frames, while the next forward begins.
 
-A step is committed when every server has said that it is made. Then parameters are fetched in the
-order in which a forward uses them, a few keys at a time, and whoever reads one waits for it: a
-module that is entered for its own, and every function of torch for those among its arguments, known
-by their memory, so that it does not matter in whose forward they are read. Each is written before
-it is first read. When the first forward and backward have ended, all are here.
+A step is committed when every server has said that it made the step. Then its parameters are
+fetched a few keys at a time, in the order in which a forward uses them, and whoever reads one waits
+for it: a module waits for its own when it is entered, and every function of torch for those among
+its arguments. These are known by their memory, so it does not matter in whose forward they are
+read. When the first forward and backward have ended, all are here.
 
-What comes of a broken group: parameters are of two steps then, of which the newer is committed.
-They are pulled again before anybody sees them (`strategy.py`).
+If the group breaks meanwhile, parameters are of two steps, of which the newer is committed. They
+are pulled again before anybody sees them (`strategy.py`).
 
-Not seen: a parameter whose address C++ code was given, outside of the forward of the module that
-owns it. Functions that torch compiled or scripted read what they like, and a module that is not
-training may choose another kernel while functions are watched: with such modules a forward waits
-for everything. Cost: about two microseconds for each function called in that forward.
+Not noticed: that C++ code reads a parameter by its address, outside of the forward of the module
+that owns it. Functions that torch compiled or scripted may read any parameter, and a module that is
+not training may choose another kernel while functions are watched: with such modules a forward
+waits for everything. Cost: about two microseconds for each function called in that forward.
 """
 
 import threading
@@ -39,7 +39,7 @@ Frame = tuple[int, memoryview]  # of a key
 
 
 class _Part(NamedTuple):
-    first: int  # the parameter that a forward uses first of it
+    first: int  # of its parameters the one that a forward uses first; parts are sorted by it
     server: int
     version: int
     keys: list[int]
@@ -52,7 +52,7 @@ class Arriving:
         self._line, self._layout = line, layout
         self._orders = [layout.in_order(layout.held_by(server)) for server in range(len(line))]
         self._parts: deque[_Part] = deque()
-        self._asked: deque[int] = deque()  # for the first of these parts
+        self._asked: deque[int] = deque()  # requests, for the first ones of these parts
         self.missing: set[int] = set()  # keys
 
     def expect(self, server: int, version: int, frames: Sequence[memoryview]) -> list[Frame]:
@@ -76,7 +76,7 @@ class Arriving:
         self._ask()
         for key, frame in zip(part.keys, frames, strict=True):
             put(key, frame)
-        self.missing.difference_update(part.keys)  # last: others may look
+        self.missing.difference_update(part.keys)  # last: other threads read it without the lock
 
     def gather(self) -> list[Frame]:
         """Wait for all."""
@@ -114,12 +114,12 @@ class Pulling(TorchFunctionMode):
         super().__init__()
         self._arriving, self._memory = Arriving(line, layout), memory
         self._modules = list(model.modules())
-        self._keys: dict[int, set[int]] = {}  # by where the memory begins that they are of
+        self._keys: dict[int, set[int]] = {}  # by the address of the storage that they are for
         parameters = [p for _, p in trained(model)]
         for key in range(len(layout.keys)):
             for s in layout.segments(key):
                 self._keys.setdefault(_memory_of(parameters[s.parameter]), set()).add(key)
-        self._can_tell = 0 not in self._keys
+        self._can_tell = 0 not in self._keys  # which parameter is read: each has an address
         self.is_over = True  # all parameters are of one step
         self._lock = threading.RLock()  # a model may have threads of its own
 

@@ -1,8 +1,8 @@
 """The workers that greeted a server: where their rows stand, and what they are given.
 
-A worker is given parameters of one version. In lockstep those stay as they are until it has them
-and pushes again; else they are copied, into its memory or, if it shares none, into a copy that is
-kept for it, out of which it fetches key by key while others change what it is a copy of.
+A worker is given parameters of one version. In lockstep they stay as they are until it has them and
+pushes again. Else others may change them at any time, so they are copied: into the worker's memory
+or, if it shares none, into a copy that is kept for it here, from which it fetches key by key.
 """
 
 import mmap
@@ -39,7 +39,7 @@ class Guest:
     lent: Borrowed = field(default_factory=Borrowed)  # what it lays out of tables
     _places: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by key and row
     made: int = -1  # how many updates came before the last one that it asked for
-    loaded: int = 0  # and of the last state that it sent
+    loaded: int = 0  # the number of the last message with a state that was taken in
 
     def give(self, request: int, values: Mapping[int, Tensor], version: int, stay: bool) -> None:
         """Let these be what it reads or fetches: as they stand, if they `stay`, or copies.
@@ -62,8 +62,8 @@ class Guest:
             self.values = last
 
     def first_few(self, order: Sequence[int]) -> list[Tensor]:
-        """Those that go with an answer, of keys in order: none if it reads them elsewhere, or asked
-        with a number that no question has."""
+        """Those that go with an answer, of keys in order: none if it reads them in shared memory,
+        or was given nothing because its question had an impossible number."""
         found: list[Tensor] = []
         for key in order if self.values and self.rows is None else ():
             if sum(value.nbytes for value in found) + self.values[key].nbytes > FEW_BYTES:

@@ -18,10 +18,12 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.door import Passage, enter
 from shoal.comm.wire import BadFrame, connect, pack, unpack
 from shoal.errors import GroupLost, ShoalError
 from shoal.mesh import Servers
 from shoal.sync.server.messages import (
+    Apply,
     Check,
     Checked,
     Missing,
@@ -29,12 +31,14 @@ from shoal.sync.server.messages import (
     Pushes,
     Refused,
     ServerMessage,
+    Sum,
     WorkerMessage,
 )
 
 TICK_MS = 50
 AGAIN_S = 2.0
 Payload = Sequence[bytes | Tensor]
+Left = Sequence[tuple[Push, Payload]]
 MOST_BYTES = 1 << 40  # a worker trusts the servers it greeted
 
 _DECODER: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
@@ -58,6 +62,7 @@ class Line:
         self.servers, self.num_bytes, self.num_received = servers, 0, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{seat}.{servers.generation}.{os.urandom(8).hex()}".encode()
+        self._identity = identity
         self._sockets = [
             connect(self._context, address, identity, servers.keys) for address in servers.addresses
         ]
@@ -70,10 +75,20 @@ class Line:
         self._left: dict[int, list[tuple[Push, Payload]]] = {}  # not sent yet, by server
         self._told: set[int] = set()  # what nobody answers, in this step
         self._refused = ""  # why some of that was
+        self._passages: dict[int, Passage] = {}  # by server of this host
+        self._far: set[int] = set()  # servers that were told something by a socket in this step
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._sockets)
+
+    def come_near(self, doors: Sequence[str]) -> None:
+        """Send what is small through the doors of servers of this host from now on."""
+        for server, door in enumerate(doors):
+            passage = enter(door) if door else None
+            if passage is not None and passage.send(self._identity):
+                self._passages[server] = passage
+                self._poller.register(passage, zmq.POLLIN)
 
     def tell(
         self,
@@ -85,7 +100,7 @@ class Line:
         """Send what nobody answers."""
         request, frames = self._message(kind, payload, what)
         self._told.add(request)
-        self._send(server, frames)
+        self._tell(server, frames)
 
     def leave(self, server: int, payload: Payload = (), **what: Any) -> None:
         """Push at the next `flush`, or before the next question at the latest.
@@ -97,17 +112,31 @@ class Line:
             self._told.add(push.request)
             self._left.setdefault(server, []).append((push, payload))
 
-    def flush(self) -> None:
-        """Send what was left."""
+    def forget(self) -> None:
+        """Let go of what was left: it is of an attempt that was given up."""
         with self._lock:
-            left, self._left = self._left, {}
+            self._left = {}
+
+    def flush(self, least_bytes: int = 0) -> None:
+        """Send what was left, to those servers for whom it is at least so much."""
+        with self._lock:
+            sizes = {server: _num_bytes(pairs) for server, pairs in self._left.items()}
+            much = [server for server, num_bytes in sizes.items() if num_bytes >= least_bytes]
+            left = {server: self._left.pop(server) for server in much}
         for server, pairs in left.items():
-            if len(pairs) == 1:
-                self._send(server, pack(*pairs[0]))
-                continue
-            pushes, counts = [push for push, _ in pairs], [len(payload) for _, payload in pairs]
-            everything = [part for _, payload in pairs for part in payload]
-            self.tell(server, Pushes, everything, pushes=pushes, counts=counts)
+            frames = pack(*pairs[0]) if len(pairs) == 1 else self._together(pairs)
+            self._tell(server, frames)
+
+    def _together(self, pairs: Left, then: Apply | Sum | None = None) -> list[bytes | memoryview]:
+        """Pushes in one message, and a question after them."""
+        pushes, counts = [push for push, _ in pairs], [len(payload) for _, payload in pairs]
+        everything = [part for _, payload in pairs for part in payload]
+        request, generation = next(self._numbers), self.servers.generation
+        self._told.add(request)
+        message = Pushes(
+            generation=generation, request=request, pushes=pushes, counts=counts, then=then
+        )
+        return pack(message, everything)
 
     def ask(
         self,
@@ -116,10 +145,20 @@ class Line:
         payload: Payload = (),
         **what: Any,
     ) -> int:
-        """Send a question; its number is what to wait for."""
+        """Send a question; its number is what to wait for.
+
+        Pushes that were left for its server go with it, if it has no frames of its own.
+        """
+        left: Left = []
+        if not payload and issubclass(kind, Apply | Sum):
+            with self._lock:
+                left = self._left.pop(server, [])
         self.flush()
-        request, frames = self._message(kind, payload, what)
-        self._send_question(request, server, frames)
+        request, frames = self._message(kind, payload, what, left)
+        self._asked[request] = _Asked(server, frames, next(self._turns), time.monotonic())
+        # Answers with frames come another way, where they keep their order with `Checked`.
+        if not (issubclass(kind, Apply | Sum) and self._send_near(server, frames)):
+            self._send(server, frames)
         return request
 
     def answer(self, request: int) -> tuple[Any, list[memoryview]]:
@@ -140,19 +179,25 @@ class Line:
         return message, payload
 
     def _message(
-        self, kind: type[WorkerMessage], payload: Payload, what: dict[str, Any]
+        self, kind: type[WorkerMessage], payload: Payload, what: dict[str, Any], left: Left = ()
     ) -> tuple[int, list[bytes | memoryview]]:
         request = next(self._numbers)
         message = kind(generation=self.servers.generation, request=request, **what)
+        if left:
+            assert isinstance(message, Apply | Sum)
+            return request, self._together(left, message)
         return request, pack(message, payload)
 
     def take_bytes(self) -> int:
         """How many have left since the last time."""
         self._told.clear()
+        self._far.clear()
         taken, self.num_bytes = self.num_bytes, 0
         return taken
 
     def close(self) -> None:
+        for passage in self._passages.values():
+            passage.close()
         for socket in self._sockets:
             socket.close(linger=0)
         self._context.term()
@@ -170,24 +215,52 @@ class Line:
                     if not socket.poll(TICK_MS, zmq.POLLOUT) and self.servers.is_lost():
                         raise GroupLost("another generation was announced") from None
 
+    def _tell(self, server: int, frames: list[bytes | memoryview]) -> None:
+        if not self._send_near(server, frames):
+            self._far.add(server)
+            self._send(server, frames)
+
+    def _send_near(self, server: int, frames: list[bytes | memoryview]) -> bool:
+        """Whether it went through a door. What is sent again goes the other way.
+
+        So does what follows something that did in this step, or it would be there first.
+        """
+        with self._lock:
+            passage = None if server in self._far else self._passages.get(server)
+            return passage is not None and len(frames) == 1 and passage.send(frames[0])
+
     def _receive(self) -> None:
-        for socket, _ in self._poller.poll(TICK_MS):
-            with self._lock:
-                frames = socket.recv_multipart(copy=False)
-            try:
-                message, payload = unpack(frames, _DECODER, MOST_BYTES)
-            except BadFrame:
-                continue  # damaged on the way: it will be asked for again
-            if isinstance(message, Checked):
-                self._send_again(message)
-                continue
-            if isinstance(message, Refused) and message.request in self._told:
-                self._refused = "" if message.is_stale else message.why
-            if message.request in self._asked:
-                if not isinstance(message, Refused):
-                    del self._asked[message.request]
-                self._answers[message.request] = message, payload
-                self.num_received += sum(map(len, payload))
+        ready = dict(self._poller.poll(TICK_MS))
+        for server, passage in list(self._passages.items()):
+            if passage.fileno() in ready:
+                try:
+                    message = passage.receive()
+                except ConnectionError:  # whoever died will be announced
+                    self._poller.unregister(passage)
+                    self._passages.pop(server).close()
+                else:
+                    self._take([] if message is None else [message])
+        for socket in self._sockets:
+            if socket in ready:
+                with self._lock:
+                    frames = socket.recv_multipart(copy=False)
+                self._take(frames)
+
+    def _take(self, frames: Sequence[zmq.Frame | bytes]) -> None:
+        try:
+            message, payload = unpack(frames, _DECODER, MOST_BYTES)
+        except BadFrame:
+            return  # damaged on the way: it will be asked for again
+        if isinstance(message, Checked):
+            self._send_again(message)
+            return
+        if isinstance(message, Refused) and message.request in self._told:
+            self._refused = "" if message.is_stale else message.why
+        if message.request in self._asked:
+            if not isinstance(message, Refused):
+                del self._asked[message.request]
+            self._answers[message.request] = message, payload
+            self.num_received += sum(map(len, payload))
 
     def _send_question(self, request: int, server: int, frames: list[bytes | memoryview]) -> None:
         self._asked[request] = _Asked(server, frames, next(self._turns), time.monotonic())
@@ -241,3 +314,8 @@ class Questions:
                 answer, frames = self._line.answer(self._line.ask(server, kind, **what))
             found.append((answer, frames))
         return found
+
+
+def _num_bytes(left: Left) -> int:
+    parts = (part for _, payload in left for part in payload)
+    return sum(part.nbytes if isinstance(part, Tensor) else len(part) for part in parts)

@@ -14,6 +14,8 @@ With a deadline nobody waits for a late replica, so each reports its own losses 
 buffers, as out of lockstep; samples are counted by the server that closes rounds.
 """
 
+from contextlib import AbstractContextManager
+
 from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
 from shoal.mesh import NOTHING_ASKED, Mesh
@@ -43,6 +45,14 @@ class LocalThroughServers(LocalSGD):
     def detach(self) -> None:
         super().detach()
         self.windows.detach()
+
+    def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
+        self.settle()
+        return super().microbatch(first, last)
+
+    def settle(self) -> None:
+        """Hold the anchor of the window that is due: before anybody looks at weights."""
+        self.windows.await_turn()
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         step = self.step + 1

@@ -69,13 +69,6 @@ class Push(FromWorker, frozen=True, tag="push"):
     lent: Lent | None = None  # where what would stand beside this is, of a table
 
 
-class Pushes(FromWorker, frozen=True, tag="pushes"):
-    """Several in one message, with so many frames each."""
-
-    pushes: list[Push]
-    counts: list[int]
-
-
 class Sum(FromWorker, frozen=True, tag="sum"):
     """Answer when the pieces from `first` to `last` of a batch are here: norms, and are all
     finite."""
@@ -105,6 +98,14 @@ class Apply(FromWorker, frozen=True, tag="apply"):
     counts: list[float] = []  # of a round that closed early: how much each piece counts, 0 if out
 
 
+class Pushes(FromWorker, frozen=True, tag="pushes"):
+    """Several in one message, with so many frames each; and what is asked when they are here."""
+
+    pushes: list[Push]
+    counts: list[int]
+    then: Sum | Apply | None = None
+
+
 class Kept(FromWorker, frozen=True, tag="kept"):
     """Are all my rows of this batch there?"""
 
@@ -125,10 +126,11 @@ class Join(FromWorker, frozen=True, tag="join"):
 
 class Pull(FromWorker, frozen=True, tag="pull"):
     """Give me the parameters for this batch, as soon as I may begin it; or, if `meets`, when all
-    before it are applied."""
+    before it are applied. If I do not wait, those of now: I will ask again before I begin."""
 
     batch: int
     meets: bool
+    waits: bool = True
 
 
 class Fetch(FromWorker, frozen=True, tag="fetch"):
@@ -196,13 +198,15 @@ class Answer(NamedTuple):
 
 class Welcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
-    are not put there but read at `values`, where their sets stand, and those of `tables`."""
+    are not put there but read at `values`, where their sets stand, and those of `tables`. What is
+    small may come through the `door` of that name (`comm/door.py`)."""
 
     is_shared: bool
     values: list[Place]
     committed: int
     next_batch: int
     tables: list[Place | None] = []
+    door: str = ""
 
 
 class Missing(FromServer, frozen=True, tag="missing"):

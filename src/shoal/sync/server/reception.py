@@ -23,6 +23,7 @@ from shoal.data.split import shares
 from shoal.faults import faultpoint
 from shoal.logs import warn_on_screen
 from shoal.sync.server.clock import Clock, lag_in_words
+from shoal.sync.server.dumping import Dumping
 from shoal.sync.server.guests import Guest, guest_of
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.messages import (
@@ -32,7 +33,6 @@ from shoal.sync.server.messages import (
     Checked,
     Done,
     Dump,
-    Dumped,
     Fetch,
     Found,
     Halt,
@@ -58,8 +58,8 @@ from shoal.sync.server.rows import Rows
 from shoal.sync.server.sets import ValueSets
 from shoal.sync.server.sharing import share
 from shoal.sync.server.tables import Tables
-from shoal.sync.state import State, pack_state
-from shoal.sync.stretches import STRETCH_BYTES, kinds_of, stretch_of
+from shoal.sync.state import State
+from shoal.sync.stretches import STRETCH_BYTES
 
 Waiting = Sum | Apply | Join | Pull
 Views = Sequence[memoryview]
@@ -97,6 +97,7 @@ class Reception(ABC):
         self._begun, self._halt = 0, None  # type: int, Halt | None
         self.version = 0  # updates made, and states taken over from workers
         self._told: dict[int, Told] = {}  # the last, by first piece
+        self.door = ""  # through which workers of the host come, if they may
         self._slabs: list[Segment | None] = []
         if self.in_place:
             held.sets.double()
@@ -134,7 +135,7 @@ class Reception(ABC):
         self.generation, self._halt = generation, None  # workers say which halt holds still
         self.num_seats = num_seats or self.num_seats
         self.guests: dict[bytes, Guest] = {}
-        self._dumping: dict[bytes, State] = {}  # what workers fetch in stretches
+        self._dumping = Dumping()
         own = shares(self.num_pieces, self.num_seats)
         keys = [*self.held.keys, *self.held.tables.keys]
         self._rows = Rows(keys, self.num_pieces, self.in_place, self._rule, own)
@@ -147,25 +148,33 @@ class Reception(ABC):
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
     ) -> list[Answer]:
         """Do what a message asks for. Whatever is wrong with it is said to its sender alone."""
+        try:
+            return [*self._hear(sender, message, payload), *self._serve_waiting()]
+        except (BadFrame, ValueError) as error:
+            return [Answer(sender, Refused(request=message.request, why=str(error)))]
+
+    def _hear(self, sender: bytes, message: WorkerMessage, payload: Views) -> list[Answer]:
         if message.generation != self.generation:
             why = f"this is generation {self.generation}, not {message.generation}"
             return [Answer(sender, Refused(request=message.request, why=why, is_stale=True))]
         if isinstance(message, Check):
             return [Answer(sender, Checked(request=message.request, turn=message.turn))]
-        try:
-            if isinstance(message, Pushes):
-                return self._take_all(sender, message, payload)
-            return [*self._take_in(sender, message, payload), *self._serve_waiting()]
-        except (BadFrame, ValueError) as error:
-            return [Answer(sender, Refused(request=message.request, why=str(error)))]
+        if isinstance(message, Pushes):
+            return list(self._hear_all(sender, message, payload))
+        return list(self._take_in(sender, message, payload))
 
-    def _take_all(self, sender: bytes, message: Pushes, payload: Views) -> list[Answer]:
+    def _hear_all(self, sender: bytes, message: Pushes, payload: Views) -> Iterator[Answer]:
         if len(message.counts) != len(message.pushes) or sum(message.counts) != len(payload):
             raise BadFrame(f"{len(message.pushes)} pushes came with {len(payload)} frames")
         frames = iter(payload)
         own = [list(islice(frames, max(0, count))) for count in message.counts]
-        pairs = zip(message.pushes, own, strict=True)
-        return [answer for push, own in pairs for answer in self.take_in(sender, push, own)]
+        for push, views in zip(message.pushes, own, strict=True):
+            try:
+                yield from self._hear(sender, push, views)
+            except (BadFrame, ValueError) as error:
+                yield Answer(sender, Refused(request=push.request, why=str(error)))
+        if message.then is not None:
+            yield from self.take_in(sender, message.then, ())
 
     def _take_in(self, sender: bytes, message: WorkerMessage, payload: Views) -> Iterator[Answer]:
         if isinstance(message, Hello):
@@ -204,24 +213,12 @@ class Reception(ABC):
                         warn_on_screen(lag)
                 yield Answer(sender, Done(request=message.request))
             case Dump():
-                yield self._dump_stretch(sender, message)
+                yield self._dumping.answer(sender, message, self._dump)
             case Load():
                 if message.request > guest.loaded:  # or else it came twice
                     self._load(message, payload)
                     guest.loaded = message.request
                 yield Answer(sender, Done(request=message.request))
-
-    def _dump_stretch(self, sender: bytes, dump: Dump) -> Answer:
-        """A stretch of what a worker asks for; it is made once, with the first."""
-        state = self._dumping.pop(sender, None) if dump.first else None
-        if state is None:
-            state = self._dump(dump)
-            state = kinds_of(state) if dump.kinds else state
-        stretch = stretch_of(state, dump.first)
-        if stretch.next:
-            self._dumping[sender] = state
-        dumped = Dumped(request=dump.request, next=stretch.next)
-        return Answer(sender, dumped, pack_state(stretch.state))
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome:
         if hello.secret != self.secret:
@@ -237,8 +234,8 @@ class Reception(ABC):
                 "it took the place of one that died, and what that did is lost: go on from the "
                 "newest checkpoint, with the same command and --resume"
             )
-        # What a successor would not know.
-        self._begun = max(self._begun, hello.batch)
+        # What a successor would not know, nor a newcomer.
+        self._begun = max(self._begun, hello.batch, self.clock.next_of(lambda _: guest.pieces))
         if self._halt is None or (hello.halt is not None and hello.halt.step > self._halt.step):
             self._halt = hello.halt
         return Welcome(
@@ -246,8 +243,9 @@ class Reception(ABC):
             is_shared=guest.rows is not None,
             values=self._shown() if guest.rows is not None else [],
             tables=[s.place if s is not None else None for s in self._slabs if guest.rows],
+            door=self.door if guest.rows is not None else "",
             committed=self.clock.committed,
-            next_batch=self.clock.next_of(lambda batch: guest.pieces),
+            next_batch=self.clock.next_of(lambda _: guest.pieces),
         )
 
     def _shown(self) -> list[Place]:
@@ -307,8 +305,7 @@ class Reception(ABC):
     def most_bytes(self) -> int:
         """That one message may hold: the rows of a key, or a stretch of a state, with names."""
         keys = [self.layout.keys[key].num_bytes for key in self.held.keys]
-        tables = self.held.tables.num_bytes
-        rows = max([*keys, tables]) * self.num_pieces
+        rows = max([*keys, self.held.tables.num_bytes]) * self.num_pieces
         return max(rows, self.layout.most_bytes(self.held.keys) + 2 * STRETCH_BYTES)
 
     def _pieces(self, guest: Guest, message: Sum | Apply) -> range:
@@ -361,7 +358,8 @@ class Reception(ABC):
 
     def _values(self, sender: bytes, pull: Pull | Apply, batch: int) -> Answer | None:
         """The parameters for a batch, if it may be begun."""
-        if not self.clock.may_begin(batch) or (pull.meets and self.clock.committed < batch):
+        is_due = self.clock.committed >= batch if pull.meets else self.clock.may_begin(batch)
+        if not is_due and (isinstance(pull, Apply) or pull.waits):
             return None
         faultpoint("server.pull", batch)
         guest = self.guests[sender]

@@ -160,7 +160,8 @@ class Rows:
             total = combine(self._rule, sums, [len(share) for share in shares])
             total.mul_(self._num_pieces)  # to stand for all of them, as a sum does
         kept.lent.setdefault(key, []).extend(made)
-        return total
+        # Of its own: a sum of one row stands where its worker lays the next.
+        return total.clone() if total.is_sparse and len(own) == 1 else total
 
 
 def _covers(kept: _Batch, key: int, pieces: range, attempt: int) -> bool:

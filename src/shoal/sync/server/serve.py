@@ -1,22 +1,72 @@
 """The process of a parameter server, under a seat that comes after those of the ranks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.door import Door, Passage
 from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.wire import BadFrame, listen, pack, unpack
 from shoal.faults import faultpoint
-from shoal.sync.server.messages import Answer, Refused, WorkerMessage
+from shoal.sync.server.messages import Answer, Missing, Refused, Values, WorkerMessage
 from shoal.sync.server.peers import Peers
 from shoal.sync.server.reception import Reception
 
 TICK_MS = 20
+Heard = tuple[bytes, bytes]  # from whom, and what
 SLACK_BYTES = 1 << 20  # for the head of a message
 _DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+class Hall:
+    """The workers that came through a server's door; each says first who it is."""
+
+    def __init__(self, poller: zmq.Poller):
+        self.door, self._poller = Door(), poller
+        self._passages: dict[int, Passage] = {}  # by descriptor
+        self._names: dict[int, bytes] = {}
+        self._by_name: dict[bytes, Passage] = {}
+        poller.register(self.door, zmq.POLLIN)
+
+    def hear(self, ready: Container[object], known: Container[bytes]) -> Iterator[Heard]:
+        """What came from those who are `known`; others are shown out."""
+        for fd, passage in list(self._passages.items()):
+            if fd in ready:
+                try:
+                    message = passage.receive()
+                except ConnectionError:
+                    self._leave(fd)
+                    continue
+                if message is not None and fd in self._names:
+                    yield self._names[fd], message
+                elif message is not None and message in known:
+                    self._names[fd], self._by_name[message] = message, passage
+                elif message is not None:
+                    self._leave(fd)
+        came = self.door.open() if self.door.fileno() in ready else None
+        if came is not None:
+            self._passages[came.fileno()] = came
+            self._poller.register(came, zmq.POLLIN)
+
+    def send(self, name: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+        """Whether an answer went this way."""
+        passage = self._by_name.get(name)
+        return passage is not None and len(frames) == 1 and passage.send(frames[0])
+
+    def close(self) -> None:
+        for fd in list(self._passages):
+            self._leave(fd)
+        self._poller.unregister(self.door)
+        self.door.close()
+
+    def _leave(self, fd: int) -> None:
+        passage = self._passages.pop(fd)
+        self._by_name.pop(self._names.pop(fd, b""), None)
+        self._poller.unregister(passage)
+        passage.close()
 
 
 class Desk:
@@ -32,20 +82,22 @@ class Desk:
         self._socket, self.address = listen(self._context, *reach, self._most_bytes)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._hall = Hall(self._poller)
+        if peers is None:  # copies have an order of their own, in which workers are heard
+            server.door = self._hall.door.name
 
     def turn(self) -> None:
         """Answer what came, or wait a moment."""
         if self.peers is None:
-            came = bool(self._poller.poll(TICK_MS))
+            ready = dict(self._poller.poll(TICK_MS))
+            for sender, message in self._hall.hear(ready, self.server.guests):
+                self._hear(sender, [message])
+            came = self._socket in ready
         else:
             came = self.peers.turn(self._socket)
-        while came:
-            try:
-                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            for answer in self._take_in(sender.bytes, frames):
-                self._answer(answer)
+        while came and self._socket.poll(0):
+            name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            self._hear(name.bytes, frames)
         for answer in self.server.tick(time.monotonic()):
             self._answer(answer)
         if self.peers is not None:
@@ -62,7 +114,11 @@ class Desk:
             answer = answer._replace(payload=own)
         self.peers.leader.hold(answer)
 
-    def _take_in(self, sender: bytes, frames: Sequence[zmq.Frame]) -> list[Answer]:
+    def _hear(self, sender: bytes, frames: Sequence[zmq.Frame | bytes]) -> None:
+        for answer in self._take_in(sender, frames):
+            self._answer(answer)
+
+    def _take_in(self, sender: bytes, frames: Sequence[zmq.Frame | bytes]) -> list[Answer]:
         try:
             message, payload = unpack(frames, _DECODER, self._most_bytes)
         except BadFrame as bad:  # its number is not to be trusted; who asked will ask again
@@ -70,7 +126,10 @@ class Desk:
         return self.server.take_in(sender, message, payload)
 
     def _send(self, answer: Answer) -> None:
-        frames = [answer.to, *pack(answer.message, answer.payload)]
+        content = pack(answer.message, answer.payload)
+        if isinstance(answer.message, Values | Missing) and self._hall.send(answer.to, content):
+            return
+        frames = [answer.to, *content]
         # In lockstep parameters change only when whoever asked for them has them, and pushes again.
         # Otherwise they may at any time, so a copy leaves, unless one was made.
         stays = answer.stays or self.server.in_place
@@ -83,5 +142,6 @@ class Desk:
     def close(self) -> None:
         if self.peers is not None:
             self.peers.close()
+        self._hall.close()
         self._socket.close(linger=0)
         self._context.term()

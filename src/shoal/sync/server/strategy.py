@@ -21,24 +21,25 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.buckets import Bucket, Buckets
-from shoal.comm.collectives import Group
 from shoal.comm.shared_memory import NotShared
 from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
 from shoal.data.split import share
 from shoal.errors import GroupLost
-from shoal.mesh import NOTHING_ASKED, Asked, Mesh
+from shoal.mesh import Mesh
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.replicas import Merged
-from shoal.sync.rounds import Around, Held
+from shoal.sync.rounds import Around
 from shoal.sync.server.arriving import Pulling
 from shoal.sync.server.clock import Staleness
+from shoal.sync.server.halting import Halting
 from shoal.sync.server.host import Upward, way_of
 from shoal.sync.server.line import Line, Question, Questions
 from shoal.sync.server.lookups import Lookups
+from shoal.sync.server.meeting import hold
 from shoal.sync.server.memory import Memory, Pushed
-from shoal.sync.server.messages import Apply, Halt, Hello, Pull, Stop, Sum, Values, Welcome
+from shoal.sync.server.messages import Apply, Hello, Pull, Sum, Values, Welcome
 from shoal.sync.server.moving import layout_after
 from shoal.sync.server.packing import BYTES, Packing, is_packed
 from shoal.sync.server.shard import Changed, trained
@@ -67,18 +68,18 @@ class ThroughServers:
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
         self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
-        self.in_lockstep, self.meets_after = bound == 0, meets_after
+        self.in_lockstep, self.halting = bound == 0, Halting(meets_after)
         self._damps, self._hosts, self._rates = damps, hosts, rates
         self._packing = None if codec == "none" else Packing(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self.late_mark: int | None = None
-        self._halt: Halt | None = None
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: Memory | None = None
         self._counts: list[float] = []  # of pieces that do not all count alike
         self._versions: list[int] = []  # of the parameters at hand, by server
         self._changed: Changed | None = None
-        self._is_torn = self._is_asked = False  # parameters; to meet after the step under way
+        # Parameters; to meet after the step under way; a newcomer, for the batch of its seat.
+        self._is_torn = self._is_asked = self._is_early = False
         self._attached = ExitStack()  # what is to be closed
         self.trace: tuple[list[int], ...] = ()  # versions: pulled, made by the step, pulled next
 
@@ -90,13 +91,14 @@ class ThroughServers:
         holding: Holding = WHOLE,
     ) -> None:
         assert mesh.servers is not None
-        if self._halt is not None and not self._halt.for_good:
-            self._halt = None  # some may have met in the group before: this one is asked anew
+        self.halting.join_group()
         self._attempt, self.mesh, self.group, self.holding = 0, mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
-        self.held = self._hold(model, optimizer)
+        num_pieces = self.num_pieces if self.in_lockstep else len(self.own)
+        self.held = hold(model, optimizer, mesh, holding, num_pieces, self.in_lockstep)
         self._changed = self._changed or Changed(optimizer)
         self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
+        self._attached.callback(self.buffers.restore)
         self.named = trained(model)
         self.parameters = [p for _, p in self.named]
         self.gradient_sum = PieceSum(self.rounds.own)
@@ -131,14 +133,15 @@ class ThroughServers:
 
     def detach(self) -> None:
         self._is_torn |= hasattr(self, "_pulling") and not self._pulling.is_over
-        self.buffers.restore()
         self._attached.close()
         if self._memory is not None:
             self._memory.take_back()  # the server may be gone, or step from here again
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
+            self.await_turn()
             self._attempt += 1
+            self.line.forget()
             for p in self.parameters:
                 p.grad = None
             self.gradient_sum.begin()
@@ -152,7 +155,13 @@ class ThroughServers:
 
     def settle(self) -> None:
         """Wait until all parameters of the last step are here: before anybody looks at them."""
+        self.await_turn()
         self._pulling.settle()
+
+    def await_turn(self) -> None:
+        """As a newcomer, wait until the batch of its seat may be begun, or all are there."""
+        if self._is_early:
+            self._pull(self.batch, self.halting.meets_after(self.batch))
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         self.settle()  # without a piece nobody has waited for them
@@ -160,7 +169,7 @@ class ThroughServers:
             self.buckets.send_rest()
             for key in self.lookups.keys:
                 self._push(key)
-            self.line.flush()
+            self.line.flush(SMALL_BYTES)  # what is small goes with the question
         pieces = self._all_pieces if self.in_lockstep else self.own
         # What nobody looks at need not be told: servers wait for all rows before they step.
         asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
@@ -181,6 +190,7 @@ class ThroughServers:
         assert self._changed is not None
         pieces = self._all_pieces if self.in_lockstep else self.own
         part = 1.0 if self.in_lockstep else len(pieces) / self.num_pieces
+        meets = self.halting.meets_after(self.batch + 1)
         rate = self._rates[self.group.rank] if self._rates else 1.0
         what = {
             **self._which(pieces),
@@ -188,16 +198,16 @@ class ThroughServers:
             "factor": rate * part,
             "settings": self._changed.of(self.held.optimizer),
             "counts": self._counts,
-            "meets": self._meets_after(self.batch + 1),
+            "meets": meets,
         }
         asked = [
             self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
-        at_once = not self.streams or self._is_asked or self._meets_after(self.batch + 1)
-        made = [values.made for values in self._take(asked, self.batch + 1, at_once)]
-        self.trace = pulled, made, self._versions
+        values = self._take(asked, at_once=not self.streams or self._is_asked or meets)
+        self.staleness.add(self.batch + 1 - values[0].committed)
+        self.trace = pulled, [own.made for own in values], self._versions
         self._come_to(self.batch + 1)
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.line.take_bytes()
@@ -208,7 +218,7 @@ class ThroughServers:
 
     def state_dict(self, served: bool = True) -> State:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        self.settle()
+        (self.settle if served else self._pulling.settle)()
         # A newcomer needs the settings that hooks have changed: it sends them with its steps.
         settings = HeldState({}, self.held.optimizer, {})
         state = self._served.fetch() if served else settings.state_dict()
@@ -222,7 +232,7 @@ class ThroughServers:
     def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         assert self._memory is not None
-        self.settle()
+        self._pulling.settle()
         self._memory.take_back()
         source = Merged(source)
         # Of a checkpoint one rank may read what is damaged, and another what is not.
@@ -237,7 +247,7 @@ class ThroughServers:
         if served:
             self._way.tell(self.line, self.group, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
-            self._pull(step, meets=served)
+            self._pull(step, meets=served, waits=served)
         self.buffers.hold()
 
     def tables(self, dense: bool) -> dict[str, list[Slice]]:
@@ -253,13 +263,6 @@ class ThroughServers:
         self.batch, self._attempt = batch, 0
         self.lookups.batch = batch
 
-    def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
-        """The rounds of a worker that agrees with the others on each step, or with nobody."""
-        if self.in_lockstep:
-            return Held(model, optimizer, self.mesh, self.holding, self.num_pieces, 1)
-        alone = self.mesh._replace(world=Group(), data=Group())
-        return Held(model, optimizer, alone, self.holding, len(self.own), 1)
-
     def _greet(self) -> list[Welcome]:
         num_rows, memory = len(self.blocks), self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
@@ -267,7 +270,7 @@ class ThroughServers:
         hello = {
             "seat": self._way.seat,
             "batch": self.batch,
-            "halt": self._halt,
+            "halt": self.halting.told,
             "secret": self.line.servers.secret,
             "layout": self.layout.digest,
             "num_rows": num_rows,
@@ -282,6 +285,7 @@ class ThroughServers:
             memory.open(welcomes)
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
+        self.line.come_near([welcome.door for welcome in welcomes])
         self.begins_at = self._where_to_begin(welcomes)
         return welcomes
 
@@ -297,17 +301,13 @@ class ThroughServers:
         return min(welcome.next_batch for welcome in welcomes)
 
     def _agree_alone(self, tally: Tally) -> Agreed:
-        self._ask_to_halt(tally.asked)
+        self.halting.ask(self.line, self.batch, tally.asked)
         return self.rounds.agree_alone(tally)._replace(
             busy_s=[tally.busy_s] * self.group.num_ranks,
-            asked=self._asked_after(self.batch + 1),
+            asked=self.halting.asked_after(self.batch + 1),
             mark=None,
             num_samples=None,
         )
-
-    def _ask_to_halt(self, asked: Asked) -> None:
-        if any(asked) and (self._halt is None or self._halt.step <= self.batch):
-            self.line.answer(self.line.ask(0, Stop, batch=self.batch, for_good=asked.stop))
 
     def _end_round(self, last: bool) -> None:
         self.lookups.end_piece()
@@ -373,26 +373,22 @@ class ThroughServers:
             self._finite &= summed.finite
             yield from frames
 
-    def _meets_after(self, step: int) -> bool:
-        return self.meets_after(step) or any(self._asked_after(step))
+    def _pull(self, batch: int, meets: bool, waits: bool = True) -> None:
+        """Take the parameters for a batch, as soon as it may be begun. A newcomer takes those of
+        now: its seat may be ahead of the others, who wait for it."""
+        asked = self._questions.ask_all(Pull, batch=batch, meets=meets, waits=waits)
+        values = self._take(asked, at_once=True)
+        self._is_early = not waits
+        if waits:
+            self.staleness.add(batch - values[0].committed)
 
-    def _asked_after(self, step: int) -> Asked:
-        if (halt := self._halt) is None or halt.step != step:
-            return NOTHING_ASKED
-        return Asked(stop=halt.for_good, meet=not halt.for_good)
-
-    def _pull(self, batch: int, meets: bool) -> None:
-        """Take the parameters for a batch, as soon as it may be begun."""
-        self._take(self._questions.ask_all(Pull, batch=batch, meets=meets), batch, at_once=True)
-
-    def _take(self, asked: list[Question], batch: int, at_once: bool) -> list[Values]:
+    def _take(self, asked: list[Question], at_once: bool) -> list[Values]:
         """What servers answer who were asked for parameters, which are the model's from then on."""
         answers = self._questions.answers(asked)
         self._pulling.take(answers, at_once)
         self._is_torn = False
         self._versions = [values.version for values, _ in answers]
-        self._halt = answers[0][0].halt
-        self.staleness.add(batch - answers[0][0].committed)
+        self.halting.told = answers[0][0].halt
         return [values for values, _ in answers]
 
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:

@@ -84,9 +84,10 @@ class Tables:
         width = slab.shape[1]
         found = []
         for ids, values in zip(payload[::2], payload[1::2], strict=True):
-            places = _places(ids, len(slab))
+            places = tensor_of(ids, torch.int64, ids.nbytes // 8)
             if bool((places[1:] <= places[:-1]).any()):
                 raise ValueError(f"the rows of key {key} are not in their order")
+            _refuse_outside(places[:1], places[-1:], len(slab))
             rows = tensor_of(values, slab.dtype, len(places) * width).view(-1, width)
             found.append(sparse_rows(places, rows, len(slab)))
         return found
@@ -101,10 +102,9 @@ class Tables:
             if key not in sums or not touched[key][0] or not len(slab):
                 slab.grad = None
                 continue
-            # Of their own: a sum of one row stands where its worker lays the next.
-            places, rows = sums[key]._indices()[0].clone(), sums[key]._values()
+            places, rows = sums[key]._indices()[0], sums[key]._values()
             self._before[table] = places, slab.index_select(0, places)
-            slab.grad = sparse_rows(places, rows * scale, len(slab))
+            slab.grad = sparse_rows(places, rows if scale == 1.0 else rows * scale, len(slab))
 
     def frames_of(self, sums: Mapping[int, Tensor]) -> list[Tensor]:
         """Sums for a journal."""
@@ -154,6 +154,11 @@ def key_of(first: int, table: int, server: int, num_servers: int) -> int:
 
 def _places(frame: memoryview, num_rows: int) -> Tensor:
     places = tensor_of(frame, torch.int64, frame.nbytes // 8)
-    if len(places) and (int(places.min()) < 0 or int(places.max()) >= num_rows):
-        raise ValueError(f"a row outside of the {num_rows} that are held here was named")
+    if len(places):
+        _refuse_outside(*places.aminmax(), num_rows)
     return places
+
+
+def _refuse_outside(least: Tensor, most: Tensor, num_rows: int) -> None:
+    if least.numel() and (int(least) < 0 or int(most) >= num_rows):
+        raise ValueError(f"a row outside of the {num_rows} that are held here was named")

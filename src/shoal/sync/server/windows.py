@@ -104,7 +104,7 @@ class Windows(ThroughServers):
         elif self.in_lockstep:
             list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
         if self.closes_early and not self._counts:  # it was long stepped on
-            self._pull(self.batch + 1, self._meets_after(self.batch + 1))
+            self._pull(self.batch + 1, self.halting.meets_after(self.batch + 1))
             self._come_to(self.batch + 1)
         else:
             self.update(1.0, check=False)
@@ -119,7 +119,7 @@ class Windows(ThroughServers):
         others = range(1, len(self.line))
         self._questions.answers([self._questions.ask(server, Kept, **which) for server in others])
         brought = {"num_samples": num_samples, "mark": mark}
-        waits = self._meets_after(self.batch + 1)
+        waits = self.halting.meets_after(self.batch + 1)
         asked = self._questions.ask(0, Join, **which, **brought, waits=waits)
         joined: Joined = self._questions.answers([asked])[0][0]
         self.last_round = joined
@@ -142,8 +142,8 @@ class Windows(ThroughServers):
         """Whether all stop or meet after this end of a window. Who is asked to lets a server name
         the one after which they do."""
         self.batch = self.window_of(step)
-        self._ask_to_halt(asked)
-        return self._asked_after(self.batch + 1)
+        self.halting.ask(self.line, self.batch, asked)
+        return self.halting.asked_after(self.batch + 1)
 
     def outer_state(self, own: str) -> dict[str, list[Slice]]:
         """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
@@ -168,8 +168,14 @@ class Windows(ThroughServers):
     def join(self, step: int) -> None:
         """As a newcomer: begin the window after `step` from the servers' anchor."""
         self.batch, self._attempt = self.window_of(step + 1), 0
-        self._pull(self.batch, meets=False)
+        self._pull(self.batch, meets=False, waits=False)
         self.take_anchor()
+
+    def await_turn(self) -> None:
+        was_early = self._is_early
+        super().await_turn()
+        if was_early:
+            self.take_anchor()
 
     def _where_to_begin(self, welcomes: list[Welcome]) -> int:
         """The first window of which not all servers have this replica's piece."""

@@ -118,8 +118,8 @@ class Worker:
         how = {"batch": batch, "attempt": attempt, "scale": -1.0, "factor": 1.0, "pulled": None}
         return self.make(Apply, **how | self.which() | {"settings": self.settings} | other)
 
-    def pull(self, batch: int, meets: bool = False) -> Pull:
-        return self.make(Pull, batch=batch, meets=meets)
+    def pull(self, batch: int, meets: bool = False, waits: bool = True) -> Pull:
+        return self.make(Pull, batch=batch, meets=meets, waits=waits)
 
     def which(self) -> dict[str, int]:
         return {"first": self.together.start, "last": self.together.stop}

@@ -365,7 +365,7 @@ MESSAGES = st.one_of(
         pulled=st.none() | NUMBERS,
         settings=SETTINGS | st.just([{"lr": 0.1}]),
     ),
-    st.builds(Pull, **HEAD, batch=NUMBERS, meets=st.booleans()),
+    st.builds(Pull, **HEAD, batch=NUMBERS, meets=st.booleans(), waits=st.booleans()),
     st.builds(Stop, **HEAD, batch=NUMBERS),
     st.builds(Check, **HEAD, turn=NUMBERS),
     st.builds(Dump, **HEAD, gradients=st.booleans()),
@@ -556,6 +556,29 @@ def test_who_asks_late_is_told_of_the_attempt_that_others_gave_up() -> None:
     push_all(server, second, 0, 1.0, attempt=1)
     (again,) = send(server, second, second.sum(0, attempt=1))
     assert isinstance(again.message, Summed) and again.message.finite
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_newcomer_ahead_of_the_others_need_not_wait_for_parameters(meets: bool) -> None:
+    server, (fast, slow) = meet(bound=1, pieces=2)
+    for batch in range(2):
+        push_all(server, fast, batch, 1.0)
+        send(server, fast, fast.apply(batch))
+    newcomer = Worker(0, server)
+    newcomer.name = b"newcomer"
+    server._begun = 0  # as if the server were new, too
+    welcome = only(send(server, newcomer, newcomer.hello()))
+    assert isinstance(welcome, Welcome) and welcome.next_batch == 2
+    given = only(send(server, newcomer, newcomer.pull(2, meets, waits=False)))
+    assert isinstance(given, Values) and given.committed == 0
+    send(server, slow, slow.make(Stop, batch=0))
+    assert server._halt is not None and server._halt.step > 2
+    assert not send(server, newcomer, newcomer.pull(2, meets))
+    for batch in range(2):
+        push_all(server, slow, batch, 1.0)
+        answers = send(server, slow, slow.apply(batch))
+        came = [a.message for a in answers if a.to == newcomer.name]
+        assert [isinstance(message, Values) for message in came] == [True] * (batch == meets)
 
 
 @pytest.mark.parametrize("for_good", [True, False])

@@ -52,3 +52,8 @@ def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
         finally:
             strategy.detach()
     assert server.shard.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_one_that_was_never_attached_has_nothing_to_let_go() -> None:
+    """A newcomer may lose its first group before it has reached a server."""
+    ThroughServers(1, 0).detach()

@@ -1,0 +1,90 @@
+"""Small messages between processes of one host, without a thread on either side.
+
+ZeroMQ hands each message to a thread of its own, and that to the other side's: three wake-ups on
+the way, each of which costs more than what a small message asks for. Through a door it is one: the
+kernel keeps messages whole and in order (AF_UNIX, SOCK_SEQPACKET), and a peer that is gone is seen
+at once. Its name is drawn at random, and processes of other users are not let in.
+
+Not for what is large: nobody waits here until there is room; what finds none goes another way.
+Linux only. Read next: `sync/server/serve.py`.
+"""
+
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+
+MOST_BYTES = 1 << 16
+_PEER = struct.Struct("3i")  # process, user, group
+
+
+class Passage:
+    """One side of a connection."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: bytes | memoryview) -> bool:
+        """False if it cannot be: too large, or the other side is gone or does not read."""
+        try:
+            return len(message) <= MOST_BYTES and self._connection.send(message) == len(message)
+        except OSError:
+            return False
+
+    def receive(self) -> bytes | None:
+        """The next message; None if there is none. ConnectionError if the other side is gone."""
+        try:
+            message = self._connection.recv(MOST_BYTES)
+        except BlockingIOError:
+            return None
+        if not message:
+            raise ConnectionResetError("the other side is gone")
+        return message
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Door:
+    """Where processes of the same user and host come in."""
+
+    def __init__(self) -> None:
+        self.name = f"shoal-{secrets.token_hex(16)}"
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.setblocking(False)
+        self._listening.bind(f"\0{self.name}")
+        self._listening.listen()
+
+    def fileno(self) -> int:
+        return self._listening.fileno()
+
+    def open(self) -> Passage | None:
+        """Whoever came, unless it is another user's process."""
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return None
+        size = _PEER.size
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        if _PEER.unpack(told)[1] != os.getuid():
+            connection.close()
+            return None
+        return Passage(connection)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def enter(name: str) -> Passage | None:
+    """Go through a door of this host; None if it is not there."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):
+        connection.connect(f"\0{name}")
+        return Passage(connection)
+    connection.close()
+    return None

@@ -1,0 +1,75 @@
+"""Doors: messages come whole and in order, a peer that is gone is seen, and nobody waits."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from shoal.comm.door import MOST_BYTES, Door, Passage, enter
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with closing(Door()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def sides(door: Door) -> Iterator[tuple[Passage, Passage]]:
+    near = enter(door.name)
+    far = door.open()
+    assert near is not None and far is not None
+    with closing(near), closing(far):
+        yield near, far
+
+
+def test_messages_come_whole_and_in_order(sides: tuple[Passage, Passage]) -> None:
+    near, far = sides
+    sent = [b"a", b"b" * 5_000, b"c" * MOST_BYTES]
+    assert all(near.send(message) for message in sent)
+    assert [far.receive() for _ in sent] == sent
+    assert far.receive() is None
+    assert far.send(b"back") and near.receive() == b"back"
+
+
+def test_what_is_too_large_goes_another_way(sides: tuple[Passage, Passage]) -> None:
+    near, far = sides
+    assert not near.send(b"x" * (MOST_BYTES + 1))
+    assert far.receive() is None
+
+
+def test_nobody_waits_for_who_does_not_read(sides: tuple[Passage, Passage]) -> None:
+    near, far = sides
+    sent = 0
+    while near.send(bytes([sent % 256]) * 10_000):
+        sent += 1
+    assert sent
+    assert [far.receive() for _ in range(sent)] == [bytes([i % 256]) * 10_000 for i in range(sent)]
+    assert near.send(b"again")
+
+
+def test_who_is_gone_is_seen(sides: tuple[Passage, Passage]) -> None:
+    near, far = sides
+    near.send(b"last")
+    near.close()
+    assert far.receive() == b"last"
+    with pytest.raises(ConnectionError):
+        far.receive()
+    assert not far.send(b"to nobody")
+
+
+def test_other_users_are_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.comm.door.os.getuid", lambda: 12_345)
+    near = enter(door.name)
+    assert near is not None
+    with closing(near):
+        assert door.open() is None
+        with pytest.raises(ConnectionError):
+            near.receive()
+
+
+def test_a_door_that_is_not_there() -> None:
+    with closing(Door()) as door:
+        name = door.name
+        assert door.open() is None  # nobody came
+    assert enter(name) is None
