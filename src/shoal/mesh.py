@@ -68,7 +68,6 @@ class Mesh(NamedTuple):
     counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
     servers: Servers | None = None
     sizes: tuple[Size, ...] = ()  # that the run had, the last one now; unless it keeps its size
-    is_lost: Callable[[], bool] = lambda: False  # whether a newer generation was announced
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:

@@ -20,7 +20,7 @@ def numbers_of(rank: int, turn: int) -> list[float]:
 
 def gathered(mesh: Mesh, num_turns: int, is_slow: bool) -> list[str]:
     """What is wrong in some turns, of ranks that are sometimes late."""
-    opened = open_board(mesh.data, 3, lambda: False)
+    opened = open_board(mesh.data, 3)
     assert opened is not None
     draws, wrong = random.Random(mesh.rank), []
     for turn in range(num_turns):
@@ -44,7 +44,8 @@ def test_who_is_late_is_waited_for(pool: Pool) -> None:
 
 def left_alone(mesh: Mesh) -> str:
     """What happens to a rank whose peer does not come."""
-    opened = open_board(mesh.data, 1, lambda: True)
+    mesh.data.is_lost = lambda: True
+    opened = open_board(mesh.data, 1)
     assert opened is not None
     if mesh.rank:
         return ""
@@ -63,9 +64,9 @@ def refused(mesh: Mesh, rank: int, way: str) -> bool:
     """Whether there is a board if one rank cannot have the memory."""
     error = NotShared("not here")
     if mesh.rank != rank:
-        return open_board(mesh.data, 1, lambda: False) is not None
+        return open_board(mesh.data, 1) is not None
     with mock.patch.object(Segment, way, side_effect=error):
-        return open_board(mesh.data, 1, lambda: False) is not None
+        return open_board(mesh.data, 1) is not None
 
 
 @pytest.mark.parametrize(("rank", "way"), [(0, "create"), (1, "open")])

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -38,14 +38,8 @@ _PLACE_BYTES = 256
 class Board:
     """The same on every rank: `gather` must be called by all, and as often."""
 
-    def __init__(
-        self,
-        segment: Segment,
-        group: Group,
-        num_numbers: int,
-        is_lost: Callable[[], bool] = lambda: False,
-    ):
-        self._segment, self._group, self._is_lost = segment, group, is_lost
+    def __init__(self, segment: Segment, group: Group, num_numbers: int):
+        self._segment, self._group = segment, group
         self._numbers = struct.Struct(f"={num_numbers}d")
         self._row_bytes = _row_bytes(num_numbers)
         self._memory = segment.bytes.numpy().data.cast("B")
@@ -82,11 +76,11 @@ class Board:
             time.sleep(min(LONGEST_PAUSE_S, (now - began) / 32))
             if now - asked > LOOK_S:
                 asked = now
-                if self._is_lost():
+                if self._group.is_lost():
                     raise GroupLost("another generation was announced")
 
 
-def open_board(group: Group, num_numbers: int, is_lost: Callable[[], bool]) -> Board | None:
+def open_board(group: Group, num_numbers: int) -> Board | None:
     """A board for a group, or None if not all of its ranks see one memory. Every rank calls it."""
     num_bytes = 2 * group.num_ranks * _row_bytes(num_numbers)
     segment, told = None, torch.zeros(_PLACE_BYTES, dtype=torch.uint8)
@@ -103,7 +97,7 @@ def open_board(group: Group, num_numbers: int, is_lost: Callable[[], bool]) -> B
     have = group.gather_numbers([segment is not None])
     if segment is None or not all(row[0] for row in have):
         return None
-    return Board(segment, group, num_numbers, is_lost)
+    return Board(segment, group, num_numbers)
 
 
 def _digest(turn: int, content: bytes) -> int:

@@ -67,7 +67,7 @@ class PackedMean:
     def fold(self) -> None:
         """Take the mean of the own share and hand it round."""
         self._pending.wait()
-        self._pending = Pending([])
+        self._pending = Pending()
         own, length = self._shares[self._group.rank], self._owed.numel()
         parts: dict[Block, Tensor] = {}
         for rank in range(self._group.num_ranks):

@@ -8,8 +8,9 @@ Every method must be called by all ranks of the group, in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import FailedElsewhere, GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+LOOK = timedelta(seconds=0.5)  # between two looks whether a group that is waited for is lost
+DRAIN_S = 2.0
 SMALL_BYTES = 128 * 1024  # to send in a sum that waits for messages rather than for bytes
 
 
@@ -47,28 +50,53 @@ def bytes_of_all_reduce(num_bytes: int, num_ranks: int) -> int:
 
 
 class Pending:
-    """Operations under way on some tensors. `wait` once before the tensors are read."""
+    """Operations under way on some tensors. `wait` once before the tensors are read.
 
-    def __init__(self, works: Sequence[dist.Work], then: Sequence[Callable[[], object]] = ()):
-        self._works, self._then = works, then
+    Gloo forgets what it had begun to send when a connection breaks, and would wait for it until
+    the group's timeout. So whoever waits looks now and then whether the group is lost.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        then: Sequence[Callable[[], object]] = (),
+        is_lost: Callable[[], bool] | None = None,
+    ):
+        """`is_lost`: whether nobody will finish them; None if the transport wakes who waits."""
+        self._works, self._then, self._is_lost = works, then, is_lost
 
     def __add__(self, other: "Pending") -> "Pending":
-        return Pending([*self._works, *other._works], [*self._then, *other._then])
+        works, then = [*self._works, *other._works], [*self._then, *other._then]
+        return Pending(works, then, self._is_lost or other._is_lost)
 
     def wait(self) -> None:
         with loss_of_group("waiting for a collective"):
             for work in self._works:
-                work.wait()
+                self._await(work)
         for finish in self._then:
             finish()
 
+    def _await(self, work: dist.Work) -> None:
+        while self._is_lost is not None and not _ends_within(work, LOOK):
+            if self._is_lost():
+                raise GroupLost("another generation was announced")
+        work.wait()
+
     def drain(self) -> None:
-        """Wait until nothing touches the tensors any more, whatever the outcome."""
+        """Wait until nothing touches the tensors any more, whatever the outcome.
+
+        The group is being left: what has not ended after a while ends with its connections.
+        """
+        deadline = monotonic() + DRAIN_S
         for work in self._works:
-            try:
-                work.wait()
-            except RuntimeError:
-                continue  # the group is being left: only that the operation has ended matters
+            _ends_within(work, timedelta(seconds=max(deadline - monotonic(), 0.001)))
+
+
+def _ends_within(work: dist.Work, time: timedelta) -> bool:
+    """Whether an operation ends in this time, well or not."""
+    with suppress(RuntimeError):
+        work.wait(time)
+    return bool(work.is_completed())
 
 
 class Sent:
@@ -78,10 +106,16 @@ class Sent:
 
 
 class Group:
-    """The ranks along one axis of the mesh."""
+    """The ranks along one axis of the mesh. `is_lost`: whether a newer generation was announced."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, sent: Sent | None = None):
-        self.handle = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        is_lost: Callable[[], bool] = lambda: False,
+        sent: Sent | None = None,
+    ):
+        self.handle, self.is_lost = group, is_lost
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
         self._sent = Sent() if sent is None else sent
@@ -104,24 +138,26 @@ class Group:
                     timeout=COLLECTIVE_TIMEOUT,
                     use_local_synchronization=True,
                 ),
-                self._sent,
+                is_lost=self.is_lost,
+                sent=self._sent,
             )
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Sum in place, in whatever order is fastest."""
         if self.num_ranks == 1:
-            return Pending([])
+            return Pending()
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
         with loss_of_group("starting an all-reduce"):
             if goes_at_once(tensor.nbytes, self.num_ranks):
                 return self._all_reduce_at_once(tensor)
-            return Pending([dist.all_reduce(tensor, group=self.handle, async_op=True)])
+            return self._pending(dist.all_reduce(tensor, group=self.handle, async_op=True))
 
     def _all_reduce_at_once(self, tensor: Tensor) -> Pending:
         sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
         rows = torch.empty_like(sent)
         work = dist.all_to_all_single(rows, sent, group=self.handle, async_op=True)
-        return Pending([work], [lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
+        then = Pending(then=[lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
+        return self._pending(work) + then
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]
@@ -129,13 +165,13 @@ class Group:
         """Send `lengths[r]` elements to each rank r, receive `out_lengths[r]` from it."""
         if self.num_ranks == 1:
             out.copy_(tensor)
-            return Pending([])
+            return Pending()
         self.bytes_sent += (sum(lengths) - lengths[self.rank]) * tensor.element_size()
         with loss_of_group("starting an all-to-all"):
             work = dist.all_to_all_single(
                 out, tensor, out_lengths, lengths, group=self.handle, async_op=True
             )
-            return Pending([work])
+            return self._pending(work)
 
     def gather_shards(self, shards: Sequence[Tensor]) -> Pending:
         """Each rank holds the shard of its own number; afterwards all hold all of them.
@@ -143,10 +179,11 @@ class Group:
         One broadcast a shard: with Gloo faster than its all-gather, and in place.
         """
         if self.num_ranks == 1:
-            return Pending([])
+            return Pending()
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
         with loss_of_group("starting to gather shards"):
-            return Pending([self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()])
+            works = [self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()]
+            return self._pending(*works)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy the source's tensor to all; returns when it has arrived."""
@@ -156,7 +193,7 @@ class Group:
             self.bytes_sent += tensor.nbytes * (self.num_ranks - 1)
         with loss_of_group(f"copying from rank {source}"):
             there = tensor.to(self._device)  # the tensor itself, unless the transport wants a GPU
-            self._broadcast(there, source).wait()
+            self._pending(self._broadcast(there, source)).wait()
             if there is not tensor:
                 tensor.copy_(there)
 
@@ -200,6 +237,9 @@ class Group:
         table = table.to(self._device)
         self.all_reduce(table).wait()
         return table
+
+    def _pending(self, *works: dist.Work) -> Pending:
+        return Pending(works, is_lost=self.is_lost if self._device == "cpu" else None)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         work: dist.Work = dist.broadcast(tensor, group_src=source, group=self.handle, async_op=True)

@@ -137,7 +137,7 @@ class ShardedReduction(Reduction):
     """Shards of all rows to their ranks, folded there, and the sums back to all."""
 
     def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
-        super().__init__(rows[0], Pending([]))
+        super().__init__(rows[0], Pending())
         length, rank, num_ranks = rows[0].numel(), tree.group.rank, tree.group.num_ranks
         cuts = [length * r // num_ranks for r in range(num_ranks + 1)]
         self.shards = [self.result[start:stop] for start, stop in pairwise(cuts)]

@@ -152,8 +152,8 @@ class SupervisedSeat:
     def parted(self, num_bytes: int, problem: str) -> None:
         self._say(Met(self.generation, num_bytes=num_bytes, problem=problem))
 
-    @property
-    def has_new_place(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the generation is: there is another place, or none any more."""
         return self._leave or self._place_is_new()
 
     def _be_ready(self) -> None:
@@ -253,17 +253,17 @@ class SupervisedSeat:
 
         faultpoint("seat.forming", self.step)
         self._own, self._before = set(), set(open_sockets())
-        group = Group()
+        group = Group(is_lost=self.is_over)
         try:
             # One client a generation: an old one may hang in a wait of its own.
             store = client(place.store_host, place.store_port, timeout_s=4.0)
             if num_ranks > 1:
                 timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
                 form_group(store, f"generation/{place.generation}", world, timeout)
-                group = Group(dist.group.WORLD)
+                group = Group(dist.group.WORLD, is_lost=self.is_over)
             mesh = Mesh.form(group, self._axes, world.device)
             servers = self._find_servers(store, place) if place.num_servers else None
-            return mesh._replace(servers=servers, sizes=sizes, is_lost=self._place_is_new)
+            return mesh._replace(servers=servers, sizes=sizes)
         finally:
             self._own = set(open_sockets()) - self._before
             self._before = None
@@ -286,7 +286,7 @@ class SupervisedSeat:
         keys = [key_of(place.generation, number) for number in range(place.num_servers)]
         try:
             while not store.check(keys):
-                if self.has_new_place:
+                if self.is_over():
                     raise GroupLost("a server did not come")
                 time.sleep(0.005)
             return [store.get(key).decode() for key in keys]

@@ -68,7 +68,7 @@ class Serving:
                 server.begin(place.generation, self._num_guests(place.num_ranks))
                 if peers is not None:
                     peers.turn_to(place.generation, doors)
-                while not self.seat.has_new_place:
+                while not self.seat.is_over():
                     desk.turn()
                     if (count := self.seat.asked_to_part()) is not None:
                         self._part(server, count)
@@ -165,7 +165,7 @@ def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: n
                 server.enter(
                     place.generation, way_of_host(servers, number, plan.hosts, plan.num_pieces)
                 )
-                while not seat.has_new_place:
+                while not seat.is_over():
                     desk.turn()
     finally:
         server.leave()

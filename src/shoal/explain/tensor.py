@@ -57,14 +57,14 @@ class _Counting(Group):
     def all_reduce(self, tensor: Tensor) -> Pending:
         self.count += 1
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
-        return Pending([])
+        return Pending()
 
     def gather_shards(self, shards: Sequence[Tensor]) -> Pending:
         self.count += 1
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
         for shard in shards:
             shard.copy_(shards[self.rank])
-        return Pending([])
+        return Pending()
 
     def taken(self) -> tuple[int, int]:
         """The count and the bytes since it was asked before."""

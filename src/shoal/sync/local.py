@@ -76,7 +76,7 @@ class LocalSGD:
         mesh: Mesh,
         holding: Holding = WHOLE,
     ) -> None:
-        self.group, self.holding, self._is_lost = mesh.data, holding, mesh.is_lost
+        self.group, self.holding = mesh.data, holding
         self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         self.inner = AllReduce(len(self.pieces), self.exact)
         alone = Group()
@@ -90,7 +90,7 @@ class LocalSGD:
             self.outer.detach()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
-        if first and self._is_lost():
+        if first and self.group.is_lost():
             # Now, and not when the window ends: a newcomer waits for all to come.
             raise GroupLost("another generation was announced")
         if first and self.outer is not None:

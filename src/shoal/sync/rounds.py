@@ -52,15 +52,12 @@ class Rounds:
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
         self.board: Board | None = None  # on which the ranks agree, if they were given one
 
-    def meet_at_board(self, num_parameters: int, is_lost: Callable[[], bool]) -> None:
-        """Agree in memory from now on if all ranks are of one host. Every rank must reach this.
-
-        `is_lost` says whether a newer generation was announced: no connection breaks there.
-        """
+    def meet_at_board(self, num_parameters: int) -> None:
+        """Agree in memory from now on if all ranks are of one host. Every rank must reach this."""
         lengths = tail_lengths(
             self.num_pieces, self.mesh.num_ranks, num_parameters, len(self.buffers)
         )
-        self.board = open_board(self.mesh.data, sum(map(sum, lengths)), is_lost)
+        self.board = open_board(self.mesh.data, sum(map(sum, lengths)))
 
     def tree(self, num_terms: int = 1) -> TreeReduce:
         """The sum over the rounds of all, or over `num_terms` of each."""

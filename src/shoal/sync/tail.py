@@ -60,10 +60,10 @@ class Tail:
     def start(self, device: torch.device) -> Pending:
         if self._board is not None:
             self._numbers = [*map(sum, zip(*self._board.gather(self._numbers), strict=True))]
-            return Pending([])
+            return Pending()
         flat = torch.tensor(self._numbers, dtype=torch.float64, device=device)
         pending = self._reduce(flat)
-        return pending + Pending([], [partial(self._take, flat)])
+        return pending + Pending(then=[partial(self._take, flat)])
 
     def _reduce(self, flat: Tensor) -> Pending:
         if not self._mesh.is_cut:

@@ -24,11 +24,10 @@ def hold(
     in_lockstep: bool,
 ) -> Held:
     """A worker's own `num_pieces`, or in lockstep those of all: every worker must reach this."""
-    assert mesh.servers is not None
     if not in_lockstep:
         alone = mesh._replace(world=Group(), data=Group())
         return Held(model, optimizer, alone, holding, num_pieces, 1)
     held = Held(model, optimizer, mesh, holding, num_pieces, 1)
     if mesh.data.num_ranks > 1:
-        held.rounds.meet_at_board(len(trained(model)), mesh.servers.is_lost)
+        held.rounds.meet_at_board(len(trained(model)))
     return held
