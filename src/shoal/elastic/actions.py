@@ -65,6 +65,7 @@ class Resized(NamedTuple):
     after: Size
     leavers: tuple[int, ...]
     met_at: float  # from when ranks waited
+    step: int  # after which they did
 
 
 class NotResized(NamedTuple):

@@ -16,9 +16,11 @@ class Meeting:
     is_parting: bool = False  # servers, to write down what each will hold
     members: set[int | None] = field(default_factory=set)
     since: float = 0.0  # when the first came
+    step: int = -1  # after which the ranks wait
 
-    def add(self, member: int, now: float) -> None:
+    def add(self, member: int, step: int, now: float) -> None:
         self.since = self.since if self.members else now
+        self.step = max(self.step, step)  # a server has none of its own
         self.members.add(member)
 
 

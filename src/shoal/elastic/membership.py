@@ -87,7 +87,7 @@ class Membership:
         self._meeting = Meeting()  # of this generation
         self._leaving: set[int] = set()  # who has no seat any more
         self._last_ranks: list[int] = []  # who had a rank's before the last resize
-        self._met_at: float | None = None  # for a size whose group has not formed yet
+        self._met: Meeting | None = None  # for a size whose group has not formed yet
 
     @property
     def size(self) -> Size:
@@ -99,7 +99,7 @@ class Membership:
 
     @property
     def is_resizing(self) -> bool:
-        return self._wanted is not None or self._met_at is not None
+        return self._wanted is not None or self._met is not None
 
     def begin(self, now: float) -> list[Action]:
         spawns = [self._roster.spawn(now, self._host_of(seat)) for seat in range(self.num_seats)]
@@ -147,10 +147,10 @@ class Membership:
         formed = AllFormed(generation, step, again, tuple(self._replaced), self._lost_at)
         self._replaced, self._lost_at = [], None
         actions: list[Action] = [formed]
-        if self._met_at is not None:
-            leavers = tuple(sorted(self._leaving))
-            actions.append(Resized(self.sizes[-2], self.size, leavers, self._met_at))
-            self._met_at = None
+        if self._met is not None:
+            met, leavers = self._met, tuple(sorted(self._leaving))
+            actions.append(Resized(self.sizes[-2], self.size, leavers, met.since, met.step))
+            self._met = None
         return [*actions, *self._refill_spares(now), *self._go_on_resizing(now)]
 
     def resize(self, size: Size, now: float, parts: bool) -> list[Action]:
@@ -159,12 +159,12 @@ class Membership:
         self._wanted, self._wanted_by, self._parts = size, now + self.form_timeout_s, parts
         return self._go_on_resizing(now)
 
-    def met(self, member: int, generation: int, now: float, problem: str = "") -> list[Action]:
-        """A rank waits after the step agreed on; or a server has written its part, or cannot."""
+    def met(self, member: int, generation: int, step: int, now: float, why: str) -> list[Action]:
+        """A rank waits after the step agreed on; or a server has written its part, or why not."""
         if generation != self.generation or member not in self.seats or self.over:
             return []
-        self._meeting.add(member, now)
-        given_up = self._give_up_resizing(problem) if problem else []
+        self._meeting.add(member, step, now)
+        given_up = self._give_up_resizing(why) if why else []
         return [*given_up, *self._go_on_resizing(now)]
 
     def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
@@ -276,7 +276,7 @@ class Membership:
 
     def _stayers(self, seat: int) -> list[int]:
         """Ranks that were to leave, and still hold the state: the new group has not formed yet."""
-        if self._met_at is None or seat >= self.size.num_ranks:
+        if self._met is None or seat >= self.size.num_ranks:
             return []
         return [n for n in self._last_ranks if n in self._leaving and not self.members[n].suspected]
 
@@ -331,7 +331,7 @@ class Membership:
         self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]
         seats = deal_seats(self.seats, self.size, size, newcomers)
         self._leaving |= {n for n in self.seats if n is not None and n not in seats}
-        self._wanted, self._met_at, self.seats = None, self._meeting.since, seats
+        self._wanted, self._met, self.seats = None, self._meeting, seats
         self.sizes.append(size)
 
     def _fill_seats(self, now: float) -> list[Action]:

@@ -66,12 +66,12 @@ class Resizes:
         if generation == self._generation:
             self._num_bytes += num_bytes
 
-    def done(self, action: Resized, step: int) -> dict[str, Any]:
+    def done(self, action: Resized) -> dict[str, Any]:
         """Tell who asked; what is to be put on record."""
         before, self.plan = self.plan, self._wanted
         ms = (time.monotonic() - action.met_at) * 1000
         told = {
-            "step": step,
+            "step": action.step,
             "plan": str(self.plan),
             "change": in_words(action.before, action.after),
             "bytes": self._num_bytes,

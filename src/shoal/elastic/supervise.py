@@ -225,7 +225,8 @@ class Supervisor:
             case Met():
                 if self._resizes is not None:
                     self._resizes.parted(message.generation, message.num_bytes)
-                self._act(self.members.met(member, message.generation, now, message.problem))
+                problem, number = message.problem, message.generation
+                self._act(self.members.met(member, number, message.step, now, problem))
             case Failed():
                 self._recipe_failed(member, message)
 
@@ -276,7 +277,7 @@ class Supervisor:
                 self._tell(self.members.seats[num_ranks:], part)
             case actions.Resized():
                 self._tell(action.leavers, Leave())
-                told = self._resizes.done(action, self.members.step)
+                told = self._resizes.done(action)
                 self.outcome.plan = told["plan"]
                 self._event("resized", generation=self.members.generation, **told)
             case actions.NotResized():

@@ -190,7 +190,7 @@ class Cluster:
             case "done":
                 self.act(members.done(number, value))
             case "met":
-                self.act(members.met(number, value, now))
+                self.act(members.met(number, value, process.step, now, ""))
 
     def hear_exit(self, process: Process) -> None:
         """The nursery reports an exit; what the member said before is heard first."""
@@ -513,6 +513,23 @@ def test_a_spare_of_the_same_host_takes_the_seat() -> None:
     assert members.ready(7, 1.1) == [Announce(1, (0, 1, 2, 7, 4, 5))]
     _, *spawns = form(members, 1.5)
     assert spawns == [Spawn(8, 1)]
+
+
+def test_a_resize_is_told_of_the_step_where_all_met() -> None:
+    """Under local steps who has formed goes on alone, while a newcomer is still on its way."""
+    members = formed(2)
+    assert members.resize(Size(3, 0), 1.0, parts=False) == [Meet(0)]
+    assert members.met(0, 0, 8, 1.0, "") == []
+    assert members.met(1, 0, 8, 1.1, "") == [Announce(1, (0, 1, 2))]
+    for number in range(3):
+        members.here(number, 1)
+    members.has_formed(0, 1, 8, 1.2)
+    members.heard(0, 1.3, 11)
+    members.exited(2, -9, 1.4)
+    (spare,) = [n for n in members.members if n > 2]
+    assert members.ready(spare, 1.5) == [Announce(2, (0, 1, spare))]
+    resized = [one for one in form(members, 1.6, 11) if isinstance(one, Resized)]
+    assert resized == [Resized(Size(2, 0), Size(3, 0), (), 1.0, 8)]
 
 
 @pytest.mark.parametrize("status", [0, 1, 7])
