@@ -90,8 +90,9 @@ def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
     """Where each goes on from a step of its own: a newcomer from where its seat had come."""
     is_new = not trainer.step
     if is_new:
-        trainer.step = trainer.strategy.begins_at
-        trainer.strategy.load_state_dict(state, trainer.step, served=False)
+        step = trainer.strategy.begins_at
+        trainer.strategy.load_state_dict(state, step, served=False)
+        trainer.step = step  # not before: a server may be lost on the way, and then it is new still
         trainer.last_info = None if notes.info is None else notes.info._replace(step=trainer.step)
     if is_new and trainer.step > notes.step:
         # What follows the step needs all, and nobody else is there: it is still to be done.

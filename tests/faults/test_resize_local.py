@@ -175,6 +175,15 @@ def test_a_group_that_breaks_after_it_was_asked_meets_one_window_later(
     check_played(trained, plan, "stateless")
 
 
+def test_a_newcomer_whose_group_breaks_before_it_has_the_anchor_takes_it_in_the_next(start) -> None:
+    training = start("local.joining:lose:member=4", pause=0.01, plan=SERVED, recipe="stateless")
+    training.wait_for_step(5)
+    told = resize(training, "data=3")
+    trained = training.wait()
+    check_sizes(trained, [told["plan"]], NUM_STEPS)
+    check_played(trained, SERVED, "stateless")
+
+
 @full
 @pytest.mark.parametrize(
     ("bound", "armed"),

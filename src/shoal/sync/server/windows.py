@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.faults import faultpoint
 from shoal.mesh import Asked, Mesh
 from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import Slice, whole
@@ -168,6 +169,7 @@ class Windows(ThroughServers):
     def join(self, step: int) -> None:
         """As a newcomer: begin the window after `step` from the servers' anchor."""
         self.batch, self._attempt = self.window_of(step + 1), 0
+        faultpoint("local.joining", step)
         self._pull(self.batch, meets=False, waits=False)
         self.take_anchor()
 
