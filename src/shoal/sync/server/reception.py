@@ -290,7 +290,7 @@ class Reception(ABC):
         rows = dict(zip(push.blocks, found, strict=True))
         is_whole = self._rows.keep(batch, push.attempt, push.key, rows, push.touched)
         if is_whole and not is_table:
-            self.held.sets.copy_ahead(push.key)
+            self.held.sets.copy_ahead()
 
     def _look_up(self, guest: Guest, look: Look, payload: Sequence[memoryview]) -> Tensor:
         """Rows as of a batch: in lockstep also of one that some servers have stepped on already,
