@@ -168,6 +168,7 @@ def child_environment() -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",  # as in a run of `shoal`
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONWARNINGS": "ignore",
     }

@@ -3,7 +3,9 @@
 import os
 import signal
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks fill the cores
+# Before torch is imported: ranks fill the cores, and servers use those of ranks that wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable, Iterator
 

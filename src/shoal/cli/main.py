@@ -1,6 +1,7 @@
 """The command line: one file per verb, loaded when the verb is used."""
 
 import importlib
+import os
 import signal
 import sys
 
@@ -74,6 +75,8 @@ def main() -> None:
 
 def run_here(arguments: list[str]) -> int:
     """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # read when torch is loaded
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads leave others their cores
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # through every `with` and `finally`
     try:

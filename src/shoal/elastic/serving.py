@@ -11,6 +11,7 @@ from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
+from shoal.numerics.crew import spare_threads
 from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.plan_size import Size, of_size, served_size
@@ -136,7 +137,10 @@ class Serving:
         if self.plan.local_steps > 1:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
-        return Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
+        shard = Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
+        if self.plan.bound == 0:  # all workers wait for a step
+            shard.step_with(spare_threads(-(-self._sizes[-1].num_servers // self.plan.hosts)))
+        return shard
 
     def _part(self, server: Server, num_servers: int) -> None:
         """Write down what each of so many servers will hold, and say so."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
+from shoal.numerics.crew import Crew
 from shoal.numerics.norms import block_norms
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
@@ -28,6 +29,7 @@ from shoal.sync.stretches import room
 from shoal.sync.touched import Expanded, compacted, lazy_tables
 
 Settings = list[dict[str, Any]]
+GRAIN = 1 << 15  # elements that torch gives to one thread at least
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -104,6 +106,7 @@ class Shard:
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
         self._swap_optimizer()
         self._step = stepper(optimizer)
+        self.crew = Crew()  # who steps
 
     @property
     def values(self) -> dict[int, Tensor]:
@@ -156,12 +159,16 @@ class Shard:
         self._set(settings, factor)
         self._turn()
         gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
-        self.tables.take_gradients(sums, touched, scale)
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
         before = settings_of(self.optimizer)
-        self._step()
+
+        def step() -> None:
+            self.tables.take_gradients(sums, touched, scale)
+            self._step()
+
+        self.crew.do(step)
         self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
 
@@ -183,6 +190,16 @@ class Shard:
         if len(self.sets.sets) > 1:
             for run, (key, _, where) in self._places.items():
                 run.data = self.values[key][where].view(run.shape)
+
+    def step_with(self, num_threads: int) -> None:
+        """Step with several threads from now on, if that leaves the bits as they are.
+
+        Fused kernels share elements out in whole vectors, and rows of tables are each one thread's;
+        in other kernels an element at the end of a share may be rounded otherwise.
+        """
+        is_fused = all(g.get("fused") is True for g in self.optimizer.param_groups)
+        if is_fused or all(run.numel() < GRAIN for run in self._places):
+            self.crew = Crew(num_threads)
 
     def _takes_as_they_are(self, scale: float) -> bool:
         """Whether a step can read the sums where they stand, which saves a pass over memory.

@@ -1,0 +1,46 @@
+"""Several cores for a computation, in a process that has one thread for all else.
+
+Ranks are what fills the cores, so each computes with one thread. But a parameter server in lockstep
+steps while all workers wait, and may use their cores. Threads of OpenMP that have nothing to do
+look for work for a while, on cores that others need by then, unless OMP_WAIT_POLICY is passive when
+torch is loaded, as it is in a run of `shoal`. Where it is not, there are no spare threads.
+
+The computation is done by a thread of its own: what OpenMP knows of its threads does not live
+through a fork in the one that forked, and ranks and servers are forked. Cost: a change of threads,
+some 50 us. Not for what adds up many numbers into one: then bits depend on the number of threads.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+MOST_THREADS = 8  # more do not read memory any faster
+
+
+def spare_threads(num_sharing: int) -> int:
+    """How many each of so many processes of this host may have while all others wait."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        return 1
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_sharing))
+
+
+class Crew:
+    def __init__(self, num_threads: int = 1):
+        self._thread: ThreadPoolExecutor | None = None
+        if num_threads > 1:
+            self._thread = ThreadPoolExecutor(
+                1, "shoal-crew", torch.set_num_threads, (num_threads,)
+            )
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Do it, with as many threads; whatever it raises is raised here."""
+        if self._thread is None:
+            work()
+        else:
+            self._thread.submit(work).result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
