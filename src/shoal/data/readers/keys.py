@@ -8,7 +8,7 @@ Cost: 8 bytes a key while they are whole numbers; an object each as soon as one 
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +33,13 @@ def cursor_for_pages(connection: Any, driver: str) -> Any:
 def pages(cursor: Any) -> Iterator[list[Any]]:
     """The first column of an answer."""
     while rows := cursor.fetchmany(PAGE):
-        yield [row[0] for row in rows]
+        names = [column[0] for column in cursor.description]
+        yield [values(row, names)[0] for row in rows]
+
+
+def values(row: Any, names: Sequence[str]) -> Sequence[Any]:
+    """A row by place. Some connections are told to give dicts."""
+    return [row[name] for name in names] if isinstance(row, Mapping) else row
 
 
 def packed(found: Iterable[list[Any]], column: str, origin: str) -> Keys:

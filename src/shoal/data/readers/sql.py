@@ -36,7 +36,7 @@ import xxhash
 from shoal.data.given import require_function, text_of, texts_of
 from shoal.data.glimpse import NUM_SAMPLES, mark_of, spread
 from shoal.data.readers.asking import Lasting, ask
-from shoal.data.readers.keys import Keys, cursor_for_pages, packed, pages
+from shoal.data.readers.keys import Keys, cursor_for_pages, packed, pages, values
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
@@ -162,9 +162,10 @@ class SqlRows:
 
         names, rows = self._database.ask(question, f"rows of {self} cannot be read")
         where, places = names.index(self._key), [names.index(name) for name in self.columns]
+        found = [values(row, names) for row in rows]
         return {
             row[where]: {name: row[place] for name, place in zip(self.columns, places, strict=True)}
-            for row in rows
+            for row in found
         }
 
     def _look(self) -> tuple[str, list[str]]:

@@ -307,6 +307,27 @@ def test_pages_of_keys_are_one_list(given: list[Any]) -> None:
         keys.packed([[1, 3], [3, 4]], "k", "t")
 
 
+def test_rows_may_come_as_dicts(path: Path, postgres: Server) -> None:
+    """As a connection's row_factory, or a DictCursor, gives them."""
+    import psycopg
+    from psycopg.rows import dict_row
+
+    def named() -> sqlite3.Connection:
+        connection = sqlite3.connect(path)
+        connection.row_factory = lambda cursor, row: dict(
+            zip((column[0] for column in cursor.description), row, strict=True)
+        )
+        return connection
+
+    def of_postgres() -> Any:
+        return psycopg.connect(postgres.url, connect_timeout=5, row_factory=dict_row)
+
+    for connect in (named, of_postgres):
+        source = sql(connect, "samples", key="id", columns=["name", "id"])
+        wanted = [{"name": row["name"], "id": row["id"]} for row in EXPECTED]
+        assert source.many(range(3)) == wanted
+
+
 @pytest.mark.parametrize("autocommit", [False, True])
 def test_keys_of_postgres_stay_on_the_server(postgres: Server, autocommit: bool) -> None:
     import psycopg
