@@ -27,6 +27,7 @@ from shoal.data.transforms.layers import Part, below
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.views import Joined, View
 from shoal.errors import UsageError
+from shoal.logs import warn_on_screen
 from shoal.recipe import load_recipe
 
 
@@ -109,6 +110,22 @@ def audit_run(record: Record, data: Source) -> Audit:
     return found
 
 
+def refuse_other_marks(record: Record, data: Source) -> None:
+    """Refuse to go on with a run whose marks are of other samples than its order gives today."""
+    found = audit_run(record, data)
+    if found.num_wrong:
+        raise UsageError(
+            f"{record.path} was trained on other samples than --new-data gives today: "
+            f"{found.problems[0]}. Samples would be lost and repeated. Go on with the version of "
+            "Shoal and the data that it began with, or begin a new run with its weights (--from)."
+        )
+    if not found.num_marked:
+        warn_on_screen(
+            f"Whether the order of new and replayed samples is that with which {record.path} began "
+            "could not be told: it has no name on record, and no step a mark."
+        )
+
+
 def batches_of(record: Record, data: Source) -> Batches:
     """The batches of a run as it saw them, by number; `data` may have grown since."""
     return _batches(record, _order_before(record, data), _seen_before(record, data))
@@ -121,7 +138,9 @@ def seen_in(record: Record, data: Source, missed: Sequence[int] = ()) -> NDArray
     """
     before, order = _seen_before(record, data), _order_before(record, data)
     batches = _batches(record, order, before)
-    _refuse_other_order(record, order, audit(record.steps, batches, left_out(data).tolist()))
+    _refuse_other_order(
+        record, (order, batches.order), audit(record.steps, batches, left_out(data).tolist())
+    )
     seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
     for step in record.steps:
         seen[batches.at(step["step"] - 1).ids] = True
@@ -169,10 +188,16 @@ def _order_before(record: Record, data: Source) -> Order:
     return order
 
 
-def _refuse_other_order(record: Record, order: Order, found: Audit) -> None:
-    """By an order that was not the run's, samples that it has seen would be taken for new ones."""
-    field = record.described["run"].get("data_order")
-    if found.num_wrong or (field and field["value"] != order_name(order, record.field("seed"))):
+def _refuse_other_order(record: Record, orders: tuple[Order, Order], found: Audit) -> None:
+    """By an order that was not the run's, samples that it has seen would be taken for new ones.
+
+    `orders` are the recipe's, and that of what was new to the run.
+    """
+    is_other = found.num_wrong > 0
+    for name, order in zip(("data_order", "new_data_order"), orders, strict=True):
+        field = record.described["run"].get(name)
+        is_other |= bool(field) and field["value"] != order_name(order, record.field("seed"))
+    if is_other:
         raise UsageError(
             f"{record.path} was trained on samples in another order than its recipe gives today, "
             "so it cannot be told which it has seen. Give the data the order (in_order, weighted, "

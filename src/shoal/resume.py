@@ -32,8 +32,9 @@ MAY_CHANGE = (
 )
 
 
-# Among a run's fields: what its data holds (`data/likeness.py`), and its order (`data/orders.py`).
-_CONTENT, _ORDER = "data_content", "data_order"
+# Among a run's fields: what its data holds (`data/likeness.py`), its order (`data/orders.py`), and
+# the order of what is taken of it under --new-data, with the samples that are replayed.
+_CONTENT, _ORDER, NEW_ORDER = "data_content", "data_order", "new_data_order"
 
 
 def newest(store: Store) -> Manifest:
@@ -65,7 +66,7 @@ def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
     """Refuse to go on with another run; `own` is the plain description of this one."""
     for field, value in own.items():
         before = origin.run.get(field, value)
-        if field not in (*MAY_CHANGE, _CONTENT, _ORDER) and value != before:
+        if field not in (*MAY_CHANGE, _CONTENT, _ORDER, NEW_ORDER) and value != before:
             raise UsageError(
                 f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
                 f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
@@ -94,6 +95,7 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             "(in_order, weighted, by_length, some, mix) that it had, or take the weights alone "
             "(--from)."
         )
+    _refuse_other_new(own.get(NEW_ORDER), origin.run.get(NEW_ORDER))
     before, now = origin.run.get(_CONTENT) or "", own[_CONTENT]
     is_known_as_other = is_other(before, now) if before and now else None
     if is_known_as_other is None:
@@ -107,6 +109,18 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             "samples, and other ones. Go on with the data that the run began with (it may lie "
             "elsewhere), or begin a new run in another directory; --from RUN begins with this "
             "one's weights."
+        )
+
+
+def _refuse_other_new(now: str | None, before: str | None) -> None:
+    """By names alone; a run that began without one is known by its marks (`lineage.py`)."""
+    if now != before:
+        none = "not one of --new-data"
+        raise UsageError(
+            f"The order of new and replayed samples was {before or none} when the run began and is "
+            f"{now or none} now, so samples would be lost and repeated. Go on with the version of "
+            "Shoal and the records of earlier runs that it began with, or begin a new run with "
+            "these weights (--from)."
         )
 
 

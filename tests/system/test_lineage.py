@@ -83,6 +83,12 @@ def test_a_resumed_run_goes_on_with_the_same_new_data(train: Train) -> None:
     assert ids_of(parts.run_dir, 80) == ids_of(whole.run_dir, 80)
     found = audit_run(read_record(parts.run_dir), range(80))
     assert not found.problems and found.num_marked == 6
+    # What is new is another thing once a step of the run before is no longer on record.
+    lines = (first.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first.run_dir / "metrics.jsonl").write_text("".join(lines[:1]))
+    other = train("parts", "--resume", samples=80, steps=8)
+    assert other.exit_code == 2, other.errors
+    assert "order of new and replayed samples was Some" in other.errors
 
 
 @pytest.mark.parametrize("plan", ["data=2 local_steps=2", "tensor=2", "pipeline=2"])

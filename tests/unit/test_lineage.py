@@ -12,6 +12,7 @@ from shoal.cli.main import run_here
 from shoal.data.batches import Batches
 from shoal.data.ledger import mark
 from shoal.data.orders import order_name
+from shoal.data.replaying import Replayed
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.cleaning import clean
@@ -25,6 +26,7 @@ from shoal.lineage import (
     missed_in,
     only_new,
     read_record,
+    refuse_other_marks,
     seen_in,
 )
 
@@ -138,6 +140,36 @@ def test_what_was_seen_in_another_order_is_not_guessed(
     assert seen_in(read_record(first), range(40)).sum() == 12
     with pytest.raises(UsageError, match="in another order than its recipe gives today"):
         only_new(other(range(40)), read_record(first))
+
+
+@pytest.mark.parametrize("known_by", KNOWN_BY)
+def test_what_was_replayed_in_another_order_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_by: str
+) -> None:
+    first = write(tmp_path / "first", 3, 40)
+    new = {"new_data": str(first), "new_data_steps": 3, "replay": 0.25}
+    second = write(tmp_path / "second", 3, 80, **new)
+    batches = batches_of(read_record(second), range(80))
+    if known_by == "marks":
+        lines = [{"step": step, "mark": mark(batches.at(step - 1).ids)} for step in (1, 2, 3)]
+        (second / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        described = json.loads((second / "run.json").read_text())
+        described["run"]["new_data_order"] = {"value": order_name(batches.order, 0)}
+        (second / "run.json").write_text(json.dumps(described))
+    assert seen_in(read_record(second), range(80)).sum() > 12
+    refuse_other_marks(read_record(second), range(80))
+
+    def reversed_ids(self: Replayed, positions: Any, seed: int, epoch: int) -> Any:
+        return ids(self, len(self) - 1 - positions, seed, epoch)
+
+    ids = Replayed.ids
+    monkeypatch.setattr(Replayed, "ids", reversed_ids)
+    with pytest.raises(UsageError, match="in another order"):
+        seen_in(read_record(second), range(80))
+    if known_by == "marks":
+        with pytest.raises(UsageError, match="other samples than --new-data gives today: step 1"):
+            refuse_other_marks(read_record(second), range(80))
 
 
 def test_data_may_grow_by_sets_of_shards(tmp_path: Path) -> None:

@@ -67,6 +67,15 @@ def test_another_order_of_the_same_data_is_refused() -> None:
     refuse_changes(plain(now), now, old)
 
 
+def test_another_order_of_new_data_is_refused() -> None:
+    began, name = origin(run_of()), {"new_data_order": "Replayed 1"}
+    began.run.update(name)
+    refuse_changes({**plain(run_of()), **name}, run_of(), began)
+    for other in ({"new_data_order": "Replayed 2"}, {}):
+        with pytest.raises(UsageError, match="replayed samples was Replayed 1 when the run began"):
+            refuse_changes({**plain(run_of()), **other}, run_of(), began)
+
+
 class Drawn(Dataset[Any]):
     """Samples that are others each time."""
 

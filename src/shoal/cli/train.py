@@ -273,9 +273,8 @@ def prepare_run(
     from shoal.data.transforms.normalizing import keep_statistics
     from shoal.elastic.worker import prepare_training, use_threads
     from shoal.keeping import Keeping, origin_of
-    from shoal.lineage import missed_in, only_new, read_before, read_record
     from shoal.recipe import load_recipe, provenance
-    from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
+    from shoal.resume import NEW_ORDER, newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
 
     use_threads()
@@ -283,20 +282,15 @@ def prepare_run(
     fields = provenance(run, settings)
     looked: dict[str, Any] = {}
     if given["new_data"] is not None:
-        named = Path(given["new_data"])
-        before = read_before(str(named), run_dir) if given["resume"] else read_record(named)
-        before = before.until(given.get("new_data_steps"))
-        missed = given["new_data_missed"] or [] if given["resume"] else missed_in(before, run.data)
-        run = replace(run, data=only_new(run.data, before, given["replay"] or 0.0, missed))
-        # That run may go on, and this one too, and more may be found bad meanwhile.
-        looked |= {"new_data_steps": before.last_step, "new_data_missed": missed}
+        run, looked = _on_new_data(run, fields, given, run_dir)
     plain = {name: field["value"] for name, field in fields.items()}
     store = open_store(given["checkpoints"] or run_dir / "checkpoints")
     keep = Keep.parse(given["keep"])
     keep.refuse_unknown(run.measures(), "this run measures no such number")
     if given["resume"]:
         origin = newest(store).origin
-        refuse_changes(plain, run, origin)
+        own = plain if NEW_ORDER in origin.run else _known_by_marks(plain, run, run_dir)
+        refuse_changes(own, run, origin)
         plan = plan_to_go_on(run, given["plan"], given["ranks"], origin)
     else:
         refuse_used(store)
@@ -321,6 +315,35 @@ def prepare_run(
     if not joins:
         keep_statistics(run.data, run_dir)  # once nothing is refused any more
     return facts | looked | {"run": fields}, rank_main
+
+
+def _on_new_data(
+    run: Any, fields: dict[str, Any], given: dict[str, Any], run_dir: Path
+) -> tuple[Any, dict[str, Any]]:
+    """The run on what earlier ones have not seen, its order among the fields; and what to note."""
+    from shoal.data.orders import order_name
+    from shoal.lineage import missed_in, only_new, read_before, read_record
+    from shoal.resume import NEW_ORDER
+
+    named = Path(given["new_data"])
+    before = read_before(str(named), run_dir) if given["resume"] else read_record(named)
+    before = before.until(given.get("new_data_steps"))
+    missed = given["new_data_missed"] or [] if given["resume"] else missed_in(before, run.data)
+    new = only_new(run.data, before, given["replay"] or 0.0, missed)
+    fields[NEW_ORDER] = {"value": order_name(new.order, run.seed), "from": "--new-data"}
+    # That run may go on, and this one too, and more may be found bad meanwhile.
+    looked = {"new_data_steps": before.last_step, "new_data_missed": missed}
+    return replace(run, data=new), looked
+
+
+def _known_by_marks(plain: dict[str, Any], run: Any, run_dir: Path) -> dict[str, Any]:
+    """The fields of a run that began before the order of new data had a name, without that."""
+    from shoal.lineage import read_record, refuse_other_marks
+    from shoal.resume import NEW_ORDER
+
+    if NEW_ORDER in plain:
+        refuse_other_marks(read_record(run_dir), run.data.source)
+    return {name: value for name, value in plain.items() if name != NEW_ORDER}
 
 
 def _unholdable(model: Any, asked: str) -> str:

@@ -16,11 +16,13 @@ Next: `permutation.py` for the order, `split.py` for the pieces, `pieces.py` for
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.data import permutation, split
 from shoal.data.collating import Alike, collate_samples, fetch, good_samples
+from shoal.data.foresight import foresight_of
 from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
@@ -116,6 +118,7 @@ class Batches:
         self._alike = Alike(source, lambda near: self.order.ids(near, seed, 0), batch_size)
         self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
         self._turns = Turns()
+        self._foresight = foresight_of(source, self._ids_after, batch_size)
 
     def at(self, step: int) -> Batch:
         """The global batch of the 0-based `step`."""
@@ -125,11 +128,19 @@ class Batches:
         return Batch(self, step, epoch, position, num_samples)
 
     def close(self) -> None:
-        """End the processes that load ahead, if there are any."""
+        """End what loads and fetches ahead, if there is anything."""
         if self._loaders is not None:
             self._loaders.close()
+        if self._foresight is not None:
+            self._foresight.close()
 
     def _piece(self, batch: Batch, index: int) -> Piece:
+        piece = self._own_piece(batch, index)
+        if self._foresight is not None:
+            self._foresight.at(batch.step)
+        return piece
+
+    def _own_piece(self, batch: Batch, index: int) -> Piece:
         if self._loaders is not None:
             return self._from_loaders(self._loaders, batch, index)
         window = self._rows.get(index)
@@ -214,13 +225,24 @@ class Batches:
         if window is None or not window.holds(epoch, first, num_batches):
             most = max(num_batches, _WINDOW_IDS // self.batch_size, 1)
             count = min(most, self.steps_per_epoch - first)
-            positions = permutation.batch_positions(
-                first, count, self.num_samples, self.batch_size, self.end
-            )
-            ids = self.order.ids(positions, self.seed, epoch)
+            ids = self._ordered(epoch, first, count)
             self._ids = window = _IdWindow(epoch, first, count, ids)
         start = (first - window.first) * self.batch_size
         return window.ids[start : start + num_batches * self.batch_size]
+
+    def _ids_after(self, step: int, num_steps: int) -> Ids:
+        """The ids of up to so many steps from this one on, to the end of the next pass at most."""
+        epoch, first = divmod(step, self.steps_per_epoch)
+        count = min(num_steps, self.steps_per_epoch - first)
+        more = min(num_steps - count, self.steps_per_epoch)
+        ids = self._ordered(epoch, first, count)
+        return np.concatenate([ids, self._ordered(epoch + 1, 0, more)]) if more else ids
+
+    def _ordered(self, epoch: int, first: int, num_batches: int) -> Ids:
+        positions = permutation.batch_positions(
+            first, num_batches, self.num_samples, self.batch_size, self.end
+        )
+        return self.order.ids(positions, self.seed, epoch)
 
 
 def load(

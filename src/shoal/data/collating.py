@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.data import default_collate
 
 from shoal.data.orders import batch_size_of, order_of
@@ -206,7 +206,10 @@ def collate_samples(
     try:
         inputs, target = map(_stacked, columns)
     except Exception as error:
-        raise RecipeError(unlike(samples, names) or failed(names, error)) from error
+        told = unlike(samples, names) or _unfit(samples, names)
+        if told is not None:  # all is said
+            raise RecipeError(told) from None
+        raise RecipeError(failed(names, error)) from error
     if not all(map(_are_of_one_type, columns)):  # torch would convert them, by what is in a batch
         raise RecipeError(unlike(samples, names))
     # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
@@ -257,6 +260,33 @@ def unlike(samples: list[Any], names: Ids) -> str | None:
                     f"samples {names[0]} and {index} do not fit into one batch: {found}. {_ALIKE}"
                 )
     return None
+
+
+def _unfit(samples: list[Any], names: Ids) -> str | None:
+    """The first value of the samples that no batch can hold, in a sentence."""
+    for index, (inputs, target) in zip(names, samples, strict=True):
+        for field, what in (*_strange(inputs, "inputs"), *_strange(target, "target")):
+            return (
+                f"sample {index} cannot be put into a batch: {field} is {what}. A batch is made of "
+                "dense tensors, arrays and numbers of up to 64 bits, and of text, in tuples, lists "
+                "and dicts. Put such a value in its place (0 for a target that is not needed, say; "
+                "shoal.data.mapped), or give the Run a `collate`."
+            )
+    return None
+
+
+def _strange(value: Any, field: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, (Mapping, tuple, list)):
+        for name, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _strange(part, f"{field}.{name}")
+    elif isinstance(value, Tensor):
+        if value.layout != strided:
+            yield field, f"a tensor of {str(value.layout).removeprefix('torch.')}"
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            yield field, f"the number {value}" if value.bit_length() < 128 else "a huge number"
+    elif not isinstance(value, (float, str, bytes, np.ndarray, np.generic)):
+        yield field, "None" if value is None else f"a {type(value).__name__}"
 
 
 def _are_of_one_type(values: Sequence[Any]) -> bool:

@@ -216,6 +216,18 @@ def _way_out(data: Any) -> str:
 
 
 @runtime_checkable
+class FetchesAhead(Source, Protocol):
+    """A source that fetches what it needs for samples before they are asked for.
+
+    It is told the ids that come next, in their turn; those told before no longer count. It returns
+    at once, with the number of these for which it provides. Told none, it gives up what is under
+    way.
+    """
+
+    def fetch_ahead(self, ids: Ids, /) -> int: ...
+
+
+@runtime_checkable
 class LeavesOut(Source, Protocol):
     """A source whose bad samples are left out of the batch, and written down by `record`."""
 

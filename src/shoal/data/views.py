@@ -34,6 +34,7 @@ from shoal.data.orders import (
 from shoal.data.permutation import parts_of_one
 from shoal.data.readers.records import Many, positions
 from shoal.data.sources import (
+    FetchesAhead,
     Ids,
     LeavesOut,
     Pass,
@@ -83,6 +84,8 @@ class Joined:
             self.vary = self._vary
         if any(isinstance(source, LeavesOut) for source in self.sources):
             self.record = self._record
+        if any(isinstance(source, FetchesAhead) for source in self.sources):
+            self.fetch_ahead = self._fetch_ahead
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -102,6 +105,20 @@ class Joined:
         if not isinstance(source, LeavesOut):
             raise error  # a bad sample of this one stops the run, as it would without the others
         source.record(at, error)
+
+    def _fetch_ahead(self, ids: Ids) -> int:
+        """As many as all parts provide for, up to the first that one does not."""
+        num_provided = len(ids)
+        for source, here, of_part in self._by_part(ids) if len(ids) else self._none_of_each():
+            if isinstance(source, FetchesAhead):
+                num_of_part = source.fetch_ahead(of_part)
+                if num_of_part < len(here):
+                    num_provided = min(num_provided, int(here[num_of_part]))
+        return num_provided
+
+    def _none_of_each(self) -> Iterator[tuple[Source, Ids, Ids]]:
+        none = np.empty(0, dtype=np.int64)
+        return ((source, none, none) for source in self.sources)
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         try:

@@ -170,6 +170,24 @@ def test_the_field_in_which_samples_differ_is_named(other: Any, says: str) -> No
         fetch(as_source([one, one, other, one, one]), np.array([4, 3, 2]), None)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "target", "says"),
+    [
+        (1.0, None, "target is None"),
+        ({"a": (1, {2})}, 0, r"inputs\.a\.1 is a set"),
+        (1.0, 2**70, "target is the number 1180591620717411303424"),
+        (1.0, [1, -(10**5000)], r"target\.1 is a huge number"),
+        (1j, 0, "inputs is a complex"),
+        (torch.ones(2).to_sparse(), 0, "inputs is a tensor of sparse_coo"),
+    ],
+)
+def test_what_no_batch_can_hold_is_named(inputs: Any, target: Any, says: str) -> None:
+    """With a way out, and without torch's words about its own function."""
+    with pytest.raises(RecipeError, match=rf"sample 3 cannot .*: {says}\. .*`collate`") as caught:
+        fetch(as_source([(inputs, target)] * 5), np.array([3, 2]), None)
+    assert caught.value.__cause__ is None
+
+
 class Stacks:
     """Gathers by itself, and in torch's words says what does not fit."""
 

@@ -86,4 +86,4 @@ def _place(url: str) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on behind it

@@ -8,10 +8,10 @@ are read once, sorted by the database, and are the order of the samples; a batch
 some hundred keys. So rows that are added later are not seen, and one that was removed is a
 `BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
 
-Cost: a key a row in memory, 8 bytes if they are numbers. A question is answered within `timeout_s`
-or counts as failed, that for all keys too; `patience` says how often it is repeated. Only what may
-pass is: a connection that broke, a database that is locked. What is wrong with the question itself
-(a table or column that does not exist, say) is told at once.
+Cost: a key a row in memory, 8 bytes if they are numbers (`keys.py`). A question is answered within
+`timeout_s` or counts as failed, that for all keys too; `patience` says how often it is repeated.
+Only what may pass is: a connection that broke, a database that is locked. What is wrong with the
+question itself (a table or column that does not exist, say) is told at once.
 
 DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
 session is a thread that makes one connection and answers one question after the other; who asks
@@ -36,6 +36,7 @@ import xxhash
 from shoal.data.given import require_function, text_of, texts_of
 from shoal.data.glimpse import NUM_SAMPLES, mark_of, spread
 from shoal.data.readers.asking import Lasting, ask
+from shoal.data.readers.keys import Keys, cursor_for_pages, packed, pages, values
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
@@ -109,7 +110,7 @@ class SqlRows:
             raise UsageError(f"{self} has two columns {twice[0]!r}. Give each a name of its own.")
         self.columns = tuple(known if columns is None else columns)
         self._wanted = "*" if columns is None else ", ".join(dict.fromkeys([key, *columns]))
-        self._keys = _packed(self._read_keys(), self)
+        self._keys = self._read_keys()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -161,9 +162,10 @@ class SqlRows:
 
         names, rows = self._database.ask(question, f"rows of {self} cannot be read")
         where, places = names.index(self._key), [names.index(name) for name in self.columns]
+        found = [values(row, names) for row in rows]
         return {
             row[where]: {name: row[place] for name, place in zip(self.columns, places, strict=True)}
-            for row in rows
+            for row in found
         }
 
     def _look(self) -> tuple[str, list[str]]:
@@ -182,11 +184,13 @@ class SqlRows:
             )
         return style, names
 
-    def _read_keys(self) -> list[Any]:
-        def question(connection: Any) -> list[Any]:
+    def _read_keys(self) -> Keys:
+        def question(connection: Any) -> Keys:
             text = f"SELECT {self._key} FROM {self._origin} ORDER BY {self._key}"
-            with _answered(connection, text) as cursor:
-                return [row[0] for row in _rows(cursor)]
+            driver = getattr(_module_of(connection), "__name__", "")
+            paging = cursor_for_pages(connection, driver)
+            with _answered(connection, text, cursor=paging) as cursor:
+                return packed(pages(cursor), self._key, str(self))
 
         return self._asked_first(question, f"the keys of {self} cannot be read")
 
@@ -232,32 +236,16 @@ def sql(
 
 
 @contextmanager
-def _answered(connection: Any, text: str, keys: Sequence[Any] = ()) -> Iterator[Any]:
+def _answered(
+    connection: Any, text: str, keys: Sequence[Any] = (), cursor: Any = None
+) -> Iterator[Any]:
     """A cursor with the answer to a question."""
-    cursor = connection.cursor()
+    cursor = connection.cursor() if cursor is None else cursor
     # Without keys as the only argument: with any, some drivers look for marks in the text.
     cursor.execute(*((text, keys) if keys else (text,)))
     yield cursor
     cursor.close()
     connection.rollback()  # or the transaction stays open until the next question
-
-
-def _rows(cursor: Any) -> Iterator[Any]:
-    while rows := cursor.fetchmany(10_000):
-        yield from rows
-
-
-def _packed(keys: list[Any], origin: SqlRows) -> Any:
-    """Keys as an array if they are whole numbers; refuses what is no key."""
-    for before, after in zip([None, *keys], keys, strict=False):
-        if after is None or after == before:
-            what = "a null" if after is None else f"{after!r} more than once"
-            raise UsageError(
-                f"{origin} has {what} in the column {origin._key}. Each row needs a key of its own."
-            )
-    if all(type(key) is int and -(2**63) <= key < 2**63 for key in keys):
-        return np.array(keys, dtype=np.int64)
-    return keys
 
 
 class _Line:

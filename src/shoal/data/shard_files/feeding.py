@@ -28,6 +28,7 @@ from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.processes import die_with_parent
 
 TURN = 16  # samples that a worker loads before the next one's are taken
+MOST_WORKERS = 256
 _HEAD = struct.Struct("<BQ")
 _SAMPLE, _UNLIKE, _FAILED, _LEFT_OUT, _NOT_REACHED = range(5)
 
@@ -55,7 +56,8 @@ def feed(
 ) -> Generator[Fed, None, None]:
     """The samples from `first` on. Those a source has left out are recorded there, and skipped."""
     messages: Messages
-    if num_workers == 1:
+    num_workers = min(num_workers, -(-(len(source) - first) // TURN))  # others would have no turn
+    if num_workers <= 1:
         messages = _loaded(source, encode, _turns(range(first, len(source))))
     else:
         messages = _from_workers(source, encode, first, num_workers)

@@ -7,7 +7,7 @@ removed later, and nothing has to be cleaned by hand. The copies used longest ag
 
 Waiting is bounded everywhere: a request is tried a few times, a part that does not come in time is
 given up. Not for sharing decoded samples; that is what `data/cache` is for. Cost: a shard is read
-once over the network, then mapped like a local one; while it is fetched, its readers wait.
+once over the network, then mapped like a local one; who needs it while it is fetched waits.
 """
 
 import errno
@@ -32,6 +32,7 @@ PART_BYTES = 8 << 20
 PATIENCE_S = 120.0  # for one part, with all its tries
 NUM_TRIES = 3  # to fetch a shard whose bytes are wrong when they arrive
 ABANDONED_S = 3600.0
+_LOOK_S = 0.05
 _UNFINISHED = ".fetching-"
 _LOCK = ".lock-"
 _COPY = re.compile(r"([0-9a-f]{32})\.bin")
@@ -44,33 +45,50 @@ class TooSlow(UsageError):
     """What lies behind a URL did not come in time."""
 
 
+class GivenUp(Exception):
+    """What was being fetched is not wanted any more."""
+
+
 class Copies:
     """The directory of copies; other processes may use it at the same time."""
 
     def __init__(self, directory: Path, most_bytes: int = CACHE_BYTES):
-        self.directory, self._most_bytes = directory, most_bytes
-        self._coming: dict[str, int] = {}  # bytes of what threads of this process fetch now
+        self.directory, self.most_bytes = directory, most_bytes
+        self._coming = PerProcess[dict[str, int]](dict).get  # bytes of what its threads fetch now
         self._room = PerProcess(threading.Lock).get
 
+    def has(self, index: Index, number: int) -> bool:
+        """Whether there is a copy of a shard."""
+        shard = index.shards[number]
+        return _is_there(self.directory / f"{shard.hash}.bin", index.num_bytes(shard))
+
     def copy(
-        self, remote: Remote, index: Index, number: int, kept: Collection[str]
+        self,
+        remote: Remote,
+        index: Index,
+        number: int,
+        kept: Collection[str],
+        given_up: threading.Event | None = None,
     ) -> tuple[Path, list[str]]:
-        """The path of a shard's copy, and the names of copies that had to go for it."""
+        """The path of a shard's copy, and the names of copies that had to go for it.
+
+        `GivenUp` when that event comes first.
+        """
         wanted = index.shards[number].hash
         path = self.directory / f"{wanted}.bin"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             gone: list[str] = []
-            with _alone(self.directory / f"{_LOCK}{wanted}"):
+            with _alone(self.directory / f"{_LOCK}{wanted}", given_up):
                 num_bytes = index.num_bytes(index.shards[number])
                 if not _is_there(path, num_bytes):
                     with self._room():
-                        self._coming[wanted] = num_bytes
-                        gone = self._make_room(sum(self._coming.values()), {wanted, *kept})
+                        self._coming()[wanted] = num_bytes
+                        gone = self._make_room(sum(self._coming().values()), {wanted, *kept})
                     try:
-                        self._fetch(remote, index, number, path)
+                        self._fetch(remote, index, number, path, given_up)
                     finally:
-                        del self._coming[wanted]
+                        del self._coming()[wanted]
                 with suppress(FileNotFoundError):  # whoever opens it finds that it is gone again
                     os.utime(path)
             return path, gone
@@ -82,12 +100,19 @@ class Copies:
                 f"{error.strerror}. Name another directory with cache_dir."
             ) from error
 
-    def _fetch(self, remote: Remote, index: Index, number: int, path: Path) -> None:
+    def _fetch(
+        self,
+        remote: Remote,
+        index: Index,
+        number: int,
+        path: Path,
+        given_up: threading.Event | None,
+    ) -> None:
         for tries in range(1, NUM_TRIES + 1):
             # Drawn: containers that share a directory have the same numbers for their processes.
             unfinished = path.with_name(f"{_UNFINISHED}{path.stem}-{os.urandom(8).hex()}")
             try:
-                fetch_to(remote, index, number, unfinished)
+                fetch_to(remote, index, number, unfinished, given_up)
                 for fault in opened(index, number, unfinished).faults():
                     raise BadShards(fault)
                 os.rename(unfinished, path)
@@ -127,7 +152,7 @@ class Copies:
                     copies.append((found.st_mtime, found.st_size, copy[1]))
                 elif now - found.st_mtime > ABANDONED_S:
                     os.unlink(entry.path)
-        excess = num_bytes + sum(size for _, size, _ in copies) - self._most_bytes
+        excess = num_bytes + sum(size for _, size, _ in copies) - self.most_bytes
         gone = []
         for _, size, name in sorted(copies):
             if excess <= 0:
@@ -139,18 +164,29 @@ class Copies:
         return gone
 
 
-def fetch_to(remote: Remote, index: Index, number: int, path: Path) -> None:
+def fetch_to(
+    remote: Remote,
+    index: Index,
+    number: int,
+    path: Path,
+    given_up: threading.Event | None = None,
+) -> None:
     """Fetch a shard into a new file; whoever reads it checks it."""
     wanted = index.num_bytes(index.shards[number])
     with open(path, "wb") as file:
         for start in range(0, wanted, PART_BYTES):
-            file.write(part(remote, shard_name(number), start, min(wanted, start + PART_BYTES)))
+            stop = min(wanted, start + PART_BYTES)
+            file.write(part(remote, shard_name(number), start, stop, given_up))
 
 
-def part(remote: Remote, name: str, start: int, stop: int) -> bytes:
+def part(
+    remote: Remote, name: str, start: int, stop: int, given_up: threading.Event | None = None
+) -> bytes:
     """Bytes of a remote file, all of them."""
     try:
-        content = within(f"read {remote}/{name}", lambda: remote.part(name, start, stop))
+        content = within(
+            f"read {remote}/{name}", lambda: remote.part(name, start, stop), given_up=given_up
+        )
     except FileNotFoundError:
         raise BadShards(f"{name} is missing from {remote}.") from None
     if len(content) != stop - start:
@@ -161,7 +197,12 @@ def part(remote: Remote, name: str, start: int, stop: int) -> bytes:
     return content
 
 
-def within(what: str, act: Callable[[], Answer], seconds: float | None = None) -> Answer:
+def within(
+    what: str,
+    act: Callable[[], Answer],
+    seconds: float | None = None,
+    given_up: threading.Event | None = None,
+) -> Answer:
     """What `act` returns, if it does so in time. Left behind, it may not keep the process alive."""
     patience_s = PATIENCE_S if seconds is None else seconds
     answers: list[Answer] = []
@@ -175,7 +216,11 @@ def within(what: str, act: Callable[[], Answer], seconds: float | None = None) -
 
     thread = threading.Thread(target=run, name="shoal-fetch", daemon=True)
     thread.start()
-    thread.join(patience_s)
+    deadline = time.monotonic() + patience_s
+    while given_up is not None and thread.is_alive() and time.monotonic() < deadline:
+        _refuse_given_up(given_up)
+        thread.join(_LOOK_S)
+    thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
     if not answers:
@@ -187,7 +232,7 @@ def within(what: str, act: Callable[[], Answer], seconds: float | None = None) -
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(path: Path, given_up: threading.Event | None) -> Iterator[None]:
     """One process of a host fetches a shard, the others wait for it, but not for ever."""
     deadline = time.monotonic() + PATIENCE_S
     with open(path, "a", encoding="utf-8") as lock:
@@ -200,8 +245,14 @@ def _alone(path: Path) -> Iterator[None]:
                     break  # a disk without locks: both fetch, and both copies are good
                 if time.monotonic() > deadline:
                     break
-            time.sleep(0.05)
+            _refuse_given_up(given_up)
+            time.sleep(_LOOK_S)
         yield
+
+
+def _refuse_given_up(given_up: threading.Event | None) -> None:
+    if given_up is not None and given_up.is_set():
+        raise GivenUp
 
 
 def _is_there(path: Path, num_bytes: int) -> bool:

@@ -7,6 +7,7 @@ that is not reached is another UsageError. Next: `fetching.py` for the local cop
 
 import os
 import stat
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -110,9 +111,15 @@ class Bucket:
     def names(self) -> set[str]:
         return set(within(f"list {self}", lambda: self.remote.find("")))
 
-    def local(self, index: Index, number: int, needed: Collection[int]) -> Local:
+    def local(
+        self,
+        index: Index,
+        number: int,
+        needed: Collection[int],
+        given_up: threading.Event | None = None,
+    ) -> Local:
         kept = {index.shards[other].hash for other in needed}
-        path, gone = self.copies.copy(self.remote, index, number, kept)
+        path, gone = self.copies.copy(self.remote, index, number, kept, given_up)
         doomed = [other for other, shard in enumerate(index.shards) if gone and shard.hash in gone]
         return Local(path, tuple(doomed))
 

@@ -4,7 +4,7 @@ Shards of a directory are mapped and stay so. Those behind a URL are copied to a
 first, some beside each other; other processes may remove such a copy to make room, so from time to
 time those in use are marked as used, and what is mapped of a file that is gone is let go: else its
 bytes would be taken for as long as this process lives. A shard that could not be had is not asked
-for again for a minute.
+for again for a minute. Those of samples that come next are copied meanwhile (`ahead.py`).
 
 Next: `reading.py` for the sources made of it, `places.py` and `fetching.py` for the copies.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ContextManager, TypeVar
 
@@ -22,9 +22,10 @@ import numpy as np
 
 from shoal.data.orders import Blocks
 from shoal.data.readers.records import SourceLost
+from shoal.data.shard_files.ahead import Ahead, Coming, choose
 from shoal.data.shard_files.blocks import OpenShard, opened
 from shoal.data.shard_files.format import BadShards, Index, first_samples
-from shoal.data.shard_files.places import Local, Place
+from shoal.data.shard_files.places import Bucket, Local, Place
 from shoal.data.sources import Ids
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.processes import PerProcess
@@ -53,6 +54,7 @@ class ShardSource:
         self._locked = PerProcess(threading.RLock).get
         self._used: set[int] = set()  # since the last look
         self._look_at = 0.0
+        self._ahead = PerProcess(Ahead).get
 
     def __len__(self) -> int:
         return self.index.num_samples
@@ -150,6 +152,33 @@ class ShardSource:
                         self._note_failure(number, found)
                     else:
                         self._close_all(found.gone)
+
+    def fetch_ahead(self, ids: Ids) -> int:
+        """Have the shards of samples that come next copied meanwhile; for how many that is done."""
+        if not isinstance(self.place, Bucket):
+            return len(ids)
+        if not len(ids):
+            self._ahead().stop()
+            return 0
+        numbers, firsts = np.unique(self._shards_of(ids), return_index=True)
+        turn = np.argsort(firsts)
+        coming = [self._coming(self.place, number) for number in numbers[turn].tolist()]
+        wanted, num_provided = choose(coming, self.place.copies.most_bytes // 2)
+        needed = [shard.number for shard in coming[:num_provided]]
+        self._ahead().want(wanted, partial(self._copy_ahead, self.place, needed))
+        return len(ids) if num_provided == len(coming) else int(firsts[turn[num_provided]])
+
+    def _coming(self, place: Bucket, number: int) -> Coming:
+        is_here = number in self._open or place.copies.has(self.index, number)
+        return Coming(number, self.index.num_bytes(self.index.shards[number]), is_here)
+
+    def _copy_ahead(
+        self, place: Bucket, needed: Collection[int], number: int, given_up: threading.Event
+    ) -> None:
+        """In a thread of its own: those who read are not kept waiting meanwhile."""
+        found = place.local(self.index, number, needed, given_up)
+        with self._locked():
+            self._close_all(found.gone)
 
     def _note_failure(self, number: int, error: UsageError) -> None:
         kind = BadShards if isinstance(error, BadShards) else UsageError

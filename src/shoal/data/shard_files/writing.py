@@ -31,7 +31,7 @@ from shoal.data.packing import pack
 from shoal.data.shard_files import layout
 from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
 from shoal.data.shard_files.drafts import NOTE, BucketDraft, FolderDraft, draft_at
-from shoal.data.shard_files.feeding import Unlike, feed
+from shoal.data.shard_files.feeding import MOST_WORKERS, Unlike, feed
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     FORMAT,
@@ -306,8 +306,8 @@ def _check(num_samples: int, shard_bytes: int, compress: str | None, workers: in
     require_whole(workers, "build(workers=...)")
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes={shard_bytes}. A shard holds at least 1 byte.")
-    if workers < 1:
-        raise UsageError(f"workers={workers}. At least 1 process loads samples.")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UsageError(f"workers={workers}. From 1 to {MOST_WORKERS} processes load samples.")
     if compress is not None:
         if compress not in COMPRESSIONS:
             raise UsageError(

@@ -16,6 +16,7 @@ import numpy as np
 from shoal.data.orders import order_among
 from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import (
+    FetchesAhead,
     Ids,
     LeavesOut,
     Pass,
@@ -52,6 +53,8 @@ class Layer:
             self.vary = self._vary
         if isinstance(source, Many):
             self.many = self._many
+        if isinstance(source, FetchesAhead):
+            self.fetch_ahead = self._fetch_ahead
 
     def __len__(self) -> int:
         return len(self.source)
@@ -74,6 +77,10 @@ class Layer:
         samples = self.source.many(np.array(places, dtype=np.int64))
         found = zip(samples, places, strict=True)
         return [self._change(sample, at, ANY_PASS) for sample, at in found]
+
+    def _fetch_ahead(self, ids: Ids) -> int:
+        assert isinstance(self.source, FetchesAhead)
+        return self.source.fetch_ahead(ids)
 
     def _record(self, index: int, error: Exception) -> None:
         assert isinstance(self.source, LeavesOut)
@@ -107,6 +114,9 @@ class Part(Layer):
     def _take(self, ids: Ids) -> tuple[Any, Any]:
         assert isinstance(self.source, Takes)
         return self.source.take(self.kept[ids])
+
+    def _fetch_ahead(self, ids: Ids) -> int:
+        return super()._fetch_ahead(self.kept[ids])
 
 
 def applied(function: Change, index: int, *arguments: Any) -> Any:

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.data.likeness import content_name
+from shoal.data.readers import keys
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
@@ -270,14 +272,80 @@ def test_a_removed_row_is_named_and_an_added_one_is_not_seen(path: Path) -> None
 
 
 def test_many_keys_of_any_kind(tmp_path: Path) -> None:
-    keys = [f"key {number:05}" for number in range(1234)]
+    names = [f"key {number:05}" for number in range(1234)]
     with sqlite3.connect(tmp_path / "a.db") as database:
         database.execute("CREATE TABLE t (k TEXT, v)")
-        database.executemany("INSERT INTO t VALUES (?, ?)", [(key, len(key)) for key in keys])
+        database.executemany("INSERT INTO t VALUES (?, ?)", [(key, len(key)) for key in names])
     database.close()
     source = sql(to(tmp_path / "a.db"), "t", key="k", columns=["k"])
     ids = np.arange(1234)[::-1]
-    assert [row["k"] for row in source.many(ids)] == keys[::-1]
+    assert [row["k"] for row in source.many(ids)] == names[::-1]
+
+
+def test_keys_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in memory is the keys, 8 bytes each, and a page."""
+    monkeypatch.setattr(keys, "PAGE", 1000)
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE t (k INTEGER PRIMARY KEY)")
+        database.executemany("INSERT INTO t VALUES (?)", ((7 * k,) for k in range(50_000)))
+    database.close()
+    tracemalloc.start()
+    source = sql(to(tmp_path / "a.db"), "t", key="k")
+    assert tracemalloc.get_traced_memory()[1] < 16 * 50_000
+    tracemalloc.stop()
+    assert np.array_equal(source._keys, 7 * np.arange(50_000))
+
+
+@pytest.mark.parametrize(
+    "given", [[1, 2, 3], [1, 2, 2**63], [1, 2.5, 3], ["a", "b", "c"], [1, 2, "b"], []]
+)
+def test_pages_of_keys_are_one_list(given: list[Any]) -> None:
+    found = keys.packed([given[:2], given[2:]], "k", "t")
+    assert list(found) == given
+    assert isinstance(found, np.ndarray) == all(type(k) is int and k < 2**63 for k in given)
+    with pytest.raises(UsageError, match=r"3 more than once in the column k\."):
+        keys.packed([[1, 3], [3, 4]], "k", "t")
+
+
+def test_rows_may_come_as_dicts(path: Path, postgres: Server) -> None:
+    """As a connection's row_factory, or a DictCursor, gives them."""
+    import psycopg
+    from psycopg.rows import dict_row
+
+    def named() -> sqlite3.Connection:
+        connection = sqlite3.connect(path)
+        connection.row_factory = lambda cursor, row: dict(
+            zip((column[0] for column in cursor.description), row, strict=True)
+        )
+        return connection
+
+    def of_postgres() -> Any:
+        return psycopg.connect(postgres.url, connect_timeout=5, row_factory=dict_row)
+
+    for connect in (named, of_postgres):
+        source = sql(connect, "samples", key="id", columns=["name", "id"])
+        wanted = [{"name": row["name"], "id": row["id"]} for row in EXPECTED]
+        assert source.many(range(3)) == wanted
+
+
+@pytest.mark.parametrize("autocommit", [False, True])
+def test_keys_of_postgres_stay_on_the_server(postgres: Server, autocommit: bool) -> None:
+    import psycopg
+
+    named = []
+
+    class Seen(psycopg.Connection[Any]):
+        def cursor(self, name: str = "", **rest: Any) -> Any:
+            named.append(name)
+            return super().cursor(name, **rest)
+
+    def connect() -> Any:
+        return Seen.connect(postgres.url, connect_timeout=5, autocommit=autocommit)
+
+    query = "SELECT id, name FROM samples WHERE name LIKE '%'"
+    source = sql(connect, query=query, key="id")
+    assert source._keys.tolist() == [2, 5, 7] and "shoal_keys" in named
+    assert source[0]["name"] == "two"
 
 
 def test_an_empty_table_has_no_samples(path: Path) -> None:

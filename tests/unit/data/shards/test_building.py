@@ -254,6 +254,7 @@ def test_two_builds_do_not_mix(tmp_path: Path) -> None:
         ({"source": []}, "the source is empty"),
         ({"shard_bytes": 0}, "shard_bytes=0"),
         ({"workers": 0}, "workers=0"),
+        ({"workers": 257}, "workers=257. From 1 to 256"),
         ({"compress": "zst"}, "Did you mean 'zstd'?"),
         ({"source": {"a": 1}}, "data is a dict"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.data.readers.records import BadRecord, SourceLost
+from shoal.data.shard_files import feeding
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.quarantine import quarantine
@@ -35,6 +36,20 @@ class LeavingOut(Bad):
     def record(self, index: int, error: Exception) -> None:
         assert "no picture" in str(error)
         self.left_out.append(index)
+
+
+def test_no_worker_starts_that_has_nothing_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks, fork = [], os.fork
+
+    def counted() -> int:
+        forks.append(1)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", counted)
+    build(Small("rows"), tmp_path / "out", workers=256)
+    assert len(forks) == -(-NUM // feeding.TURN)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

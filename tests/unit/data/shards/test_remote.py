@@ -295,9 +295,9 @@ def test_unfinished_copies_have_names_of_their_own(
     make("rows", URL)
     names, real = [], fetching.fetch_to
 
-    def noted(remote: Remote, index: Any, number: int, path: Path) -> None:
+    def noted(remote: Remote, index: Any, number: int, path: Path, *rest: Any) -> None:
         names.append(path.name)
-        real(remote, index, number, path)
+        real(remote, index, number, path, *rest)
 
     monkeypatch.setattr(fetching, "fetch_to", noted)
     for container in ("one", "other"):
