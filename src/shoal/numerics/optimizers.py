@@ -16,7 +16,13 @@ from torch.autograd import profiler
 from torch.optim import Optimizer, optimizer
 
 from shoal.errors import RecipeError, UsageError
-from shoal.numerics.stepping import Hidden, failed_for_closure, needs_closure, no_closure
+from shoal.numerics.stepping import (
+    Hidden,
+    failed_for_closure,
+    needs_closure,
+    no_closure,
+    warn_of_kept_parameters,
+)
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -147,8 +153,17 @@ def swap_parameters(
     """Let an optimizer step on parts of its parameters; those of which there are None stay.
 
     Groups and their settings stay as the recipe made them. State that was made with the optimizer
-    is cut as the parameters are.
+    is cut as the parameters are. That it keeps the old ones elsewhere, too, is warned of.
     """
+    old = {id(p) for group in chosen.param_groups for p in group["params"]}
+    put_parts(chosen, parts_of)
+    replaced = old - {id(p) for group in chosen.param_groups for p in group["params"]}
+    for member in members_of(chosen):
+        warn_of_kept_parameters(member, replaced)
+
+
+def put_parts(chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Part] | None]) -> None:
+    """The same without a word, for an optimizer that is only tried."""
     for group in chosen.param_groups:
         names = group.get("param_names") or [""] * len(group["params"])
         new: list[nn.Parameter] = []

@@ -3,12 +3,14 @@
 A step that evaluates the loss itself, by a closure, cannot be spread: the batch is on many ranks. A
 number that a step changes and that is not in `state_dict()` is in no checkpoint, and whoever takes
 the place of a dead rank or server does not get it; that is seen by comparing attributes after two
-steps. Objects are not looked into, so what they hold is not noticed.
+steps. Parameters that it keeps for itself are not those that it is to step on, where a plan gives
+it parts of them. Objects are not looked into, so what they hold is not noticed.
 """
 
 import inspect
 import traceback
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,6 +61,28 @@ class Hidden:
         if names:
             warn_once(_in_words(self._chosen, names), on_screen=True)
         return False
+
+
+def warn_of_kept_parameters(chosen: Optimizer, replaced: Collection[int]) -> None:
+    """Say so if an optimizer that is to step on others still has some of those, by their `id`."""
+    own = vars(chosen).items()
+    names = [n for n, value in own if n not in _KNOWN and _holds(value, replaced, _DEPTH)]
+    if names:
+        kind = type(chosen).__name__
+        warn_once(
+            f"{kind} keeps parameters in {', '.join(names)}, and under this plan it is to step on "
+            "others, those in its param_groups. If its step looks for them elsewhere, it changes "
+            "nothing: let it go through self.param_groups. `shoal verify` tells.",
+            on_screen=True,
+        )
+
+
+def _holds(value: Any, replaced: Collection[int], depth: int) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | deque) and depth:
+        return any(_holds(one, replaced, depth - 1) for one in value)
+    return id(value) in replaced
 
 
 def _in_words(chosen: Optimizer, names: list[str]) -> str:

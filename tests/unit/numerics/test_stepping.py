@@ -9,7 +9,7 @@ from torch import nn
 import shoal
 from shoal import logs
 from shoal.errors import RecipeError
-from shoal.numerics.optimizers import refuse_closures, stepper
+from shoal.numerics.optimizers import Part, refuse_closures, stepper, swap_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -120,4 +120,22 @@ def test_nothing_is_said_of_others(make) -> None:
     step = stepper(make(model().parameters()))
     for _ in range(3):
         step()
+    assert not logs.for_the_screen
+
+
+@pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
+def test_parameters_that_it_keeps_for_itself_are_told_of_where_it_gets_others(kind) -> None:
+    own = {"first": int} if kind is Counting else {}
+    optimizer = kind(model().parameters(), **own)
+    swap_parameters(
+        shoal.Optimizers(optimizer), lambda p: [Part(nn.Parameter(p.detach()), lambda t: t)]
+    )
+    assert [said.split(",")[0] for said in logs.for_the_screen] == (
+        ["Counting keeps parameters in parameters"] if own else []
+    )
+
+
+def test_nothing_is_said_where_they_stay() -> None:
+    swap_parameters(Counting(model().parameters(), int), lambda p: None)
+    swap_parameters(Counting(model().parameters(), int), lambda p: [Part(p, lambda t: t)])
     assert not logs.for_the_screen
