@@ -17,7 +17,7 @@ from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch, check_end
 from shoal.data.sources import LeavesOut, as_source
 from shoal.errors import PlanError, RecipeError, UsageError
-from shoal.numerics.optimizers import fuse
+from shoal.numerics.optimizers import fuse, refuse_closures
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plan import Plan
@@ -146,11 +146,7 @@ class Run:
             raise RecipeError(
                 f"Run.optimizer returned a {type(optimizer).__name__}, not a torch optimizer."
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise RecipeError(
-                "LBFGS evaluates the loss several times a step, which no plan can spread. "
-                "Use an optimizer that steps once."
-            )
+        refuse_closures(optimizer)
         known = {id(p) for p in model.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise RecipeError(

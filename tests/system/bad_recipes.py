@@ -55,6 +55,16 @@ def gradient_is_nan() -> shoal.Run:
     return good(loss=lambda output, target: ((output - output) * 0).abs().sqrt().mean())
 
 
+class Sharp(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            return closure()
+
+
+def optimizer_wants_a_closure() -> shoal.Run:
+    return good(optimizer=lambda named: Sharp(named, lr=0.1))
+
+
 def model_is_made() -> shoal.Run:
     return good(model=nn.Linear(1, 1))
 

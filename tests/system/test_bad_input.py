@@ -143,6 +143,14 @@ def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told)
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("plan", ["data=2", "data=2 sync=server"])
+def test_a_step_that_wants_a_closure_ends_the_run_in_a_sentence(shoal: Shoal, plan: str) -> None:
+    code, errors = shoal("train", f"{RECIPES}:optimizer_wants_a_closure", "--plan", plan)
+    assert code == 1, errors
+    assert "failed at step 1: The step of Sharp wants a closure" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("recipe", ["misnamed_data", "misnamed_recipe"])
 def test_a_name_that_is_no_text_hides_no_error(shoal: Shoal, recipe: str) -> None:
     code, errors = shoal("train", f"{RECIPES}:{recipe}", "--plan", "data=2")

@@ -26,7 +26,7 @@ from shoal.explain.rank import Facts, Kept, Rank, Whole
 from shoal.explain.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
 from shoal.explain.tensor import Cuts, count_moves, cuts_of
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
+from shoal.numerics.optimizers import Part, is_element_wise, put_parts, stepper
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
 from shoal.parallel.striping import tables_of, weights_of
@@ -229,9 +229,11 @@ def _state(
         tiny.grad = dense.to_sparse(1) if p in tables else dense
         return [Part(tiny, lambda _: torch.zeros_like(tiny))]
 
-    swap_parameters(optimizer, stand_in)
+    put_parts(optimizer, stand_in)
     try:
-        optimizer.step()
+        stepper(optimizer)()
+    except RecipeError:
+        raise
     except Exception as error:
         raise RecipeError(
             f"{type(optimizer).__name__} cannot step on parameters of a few elements, which shows "

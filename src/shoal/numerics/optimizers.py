@@ -3,7 +3,8 @@
 `fuse` chooses the fused kernel where the recipe left the choice: one pass over the parameters,
 three times as fast on a CPU. `stepper` calls an optimizer's step without the profiler record that
 torch wraps it in, which costs more than the step of a small model; hooks and a running profiler
-get what they are promised.
+get what they are promised. What a step wants and cannot have, or keeps where nobody finds it, is
+said in words (`stepping.py`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer, optimizer
 
-from shoal.errors import UsageError
+from shoal.errors import RecipeError, UsageError
+from shoal.numerics.stepping import (
+    Hidden,
+    failed_for_closure,
+    needs_closure,
+    no_closure,
+    warn_of_kept_parameters,
+)
 
 _FUSABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -54,7 +62,7 @@ class Optimizers(Optimizer):
                 self.state,
                 self.param_groups[first : first + count],
             )
-            stepper(member)()
+            _bare(member)()
             first += count
 
 
@@ -145,8 +153,17 @@ def swap_parameters(
     """Let an optimizer step on parts of its parameters; those of which there are None stay.
 
     Groups and their settings stay as the recipe made them. State that was made with the optimizer
-    is cut as the parameters are.
+    is cut as the parameters are. That it keeps the old ones elsewhere, too, is warned of.
     """
+    old = {id(p) for group in chosen.param_groups for p in group["params"]}
+    put_parts(chosen, parts_of)
+    replaced = old - {id(p) for group in chosen.param_groups for p in group["params"]}
+    for member in members_of(chosen):
+        warn_of_kept_parameters(member, replaced)
+
+
+def put_parts(chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Part] | None]) -> None:
+    """The same without a word, for an optimizer that is only tried."""
     for group in chosen.param_groups:
         names = group.get("param_names") or [""] * len(group["params"])
         new: list[nn.Parameter] = []
@@ -174,8 +191,31 @@ def _cut_alike(value: Any, old: nn.Parameter, part: Part) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def refuse_closures(chosen: Optimizer) -> None:
+    """RecipeError if a step is known to want one: no plan can compute a batch's loss again."""
+    for member in members_of(chosen):
+        if needs_closure(member):
+            raise RecipeError(no_closure(member))
+
+
 def stepper(chosen: Optimizer) -> Callable[[], object]:
     """A function that does what `chosen.step()` does."""
+    step, hidden = _bare(chosen), [Hidden(member) for member in members_of(chosen)]
+
+    def careful_step() -> None:
+        try:
+            step()
+        except Exception as error:
+            if failed_for_closure(error):
+                raise RecipeError(no_closure(chosen, error)) from None
+            raise
+        if hidden:
+            hidden[:] = [member for member in hidden if member.look()]
+
+    return careful_step
+
+
+def _bare(chosen: Optimizer) -> Callable[[], object]:
     step = type(chosen).step
     inner = getattr(step, "__wrapped__", None)
     if inner is None or not getattr(step, "hooked", False) or "step" in vars(chosen):
