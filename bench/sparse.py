@@ -39,7 +39,7 @@ NUM_RANKS = 2
 NUM_ROWS, WIDTH = 1_000_000, 64
 BATCH, IDS = 400, 10  # 4,000 lookups a step
 NUM_SAMPLES = 40_000
-CHUNK = 3  # steps measured at a time
+CHUNK = 20  # steps measured at a time: a run makes one after another
 RATE = 0.1
 PLAN = f"data={NUM_RANKS} sync=server"
 FLOORS = {"dense": 20.0, "sparse": 3.0}
