@@ -55,6 +55,8 @@ class ShardSource:
         self._used: set[int] = set()  # since the last look
         self._look_at = 0.0
         self._ahead = PerProcess(Ahead).get
+        if isinstance(place, Bucket):  # else there is nothing to fetch
+            self.fetch_ahead = partial(self._fetch_ahead, place)
 
     def __len__(self) -> int:
         return self.index.num_samples
@@ -153,19 +155,17 @@ class ShardSource:
                     else:
                         self._close_all(found.gone)
 
-    def fetch_ahead(self, ids: Ids) -> int:
+    def _fetch_ahead(self, place: Bucket, ids: Ids) -> int:
         """Have the shards of samples that come next copied meanwhile; for how many that is done."""
-        if not isinstance(self.place, Bucket):
-            return len(ids)
         if not len(ids):
             self._ahead().stop()
             return 0
         numbers, firsts = np.unique(self._shards_of(ids), return_index=True)
         turn = np.argsort(firsts)
-        coming = [self._coming(self.place, number) for number in numbers[turn].tolist()]
-        wanted, num_provided = choose(coming, self.place.copies.most_bytes // 2)
+        coming = [self._coming(place, number) for number in numbers[turn].tolist()]
+        wanted, num_provided = choose(coming, place.copies.most_bytes // 2)
         needed = [shard.number for shard in coming[:num_provided]]
-        self._ahead().want(wanted, partial(self._copy_ahead, self.place, needed))
+        self._ahead().want(wanted, partial(self._copy_ahead, place, needed))
         return len(ids) if num_provided == len(coming) else int(firsts[turn[num_provided]])
 
     def _coming(self, place: Bucket, number: int) -> Coming:
