@@ -34,9 +34,9 @@ class Watched:
         self.by_fsdp = self.count_by_fsdp = self.count_by_groups = 0
         init = Group.__init__
 
-        def watched(group: Group, handle: Any = None, sent: Any = None) -> None:
-            init(group, handle, sent)
-            if sent is None:  # else the bytes are counted where the group is a part of another
+        def watched(group: Group, *args: Any, **options: Any) -> None:
+            init(group, *args, **options)
+            if "sent" not in options:  # else bytes are counted where it is a part of another
                 self.groups.append(group)
 
         monkey.setattr(Group, "__init__", watched)
