@@ -16,7 +16,7 @@ from torch import nn
 
 from bench import harness
 from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
-from shoal.numerics.crew import spare_threads
+from shoal.numerics.crew import Crew, spare_threads
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
@@ -78,7 +78,7 @@ def serve(
     torch.set_num_threads(1)
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
     if bound == 0:  # as in a run
-        shard.step_with(spare_threads(1))
+        shard.step_with(Crew(spare_threads(1)))
     server = Server(
         shard,
         num_seats=num_pieces,

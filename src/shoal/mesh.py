@@ -42,7 +42,7 @@ class Servers(NamedTuple):
     addresses: tuple[str, ...]
     generation: int
     secret: str  # of the run
-    is_lost: Callable[[], bool]  # whether a newer generation was announced
+    is_lost: Callable[[], bool]  # whether their generation is over
     keys: Keys | None = None  # if they are on several hosts
 
 
@@ -109,7 +109,7 @@ def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
     if shape[axis] == world.num_ranks:
         return world
     if shape[axis] == 1:
-        return Group()
+        return Group(is_lost=world.is_lost)
     stride = math.prod(shape[axis + 1 :])
     first = world.rank - world.rank // stride % shape[axis] * stride
     return world.part([first + i * stride for i in range(shape[axis])])

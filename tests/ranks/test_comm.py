@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.collectives import Group
+from shoal.comm.collectives import LOOK, Group
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.sockets import open_sockets, shut_down
 from shoal.comm.store import client, come_together, listen
@@ -113,6 +113,19 @@ def test_a_state_goes_from_one_rank_to_all(pool: Pool) -> None:
         assert answer["state"]["half"].dtype == torch.bfloat16
         assert answer["plain"] == {"rank": 1}
         assert answer["bytes"] == b"from 2" * 3
+
+
+def waits_for_a_late_peer(mesh: Mesh) -> float:
+    """Several looks pass before the sum is there; a look that ends early breaks nothing."""
+    ones = torch.ones(50_000)
+    if mesh.rank:
+        time.sleep(2.2 * LOOK.total_seconds())
+    mesh.data.all_reduce(ones).wait()
+    return float(ones.sum())
+
+
+def test_a_late_peer_is_waited_for(pool: Pool) -> None:
+    assert pool.run(waits_for_a_late_peer, 2) == [100_000.0, 100_000.0]
 
 
 def leaves_a_dead_collective(mesh: Mesh) -> str:

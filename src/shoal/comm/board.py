@@ -77,7 +77,7 @@ class Board:
             if now - asked > LOOK_S:
                 asked = now
                 if self._group.is_lost():
-                    raise GroupLost("another generation was announced")
+                    raise GroupLost("the generation is over")
 
 
 def open_board(group: Group, num_numbers: int) -> Board | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.comm.collectives import draining_ends
 from shoal.comm.spares import Spares
 from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
@@ -144,8 +145,8 @@ class UnderWay(Protocol):
         """Add up what arrived. Every rank calls it, in the order of the starts."""
         ...
 
-    def drain(self) -> None:
-        """Wait until nothing touches the bucket any more, whatever the outcome."""
+    def drain(self, deadline: float) -> None:
+        """Wait until nothing touches the bucket any more, whatever the outcome; or so long."""
         ...
 
 
@@ -218,8 +219,9 @@ class Buckets(Generic[Sent]):
 
     def close(self) -> None:
         """Let what is under way end, and remove the hooks."""
+        deadline = draining_ends()
         for sent in self.sent:
-            sent.drain()
+            sent.drain(deadline)
         for hook in self._hooks:
             hook.remove()
 

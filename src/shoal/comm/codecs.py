@@ -82,5 +82,5 @@ class PackedMean:
         self._pending.wait()
         return self._codec.decode(self._result, self._num_elements)
 
-    def drain(self) -> None:
-        self._pending.drain()
+    def drain(self, deadline: float) -> None:
+        self._pending.drain(deadline)

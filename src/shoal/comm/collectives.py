@@ -53,7 +53,8 @@ class Pending:
     """Operations under way on some tensors. `wait` once before the tensors are read.
 
     Gloo forgets what it had begun to send when a connection breaks, and would wait for it until
-    the group's timeout. So whoever waits looks now and then whether the group is lost.
+    the group's timeout. So whoever waits looks now and then whether the group is lost; but for
+    messages between two ranks, which a wait that ends early would break.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Pending:
         then: Sequence[Callable[[], object]] = (),
         is_lost: Callable[[], bool] | None = None,
     ):
-        """`is_lost`: whether nobody will finish them; None if the transport wakes who waits."""
+        """`is_lost`: whether nobody will finish them; None if waiting does not block."""
         self._works, self._then, self._is_lost = works, then, is_lost
 
     def __add__(self, other: "Pending") -> "Pending":
@@ -79,17 +80,21 @@ class Pending:
     def _await(self, work: dist.Work) -> None:
         while self._is_lost is not None and not _ends_within(work, LOOK):
             if self._is_lost():
-                raise GroupLost("another generation was announced")
+                raise GroupLost("the generation is over")
         work.wait()
 
-    def drain(self) -> None:
-        """Wait until nothing touches the tensors any more, whatever the outcome.
+    def drain(self, deadline: float) -> None:
+        """Wait until nothing touches the tensors any more, whatever the outcome; or so long.
 
-        The group is being left: what has not ended after a while ends with its connections.
+        The group is being left: what has not ended by then ends with its connections.
         """
-        deadline = monotonic() + DRAIN_S
         for work in self._works:
             _ends_within(work, timedelta(seconds=max(deadline - monotonic(), 0.001)))
+
+
+def draining_ends() -> float:
+    """By when all that is under way in a group that is being left must have ended."""
+    return monotonic() + DRAIN_S
 
 
 def _ends_within(work: dist.Work, time: timedelta) -> bool:
@@ -106,7 +111,7 @@ class Sent:
 
 
 class Group:
-    """The ranks along one axis of the mesh. `is_lost`: whether a newer generation was announced."""
+    """The ranks along one axis of the mesh. `is_lost`: whether their generation is over."""
 
     def __init__(
         self,

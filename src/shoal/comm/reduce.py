@@ -60,8 +60,8 @@ class Reduction:
         self.pending.wait()
         return self.result
 
-    def drain(self) -> None:
-        self.pending.drain()
+    def drain(self, deadline: float) -> None:
+        self.pending.drain(deadline)
 
 
 class Scatter:
@@ -109,9 +109,9 @@ class Scatter:
             self.tree.spares.give(out)
         self.received, self.arrivals, self._lent = {}, [], []
 
-    def drain(self) -> None:
+    def drain(self, deadline: float) -> None:
         for arrival in self.arrivals:
-            arrival.drain()
+            arrival.drain(deadline)
 
 
 class WholeReduction(Reduction):
@@ -147,6 +147,6 @@ class ShardedReduction(Reduction):
         self.scatter.fold()
         self.pending = self.scatter.tree.group.gather_shards(self.shards)
 
-    def drain(self) -> None:
-        self.scatter.drain()
-        self.pending.drain()
+    def drain(self, deadline: float) -> None:
+        self.scatter.drain(deadline)
+        self.pending.drain(deadline)

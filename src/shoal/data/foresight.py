@@ -1,7 +1,7 @@
 """Telling a source which samples come next, so that it can have them near.
 
 The order is a pure function, so what will be asked for is known. A source that must fetch things
-before it can read them (remote shards) is told the ids of some 32,768 samples that come next, says
+before it can read them (remote shards) is told the ids of up to 32,768 samples that come next, says
 for how many of them it provides, and is told again when half of these were asked for.
 
 Not for loading samples themselves ahead; that is what `loaders.py` is for. Cost: some 40 ns for
@@ -16,7 +16,7 @@ from shoal.data.permutation import Ids
 from shoal.data.sources import FetchesAhead, Source
 
 NUM_IDS = 32_768
-_LEAST_PART = 16  # of what was told passes before the source is told again
+_TIMES_PROVIDED = 4  # that a source is told of, so that it may provide for more the next time
 
 IdsFrom = Callable[[int, int], Ids]  # (step, number of steps)
 
@@ -26,16 +26,16 @@ class Foresight:
 
     def __init__(self, source: FetchesAhead, ids_from: IdsFrom, batch_size: int):
         self._source, self._ids_from, self._batch_size = source, ids_from, batch_size
-        self._told = range(0)
+        self._told, self._num_ids = range(0), NUM_IDS
 
     def at(self, step: int) -> None:
         """Have what comes after this step fetched, unless it is under way."""
         if step in self._told:
             return
-        ids = self._ids_from(step + 1, max(1, NUM_IDS // self._batch_size))
+        ids = self._ids_from(step + 1, max(1, self._num_ids // self._batch_size))
         num_provided = self._source.fetch_ahead(ids)
-        num_samples = max(num_provided // 2, len(ids) // _LEAST_PART)
-        self._told = range(step, step + max(1, num_samples // self._batch_size))
+        self._told = range(step, step + max(1, num_provided // 2 // self._batch_size))
+        self._num_ids = min(NUM_IDS, _TIMES_PROVIDED * max(num_provided, self._batch_size))
 
     def close(self) -> None:
         self._told = range(0)

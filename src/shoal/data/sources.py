@@ -221,7 +221,7 @@ class FetchesAhead(Source, Protocol):
 
     It is told the ids that come next, in their turn; those told before no longer count. It returns
     at once, with the number of these for which it provides. Told none, it gives up what is under
-    way.
+    way. One that stands below several parts of another is told by each, and the last one counts.
     """
 
     def fetch_ahead(self, ids: Ids, /) -> int: ...

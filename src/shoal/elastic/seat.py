@@ -275,7 +275,7 @@ class SupervisedSeat:
 
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
         addresses = self._find(store, place, _server_key)
-        lost, keys = self._place_is_new, self.reach.keys
+        lost, keys = self.is_over, self.reach.keys
         return Servers(tuple(addresses), place.generation, self.secret, lost, keys)
 
     def _find(

@@ -11,7 +11,7 @@ from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
-from shoal.numerics.crew import spare_threads
+from shoal.numerics.crew import Crew, spare_threads
 from shoal.parallel.striping import tables_of
 from shoal.plan import Plan
 from shoal.plan_size import Size, of_size, served_size
@@ -53,6 +53,8 @@ class Serving:
         tables = tables_of(model).values() if plan.copies > 1 else ()
         self._first = {module: module.weight for module in tables}  # rows of all servers
         self._sizes: list[Size] = []  # that the run had, as far as servers are laid out for them
+        num_sharing = -(-plan.num_servers // plan.hosts)
+        self._crew = Crew(spare_threads(num_sharing) if plan.waits_for_all else 1)
         self._desk: Desk | None = None
         self._server: Server | None = None
 
@@ -76,6 +78,7 @@ class Serving:
         finally:
             if self._desk is not None:
                 self._desk.close()
+            self._crew.close()
 
     @property
     def _counts(self) -> list[int]:
@@ -138,8 +141,7 @@ class Serving:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
         shard = Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
-        if self.plan.bound == 0:  # all workers wait for a step
-            shard.step_with(spare_threads(-(-self._sizes[-1].num_servers // self.plan.hosts)))
+        shard.step_with(self._crew)
         return shard
 
     def _part(self, server: Server, num_servers: int) -> None:

@@ -225,8 +225,8 @@ class Supervisor:
             case Met():
                 if self._resizes is not None:
                     self._resizes.parted(message.generation, message.num_bytes)
-                problem, number = message.problem, message.generation
-                self._act(self.members.met(member, number, message.step, now, problem))
+                generation, step, why = message.generation, message.step, message.problem
+                self._act(self.members.met(member, generation, step, now, why))
             case Failed():
                 self._recipe_failed(member, message)
 

@@ -5,9 +5,10 @@ steps while all workers wait, and may use their cores. Threads of OpenMP that ha
 look for work for a while, on cores that others need by then, unless OMP_WAIT_POLICY is passive when
 torch is loaded, as it is in a run of `shoal`. Where it is not, there are no spare threads.
 
-The computation is done by a thread of its own: what OpenMP knows of its threads does not live
-through a fork in the one that forked, and ranks and servers are forked. Cost: a change of threads,
-some 50 us. Not for what adds up many numbers into one: then bits depend on the number of threads.
+The computation is done by a thread of its own, which does not know whether others want gradients:
+what OpenMP knows of its threads does not live through a fork in the one that forked, and ranks and
+servers are forked. Cost: a change of threads, some 50 us. Not for what adds up many numbers into
+one: then bits depend on the number of threads.
 """
 
 import os
@@ -17,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 MOST_THREADS = 8  # more do not read memory any faster
+_idle_sleep = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"  # as torch was loaded
 
 
 def spare_threads(num_sharing: int) -> int:
     """How many each of so many processes of this host may have while all others wait."""
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+    if not _idle_sleep:
         return 1
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_sharing))
 
@@ -30,9 +32,10 @@ class Crew:
     def __init__(self, num_threads: int = 1):
         self._thread: ThreadPoolExecutor | None = None
         if num_threads > 1:
-            self._thread = ThreadPoolExecutor(
-                1, "shoal-crew", torch.set_num_threads, (num_threads,)
-            )
+            before, setting = torch.get_num_threads(), (torch.set_num_threads, (num_threads,))
+            self._thread = ThreadPoolExecutor(1, "shoal-crew", *setting)
+            self.do(torch.get_num_threads)
+            torch.set_num_threads(before)  # what other threads begin with
 
     def do(self, work: Callable[[], object]) -> None:
         """Do it, with as many threads; whatever it raises is raised here."""

@@ -88,9 +88,9 @@ def _holds(value: Any, replaced: Collection[int], depth: int) -> bool:
 def _in_words(chosen: Optimizer, names: list[str]) -> str:
     kind = type(chosen).__name__
     return (
-        f"The step of {kind} changes {', '.join(names)}, which its state_dict() does not hold: no "
-        "checkpoint has it, nor who takes the place of a rank or server that died. If later steps "
-        "depend on it, keep it in the optimizer's state or param_groups."
+        f"The step of {kind} changes {', '.join(names)}, which is not in its state or its groups: "
+        "no checkpoint has it, nor who takes the place of a rank or server that died. If later "
+        "steps depend on it, keep it in the optimizer's state or param_groups."
     )
 
 

@@ -92,7 +92,7 @@ class LocalSGD:
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first and self.group.is_lost():
             # Now, and not when the window ends: a newcomer waits for all to come.
-            raise GroupLost("another generation was announced")
+            raise GroupLost("the generation is over")
         if first and self.outer is not None:
             self.outer.send_again()
         return self.inner.microbatch(first, last)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.codecs import Codec, PackedMean, cuts_of
-from shoal.comm.collectives import Group
+from shoal.comm.collectives import Group, draining_ends
 from shoal.comm.reduce import Reduction, TreeReduce
 from shoal.numerics.fragments import Timetable, deal
 from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole
@@ -129,9 +129,9 @@ class Parcel:
             p.copy_(value)
         self.sent = None
 
-    def drain(self) -> None:
+    def drain(self, deadline: float) -> None:
         if self._trip is not None:
-            self._trip.drain()
+            self._trip.drain(deadline)
             self._trip = None
 
     @property
@@ -185,8 +185,9 @@ class Outer:
             self.fragments.append([Parcel(own, self.rule, group) for own in kinds.values()])
 
     def detach(self) -> None:
+        deadline = draining_ends()
         for parcel in self._parcels():
-            parcel.drain()
+            parcel.drain(deadline)
 
     def send_again(self) -> None:
         """What was under way when the group was left, or the state saved. Every rank calls it."""

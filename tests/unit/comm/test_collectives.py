@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from shoal.comm import collectives
-from shoal.comm.collectives import Pending
+from shoal.comm.collectives import Pending, draining_ends
 from shoal.errors import GroupLost
 
 
@@ -18,9 +18,11 @@ class Work:
 
     def __init__(self, ends_at: int | None, error: str = ""):
         self.ends_at, self.error, self.num_looks = ends_at, error, 0
+        self.waited: list[timedelta | None] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self.num_looks += 1
+        self.waited.append(timeout)
         if not self.is_completed():
             assert timeout is not None, "who waits without end never hears of a loss"
             raise RuntimeError("Operation timed out!")
@@ -50,7 +52,7 @@ def test_what_broke_says_why(ends_at: int) -> None:
 
 def test_what_was_forgotten_is_not_waited_for_once_the_group_is_lost() -> None:
     work, told = Work(None), iter([False, False, True])
-    with pytest.raises(GroupLost, match="another generation"):
+    with pytest.raises(GroupLost, match="the generation is over"):
         Pending([work], is_lost=lambda: next(told)).wait()
     assert work.num_looks == 3
 
@@ -65,5 +67,12 @@ def test_two_together_are_as_cautious_as_either() -> None:
 def test_a_group_that_is_left_is_drained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "DRAIN_S", 0.05)
     works = [Work(None), Work(1, "broken"), Work(1)]
-    Pending(works, is_lost=never).drain()
+    Pending(works, is_lost=never).drain(draining_ends())
     assert all(work.num_looks for work in works)
+
+
+def test_all_that_is_under_way_has_one_deadline() -> None:
+    """A group may have hundreds of buckets under way, and others wait for who leaves it."""
+    work = Work(None)
+    Pending([work] * 3, is_lost=never).drain(0.0)
+    assert work.waited == [timedelta(seconds=0.001)] * 3

@@ -2,11 +2,14 @@
 
 import os
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.numerics import crew
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.parallel.striping import sparse_rows
 from shoal.sync.server.shard import Shard, layout_of, settings_of
@@ -21,31 +24,34 @@ def test_a_crew_of_several_computes_in_a_thread_of_its_own() -> None:
     def look() -> None:
         found.append((threading.current_thread().name, torch.get_num_threads()))
 
-    before, crew = torch.get_num_threads(), Crew(2)
-    crew.do(look)
+    before, several = torch.get_num_threads(), Crew(2)
+    several.do(look)
     assert found[0][0].startswith("shoal-crew") and found[0][1] == 2
     Crew(1).do(look)
     assert found[1] == (threading.current_thread().name, before)
-    crew.close()
+    other = threading.Thread(target=look)
+    other.start()
+    other.join()
+    assert found[2] == (other.name, before), "a thread that begins later is no crew"
+    several.close()
 
 
 def test_what_it_raises_is_raised() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    for crew in (Crew(1), Crew(2)):
+    for one in (Crew(1), Crew(2)):
         with pytest.raises(ValueError, match="no"):
-            crew.do(fail)
-        crew.close()
+            one.do(fail)
+        one.close()
 
 
 def test_threads_that_would_spin_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(crew, "_idle_sleep", True)
     assert [spare_threads(sharing) for sharing in (1, 3, 20)] == [8, 4, 1]
-    for policy in ("active", ""):
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        assert spare_threads(1) == 1
+    monkeypatch.setattr(crew, "_idle_sleep", False)
+    assert spare_threads(1) == 1
 
 
 def stepped(make: type[torch.optim.Optimizer], num_threads: int, **options: float) -> list[Tensor]:
@@ -54,12 +60,12 @@ def stepped(make: type[torch.optim.Optimizer], num_threads: int, **options: floa
     model = nn.ParameterList([torch.randn(ODD), torch.randn(17), torch.randn(ODD // 7)])
     optimizer = make(model.parameters(), lr=0.3, fused=True, **options)  # type: ignore[call-arg]
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    shard.step_with(num_threads)
+    shard.step_with(several := Crew(num_threads))
     for _ in range(3):
         sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
         touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
         shard.apply(sums, touched, 0.7, 1.0, settings_of(optimizer))
-    shard.crew.close()
+    several.close()
     return [value.clone() for value in shard.values.values()]
 
 
@@ -85,13 +91,13 @@ def table_after(make: type[torch.optim.Optimizer], num_threads: int) -> Tensor:
     tables = Tables(model, 0, 1)
     optimizer = make(model.parameters(), lr=0.3)  # type: ignore[call-arg]
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
-    shard.step_with(num_threads)
+    shard.step_with(several := Crew(num_threads))
     (key,) = tables.keys
     for _ in range(3):
         places = torch.randperm(9_000)[:5_003].sort().values
         sums = {key: sparse_rows(places, torch.randn(5_003, 33), 9_000)}
         shard.apply(sums, {key: [True]}, 0.7, 1.0, settings_of(optimizer))
-    shard.crew.close()
+    several.close()
     return tables.slabs[0].detach()
 
 
@@ -101,21 +107,37 @@ def test_rows_of_tables_have_the_same_bits(make: type[torch.optim.Optimizer]) ->
     assert all(torch.equal(alone, table_after(make, num_threads)) for num_threads in (2, 3))
 
 
-def test_another_step_keeps_to_one_thread() -> None:
-    """Its kernels may round an element otherwise where a share ends."""
-    model = nn.ParameterList([torch.randn(ODD)])
-    optimizer = torch.optim.Adam(model.parameters(), fused=False)
+class OfOnesOwn(torch.optim.Optimizer):
+    """It may look at all tensors at once, as none of torch's does."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [(partial(torch.optim.Adam, fused=False), ODD), (partial(OfOnesOwn, defaults={}), 9)],
+)
+def test_another_step_keeps_to_one_thread(make: Any, size: int) -> None:
+    """Kernels that are not fused may round an element otherwise where a share ends, and a sum over
+    all depends on how many add up."""
+    model = nn.ParameterList([torch.randn(size)])
+    optimizer = make(model.parameters())
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    shard.step_with(2)
     names: list[str] = []
-    shard.crew.do(lambda: names.append(threading.current_thread().name))
+    hook = optimizer.register_step_pre_hook
+    hook(lambda *_: names.append(threading.current_thread().name))
+    shard.step_with(several := Crew(2))
+    sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
+    shard.apply(sums, {key: [True] for key in shard.keys}, 1.0, 1.0, settings_of(optimizer))
     assert names == [threading.current_thread().name]
+    several.close()
 
 
 def test_a_crew_works_after_a_fork_from_one_that_had_threads() -> None:
     """In the thread that forked, OpenMP would wait for threads that are not there."""
-    crew = Crew(2)
-    crew.do(lambda: torch.ones(ODD * 4).add_(1.0))
+    several = Crew(2)
+    several.do(lambda: torch.ones(ODD * 4).add_(1.0))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.ones(ODD * 4).add_(1.0)
@@ -123,7 +145,9 @@ def test_a_crew_works_after_a_fork_from_one_that_had_threads() -> None:
     child = os.fork()
     if not child:
         found: list[float] = []
-        Crew(2).do(lambda: found.append(float(torch.ones(ODD * 4).add_(1.0)[-1])))
-        os._exit(0 if found == [2.0] else 1)
+        try:
+            Crew(2).do(lambda: found.append(float(torch.ones(ODD * 4).add_(1.0)[-1])))
+        finally:
+            os._exit(0 if found == [2.0] else 1)
     assert os.waitpid(child, 0)[1] == 0
-    crew.close()
+    several.close()

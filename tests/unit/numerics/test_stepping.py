@@ -101,7 +101,7 @@ def test_what_steps_change_beside_the_state_is_told_once(first: Callable[[], obj
     for _ in range(4):
         step()
     (said,) = logs.for_the_screen
-    assert "step of Counting changes own, which its state_dict() does not hold" in said
+    assert "step of Counting changes own, which is not in its state or its groups" in said
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Ahead:
                 thread.start()
 
     def stop(self) -> None:
-        """Give up what is under way; return when it is, and nothing of it is left on the disk."""
+        """Give up what is under way; return when nothing of it is left on the disk, or soon."""
         with self._lock:
             self._queue = []
             threads, self._threads = self._threads, set()
@@ -97,10 +97,12 @@ class Ahead:
             except GivenUp:
                 pass
             except Exception as error:  # noqa: BLE001 (told by whoever needs the shard)
-                self._failed[number] = time.monotonic()
+                with self._lock:
+                    self._failed[number] = time.monotonic()
                 log.info("shard %d was not fetched ahead: %s", number, error)
             finally:
-                self._busy.discard(number)
+                with self._lock:
+                    self._busy.discard(number)
 
     def _next(self, given_up: threading.Event) -> tuple[int, Fetch] | None:
         with self._lock:

@@ -88,7 +88,7 @@ class Copies:
                     try:
                         self._fetch(remote, index, number, path, given_up)
                     finally:
-                        del self._coming()[wanted]
+                        self._coming().pop(wanted, None)  # a thread of this process may have
                 with suppress(FileNotFoundError):  # whoever opens it finds that it is gone again
                     os.utime(path)
             return path, gone
@@ -247,7 +247,11 @@ def _alone(path: Path, given_up: threading.Event | None) -> Iterator[None]:
                     break
             _refuse_given_up(given_up)
             time.sleep(_LOOK_S)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # closing is not enough: a fork may have it open too
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _refuse_given_up(given_up: threading.Event | None) -> None:

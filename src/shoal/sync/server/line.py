@@ -166,7 +166,7 @@ class Line:
         while request not in self._answers:
             self._receive()
             if self.servers.is_lost():
-                raise GroupLost("another generation was announced")
+                raise GroupLost("the generation is over")
             if self._refused:
                 raise NotServed(f"A server refused: {self._refused}.")
             self._ask_again()
@@ -213,7 +213,7 @@ class Line:
                     return
                 except zmq.Again:  # it is gone, and much was sent to it
                     if not socket.poll(TICK_MS, zmq.POLLOUT) and self.servers.is_lost():
-                        raise GroupLost("another generation was announced") from None
+                        raise GroupLost("the generation is over") from None
 
     def _tell(self, server: int, frames: list[bytes | memoryview]) -> None:
         if not self._send_near(server, frames):

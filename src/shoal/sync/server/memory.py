@@ -119,7 +119,7 @@ class Pushed:
     def fold(self) -> None:
         """It is not ours to add up."""
 
-    def drain(self) -> None:
+    def drain(self, deadline: float) -> None:
         """Nothing touches the bucket but whoever fills it."""
 
 

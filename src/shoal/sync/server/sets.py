@@ -2,8 +2,9 @@
 
 In lockstep there are two sets. A step is made from one into the other, so that workers read the
 parameters where they are, without a copy of their own, and a step that a death tore is done again
-from the old ones, which are still there. What is copied before a step is copied key by key as
-gradients arrive, while workers compute. Out of lockstep there is one set, and nobody reads it here.
+from the old ones, which are still there. Those are copied before a step, once gradients of a first
+key have come from all, while workers compute. Out of lockstep there is one set, and nobody reads it
+here.
 
 Cost: the parameters once more on the server, and none on workers.
 """

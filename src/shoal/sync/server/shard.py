@@ -106,7 +106,7 @@ class Shard:
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
         self._swap_optimizer()
         self._step = stepper(optimizer)
-        self.crew = Crew()  # who steps
+        self._crew = Crew()  # who steps
 
     @property
     def values(self) -> dict[int, Tensor]:
@@ -168,7 +168,7 @@ class Shard:
             self.tables.take_gradients(sums, touched, scale)
             self._step()
 
-        self.crew.do(step)
+        self._crew.do(step)
         self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
 
@@ -191,15 +191,16 @@ class Shard:
             for run, (key, _, where) in self._places.items():
                 run.data = self.values[key][where].view(run.shape)
 
-    def step_with(self, num_threads: int) -> None:
-        """Step with several threads from now on, if that leaves the bits as they are.
+    def step_with(self, crew: Crew) -> None:
+        """Let several threads step from now on, if that leaves the bits as they are.
 
         Fused kernels share elements out in whole vectors, and rows of tables are each one thread's;
         in other kernels an element at the end of a share may be rounded otherwise.
         """
         is_fused = all(g.get("fused") is True for g in self.optimizer.param_groups)
-        if is_fused or all(run.numel() < GRAIN for run in self._places):
-            self.crew = Crew(num_threads)
+        is_small = all(run.numel() < GRAIN for run in self._places)
+        if is_fused or (is_small and is_element_wise(self.optimizer)):
+            self._crew = crew
 
     def _takes_as_they_are(self, scale: float) -> bool:
         """Whether a step can read the sums where they stand, which saves a pass over memory.

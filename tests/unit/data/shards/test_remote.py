@@ -3,9 +3,13 @@
 S3 is moto's server on loopback (`tests/unit/conftest.py`).
 """
 
+import errno
+import fcntl
 import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +373,40 @@ def test_credentials_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         with pytest.raises(StoreError, match="Check the credentials"):
             make("rows", "s3://bucket/sets/out")
+
+
+def test_two_threads_may_fetch_one_shard_where_files_cannot_be_locked(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    make("rows", URL, shard_bytes=300)
+    source = shards(URL, tmp_path / "copies")
+    monkeypatch.setattr(fetching.fcntl, "flock", refuse)
+    both = threading.Barrier(2)
+    fetch = fetching.Copies._fetch
+
+    def together(*args: Any) -> None:
+        both.wait(10)
+        fetch(*args)
+        both.wait(10)
+
+    monkeypatch.setattr(fetching.Copies, "_fetch", together)
+    with ThreadPoolExecutor(2) as threads:
+        local = [threads.submit(source.place.local, source.index, 0, []) for _ in range(2)]
+        assert len({found.result().path for found in local}) == 1
+
+
+def test_a_fork_does_not_keep_a_shard_locked(tmp_path: Path) -> None:
+    with fetching._alone(tmp_path / "lock", None):
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+    try:
+        with open(tmp_path / "lock", "a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
