@@ -21,7 +21,9 @@ does not depend on it) and a pair of ZeroMQ sockets, all in the same rounds, eac
 All but tuned ZeroMQ end in the same state, which is checked: a step was made, and the worker's own
 model has the new parameters. The ceiling is a copy of the gradients and a step on them, in one
 process. Nothing is pinned, since RPC works with several threads; each process has one torch thread,
-but for Shoal's server, which steps with the cores of whoever waits for it, as in a run.
+but for Shoal's server, which steps with the cores of whoever waits for it, as in a run. Worker and
+server of each arm are processes of their own, which stand still while another arm is measured
+(`bench/apart.py`): those of RPC fill both cores when nobody asks anything of them.
 
 Where the time of `shared` goes: to the worker's copy of gradients into rows that the server reads,
 beside which that copies the old parameters into its other set; and to the step, in which the worker
@@ -37,7 +39,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -49,7 +51,7 @@ import torch.distributed.rpc as rpc
 import zmq
 from torch import Tensor, nn
 
-from bench import harness, serving
+from bench import apart, harness, serving
 from bench.harness import Row
 from shoal.comm.collectives import Group
 from shoal.comm.shared_memory import NotShared, Segment
@@ -188,6 +190,13 @@ def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterato
 
 
 @contextmanager
+def through_journal(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
+    with tempfile.TemporaryDirectory() as place:
+        with through_shoal(gradients, "journal", f"{place}/journal") as rounds:
+            yield rounds
+
+
+@contextmanager
 def through_rpc(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
     model = Weights()
     with socket.socket() as free:
@@ -268,6 +277,7 @@ def in_one_process(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
 
 def timed(round_: Round) -> float:
     """Seconds a round, over a few: a worker that trains makes one after another."""
+    round_()  # it stood still
     started = perf_counter()
     for _ in range(CHUNK):
         round_()
@@ -281,34 +291,39 @@ def check(arm: str, round_: Round, gradients: Sequence[Tensor]) -> None:
             raise RuntimeError(f"{arm}: the parameters are not those of one step.")
 
 
-# ---- in the bench
-
-
-def measure(quick: bool) -> Iterator[Row]:
+def work(which: str) -> None:
+    """Be the worker of some arms."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's store
     torch.set_num_threads(1)
     torch.manual_seed(1)
     gradients = [torch.randn(LENGTH) for _ in range(NUM_TENSORS)]
-    with ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory())
-        arms = [
-            through_shoal(gradients, "shared"),
-            through_shoal(gradients, "frames"),
-            through_shoal(gradients, "journal", f"{place}/journal"),
-            through_rpc(gradients),
-            through_zmq(gradients, "zmq"),
-            through_zmq(gradients, "zmq-plain"),
-            in_one_process(gradients),
-        ]
-        if importlib.util.find_spec("ray") is not None:
-            arms.append(through_ray(gradients))
-        rounds = {n: round_ for arm in arms for n, round_ in stack.enter_context(arm).items()}
+    with SETS[which](gradients) as rounds, harness.quiet():
         for arm, round_ in rounds.items():
             check(arm, round_, gradients)
-        rounds["again"] = rounds["rpc-plain"]
-        measured = {arm: partial(timed, round_) for arm, round_ in rounds.items()}
-        with harness.quiet():
-            seconds = harness.interleave(measured, 5 if quick else 20, num_warm_up=2)
+        apart.serve({arm: partial(timed, round_) for arm, round_ in rounds.items()})
+
+
+SETS: dict[str, Callable[..., AbstractContextManager[dict[str, Round]]]] = {
+    "shared": partial(through_shoal, arm="shared"),
+    "frames": partial(through_shoal, arm="frames"),
+    "journal": through_journal,
+    "rpc": through_rpc,
+    "zmq": partial(through_zmq, arm="zmq"),
+    "zmq-plain": partial(through_zmq, arm="zmq-plain"),
+    "ceiling": in_one_process,
+    "ray": through_ray,
+}
+
+
+# ---- in the bench
+
+
+def measure(quick: bool) -> Iterator[Row]:
+    is_here = importlib.util.find_spec("ray") is not None
+    sets = [("work", which) for which in SETS if which != "ray" or is_here]
+    with apart.started("bench.server", sets) as arms:
+        arms["again"] = arms["rpc-plain"]
+        seconds = harness.interleave(arms, 5 if quick else 20, num_warm_up=1)
     for name in FLOORS:
         yield _row(name, seconds)
 
@@ -340,5 +355,7 @@ def _row(name: str, seconds: dict[str, list[float]]) -> Row:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(*sys.argv[2:])
+    elif sys.argv[1:2] == ["work"]:
+        work(*sys.argv[2:])
     else:
         harness.main(measure)

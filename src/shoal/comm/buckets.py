@@ -54,6 +54,8 @@ class Bucket:
     it is left out. The buffer is taken from `spares` when it is first filled, until `close`.
     """
 
+    copy: Callable[[list[Tensor], list[Tensor]], None] = staticmethod(torch._foreach_copy_)
+
     def __init__(
         self,
         indices: list[int],
@@ -92,7 +94,7 @@ class Bucket:
         if len(present) < len(self.indices):
             self.rows[row].zero_()
         if present:
-            torch._foreach_copy_(views, present)
+            self.copy(views, present)
 
     def add(self, row: int, values: Values) -> None:
         """Add to a row what pieces before it left."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.comm.buckets import Bucket
 from shoal.comm.shared_memory import NotShared, Place, Segment
 from shoal.comm.spares import Spares
+from shoal.comm.streaming import stream
 from shoal.comm.wire import tensor_of
 from shoal.parallel import zero
 from shoal.sync.server.layout import Layout
@@ -43,8 +44,10 @@ class Memory:
         """One for each shelf, its rows where servers can read them."""
         made, places = [], self.layout.row_places(self.num_rows)
         for shelf, place in zip(self.layout.shelves, places, strict=False):
-            lender = Spares() if self._rows is None else _Rows(self._rows, place)
-            made.append(Bucket(shelf.indices, parameters, self.num_rows, lender, shelf.starts))
+            kind, lender = Bucket, Spares()
+            if self._rows is not None:
+                kind, lender = _ReadElsewhere, _Rows(self._rows, place)
+            made.append(kind(shelf.indices, parameters, self.num_rows, lender, shelf.starts))
         return made
 
     def open(self, welcomes: Sequence[Welcome]) -> None:
@@ -129,6 +132,12 @@ class _Shown(NamedTuple):
     places: list[Tensor]
     values: list[Tensor]
     views: list[tuple[int, Tensor]]
+
+
+class _ReadElsewhere(Bucket):
+    """One whose rows servers read, and nobody here."""
+
+    copy = staticmethod(stream)
 
 
 class _Rows(Spares):

@@ -11,11 +11,11 @@ Cost: the parameters once more on the server, and none on workers.
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.comm.shared_memory import Place, Segment
+from shoal.comm.streaming import stream
 from shoal.sync.server.layout import Layout
 
 
@@ -65,13 +65,9 @@ class ValueSets:
         return self.sets[self.now]
 
     def copy_ahead(self) -> None:
-        """Bring the other set to where a step begins.
-
-        At once: what is larger than a good part of the cache, the C library copies past the cache,
-        which takes two thirds of the time and leaves more of the memory's to the workers.
-        """
+        """Bring the other set to where a step begins."""
         if len(self.sets) > 1 and not self._is_ahead:
-            np.copyto(self._rooms[1 - self.now].numpy(), self._rooms[self.now].numpy())
+            stream([self._rooms[1 - self.now]], [self._rooms[self.now]])
             self._is_ahead = True
 
     def turn(self) -> None:
