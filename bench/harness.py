@@ -168,7 +168,8 @@ def child_environment() -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",  # as in a run of `shoal`
+        "OMP_WAIT_POLICY": "passive",  # this and the next as in a run of `shoal`
+        "GOMP_SPINCOUNT": "10000",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONWARNINGS": "ignore",
     }

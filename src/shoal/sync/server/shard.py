@@ -104,6 +104,7 @@ class Shard:
         dtypes = {key: self._dtype_of(key) for key in self.keys}
         self.sets = ValueSets(layout, number, dtypes, shared)
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
+        self._views: dict[int, list[Tensor]] = {}  # by set, what each run is there
         self._swap_optimizer()
         self._step = stepper(optimizer)
         self._crew = Crew()  # who steps
@@ -188,8 +189,13 @@ class Shard:
         """With two sets of values, step on the other one."""
         self.sets.turn()
         if len(self.sets.sets) > 1:
-            for run, (key, _, where) in self._places.items():
-                run.data = self.values[key][where].view(run.shape)
+            if self.sets.now not in self._views:
+                self._views[self.sets.now] = [
+                    self.values[key][where].view(run.shape)
+                    for run, (key, _, where) in self._places.items()
+                ]
+            for run, view in zip(self._places, self._views[self.sets.now], strict=True):
+                run.data = view
 
     def step_with(self, crew: Crew) -> None:
         """Let several threads step from now on, if that leaves the bits as they are.
