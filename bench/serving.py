@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,9 +77,9 @@ def serve(
 ) -> None:
     """Be a server with a seat for each piece, until whoever started this process is gone."""
     torch.set_num_threads(1)
+    crew = Crew(spare_threads(1) if bound == 0 else 1)  # as in a run
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
-    if bound == 0:  # as in a run
-        shard.step_with(Crew(spare_threads(1)))
+    shard.step_with(crew)
     server = Server(
         shard,
         num_seats=num_pieces,
@@ -88,6 +89,10 @@ def serve(
         journal=None if journal is None else Journal(journal, SECRET),
     )
     server.begin(0)
+    crew.host(partial(_turn_after_turn, server))
+
+
+def _turn_after_turn(server: Server) -> None:
     desk = Desk(server)
     say(desk.address)
     parent = os.getppid()

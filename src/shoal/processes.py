@@ -13,7 +13,8 @@ import select
 import signal
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +27,29 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """Let this thread not interrupt whoever wakes it: it runs when that one has finished or sleeps.
+
+    For who asks a process of this host and sleeps until it answers: else the first answer may stop
+    the process that has more of them to give. What the user chose stays, and so do other threads,
+    but for those that this one starts.
+    """
+    before = os.sched_getscheduler(0)
+    if before == os.SCHED_OTHER:
+        _set_scheduler(os.SCHED_BATCH)
+    try:
+        yield
+    finally:
+        if before == os.SCHED_OTHER:
+            _set_scheduler(before)
+
+
+def _set_scheduler(policy: int) -> None:
+    with suppress(OSError):  # where a sandbox forbids it
+        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> list[int]:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal.processes import PerProcess, readable
+from shoal.processes import PerProcess, giving_way, readable
 
 
 def in_a_fork(act) -> bool:
@@ -83,3 +83,30 @@ def test_descriptors_of_any_number_are_watched() -> None:
     finally:
         os.close(ours)
         os.close(high)
+
+
+def test_who_gives_way_does_so_for_a_while() -> None:
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    with pytest.raises(ValueError, match="on the way"), giving_way():
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+        raise ValueError("on the way")
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_what_the_user_chose_stays() -> None:
+    def stays() -> bool:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with giving_way():
+            inside = os.sched_getscheduler(0)
+        return inside == os.sched_getscheduler(0) == os.SCHED_IDLE
+
+    assert in_a_fork(stays)
+
+
+def test_where_it_is_forbidden_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with giving_way():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER

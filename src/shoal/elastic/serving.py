@@ -60,6 +60,10 @@ class Serving:
 
     def serve(self) -> None:
         """Until the supervisor says leave."""
+        self._crew.host(self._serve)
+        self._crew.close()
+
+    def _serve(self) -> None:
         try:
             while True:
                 place = self.seat.enter()
@@ -78,7 +82,6 @@ class Serving:
         finally:
             if self._desk is not None:
                 self._desk.close()
-            self._crew.close()
 
     @property
     def _counts(self) -> list[int]:

@@ -7,11 +7,13 @@ torch is loaded, as it is in a run of `shoal`. Where it is not, there are no spa
 
 The computation is done by a thread of its own, which does not know whether others want gradients:
 what OpenMP knows of its threads does not live through a fork in the one that forked, and ranks and
-servers are forked. Cost: a change of threads, some 50 us. Not for what adds up many numbers into
-one: then bits depend on the number of threads.
+servers are forked. A change of threads costs some 0.1 ms, so whoever calls a crew again and again
+does it from that thread. Not for what adds up many numbers into one: then bits depend on the number
+of threads.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,19 +32,35 @@ def spare_threads(num_sharing: int) -> int:
 
 class Crew:
     def __init__(self, num_threads: int = 1):
+        self._num_threads = num_threads
         self._thread: ThreadPoolExecutor | None = None
         if num_threads > 1:
-            before, setting = torch.get_num_threads(), (torch.set_num_threads, (num_threads,))
-            self._thread = ThreadPoolExecutor(1, "shoal-crew", *setting)
-            self.do(torch.get_num_threads)
-            torch.set_num_threads(before)  # what other threads begin with
+            self._thread = ThreadPoolExecutor(1, "shoal-crew")
+            self._own = self._thread.submit(threading.get_ident).result()
+
+    def host(self, work: Callable[[], object]) -> None:
+        """Do something that will call `do`, in the thread where that costs least."""
+        if self._thread is None:
+            work()
+        else:
+            self._thread.submit(work).result()
 
     def do(self, work: Callable[[], object]) -> None:
         """Do it, with as many threads; whatever it raises is raised here."""
         if self._thread is None:
             work()
+        elif threading.get_ident() == self._own:
+            self._with_all(work)
         else:
-            self._thread.submit(work).result()
+            self._thread.submit(self._with_all, work).result()
+
+    def _with_all(self, work: Callable[[], object]) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            work()
+        finally:
+            torch.set_num_threads(before)  # also what other threads begin with
 
     def close(self) -> None:
         if self._thread is not None:

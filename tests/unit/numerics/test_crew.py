@@ -36,6 +36,24 @@ def test_a_crew_of_several_computes_in_a_thread_of_its_own() -> None:
     several.close()
 
 
+def test_in_its_own_thread_it_computes_with_several_only_when_asked() -> None:
+    found: list[tuple[str, int]] = []
+
+    def look() -> None:
+        found.append((threading.current_thread().name, torch.get_num_threads()))
+
+    def work(crew: Crew) -> None:
+        look()
+        crew.do(look)
+        look()
+
+    for one, (name, count) in ((Crew(2), ("shoal-crew_0", 2)), (Crew(1), ("MainThread", 1))):
+        one.host(partial(work, one))
+        assert found == [(name, 1), (name, count), (name, 1)]
+        found.clear()
+        one.close()
+
+
 def test_what_it_raises_is_raised() -> None:
     def fail() -> None:
         raise ValueError("no")
@@ -43,6 +61,8 @@ def test_what_it_raises_is_raised() -> None:
     for one in (Crew(1), Crew(2)):
         with pytest.raises(ValueError, match="no"):
             one.do(fail)
+        with pytest.raises(ValueError, match="no"):
+            one.host(partial(one.do, fail))
         one.close()
 
 

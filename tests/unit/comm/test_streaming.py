@@ -1,0 +1,79 @@
+"""Copies past the cache have the bits of any other copy, and change nothing beside their place."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.comm import streaming
+from shoal.comm.streaming import LEAST_BYTES, stream
+
+WORDS = LEAST_BYTES // 4
+
+
+def any_bits(count: int, seed: int = 1) -> Tensor:
+    """Every kind of number there is, also those that arithmetic would change."""
+    draws = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(1 << 31), 1 << 31, (count,), generator=draws).to(torch.int32)
+    # A signalling NaN, the smallest number, minus zero.
+    words[:3] = torch.tensor([0x7F800001, 1, -(1 << 31)], dtype=torch.int64).to(torch.int32)
+    return words.view(torch.float32)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@given(
+    length=st.integers(WORDS - 2, WORDS + 70),
+    start=st.integers(0, 17),
+    place=st.integers(0, 17),
+    flush=st.booleans(),
+)
+def test_bits_stay_and_nothing_else_changes(
+    length: int, start: int, place: int, flush: bool
+) -> None:
+    values, room = any_bits(length + 17), torch.zeros(length + 34)
+    torch.set_flush_denormal(flush)
+    try:
+        stream([room[place : place + length]], [values[start : start + length]])
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(room[place : place + length], values[start : start + length])
+    assert not room[:place].any() and not room[place + length :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.uint8])
+def test_any_type_is_copied(dtype: torch.dtype) -> None:
+    values = any_bits(WORDS).view(dtype).view(-1, 2)
+    room = torch.zeros_like(values)
+    stream([room], [values])
+    assert same_bits(room, values)
+
+
+def test_what_is_no_plain_copy_is_torchs() -> None:
+    """Transposed, of another type, small, conjugated: each as torch copies it, all in one call."""
+    square = torch.randn(512, 512)
+    values = [square.t(), square.double(), torch.randn(3), torch.randn(WORDS).to(torch.cfloat).conj()]
+    places = [
+        torch.zeros(512, 512),
+        torch.zeros(512, 512),
+        torch.zeros(3),
+        torch.zeros(WORDS, dtype=torch.cfloat),
+    ]
+    stream(places, values)
+    for place, value in zip(places, values, strict=True):
+        assert torch.equal(place, value.to(place.dtype))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch was built without MKL")
+def test_torch_brings_such_a_copy_along() -> None:
+    assert streaming._matrix_copy() is not None
+
+
+def test_without_it_copies_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_matrix_copy", lambda: None)
+    values, room = any_bits(WORDS), torch.zeros(WORDS)
+    stream([room], [values])
+    assert same_bits(room, values)
