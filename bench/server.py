@@ -191,9 +191,9 @@ def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterato
 
 @contextmanager
 def through_journal(gradients: Sequence[Tensor]) -> Iterator[dict[str, Round]]:
-    with tempfile.TemporaryDirectory() as place:
-        with through_shoal(gradients, "journal", f"{place}/journal") as rounds:
-            yield rounds
+    with ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory())
+        yield stack.enter_context(through_shoal(gradients, "journal", f"{place}/journal"))
 
 
 @contextmanager

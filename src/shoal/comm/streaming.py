@@ -44,7 +44,8 @@ def _is_plain(place: Tensor, value: Tensor) -> bool:
         place.nbytes == value.nbytes >= LEAST_BYTES
         and place.nbytes % _WORD_BYTES == 0
         and place.dtype == value.dtype
-        and all(t.is_cpu and t.is_contiguous() and not t.is_conj() for t in (place, value))
+        and all(t.is_cpu and t.is_contiguous() for t in (place, value))
+        and not any(t.is_conj() or t.is_neg() for t in (place, value))  # to be done on reading
     )
 
 

@@ -53,15 +53,11 @@ def test_any_type_is_copied(dtype: torch.dtype) -> None:
 
 
 def test_what_is_no_plain_copy_is_torchs() -> None:
-    """Transposed, of another type, small, conjugated: each as torch copies it, all in one call."""
-    square = torch.randn(512, 512)
-    values = [square.t(), square.double(), torch.randn(3), torch.randn(WORDS).to(torch.cfloat).conj()]
-    places = [
-        torch.zeros(512, 512),
-        torch.zeros(512, 512),
-        torch.zeros(3),
-        torch.zeros(WORDS, dtype=torch.cfloat),
-    ]
+    """Transposed, of another type, small, conjugated, negated: each as torch copies it, all in one call."""
+    square, turned = torch.randn(512, 512), torch.randn(WORDS, dtype=torch.cfloat).conj()
+    values = [square.t(), square.double(), torch.randn(3), turned, torch._neg_view(square)]
+    places = [torch.zeros(value.shape, dtype=value.dtype) for value in values]
+    places[1] = places[1].float()
     stream(places, values)
     for place, value in zip(places, values, strict=True):
         assert torch.equal(place, value.to(place.dtype))
