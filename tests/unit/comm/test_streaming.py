@@ -53,7 +53,7 @@ def test_any_type_is_copied(dtype: torch.dtype) -> None:
 
 
 def test_what_is_no_plain_copy_is_torchs() -> None:
-    """Transposed, of another type, small, conjugated, negated: each as torch copies it, all in one call."""
+    """Transposed, of another type, small, conjugated, negated: each as torch copies it."""
     square, turned = torch.randn(512, 512), torch.randn(WORDS, dtype=torch.cfloat).conj()
     values = [square.t(), square.double(), torch.randn(3), turned, torch._neg_view(square)]
     places = [torch.zeros(value.shape, dtype=value.dtype) for value in values]
