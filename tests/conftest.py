@@ -7,6 +7,11 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from shoal.numerics.precision import bf16_environment
+
+# Before torch computes: on a CPU that says it has AMX and does not, bf16 would end the process.
+os.environ.update(bf16_environment())
+
 from collections.abc import Callable, Iterator
 
 import hypothesis
