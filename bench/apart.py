@@ -7,6 +7,7 @@ with all that it started (SIGSTOP) until one of its arms is to be measured. What
 cold when it wakes, it has warmed up before it is timed: that is its measure's own business.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import msgspec
 import psutil
 
 from bench import harness
+from shoal.processes import die_with_parent
 
 Arms = dict[str, Callable[[], float]]
 T = TypeVar("T")
+PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -49,8 +52,7 @@ def _set(module: str, words: Sequence[str]) -> Iterator[Arms]:
         _signal(process, signal.SIGSTOP)
         yield {name: partial(_measured, process, name) for name in names}
     finally:
-        _signal(process, signal.SIGKILL)
-        process.wait()
+        _end(process)
 
 
 def _measured(process: subprocess.Popen[str], name: str) -> float:
@@ -71,15 +73,30 @@ def _answer(process: subprocess.Popen[str], kind: type[T]) -> T:
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """To it and all that it started, and they did."""
+    """To it, and to all that it and they started."""
     with suppress(psutil.NoSuchProcess):
-        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one = psutil.Process(process.pid)
+        one.send_signal(number)  # first: one that stands still starts nobody
+        for other in one.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
+                other.send_signal(number)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let it put away what it has, for a while."""
+    assert process.stdin is not None
+    _signal(process, signal.SIGCONT)
+    process.stdin.close()
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
 
 
 def serve(arms: Mapping[str, Callable[[], float]]) -> None:
     """Be such a process, until nobody asks any more: measure whichever arm is named."""
+    die_with_parent(os.getppid())  # also while it stands still
     print(msgspec.json.encode(list(arms)).decode(), flush=True)
     for line in sys.stdin:
         print(arms[line.strip()](), flush=True)

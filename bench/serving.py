@@ -18,6 +18,7 @@ from torch import nn
 from bench import harness
 from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
 from shoal.numerics.crew import Crew, spare_threads
+from shoal.processes import die_with_parent
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
@@ -95,11 +96,11 @@ def serve(
 def _turn_after_turn(server: Server) -> None:
     desk = Desk(server)
     say(desk.address)
-    parent = os.getppid()
-    while os.getppid() == parent:
+    while True:
         desk.turn()
 
 
 def say(address: str) -> None:
-    """Tell whoever started this process where to reach it."""
+    """Tell whoever started this process where to reach it, and end with it."""
+    die_with_parent(os.getppid())
     print(address, flush=True)

@@ -31,11 +31,11 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Let this thread not interrupt whoever wakes it: it runs when that one has finished or sleeps.
+    """Let this thread, if it sleeps here, interrupt nobody when it is woken.
 
-    For who asks a process of this host and sleeps until it answers: else the first answer may stop
-    the process that has more of them to give. What the user chose stays, and so do other threads,
-    but for those that this one starts.
+    For who waits for a process of this host: else the first answer may stop that process, which
+    has more of them to give, and the woken one runs in its place. So it runs when a core is free,
+    or at the end of somebody's slice. What the user chose stays. Cost: some 2 us.
     """
     before = os.sched_getscheduler(0)
     if before == os.SCHED_OTHER:

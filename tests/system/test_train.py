@@ -79,3 +79,14 @@ def test_killing_the_command_leaves_no_process(tmp_path: Path) -> None:
         assert len(pids) >= 2
         os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(is_alive, pids)), 10)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 sync=server"])
+def test_ranks_may_have_several_threads(plan: str, tmp_path: Path) -> None:
+    """The process that they are forked from computes on much, and OpenMP's threads stay there."""
+    words = [SHOAL, "train", f"{Path(__file__).with_name('tiny.py')}:large", "--plan", plan]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr

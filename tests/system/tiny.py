@@ -30,3 +30,16 @@ def line(pause: float = 0.0) -> shoal.Run:
 
 def fails() -> shoal.Run:
     raise KeyError("a key of the recipe's own")
+
+
+def large() -> shoal.Run:
+    """Whose weights, and what is done to them, are more than one thread's work."""
+    inputs = torch.ones(1 << 12, 1 << 8).add_(1.0)
+    return shoal.Run(
+        model=lambda: nn.Sequential(nn.Linear(1 << 8, 1 << 10), nn.ReLU(), nn.Linear(1 << 10, 1)),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3, momentum=0.9),
+        data=shoal.data.tensors(inputs, inputs[:, :1]),
+        batch_size=1 << 11,
+        steps=2,
+    )

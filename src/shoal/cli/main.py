@@ -78,7 +78,8 @@ def main() -> None:
 
 def run_here(arguments: list[str]) -> int:
     """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and "OMP_WAIT_POLICY" not in os.environ:
+    policy = os.environ.get("OMP_WAIT_POLICY", "passive").lower()
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and policy == "passive":
         for name, value in _IDLE_THREADS.items():  # read when torch is loaded
             os.environ.setdefault(name, value)
     for number in (signal.SIGTERM, signal.SIGHUP):

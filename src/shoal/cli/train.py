@@ -271,13 +271,13 @@ def prepare_run(
     from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
     from shoal.data.transforms.normalizing import keep_statistics
-    from shoal.elastic.worker import prepare_training, use_threads
+    from shoal.elastic.worker import prepare_training, use_one_thread
     from shoal.keeping import Keeping, origin_of
     from shoal.recipe import load_recipe, provenance
     from shoal.resume import NEW_ORDER, newest, plan_to_go_on, refuse_changes, refuse_used
     from shoal.run import resolve
 
-    use_threads()
+    use_one_thread()
     run = load_recipe(recipe, settings)
     fields = provenance(run, settings)
     looked: dict[str, Any] = {}

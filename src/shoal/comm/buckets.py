@@ -54,8 +54,6 @@ class Bucket:
     it is left out. The buffer is taken from `spares` when it is first filled, until `close`.
     """
 
-    copy: Callable[[list[Tensor], list[Tensor]], None] = staticmethod(torch._foreach_copy_)
-
     def __init__(
         self,
         indices: list[int],
@@ -94,7 +92,10 @@ class Bucket:
         if len(present) < len(self.indices):
             self.rows[row].zero_()
         if present:
-            self.copy(views, present)
+            self._copy(views, present)
+
+    def _copy(self, views: list[Tensor], values: list[Tensor]) -> None:
+        torch._foreach_copy_(views, values)
 
     def add(self, row: int, values: Values) -> None:
         """Add to a row what pieces before it left."""

@@ -61,7 +61,6 @@ class Serving:
     def serve(self) -> None:
         """Until the supervisor says leave."""
         self._crew.host(self._serve)
-        self._crew.close()
 
     def _serve(self) -> None:
         try:

@@ -124,12 +124,13 @@ def _cuts_in_words(prepared: Prepared, plan: Plan) -> str:
 
 def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], ChildMain]:
     """In the nursery: nothing but warm imports, since the script is the ranks' own."""
-    use_threads()
+    use_one_thread()
     import torch.distributed.tensor  # noqa: F401 (warm)
 
     def rank_main(birth: Birth) -> int:
         os.environ.update(birth.told)
         faults.arm(birth.number)
+        use_threads()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.resolve().parent))
@@ -149,11 +150,17 @@ def use_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
+def use_one_thread() -> None:
+    """Where ranks are forked from: OpenMP would wait in them for the threads of their parent."""
+    torch.set_num_threads(1)
+
+
 def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], None]) -> int:
     """Run `work` in a member's seat; an error goes to the supervisor, and is the exit code."""
     logs.set_up(f"member {birth.number} ")
     os.environ.update(birth.told)
     faults.arm(birth.number)
+    use_threads()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # every thread's stack, into the log
     seat = SupervisedSeat(

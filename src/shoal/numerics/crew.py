@@ -5,15 +5,13 @@ steps while all workers wait, and may use their cores. Threads of OpenMP that ha
 look for work for a while, on cores that others need by then, unless OMP_WAIT_POLICY is passive when
 torch is loaded, as it is in a run of `shoal`. Where it is not, there are no spare threads.
 
-The computation is done by a thread of its own, which does not know whether others want gradients:
-what OpenMP knows of its threads does not live through a fork in the one that forked, and ranks and
-servers are forked. A change of threads costs some 0.1 ms, so whoever calls a crew again and again
-does it from that thread. Not for what adds up many numbers into one: then bits depend on the number
-of threads.
+A server does all of its work in a thread that is not its process's first one: what OpenMP knows of
+its threads does not live through a fork in the one that forked, and servers are forked. Cost: less
+than a microsecond. Not for what adds up many numbers into one: then bits depend on the number of
+threads.
 """
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,37 +29,24 @@ def spare_threads(num_sharing: int) -> int:
 
 
 class Crew:
+    """`host` what calls `do`, unless this process was never forked."""
+
     def __init__(self, num_threads: int = 1):
-        self._num_threads = num_threads
-        self._thread: ThreadPoolExecutor | None = None
-        if num_threads > 1:
-            self._thread = ThreadPoolExecutor(1, "shoal-crew")
-            self._own = self._thread.submit(threading.get_ident).result()
+        self.num_threads = num_threads
 
     def host(self, work: Callable[[], object]) -> None:
-        """Do something that will call `do`, in the thread where that costs least."""
-        if self._thread is None:
+        """Do all of a process's work where several threads can be had."""
+        if self.num_threads == 1:
             work()
-        else:
-            self._thread.submit(work).result()
+            return
+        with ThreadPoolExecutor(1, "shoal-crew") as thread:
+            thread.submit(work).result()
 
     def do(self, work: Callable[[], object]) -> None:
-        """Do it, with as many threads; whatever it raises is raised here."""
-        if self._thread is None:
-            work()
-        elif threading.get_ident() == self._own:
-            self._with_all(work)
-        else:
-            self._thread.submit(self._with_all, work).result()
-
-    def _with_all(self, work: Callable[[], object]) -> None:
+        """Do it with as many threads; whatever it raises is raised here."""
         before = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(max(before, self.num_threads))
         try:
             work()
         finally:
-            torch.set_num_threads(before)  # also what other threads begin with
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+            torch.set_num_threads(before)

@@ -21,7 +21,7 @@ from shoal.cluster.launch import NotLoaded, await_facts, launch
 from shoal.cluster.nursery import Birth, ChildMain, Nursery
 from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome
-from shoal.elastic.worker import prepare_training, use_threads
+from shoal.elastic.worker import prepare_training, use_one_thread, use_threads
 from shoal.errors import PlanError, ShoalError
 from shoal.files import replacing
 from shoal.hooks import StepInfo
@@ -72,7 +72,7 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
         return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
 
     def prepare() -> tuple[dict[str, Any], ChildMain]:
-        use_threads()
+        use_one_thread()
         run = load()
         resolved = resolve(run, plan, None)
         _refuse_replay(run, resolved)

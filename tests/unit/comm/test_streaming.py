@@ -10,6 +10,7 @@ from shoal.comm import streaming
 from shoal.comm.streaming import LEAST_BYTES, stream
 
 WORDS = LEAST_BYTES // 4
+SIDE = 1 << 11  # of a square that is large enough
 
 
 def any_bits(count: int, seed: int = 1) -> Tensor:
@@ -52,24 +53,43 @@ def test_any_type_is_copied(dtype: torch.dtype) -> None:
     assert same_bits(room, values)
 
 
+def test_bytes_that_are_no_words_are_copied() -> None:
+    values = any_bits(WORDS + 1).view(torch.uint8)[:-1]
+    room = torch.zeros(len(values) + 1, dtype=torch.uint8)
+    stream([room[:-1]], [values])
+    assert torch.equal(room[:-1], values) and not room[-1]
+
+
 def test_what_is_no_plain_copy_is_torchs() -> None:
-    """Transposed, of another type, small, conjugated, negated: each as torch copies it."""
-    square, turned = torch.randn(512, 512), torch.randn(WORDS, dtype=torch.cfloat).conj()
+    """Transposed, of another type, small, negated, made of nothing: each as torch copies it."""
+    square, turned = torch.randn(SIDE, SIDE), torch.randn(WORDS, dtype=torch.cfloat).conj()
     values = [square.t(), square.double(), torch.randn(3), turned, torch._neg_view(square)]
-    places = [torch.zeros(value.shape, dtype=value.dtype) for value in values]
-    places[1] = places[1].float()
+    values += [torch.arange(WORDS, dtype=torch.int32), torch._efficientzerotensor(WORDS)]
+    places = [torch.ones(value.shape, dtype=value.dtype) for value in values]
+    places[1], places[5] = places[1].float(), places[5].float()
     stream(places, values)
     for place, value in zip(places, values, strict=True):
         assert torch.equal(place, value.to(place.dtype))
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch was built without MKL")
+HAS_ONE = torch.backends.mkl.is_available() and (
+    torch.backends.cpu.get_cpu_capability() == "AVX512"
+)
+
+
+@pytest.mark.skipif(not HAS_ONE, reason="torch was built without MKL, or there is no AVX-512")
 def test_torch_brings_such_a_copy_along() -> None:
     assert streaming._matrix_copy() is not None
 
 
-def test_without_it_copies_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_matrix_copy", lambda: None)
+@pytest.mark.parametrize("missing", ["AVX-512", "MKL"])
+def test_without_it_bits_are_the_same(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streaming._matrix_copy.cache_clear()
+    if missing == "MKL":
+        monkeypatch.setattr(streaming.ctypes, "CDLL", lambda _: object())
+    else:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     values, room = any_bits(WORDS), torch.zeros(WORDS)
     stream([room], [values])
-    assert same_bits(room, values)
+    assert streaming._matrix_copy() is None and same_bits(room, values)
+    streaming._matrix_copy.cache_clear()

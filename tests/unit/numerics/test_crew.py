@@ -18,25 +18,7 @@ from shoal.sync.server.tables import Tables
 ODD = 500_009  # elements, of which no two threads get whole vectors by chance
 
 
-def test_a_crew_of_several_computes_in_a_thread_of_its_own() -> None:
-    found: list[tuple[str, int]] = []
-
-    def look() -> None:
-        found.append((threading.current_thread().name, torch.get_num_threads()))
-
-    before, several = torch.get_num_threads(), Crew(2)
-    several.do(look)
-    assert found[0][0].startswith("shoal-crew") and found[0][1] == 2
-    Crew(1).do(look)
-    assert found[1] == (threading.current_thread().name, before)
-    other = threading.Thread(target=look)
-    other.start()
-    other.join()
-    assert found[2] == (other.name, before), "a thread that begins later is no crew"
-    several.close()
-
-
-def test_in_its_own_thread_it_computes_with_several_only_when_asked() -> None:
+def test_it_computes_with_several_threads_only_when_asked() -> None:
     found: list[tuple[str, int]] = []
 
     def look() -> None:
@@ -47,11 +29,12 @@ def test_in_its_own_thread_it_computes_with_several_only_when_asked() -> None:
         crew.do(look)
         look()
 
-    for one, (name, count) in ((Crew(2), ("shoal-crew_0", 2)), (Crew(1), ("MainThread", 1))):
+    before = torch.get_num_threads()
+    for one, (name, count) in ((Crew(2), ("shoal-crew_0", 2)), (Crew(1), ("MainThread", before))):
         one.host(partial(work, one))
-        assert found == [(name, 1), (name, count), (name, 1)]
+        assert found == [(name, before), (name, count), (name, before)]
         found.clear()
-        one.close()
+    assert "shoal-crew_0" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_it_raises_is_raised() -> None:
@@ -63,7 +46,6 @@ def test_what_it_raises_is_raised() -> None:
             one.do(fail)
         with pytest.raises(ValueError, match="no"):
             one.host(partial(one.do, fail))
-        one.close()
 
 
 def test_threads_that_would_spin_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +62,11 @@ def stepped(make: type[torch.optim.Optimizer], num_threads: int, **options: floa
     model = nn.ParameterList([torch.randn(ODD), torch.randn(17), torch.randn(ODD // 7)])
     optimizer = make(model.parameters(), lr=0.3, fused=True, **options)  # type: ignore[call-arg]
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    shard.step_with(several := Crew(num_threads))
+    shard.step_with(Crew(num_threads))
     for _ in range(3):
         sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
         touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
         shard.apply(sums, touched, 0.7, 1.0, settings_of(optimizer))
-    several.close()
     return [value.clone() for value in shard.values.values()]
 
 
@@ -111,13 +92,12 @@ def table_after(make: type[torch.optim.Optimizer], num_threads: int) -> Tensor:
     tables = Tables(model, 0, 1)
     optimizer = make(model.parameters(), lr=0.3)  # type: ignore[call-arg]
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
-    shard.step_with(several := Crew(num_threads))
+    shard.step_with(Crew(num_threads))
     (key,) = tables.keys
     for _ in range(3):
         places = torch.randperm(9_000)[:5_003].sort().values
         sums = {key: sparse_rows(places, torch.randn(5_003, 33), 9_000)}
         shard.apply(sums, {key: [True]}, 0.7, 1.0, settings_of(optimizer))
-    several.close()
     return tables.slabs[0].detach()
 
 
@@ -144,30 +124,25 @@ def test_another_step_keeps_to_one_thread(make: Any, size: int) -> None:
     model = nn.ParameterList([torch.randn(size)])
     optimizer = make(model.parameters())
     shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    names: list[str] = []
+    counts: list[int] = []
     hook = optimizer.register_step_pre_hook
-    hook(lambda *_: names.append(threading.current_thread().name))
-    shard.step_with(several := Crew(2))
+    hook(lambda *_: counts.append(torch.get_num_threads()))
+    shard.step_with(Crew(2))
     sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
     shard.apply(sums, {key: [True] for key in shard.keys}, 1.0, 1.0, settings_of(optimizer))
-    assert names == [threading.current_thread().name]
-    several.close()
+    assert counts == [torch.get_num_threads()]
 
 
 def test_a_crew_works_after_a_fork_from_one_that_had_threads() -> None:
     """In the thread that forked, OpenMP would wait for threads that are not there."""
-    several = Crew(2)
-    several.do(lambda: torch.ones(ODD * 4).add_(1.0))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.ones(ODD * 4).add_(1.0)
-    torch.set_num_threads(before)
+    Crew(2).do(lambda: torch.ones(ODD * 4).add_(1.0))
     child = os.fork()
     if not child:
         found: list[float] = []
+        crew = Crew(2)
+        step = partial(crew.do, lambda: found.append(float(torch.ones(ODD * 4).add_(1.0)[-1])))
         try:
-            Crew(2).do(lambda: found.append(float(torch.ones(ODD * 4).add_(1.0)[-1])))
+            crew.host(step)
         finally:
             os._exit(0 if found == [2.0] else 1)
     assert os.waitpid(child, 0)[1] == 0
-    several.close()

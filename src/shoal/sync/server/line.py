@@ -22,6 +22,7 @@ from shoal.comm.door import Passage, enter
 from shoal.comm.wire import BadFrame, connect, pack, unpack
 from shoal.errors import GroupLost, ShoalError
 from shoal.mesh import Servers
+from shoal.processes import giving_way
 from shoal.sync.server.messages import (
     Apply,
     Check,
@@ -230,7 +231,8 @@ class Line:
             return passage is not None and len(frames) == 1 and passage.send(frames[0])
 
     def _receive(self) -> None:
-        ready = dict(self._poller.poll(TICK_MS))
+        with giving_way():  # to a server of this host that has others to answer
+            ready = dict(self._poller.poll(TICK_MS))
         for server, passage in list(self._passages.items()):
             if passage.fileno() in ready:
                 try:

@@ -41,12 +41,11 @@ class Memory:
         return None if self._rows is None else self._rows.place
 
     def buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        """One for each shelf, its rows where servers can read them."""
+        """One for each shelf, its rows where servers can read them; after `open`."""
         made, places = [], self.layout.row_places(self.num_rows)
         for shelf, place in zip(self.layout.shelves, places, strict=False):
-            kind, lender = Bucket, Spares()
-            if self._rows is not None:
-                kind, lender = _ReadElsewhere, _Rows(self._rows, place)
+            lender = Spares() if self._rows is None else _Rows(self._rows, place)
+            kind = _ReadElsewhere if any(self._is_shared) else Bucket
             made.append(kind(shelf.indices, parameters, self.num_rows, lender, shelf.starts))
         return made
 
@@ -135,9 +134,10 @@ class _Shown(NamedTuple):
 
 
 class _ReadElsewhere(Bucket):
-    """One whose rows servers read, and nobody here."""
+    """One whose rows servers read, and mostly nobody here."""
 
-    copy = staticmethod(stream)
+    def _copy(self, views: list[Tensor], values: list[Tensor]) -> None:
+        stream(views, values)
 
 
 class _Rows(Spares):

@@ -29,7 +29,6 @@ from shoal.errors import GroupLost
 from shoal.mesh import Mesh
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
-from shoal.processes import giving_way
 from shoal.sync.replicas import Merged
 from shoal.sync.rounds import Around
 from shoal.sync.server.arriving import Pulling
@@ -113,7 +112,6 @@ class ThroughServers:
         self.line = state_line = Line(self._way.near, self.group.rank)
         self._attached.callback(self.line.close)
         self._questions = Questions(self.line, self._push)
-        self._attached.enter_context(giving_way())
         if self._hosts > 1:  # a host's own server holds no state
             state_line = Upward(layout, self._way).line
             self._attached.callback(state_line.close)
