@@ -6,6 +6,7 @@ import signal
 # Before torch is imported: ranks fill the cores, and servers use those of ranks that wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from shoal.numerics.precision import bf16_environment
 
