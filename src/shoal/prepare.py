@@ -44,7 +44,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     _refuse_tables(run, plan, model)
     _refuse_too_many_fragments(plan, model)
     _refuse_complex(plan, model)
-    lay_flat(plan, model)
+    _lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
 
@@ -99,9 +99,9 @@ def _refuse_complex(plan: Plan, model: nn.Module) -> None:
             )
 
 
-def lay_flat(plan: Plan, model: nn.Module) -> None:
-    """Servers and shards know elements by their numbers, so they must stand in that order."""
-    if plan.num_servers or plan.zero == 3:
+def _lay_flat(plan: Plan, model: nn.Module) -> None:
+    """Shards know elements by their numbers, so they must stand in that order."""
+    if plan.zero == 3:
         for p in model.parameters():
             p.data = p.data.contiguous()
 

@@ -11,6 +11,7 @@ UNLIKE = str(Path(__file__).with_name("unlike.py"))
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 RECIPES = ["noisy", "tied", "frozen", "unused", "double", "groups", "weighted"]
 IN_LOCKSTEP = {  # each with the recipe that meets it in the quick suite
+    "data=2 sync=server": "laid_out",
     "data=2 sync=server servers=2": "noisy",
     "data=1 sync=server accumulate=2": "unused",
     "data=3 sync=server servers=2 accumulate=2": "groups",
@@ -29,6 +30,7 @@ IN_LOCKSTEP = {  # each with the recipe that meets it in the quick suite
     "data=3 sync=server servers=2 pieces=4 codec=fp16": "noisy",
 }
 APART = {
+    "data=2 sync=server servers=2 staleness=1": "laid_out",
     "data=2 sync=server staleness=any": "noisy",
     "data=3 sync=server servers=2 staleness=1": "unused",
     "data=2 sync=server servers=2 staleness=2 damping=inverse rates=1:0.5": "groups",

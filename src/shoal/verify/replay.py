@@ -22,7 +22,6 @@ from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.numerics.precision import tolerance
 from shoal.plan import Plan
-from shoal.prepare import lay_flat
 from shoal.reference import Replica
 from shoal.reference_outer import Outer
 from shoal.run import Run, make_batches
@@ -45,7 +44,6 @@ class Master:
     def __init__(self, run: Run, plan: Plan):
         self.run, self.plan, self.num_steps = run, plan, run.num_steps()
         self.model: nn.Module = run.make_model()
-        lay_flat(plan, self.model)
         self.optimizer: torch.optim.Optimizer
         if plan.local_steps > 1:
             self.model, self.optimizer = outer_of(self.model, plan)
@@ -57,7 +55,8 @@ class Master:
         self.version = 0
 
     def _copy(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.parameters]
+        """Elements in the order of their numbers, by which servers know them."""
+        return [p.detach().clone(memory_format=torch.contiguous_format) for p in self.parameters]
 
     def apply(self, step: int, gradients: Sequence[Tensor | None], factor: float) -> None:
         """`step` counts from 1."""
@@ -89,8 +88,6 @@ class Replay:
         self.masters = [Master(run, plan) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
-        for worker in self.workers:
-            lay_flat(plan, worker.model)
         self.outers = [Outer([worker.model], plan, run.num_steps()) for worker in self.workers]
         for worker in self.workers if plan.local_steps == 1 else ():
             worker.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]

@@ -31,6 +31,7 @@ class Memory:
         self.layout, self.num_rows = layout, num_rows
         self._parameters = [p for _, p in trained(model)]
         self._views = Views(layout, model, self._parameters)
+        self._rows_of: dict[int, Tensor] = {}  # of parameters whose elements stand otherwise
         self._rows: Segment | None = None
         with suppress(NotShared):  # the system has none to share: rows are sent
             # By it a server knows who is of its host, also where all of a model are tables.
@@ -69,6 +70,7 @@ class Memory:
         shown = self._shown[server][number]
         if shown.places:
             torch._foreach_copy_(shown.places, shown.values)
+        self._put_in_order(self.layout.held_by(server))
         self._views.show(shown.views)
 
     @torch.no_grad()
@@ -78,6 +80,7 @@ class Memory:
         flat = tensor_of(frame, self._dtype_of(key), own.stop - own.start)
         for place, s in self._places_of(key):
             place.copy_(flat[s.place : s.place + s.length])
+        self._put_in_order([key])
 
     def take_back(self) -> None:
         """Let no parameter stand in a server's memory any more."""
@@ -112,7 +115,17 @@ class Memory:
         """Where a key's elements are in the parameters, and where in the key."""
         for s in self.layout.segments(key):
             # As `data`: a forward under way must not take it for a write of its own.
-            yield self._parameters[s.parameter].data.view(-1)[s.start : s.stop], s
+            whole = self._parameters[s.parameter].data
+            if not whole.is_contiguous():  # channels last, transposed: its elements in a row first
+                whole = self._rows_of.setdefault(s.parameter, whole.contiguous())
+            yield whole.view(-1)[s.start : s.stop], s
+
+    def _put_in_order(self, keys: Sequence[int]) -> None:
+        """Bring what came of some keys to where its elements stand."""
+        if self._rows_of:
+            for number in {s.parameter for key in keys for s in self.layout.segments(key)}:
+                if number in self._rows_of:
+                    self._parameters[number].data.copy_(self._rows_of[number])
 
 
 class Pushed:

@@ -4,9 +4,10 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.sync.server import memory
+from tests.unit.sync.server import attached
 from tests.unit.sync.server.attached import trained_at
 
 
@@ -37,3 +38,26 @@ def test_who_waits_for_a_server_gives_way_to_it(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(strategy.line._poller, "poll", watched)
         step(1.0)
         assert {*policies} == {os.SCHED_BATCH} and os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+class Strided(attached.Model):
+    """One of its parameters is transposed, so its elements stand in another order."""
+
+    def __init__(self, shares: bool = False):
+        super().__init__(shares)
+        self.parts[0] = nn.Parameter(torch.arange(2_000.0).view(40, 50).t())
+
+
+@pytest.mark.parametrize("frames", [False, True])
+@pytest.mark.parametrize("bound", [0, None])
+def test_elements_stay_where_they_stand(
+    frames: bool, bound: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "Model", Strided)
+    with trained_at(3, bound, frames=frames) as (model, strategy, _, step):
+        for value in (1.0, -2.0, 0.5):
+            step(value)
+            strategy.settle()
+        assert model.parts[0].stride() == (1, 50)
+        for p, expected in zip(model.parts, attached.alone([1.0, -2.0, 0.5]), strict=True):
+            assert torch.equal(p, expected)
