@@ -1,5 +1,9 @@
 """A recipe that is not ready: who waits is told, and where it stands is in its log."""
 
+import faulthandler
+import os
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from shoal.cluster.nursery import Nursery, Prepared
 from shoal.data import waiting
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.statistics import statistics
+from shoal.errors import RecipeError
 
 
 class Hangs:
@@ -61,3 +66,24 @@ def test_a_sample_that_hangs_before_ranks_start_is_told_of(
         nursery.close()
     assert "The recipe is not ready after" in caplog.text
     assert "in __getitem__" in (tmp_path / "recipe.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGILL, "was killed by SIGILL .an instruction that this CPU does not have"),
+        (signal.SIGKILL, "was killed by SIGKILL .for want of memory, perhaps"),
+        (signal.SIGSEGV, r"was killed by SIGSEGV\. Its output is in logs/recipe.log"),
+    ],
+)
+def test_how_the_process_that_loads_a_recipe_ended_is_told(
+    number: int, words: str, tmp_path: Path
+) -> None:
+    def prepare() -> Any:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        os.kill(os.getpid(), number)
+
+    nursery = Nursery(prepare, tmp_path / "recipe.log")
+    with pytest.raises(RecipeError, match=f"The process that loads the recipe {words}"):
+        launch.await_facts(nursery)

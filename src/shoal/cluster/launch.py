@@ -1,5 +1,6 @@
 """From a command to a finished run: the nursery, then the supervisor, and nothing left behind."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from shoal.cluster.invitation import withdraw
 from shoal.cluster.nursery import ChildMain, NotPrepared, Nursery, Prepare, Prepared
 from shoal.cluster.post import Farewell
 from shoal.comm.reach import LOOPBACK
+from shoal.elastic.actions import how_it_ended
 from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
@@ -129,9 +131,15 @@ def await_facts(nursery: Nursery) -> Facts:
     try:
         report = nursery.next_report()
     except EOFError:
+        status = nursery.close()
+        hints = {
+            -signal.SIGKILL: " (for want of memory, perhaps: the system's log says so then)",
+            -signal.SIGILL: " (an instruction that this CPU does not have: bf16 does that where one "
+            "only says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
+        }
         raise RecipeError(
-            "The process that loads the recipe was killed (out of memory?). Its output is in "
-            "logs/recipe.log of the run directory."
+            f"The process that loads the recipe {how_it_ended(status)}{hints.get(status, '')}. "
+            "Its output is in logs/recipe.log of the run directory."
         ) from None
     if isinstance(report, NotPrepared):
         raise NotLoaded(report.message, report.trace, report.exit_code)
