@@ -134,8 +134,8 @@ def await_facts(nursery: Nursery) -> Facts:
         status = nursery.close()
         hints = {
             -signal.SIGKILL: " (for want of memory, perhaps: the system's log says so then)",
-            -signal.SIGILL: " (an instruction that this CPU does not have: so ends bf16 where it only "
-            "says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
+            -signal.SIGILL: " (an instruction that this CPU does not have: so ends bf16 where it "
+            "only says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
         }
         raise RecipeError(
             f"The process that loads the recipe {how_it_ended(status)}{hints.get(status, '')}. "
