@@ -1,7 +1,7 @@
 """Optimizer state in files: the same bits, memory given back, clear words where it cannot be."""
 
-import errno
 import ctypes
+import errno
 import gc
 import re
 from pathlib import Path
