@@ -117,7 +117,9 @@ class Memory:
             # As `data`: a forward under way must not take it for a write of its own.
             whole = self._parameters[s.parameter].data
             if not whole.is_contiguous():  # channels last, transposed: its elements in a row first
-                whole = self._rows_of.setdefault(s.parameter, whole.contiguous())
+                if s.parameter not in self._rows_of:
+                    self._rows_of[s.parameter] = whole.contiguous()
+                whole = self._rows_of[s.parameter]
             yield whole.view(-1)[s.start : s.stop], s
 
     def _put_in_order(self, keys: Sequence[int]) -> None:
