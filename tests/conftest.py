@@ -1,5 +1,6 @@
 """Fixtures for all tests: the pool of ranks, and leaks that fail the test that made them."""
 
+import faulthandler
 import os
 import signal
 
@@ -49,6 +50,14 @@ def pool(
         _pools.append(made)
         yield made
         _pools.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_stacks_of_long_tests(request: pytest.FixtureRequest) -> None:
+    """Where a test has a limit of its own: shown at the usual one, while threads run, the stacks
+    of Python 3.11 may be read in a state that ends the process."""
+    if request.node.get_closest_marker("timeout"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -199,3 +199,27 @@ def test_a_loader_or_its_rank_is_killed(pool: Pool, tmp_path: Path, whom: str) -
     check_same(trained, plain)
     check_ledger(trained, 40)
     check_survivors(trained, [1] if whom == "rank" else [])
+
+
+@pytest.mark.parametrize(
+    ("where", "plan", "who"),
+    [
+        ("model", "data=2", "rank 1"),
+        ("model", "data=2 sync=server", "rank 1"),
+        ("optimizer", "data=2 sync=server", "server 0"),
+    ],
+)
+def test_who_hangs_is_named_with_its_line_and_nobody_else(start, where, plan, who) -> None:
+    training = start(recipe="sticking", plan=plan, where=where)
+    assert wait_until(lambda: len(faults.events(training.run_dir, "busy")) > 1, 20)
+    for _ in range(2):
+        training.command.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # or the kernel makes one of them
+    trained = training.wait()
+    assert trained.exit_code == 128 + signal.SIGINT
+    told = trained.events("busy")
+    assert {event["rank"] for event in told} == ({1} if who == "rank 1" else {2})
+    assert f"{who} has been busy for" in trained.errors and "never_end" in trained.errors
+    assert all("tiny.py" in event["at"] for event in told)
+    log = "server-000.log" if who == "server 0" else "rank-001.log"
+    assert "never_end()" in (trained.run_dir / "logs" / log).read_text()

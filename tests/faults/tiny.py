@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.data import waiting
+from shoal.elastic import asides
 from shoal.errors import GroupLost
 
 NUM_SAMPLES = 120
@@ -258,6 +260,39 @@ def hanging(limit: float = 1.5, loaders: int = 0) -> shoal.Run:
     waiting.FIRST_S, waiting.LIMIT_S, waiting.LIMIT_PER_SAMPLE_S = 0.3, limit, 0.0
     run = run_of(0.0, loaders=loaders, steps=10)
     return dataclasses.replace(run, data=shoal.data.in_order(Hanging(run.data)))
+
+
+class Sticky(torch.optim.SGD):
+    """Its fifth step never ends."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps == 5:
+            never_end()
+        super().step(closure)
+
+
+def never_end() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def sticking(where: str, pause: float = 0.0) -> shoal.Run:
+    """Something hangs: the optimizer, or the model in rank 1."""
+    asides.FIRST_S = 0.5
+    steps_made = count()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if where == "model" and next(steps_made) == 4 and os.environ["RANK"] == "1":
+            never_end()
+        return slow_loss(output, target, pause)
+
+    run = run_of(pause, loss=loss, clip=None, save_every=50)
+    if where == "optimizer":
+        return dataclasses.replace(run, optimizer=lambda named: Sticky(named, lr=0.1))
+    return run
 
 
 def joined(file: str = "bad.jsonl") -> shoal.Run:

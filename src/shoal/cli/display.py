@@ -81,6 +81,8 @@ class Display:
                 self._say_once("emptied", _emptied(record))
             case "waiting":
                 self.say(_waiting(record))
+            case "busy":
+                self.say(_busy(record))
             case "resized":
                 self.say(f"[bold green]{escape(in_a_sentence(record))}[/]")
             case "not-resized":
@@ -188,6 +190,16 @@ def _waiting(record: dict[str, Any]) -> str:
     return (
         f"[bold yellow]rank {record['rank']} waits for data since {record['seconds']} s[/], after "
         f"step {record['step']}: {escape(record['samples'])}"
+    )
+
+
+def _busy(record: dict[str, Any]) -> str:
+    server = record["server"]
+    who = f"rank {record['rank']}" if server is None else f"server {server}"
+    after = f", after step {record['step']}" if server is None else ""
+    return (
+        f"[bold yellow]{who} has been busy for {record['seconds']} s[/]{after}: "
+        f"{escape(record['at'])}. If it hangs, others wait for it; its log has the stack"
     )
 
 

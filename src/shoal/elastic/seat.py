@@ -10,21 +10,19 @@ place.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from shoal import logs
 from shoal.comm.collectives import Group
 from shoal.comm.reach import LOOPBACK, Reach
 from shoal.comm.sockets import open_sockets, shut_down
 from shoal.comm.store import abandon_group, client, form_group, leave_group
 from shoal.comm.wire import Keys, connect
-from shoal.data.readers.records import SourceLost
-from shoal.data.waiting import WAITING
 from shoal.elastic import messages
+from shoal.elastic.asides import Asides
 from shoal.elastic.messages import (
     Beat,
     Done,
@@ -42,7 +40,7 @@ from shoal.elastic.messages import (
     Stop,
     TakeSeat,
 )
-from shoal.errors import FormError, GroupLeft, GroupLost, StopNow, sendable
+from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
 from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Mesh, Servers
@@ -86,6 +84,7 @@ class SupervisedSeat:
         self._go = -1
         self._stop = self._leave = self._closing = False
         self._meet, self._part = -1, Part(-1, 0)  # the last that was asked for
+        self._asides = Asides()
         self._before: set[str] | None = None  # sockets that stood before forming began
         self._own: set[str] = set()  # the group's
         self._context = zmq.Context()
@@ -154,6 +153,7 @@ class SupervisedSeat:
 
     def is_over(self) -> bool:
         """Whether the generation is: there is another place, or none any more."""
+        self._asides.beat()
         return self._leave or self._place_is_new()
 
     def _be_ready(self) -> None:
@@ -171,10 +171,12 @@ class SupervisedSeat:
         return self._take_place(lost)
 
     def formed(self, step: int) -> None:
+        self._asides.beat()
         self.step = step
         self._say(Formed(self.generation, step))
 
     def stepped(self, info: StepInfo) -> None:
+        self._asides.beat()
         self.step = info.step
 
     def asked(self) -> Asked:
@@ -222,6 +224,7 @@ class SupervisedSeat:
                 self._say(Lost(self.generation, self.step, str(lost)))
 
     def _await_place(self, lost: GroupLost | None) -> TakeSeat:
+        self._asides.follow()
         with self._changed:
             patience_s = None if self.generation < 0 else self._patience_s
             came = self._changed.wait_for(lambda: self._leave or self._place_is_new(), patience_s)
@@ -318,7 +321,7 @@ class SupervisedSeat:
                     last_beat = time.monotonic()
                     beat = Beat(self.step, self.progress(), self._serves_no_more())
                     line.send(messages.encode(beat))
-                    for aside in self._asides():
+                    for aside in self._asides.look(self.step, self._place, self._stop):
                         line.send(messages.encode(aside))
         finally:
             line.close()
@@ -327,18 +330,6 @@ class SupervisedSeat:
     def _serves_no_more(self) -> bool:
         """Whether a server was told to end. A rank tells the others itself, as it steps."""
         return self._stop and self._place is not None and self._place.server is not None
-
-    def _asides(self) -> Iterator[Note | Failed]:
-        """What a person should hear of, although the trainer's thread has no time to say it."""
-        while logs.for_the_screen:
-            yield Note("warning", {"text": sendable(logs.for_the_screen.popleft())})
-        late = WAITING.look()
-        if late is not None and late.is_lost:
-            yield Failed(self.step, str(late), "", SourceLost.exit_code)
-        elif late is not None:
-            told = {"samples": late.samples, "seconds": round(late.seconds), "step": self.step}
-            rank = None if self._place is None else self._place.seat
-            yield Note("waiting", told | {"rank": rank})
 
     def _take_in(self, message: messages.SupervisorMessage) -> None:
         with self._changed:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import RecipeError
 from shoal.numerics.crew import Crew
-from shoal.numerics.norms import block_norms
+from shoal.numerics.norms import block_norms, values_of
 from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
 from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
 from shoal.parallel.layout import Slice
@@ -29,7 +29,10 @@ from shoal.sync.stretches import room
 from shoal.sync.touched import Expanded, compacted, lazy_tables
 
 Settings = list[dict[str, Any]]
+WORTH_A_CREW = 4 << 20  # bytes of gradients
 GRAIN = 1 << 15  # elements that torch gives to one thread at least
+
+_ALONE = Crew()
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -169,9 +172,14 @@ class Shard:
             self.tables.take_gradients(sums, touched, scale)
             self._step()
 
-        self._crew.do(step)
+        self._crew_for(sums).do(step)
         self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
+
+    def _crew_for(self, sums: Mapping[int, Tensor]) -> Crew:
+        """Who steps on so much: another thread takes longer to wake than what is small."""
+        num_bytes = sum(values_of(total).nbytes for total in sums.values())
+        return self._crew if num_bytes >= WORTH_A_CREW else _ALONE
 
     def _refuse_changes(self, settings: Settings, before: Settings) -> None:
         """What workers say of an optimizer, it cannot say itself."""

@@ -10,6 +10,7 @@ Cost: of a lookup or a push the rows that it names; of a step twice those that a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +86,11 @@ class Tables:
         found = []
         for ids, values in zip(payload[::2], payload[1::2], strict=True):
             places = tensor_of(ids, torch.int64, ids.nbytes // 8)
-            if bool((places[1:] <= places[:-1]).any()):
+            numbers = places.numpy()  # which answers small questions sooner than torch
+            if (numbers[1:] <= numbers[:-1]).any():
                 raise ValueError(f"the rows of key {key} are not in their order")
-            _refuse_outside(places[:1], places[-1:], len(slab))
+            if len(numbers):
+                _refuse_outside(numbers[0], numbers[-1], len(slab))
             rows = tensor_of(values, slab.dtype, len(places) * width).view(-1, width)
             found.append(sparse_rows(places, rows, len(slab)))
         return found
@@ -159,6 +162,6 @@ def _places(frame: memoryview, num_rows: int) -> Tensor:
     return places
 
 
-def _refuse_outside(least: Tensor, most: Tensor, num_rows: int) -> None:
-    if least.numel() and (int(least) < 0 or int(most) >= num_rows):
+def _refuse_outside(least: SupportsInt, most: SupportsInt, num_rows: int) -> None:
+    if int(least) < 0 or int(most) >= num_rows:
         raise ValueError(f"a row outside of the {num_rows} that are held here was named")
