@@ -54,8 +54,8 @@ def pool(
 
 @pytest.fixture(autouse=True)
 def no_stacks_of_long_tests(request: pytest.FixtureRequest) -> None:
-    """Where a test has a limit of its own: shown at the usual one, while threads run, the stacks
-    of Python 3.11 may be read in a state that ends the process."""
+    """Tests with a limit of their own run past the usual one, before which all stacks are shown.
+    That is done without the interpreter's lock, and can crash Python 3.11 while threads run."""
     if request.node.get_closest_marker("timeout"):
         faulthandler.cancel_dump_traceback_later()
 

@@ -11,6 +11,7 @@ from shoal.errors import RUN_AGAIN
 from shoal.testing import faults
 from shoal.testing.faults import (
     Trained,
+    Training,
     check_ledger,
     check_recovered,
     check_same,
@@ -201,25 +202,50 @@ def test_a_loader_or_its_rank_is_killed(pool: Pool, tmp_path: Path, whom: str) -
     check_survivors(trained, [1] if whom == "rank" else [])
 
 
-@pytest.mark.parametrize(
-    ("where", "plan", "who"),
-    [
-        ("model", "data=2", "rank 1"),
-        ("model", "data=2 sync=server", "rank 1"),
-        ("optimizer", "data=2 sync=server", "server 0"),
-    ],
-)
-def test_who_hangs_is_named_with_its_line_and_nobody_else(start, where, plan, who) -> None:
-    training = start(recipe="sticking", plan=plan, where=where)
-    assert wait_until(lambda: len(faults.events(training.run_dir, "busy")) > 1, 20)
-    for _ in range(2):
-        training.command.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # or the kernel makes one of them
-    trained = training.wait()
+def check_named(trained: Trained, who: str) -> None:
+    """Who hangs is named, with its line, and nobody else."""
     assert trained.exit_code == 128 + signal.SIGINT
     told = trained.events("busy")
     assert {event["rank"] for event in told} == ({1} if who == "rank 1" else {2})
     assert f"{who} has been busy for" in trained.errors and "never_end" in trained.errors
     assert all("tiny.py" in event["at"] for event in told)
     log = "server-000.log" if who == "server 0" else "rank-001.log"
-    assert "never_end()" in (trained.run_dir / "logs" / log).read_text()
+    assert "in never_end" in (trained.run_dir / "logs" / log).read_text()
+
+
+def interrupt_twice(training: Training) -> Trained:
+    for _ in range(2):
+        training.command.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # or the kernel makes one of them
+    return training.wait()
+
+
+def is_told(training: Training) -> bool:
+    return wait_until(lambda: bool(faults.events(training.run_dir, "busy")), 30)
+
+
+MORE = ("tensor=2", "data=2 zero=3", "data=2 local_steps=2", "data=2 sync=server staleness=any")
+
+
+@pytest.mark.parametrize(
+    ("where", "plan", "who"),
+    [
+        ("model", "data=2", "rank 1"),
+        ("model", "pipeline=2", "rank 1"),
+        ("optimizer", "data=2 sync=server", "server 0"),
+        *(pytest.param("model", plan, "rank 1", marks=pytest.mark.full) for plan in MORE),
+    ],
+)
+def test_who_hangs_is_named_with_its_line_and_nobody_else(start, where, plan, who) -> None:
+    training = start(recipe="sticking", plan=plan, where=where)
+    assert is_told(training)
+    time.sleep(2.0)  # in which others could be
+    check_named(interrupt_twice(training), who)
+
+
+def test_whom_a_stop_waits_for_is_named(start) -> None:
+    training = start(recipe="sticking", plan="data=2", where="model", while_stopping=True)
+    training.wait_for_step(4)
+    training.command.send_signal(signal.SIGINT)
+    assert is_told(training)
+    check_named(interrupt_twice(training), "rank 1")

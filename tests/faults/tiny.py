@@ -279,17 +279,21 @@ def never_end() -> None:
         time.sleep(0.01)
 
 
-def sticking(where: str, pause: float = 0.0) -> shoal.Run:
-    """Something hangs: the optimizer, or the model in rank 1."""
-    asides.FIRST_S = 0.5
-    steps_made = count()
+def sticking(where: str, while_stopping: bool = False) -> shoal.Run:
+    """Something hangs: the optimizer, or the model in rank 1. What is told then is told soon, or
+    soon after the run was asked to stop."""
+    if while_stopping:
+        asides.STOPPING_PAUSE_S, asides.STOPPING_TIMES_LONGEST = 0.5, 1.0
+    else:
+        asides.PAUSE_S, asides.TIMES_LONGEST = 0.5, 1.0
+    calls = count()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if where == "model" and next(steps_made) == 4 and os.environ["RANK"] == "1":
+        if where == "model" and next(calls) == 4 and os.environ["RANK"] == "1":
             never_end()
-        return slow_loss(output, target, pause)
+        return F.mse_loss(output, target)
 
-    run = run_of(pause, loss=loss, clip=None, save_every=50)
+    run = run_of(0.0, loss=loss, clip=None)
     if where == "optimizer":
         return dataclasses.replace(run, optimizer=lambda named: Sticky(named, lr=0.1))
     return run

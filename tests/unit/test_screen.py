@@ -96,3 +96,15 @@ def test_an_error_of_the_system_needs_no_traceback() -> None:
     assert not says_all(raised(RecipeError("the recipe failed"), full)), "its own code is shown"
     assert not says_all(raised(UsageError("wrong"), ValueError("of a function")))
     assert not says_all(full)
+
+
+def test_who_is_busy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"event": "busy", "rank": 2, "step": 4, "seconds": 60, "at": "forward (my[0].py:1)"}
+    Display()(told)
+    assert "rank 2 has been busy for 60 s, after step 4: forward (my[0].py:1)" in _flat(capsys)
+    Display()(told | {"server": 0})
+    assert "server 0 has been busy for 60 s: forward" in _flat(capsys)
+
+
+def _flat(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())

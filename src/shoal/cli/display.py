@@ -194,12 +194,10 @@ def _waiting(record: dict[str, Any]) -> str:
 
 
 def _busy(record: dict[str, Any]) -> str:
-    server = record["server"]
-    who = f"rank {record['rank']}" if server is None else f"server {server}"
-    after = f", after step {record['step']}" if server is None else ""
+    after = "" if "server" in record else f", after step {record['step']}"
     return (
-        f"[bold yellow]{who} has been busy for {record['seconds']} s[/]{after}: "
-        f"{escape(record['at'])}. If it hangs, others wait for it; its log has the stack"
+        f"[bold yellow]{_who(record)} has been busy for {record['seconds']} s[/]{after}: "
+        f"{escape(record['at'])}; its log has the stack"
     )
 
 

@@ -2,20 +2,25 @@
 
 The thread that sends heartbeats says it instead: warnings, samples that do not come, and work that
 does not end. A loop without end in a model, an optimizer or a hook, or a lock that nobody gives
-back, leaves all others waiting, and heartbeats go on. Who waits for another process shows a pulse
-while it does, and so does a server between two messages; who shows none is the culprit, and says
-so with the line that it is at. It speaks after a minute without a pulse, or ten times as long as
-there was ever none, and at doubling times; while a run is to stop, after ten seconds. Nothing is
-ended: a step may well take that long.
+back, leaves all others waiting, and heartbeats go on. Who waits for another process asks again and
+again whether that is gone, which is a pulse; a server shows one between two messages. Who shows
+none, and does not wait in a place that is known, says so with the line that it is at.
+
+It speaks once there was no pulse for a minute and for ten times the longest pause so far; while a
+run stops, for ten seconds and twice that pause; then at doubling times. Nothing is ended: a step
+may well take that long. On devices whose work goes on by itself (CUDA) a thread may wait anywhere,
+and who waits may be named too.
 
 Cost: an assignment a pulse; frames are looked at only when it is time to speak.
 """
 
+import faulthandler
 import sys
+import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -25,24 +30,31 @@ from shoal.data.waiting import WAITING
 from shoal.elastic.messages import Failed, Note, TakeSeat
 from shoal.errors import sendable
 
-FIRST_S, MANY_TIMES = 60.0, 10.0
-STOPPING_S, SOME_TIMES = 10.0, 2.0
+PAUSE_S, TIMES_LONGEST = 60.0, 10.0
+STOPPING_PAUSE_S, STOPPING_TIMES_LONGEST = 10.0, 2.0
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_OTHERS = ("comm/", "data/", "elastic/")  # whose frames wait for a process, or for samples
+# Whose frames wait for another process, or for samples.
+_OTHERS = ("comm/", "data/", "elastic/seat", "parallel/pipeline/messages")
 _COLLECTIVES = "/torch/distributed/"
+_LIBRARIES = sysconfig.get_path("stdlib")
 
 
 class Pulse:
-    """`beat` is for the thread that works, `late_s` for another that looks again and again."""
+    """`beat` is for the thread that works, the rest for another that looks again and again."""
 
     def __init__(self, now: float):
         self._last = self._seen = now
         self._longest_s = 0.0  # without one
-        self._told_s = 0.0  # when this pause was told of last
+        self._told_s = 0.0  # how long this pause was when it was told of
 
     def beat(self, now: float) -> None:
         self._last = now
+
+    def rest(self, now: float) -> None:
+        """The pause was nobody's work, and does not count."""
+        self._last = self._seen = now
+        self._told_s = 0.0
 
     def late_s(self, now: float, stops: bool) -> float | None:
         """For how long there was none, if that is to be told now."""
@@ -50,9 +62,10 @@ class Pulse:
         if last != self._seen:
             self._longest_s = max(self._longest_s, last - self._seen)
             self._seen, self._told_s = last, 0.0
-        due_s = max(FIRST_S, MANY_TIMES * self._longest_s)
+        due_s = max(PAUSE_S, TIMES_LONGEST * self._longest_s)
         if stops:
-            due_s = min(due_s, max(STOPPING_S, SOME_TIMES * self._longest_s))
+            stopping_s = STOPPING_TIMES_LONGEST * self._longest_s
+            due_s = min(due_s, max(STOPPING_PAUSE_S, stopping_s))
         pause_s = now - last
         if pause_s < max(due_s, 2 * self._told_s):
             return None
@@ -61,17 +74,26 @@ class Pulse:
 
 
 class Asides:
-    def __init__(self) -> None:
-        self._pulse, self._worker = Pulse(time.monotonic()), 0
+    """`look` is for the thread that speaks, the rest for the one that works."""
 
-    def follow(self) -> None:
-        """The thread that calls it is the one that works from now on."""
-        self._worker = threading.get_ident()
-        self.beat()
+    def __init__(self) -> None:
+        self._pulse = Pulse(time.monotonic())
+        self._worker, self._rests = threading.get_ident(), False
 
     def beat(self) -> None:
-        """It does not hang."""
         self._pulse.beat(time.monotonic())
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While the supervisor's word is waited for; afterwards this thread is the one that works.
+        A spare may wait for hours."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._worker = threading.get_ident()
+            self.beat()
+            self._rests = False
 
     def look(self, step: int, place: TakeSeat | None, stops: bool) -> Iterator[Note | Failed]:
         """What there is to say, of a member that has made so many steps."""
@@ -84,30 +106,40 @@ class Asides:
         elif late is not None:
             told = {"samples": late.samples, "seconds": round(late.seconds)}
             yield Note("waiting", who | told)
-        late_s = self._pulse.late_s(time.monotonic(), stops)
-        if late_s is not None and place is not None:
-            frame = sys._current_frames().get(self._worker)
-            at = where(frame)
-            if at is not None:
-                traceback.print_stack(frame)  # into the log
-                what = {"server": place.server, "seconds": round(late_s), "at": sendable(at)}
-                yield Note("busy", who | what)
+        if place is not None and (busy := self._busy(time.monotonic(), stops)) is not None:
+            if place.server is not None:
+                who["server"] = place.server
+            yield Note("busy", who | busy)
+
+    def _busy(self, now: float, stops: bool) -> dict[str, int | str] | None:
+        if self._rests:
+            self._pulse.rest(now)
+            return None
+        late_s = self._pulse.late_s(now, stops)
+        if late_s is None:
+            return None
+        at = where(sys._current_frames().get(self._worker))
+        if at is None:
+            self._pulse.rest(now)
+            return None
+        logs.log.warning("busy for %d s: %s; all threads:", late_s, at)
+        faulthandler.dump_traceback(2)  # which reads no file, and does not mind a full disk
+        return {"seconds": round(late_s), "at": sendable(at)}
 
 
 def where(frame: FrameType | None) -> str | None:
-    """Where a thread computes: the innermost line that is no library's, or else any. None if it
+    """Where a thread works: the innermost line that is the user's own, or else Shoal's. None if it
     waits for another process, or for samples."""
-    own, line = "", ""
+    own = ""
     while frame is not None:
         name = frame.f_code.co_filename
         here = f"{frame.f_code.co_name} ({name}:{frame.f_lineno})"
-        line = line or here
         if _COLLECTIVES in name:
             return None
         if name.startswith(_PACKAGE):
-            is_other = name.removeprefix(_PACKAGE).startswith(_OTHERS)
-            return None if is_other else own or line
-        if not own and "site-packages" not in name and not name.startswith(sys.base_prefix):
+            waits = name.removeprefix(_PACKAGE).startswith(_OTHERS)
+            return None if waits else own or here
+        if not own and "-packages/" not in name and not name.startswith((_LIBRARIES, "<")):
             own = here
         frame = frame.f_back
     return None

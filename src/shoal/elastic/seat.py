@@ -104,7 +104,7 @@ class SupervisedSeat:
         """Wait for a first place: that of a parameter server, or None for a rank's."""
         self._be_ready()
         with self._changed:
-            self._changed.wait_for(lambda: self._leave or self._place is not None)
+            self._wait_for(lambda: self._leave or self._place is not None)
             if self._place is None:
                 raise StopNow("the supervisor lets this rank go")
             return self._place.server
@@ -152,7 +152,10 @@ class SupervisedSeat:
         self._say(Met(self.generation, num_bytes=num_bytes, problem=problem))
 
     def is_over(self) -> bool:
-        """Whether the generation is: there is another place, or none any more."""
+        """Whether the generation is: there is another place, or none any more.
+
+        Who waits for another process asks again and again, which is its pulse (`asides.py`).
+        """
         self._asides.beat()
         return self._leave or self._place_is_new()
 
@@ -197,7 +200,7 @@ class SupervisedSeat:
         else:
             self._say(Done(self.generation, self.step, self.summarise()))
         with self._changed:
-            self._changed.wait_for(lambda: self._leave or self._place_is_new())
+            self._wait_for(lambda: self._leave or self._place_is_new())
             return self._leave
 
     def close(self) -> None:
@@ -224,10 +227,9 @@ class SupervisedSeat:
                 self._say(Lost(self.generation, self.step, str(lost)))
 
     def _await_place(self, lost: GroupLost | None) -> TakeSeat:
-        self._asides.follow()
         with self._changed:
             patience_s = None if self.generation < 0 else self._patience_s
-            came = self._changed.wait_for(lambda: self._leave or self._place_is_new(), patience_s)
+            came = self._wait_for(lambda: self._leave or self._place_is_new(), patience_s)
             if self._leave:
                 raise StopNow("the supervisor lets this rank go")
             if not came:  # nobody else noticed: the error was this rank's own
@@ -241,7 +243,7 @@ class SupervisedSeat:
         faultpoint("seat.here", self.step)
         self._say(Here(place.generation))
         with self._changed:
-            self._changed.wait_for(
+            self._wait_for(
                 lambda: self._leave or self._go == place.generation or self._place_is_new(),
                 self._patience_s,
             )
@@ -295,6 +297,11 @@ class SupervisedSeat:
             return [store.get(key).decode() for key in keys]
         except RuntimeError as error:
             raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
+
+    def _wait_for(self, is_so: Callable[[], bool], patience_s: float | None = None) -> bool:
+        """What the supervisor says: until it is so. The caller holds `_changed`."""
+        with self._asides.resting():
+            return self._changed.wait_for(is_so, patience_s)
 
     def _place_is_new(self) -> bool:
         return self._place is not None and self._place.generation > self.generation

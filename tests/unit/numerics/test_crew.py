@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.numerics import crew
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.parallel.striping import sparse_rows
+from shoal.sync.server import shard
 from shoal.sync.server.shard import Shard, layout_of, settings_of
 from shoal.sync.server.tables import Tables
 
@@ -56,18 +57,45 @@ def test_threads_that_would_spin_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert spare_threads(1) == 1
 
 
+@pytest.fixture(autouse=True)
+def whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has its crew."""
+    monkeypatch.setattr(shard, "WORTH_A_CREW", 0)
+
+
+@pytest.mark.parametrize(("num_bytes", "num_threads"), [(1 << 12, 2), ((1 << 12) + 4, 1)])
+def test_little_is_stepped_on_by_one_thread(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(shard, "WORTH_A_CREW", num_bytes)
+    model = nn.ParameterList([torch.randn(1 << 10)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    own = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
+    own.step_with(Crew(2))
+    assert threads_of(own, optimizer) == [num_threads]
+
+
+def threads_of(own: Shard, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> list[int]:
+    """How many a step has."""
+    counts: list[int] = []
+    hook = optimizer.register_step_pre_hook(lambda *_: counts.append(torch.get_num_threads()))
+    sums = {key: torch.randn_like(value) for key, value in own.values.items()}
+    touched = {key: [True] * len(own.layout.segments(key)) for key in own.keys}
+    own.apply(sums, touched, scale, 1.0, settings_of(optimizer))
+    hook.remove()
+    return counts
+
+
 def stepped(make: type[torch.optim.Optimizer], num_threads: int, **options: float) -> list[Tensor]:
     """Parameters after some steps of a server, on tensors of odd lengths."""
     torch.manual_seed(1)
     model = nn.ParameterList([torch.randn(ODD), torch.randn(17), torch.randn(ODD // 7)])
     optimizer = make(model.parameters(), lr=0.3, fused=True, **options)  # type: ignore[call-arg]
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    shard.step_with(Crew(num_threads))
+    own = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
+    own.step_with(Crew(num_threads))
     for _ in range(3):
-        sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
-        touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
-        shard.apply(sums, touched, 0.7, 1.0, settings_of(optimizer))
-    return [value.clone() for value in shard.values.values()]
+        assert threads_of(own, optimizer, scale=0.7) == [num_threads]
+    return [value.clone() for value in own.values.values()]
 
 
 @pytest.mark.parametrize(
@@ -91,13 +119,13 @@ def table_after(make: type[torch.optim.Optimizer], num_threads: int) -> Tensor:
     model = nn.Embedding(9_000, 33, sparse=True)
     tables = Tables(model, 0, 1)
     optimizer = make(model.parameters(), lr=0.3)  # type: ignore[call-arg]
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
-    shard.step_with(Crew(num_threads))
+    own = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
+    own.step_with(Crew(num_threads))
     (key,) = tables.keys
     for _ in range(3):
         places = torch.randperm(9_000)[:5_003].sort().values
         sums = {key: sparse_rows(places, torch.randn(5_003, 33), 9_000)}
-        shard.apply(sums, {key: [True]}, 0.7, 1.0, settings_of(optimizer))
+        own.apply(sums, {key: [True]}, 0.7, 1.0, settings_of(optimizer))
     return tables.slabs[0].detach()
 
 
@@ -123,14 +151,9 @@ def test_another_step_keeps_to_one_thread(make: Any, size: int) -> None:
     all depends on how many add up."""
     model = nn.ParameterList([torch.randn(size)])
     optimizer = make(model.parameters())
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
-    counts: list[int] = []
-    hook = optimizer.register_step_pre_hook
-    hook(lambda *_: counts.append(torch.get_num_threads()))
-    shard.step_with(Crew(2))
-    sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
-    shard.apply(sums, {key: [True] for key in shard.keys}, 1.0, 1.0, settings_of(optimizer))
-    assert counts == [torch.get_num_threads()]
+    own = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
+    own.step_with(Crew(2))
+    assert threads_of(own, optimizer) == [1]
 
 
 def test_a_crew_works_after_a_fork_from_one_that_had_threads() -> None:

@@ -32,8 +32,6 @@ Settings = list[dict[str, Any]]
 WORTH_A_CREW = 4 << 20  # bytes of gradients
 GRAIN = 1 << 15  # elements that torch gives to one thread at least
 
-_ALONE = Crew()
-
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that servers hold, but for tables (`tables.py`)."""
@@ -110,7 +108,7 @@ class Shard:
         self._views: dict[int, list[Tensor]] = {}  # by set, what each run is there
         self._swap_optimizer()
         self._step = stepper(optimizer)
-        self._crew = Crew()  # who steps
+        self._alone = self._crew = Crew()  # who steps on little, and on much
 
     @property
     def values(self) -> dict[int, Tensor]:
@@ -177,9 +175,9 @@ class Shard:
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
 
     def _crew_for(self, sums: Mapping[int, Tensor]) -> Crew:
-        """Who steps on so much: another thread takes longer to wake than what is small."""
+        """The crew, or this thread alone where it is done before another one is awake."""
         num_bytes = sum(values_of(total).nbytes for total in sums.values())
-        return self._crew if num_bytes >= WORTH_A_CREW else _ALONE
+        return self._crew if num_bytes >= WORTH_A_CREW else self._alone
 
     def _refuse_changes(self, settings: Settings, before: Settings) -> None:
         """What workers say of an optimizer, it cannot say itself."""
