@@ -17,7 +17,7 @@ from shoal.data.batches import Loading
 from shoal.data.pieces import pieces_in_order
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
-from shoal.errors import RecipeError, UsageError
+from shoal.errors import GroupLost, RecipeError, UsageError
 from shoal.mesh import Mesh
 from shoal.run import Run, check_evaluated, objective
 
@@ -39,6 +39,8 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
     indices = [*own, *[0] * (num_turns - len(own))]
     with evaluating(compute.spread.model), closing(pieces.ahead(indices)) as loaded:
         for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
+            if mesh.data.is_lost():  # nobody will hear the answer
+                raise GroupLost("the generation is over")
             if not piece.num_samples:  # all of it is in quarantine
                 continue
             output = compute.output(piece.inputs)

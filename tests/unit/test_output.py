@@ -25,21 +25,36 @@ def ended(**changes: Any) -> Outcome:
     return Outcome(**{"step": 3} | changes)
 
 
+OWN: dict[str, Any] = {
+    "steps": 3,
+    "loss": 0.5,
+    "evaluation": None,
+    "samples_per_s": 1.0,
+    "bytes_sent": 8,
+    "peak_memory_bytes": 8,
+    "times": {"compute": 1.0},
+    "checkpoint": 3,
+}
+
+
+@pytest.mark.parametrize(("num_lines", "samples"), [(3, 12), (2, None), (0, None)])
+def test_samples_are_counted_if_all_are_on_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_lines: int, samples: int | None
+) -> None:
+    lines = [f'{{"step": {step}, "samples": 4}}\n' for step in range(1, num_lines + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert report(ended(summaries={0: OWN}), FACTS, tmp_path, as_json=True) == 0
+    said = capsys.readouterr()
+    assert msgspec.json.decode(said.out)["samples"] == samples
+    assert ("12 samples" in said.err) == (samples == 12)
+    assert ("metrics.jsonl is not whole" in said.err) == (samples is None)
+
+
 def test_the_staleness_that_ranks_saw_is_told_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own: dict[str, Any] = {
-        "steps": 3,
-        "loss": 0.5,
-        "evaluation": None,
-        "samples_per_s": 1.0,
-        "bytes_sent": 8,
-        "peak_memory_bytes": 8,
-        "times": {"compute": 1.0},
-        "checkpoint": 3,
-    }
     seen = [Staleness({0: 3}).summary(), Staleness({0: 1, 2: 2}).summary()]
-    summaries = {rank: own | {"staleness": one} for rank, one in enumerate(seen)}
+    summaries = {rank: OWN | {"staleness": one} for rank, one in enumerate(seen)}
     outcome, facts = ended(summaries=summaries, num_recoveries=1), FACTS | {"num_servers": 2}
     assert report(outcome, facts, tmp_path, as_json=True) == 0
     said = capsys.readouterr()
@@ -47,7 +62,7 @@ def test_the_staleness_that_ranks_saw_is_told_together(
     assert told == {"count": 6, "mean": 4 / 6, "largest": 2, "histogram": {"0": 4, "2": 2}}
     assert "staleness: 0.67 on the mean, 2 batches at the most" in said.err
     assert "lost ranks and servers replaced: 1; no step was done again" in said.err
-    outcome = ended(summaries={0: own | {"staleness": None}})
+    outcome = ended(summaries={0: OWN | {"staleness": None}})
     assert report(outcome, FACTS, tmp_path, as_json=True) == 0
     said = capsys.readouterr()
     assert msgspec.json.decode(said.out)["staleness"] is None and "staleness" not in said.err

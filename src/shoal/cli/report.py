@@ -14,17 +14,19 @@ from shoal.tables import plural
 
 def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
     """Say how a run ended; the first failure comes last on screen."""
-    from shoal.metrics.scribe import samples_on_record
+    from shoal.metrics.scribe import last_step, samples_on_record
 
     own = outcome.summaries.get(0, {})
     lost = _not_saved(outcome, facts, own)
-    num_samples, num_left_out = samples_on_record(run_dir / "metrics.jsonl")
+    record = run_dir / "metrics.jsonl"
+    num_samples, num_left_out = samples_on_record(record)
+    is_whole = last_step(record) >= outcome.step  # or the disk was full
     problem = lost or _nothing_trained(outcome, num_samples, num_left_out)
     code = int(outcome.exit_code) or (1 if problem else 0)
     model = run_dir / "model.safetensors"
     result = {
         "steps": outcome.step,
-        "samples": num_samples,
+        "samples": num_samples if is_whole else None,
         "quarantined": num_left_out,
         "loss": own.get("loss"),
         "evaluation": own.get("evaluation"),
@@ -131,6 +133,8 @@ def _in_words(result: dict[str, Any], own: dict[str, Any], facts: dict[str, Any]
 
 
 def _samples(result: dict[str, Any]) -> str:
+    if result["samples"] is None:
+        return "metrics.jsonl is not whole and does not tell of how many samples"
     out = result["quarantined"]
     return f"{result['samples']} samples" + (f" ({out} more left out by quarantine)" if out else "")
 

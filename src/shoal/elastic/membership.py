@@ -393,7 +393,7 @@ class Membership:
         def waited_for(number: int | None) -> bool:
             if number is None or number not in self.members or not self.members[number].ready:
                 return True
-            return self.generation >= 0 and number not in self.formed
+            return self.generation >= 0 and number not in self._here
 
         missing = [seat for seat, number in enumerate(self.seats) if waited_for(number)]
         return did_not_form(self.size, missing, self.form_timeout_s)

@@ -253,7 +253,8 @@ class SupervisedSeat:
         num_ranks, sizes = place.num_ranks, place.sizes
         world = World(place.seat, num_ranks, place.seat, num_ranks, "shoal")
         if sizes[-1] == (1, 0):
-            return Mesh.form(Group(), self._axes, world.device)._replace(sizes=sizes)
+            alone = Group(is_lost=self.is_over)
+            return Mesh.form(alone, self._axes, world.device)._replace(sizes=sizes)
         import torch.distributed as dist
 
         faultpoint("seat.forming", self.step)

@@ -139,7 +139,7 @@ class Supervisor:
 
     def _name_late(self) -> None:
         seated = self.members.generation, self.members.seats, self.members.formed
-        if late := self._forming.late(*seated, time.monotonic()):
+        if not self._over and (late := self._forming.late(*seated, time.monotonic())):
             told = still_forming(self.members.size, late, self.members.form_timeout_s)
             self._event("warning", text=told)
 
@@ -159,7 +159,8 @@ class Supervisor:
             self._give_up("it was interrupted twice", 128 + self._signals[-1])
         if self._stop_signal and not self._over:
             if self.members.generation < 0 or (self.members.scripts and not self.members.formed):
-                self._give_up("it was interrupted before the first step", 128 + self._stop_signal)
+                when = "while a group formed" if self.members.step > 0 else "before the first step"
+                self._give_up(f"it was interrupted {when}", 128 + self._stop_signal)
             self._tell(self.members.seats, Stop())
 
     def _hear_nursery(self) -> None:

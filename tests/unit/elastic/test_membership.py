@@ -688,6 +688,16 @@ def test_a_group_that_does_not_form_names_the_missing() -> None:
     assert "did not form within 30 s: rank 1 did not come" in end.cause
 
 
+def test_who_came_to_a_group_that_does_not_form_again_is_not_missing() -> None:
+    members = formed(heartbeat_timeout_s=1000.0, form_timeout_s=30.0, regroup_after_s=0.1)
+    members.lost(0, 0, 1.0, "a collective took ten minutes")
+    assert members.tick(1.2) == [Announce(1, (0, 1, 2))]
+    for number in (0, 2):
+        members.here(number, 1)
+    (end,) = members.tick(31.5)
+    assert "did not form within 30 s: rank 1 did not come" in end.cause
+
+
 def test_a_server_is_called_one() -> None:
     members = Membership(2, num_servers=2, form_timeout_s=30.0)
     members.begin(0.0)
