@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from shoal import computing
+from shoal import computing, logs
 from shoal.comm import board
 from shoal.elastic import asides, seat, worker
 from shoal.elastic.asides import (
@@ -68,6 +68,7 @@ PLACE = TakeSeat(0, 1, (Size(2, 0),), 0)
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.for_the_screen.clear()  # of other tests
     monkeypatch.setattr(asides, "PAUSE_S", 0.0)
 
 
@@ -86,9 +87,11 @@ def test_who_waits_for_the_supervisor_is_not_told_of(hurry: None) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     waits.wait()
-    assert told(own) == []
-    goes_on.set()
-    thread.join()
+    try:
+        assert told(own) == []
+    finally:
+        goes_on.set()
+        thread.join()
 
 
 def called_in(file: str, work: Callable[[], None]) -> FrameType:
