@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.comm.collectives import Group
 from shoal.data.transforms.quarantine import quarantine
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.evaluate import measure
+from shoal.mesh import Mesh
 from shoal.plan import Plan
 from shoal.run import Run, resolve
 
@@ -85,10 +87,8 @@ def evaluated(source: Any, plan: str = "data=1", loaders: int = 0) -> dict[str, 
     def output(inputs: torch.Tensor) -> torch.Tensor:
         return inputs[:, 0]
 
-    axis = SimpleNamespace(rank=0, num_ranks=1)
-    mesh: Any = SimpleNamespace(
-        data=axis, tensor=axis, device="cpu", world=SimpleNamespace(merge=lambda table: table)
-    )
+    alone = Group()
+    mesh = Mesh(alone, alone, alone, alone, "cpu")
     compute: Any = SimpleNamespace(
         plan=Plan.parse(plan),
         spread=SimpleNamespace(model=nn.Linear(2, 1)),
