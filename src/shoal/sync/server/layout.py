@@ -15,8 +15,7 @@ from shoal.comm.buckets import BUCKET_BYTES
 from shoal.parallel import zero
 from shoal.sync.server.placement import place
 
-LEAST_BYTES = 64  # of a key where several servers share a model, so that each gets some
-LEAST_BYTES_ALONE = 1 << 12  # where there is one: a smaller key costs less than its message
+LEAST_BYTES = 64  # of a key, so that small models are dealt out too
 ALIGNMENT = 64  # bytes, of what stands in shared memory
 
 
@@ -88,8 +87,7 @@ class Layout(NamedTuple):
 def lay_out(sizes: Sequence[tuple[int, int, object]], may_cut: bool, num_servers: int) -> Layout:
     """Of parameters given as (elements, bytes of one, kind); whole ones if they may not be cut."""
     total = sum(length * itemsize for length, itemsize, _ in sizes)
-    least = LEAST_BYTES_ALONE if num_servers == 1 else LEAST_BYTES
-    most = min(BUCKET_BYTES, max(least, total // (4 * num_servers)))
+    most = min(BUCKET_BYTES, max(LEAST_BYTES, total // (4 * num_servers)))
     shelves, keys = [], []
     for number, shelf in enumerate(zero.shelve(sizes, 1, may_cut)):
         itemsize = sizes[shelf.indices[0]][1]
