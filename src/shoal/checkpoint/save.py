@@ -198,8 +198,11 @@ class Saver:
                 self._begun.set()
             return
         pauses = _Pauses(self._given_up, "rank 0 was lost before it had begun")
-        while not _is_there(draft):
-            if self._begun.is_set():
+        while True:
+            is_last = self._begun.is_set()  # asked before the look: it may come in between
+            if _is_there(draft):
+                return
+            if is_last:
                 raise FileNotFoundError(errno.ENOENT, "rank 0 has given it up")
             pauses.pause("rank 0 began nothing")
 

@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint import save
 from shoal.checkpoint.finding import name_of
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin, Progress
@@ -360,3 +362,27 @@ def test_a_spare_that_comes_later_finds_the_checkpoints_of_its_own_run(
         shoal.trainer(run, checkpoints=tmp_path)
     monkeypatch.setenv("RANK", "1")
     shoal.trainer(run, checkpoints=tmp_path).seat.close()
+
+
+def test_a_draft_that_begins_between_two_looks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may begin, and say so, right after another rank looked in vain."""
+    store = Directory(tmp_path)
+    saver, draft = Saver(store, lambda saved: None), store.join("step-1", "token")
+    saver._begun.clear()
+    look, num_looks = save._is_there, 0
+
+    def look_too_early(draft: Any) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks > 1:
+            return look(draft)
+        store.begin("step-1", "token")
+        saver._begun.set()
+        return False
+
+    monkeypatch.setattr(save, "_is_there", look_too_early)
+    work: Any = SimpleNamespace(rank=1)
+    saver._begin(work, draft)
+    assert num_looks == 2
