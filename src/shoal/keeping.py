@@ -21,7 +21,7 @@ import torch
 from shoal.beginning import Beginning, Taken
 from shoal.checkpoint.finding import name_of, step_of, steps_in
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress
+from shoal.checkpoint.manifest import BadCheckpoint, MayBeGood, Origin, Progress
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import known_of
@@ -39,7 +39,7 @@ from shoal.remote import StoreError
 from shoal.run import Run
 from shoal.sync.choose import kinds_held, settle
 from shoal.sync.replicas import shared_name
-from shoal.sync.state import Given, share_bytes
+from shoal.sync.state import Given, State, share_bytes
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
@@ -60,6 +60,15 @@ class Keeping(NamedTuple):
     beginning: Beginning | None = None
     others_may_write: bool = False  # a caller's loop has its hands on the model between two steps
     is_asked: bool = True  # or only done because it can be
+    resumes: bool = False  # to go on was asked for: it says so if there is nothing to
+    needs_one: bool = False  # began with weights that are not at hand, so not without a checkpoint
+
+
+class _Problem(NamedTuple):
+    """Why a checkpoint is passed over. If it is `damaged`, nobody could go on from it."""
+
+    why: str = ""
+    damaged: bool = False
 
 
 class Keeper:
@@ -69,6 +78,7 @@ class Keeper:
         self.store, self.origin = keeping.store, keeping.origin
         self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
         self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
+        self._resumes, self._needs_one = keeping.resumes, keeping.needs_one
         self.saved_step: int | None = None  # the newest that this rank knows to be there
         self._bad: set[str] = set()  # checkpoints that were refused
         self._known: dict[str, Known] = {}  # checkpoints that were looked at, in the saver's thread
@@ -82,7 +92,9 @@ class Keeper:
     def restore(self, trainer: "Trainer") -> None:
         """If no rank has made a step, go on from the newest good checkpoint, should there be one.
 
-        Every rank must call it.
+        If all are damaged the run begins anew, which costs what they held; one that may be good,
+        and cannot be gone on from, is refused. Every rank must call it. Cost while there are any: a
+        copy of the first weights.
         """
         world = trainer.mesh.world
         self._look_at(trainer)
@@ -91,27 +103,40 @@ class Keeper:
             return
         names = steps_in(self.store) if world.rank == 0 else []
         shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
-        problems = []
-        for name in msgspec.msgpack.decode(shared, type=list[str]):
-            problem = _first_problem(world, self._load(trainer, name))
-            if not problem:
+        found = msgspec.msgpack.decode(shared, type=list[str])
+        first = _copy_of(trainer.strategy.state_dict()) if found else None
+        problems, damaged = [], not self._needs_one
+        for name in found:
+            problem = _worst_problem(world, self._load(trainer, name))
+            if not problem.why:
                 if world.rank == 0:
                     self._tell_of_resuming(trainer, name)
                 return
-            problems.append(f"{name}: {problem}")
+            problems.append(f"{name}: {problem.why}")
+            damaged &= problem.damaged
             self._bad.add(name)
             if world.rank == 0:
-                self._tell("checkpoint-refused", name=name, why=problem)
-        if problems:
+                self._tell("checkpoint-refused", name=name, why=problem.why)
+        if problems and not damaged:
             raise BadCheckpoint(
                 f"No checkpoint in {self.store} can be gone on from. {' '.join(problems)} "
                 "Remove them to begin anew."
             )
-        if self._beginning is not None:
-            source = self._beginning.source(Given(trainer.strategy.state_dict()))
-            problem = _first_problem(world, self._take_over(trainer, source))
-            if problem:
-                raise BadCheckpoint(f"{self._beginning.place}: {problem}")
+        self._begin(trainer, first)
+
+    def _begin(self, trainer: "Trainer", first: State | None) -> None:
+        """At step 0; `first` is the state as the seed made it, if it has changed since."""
+        world = trainer.mesh.world
+        if first is not None or self._beginning is not None:
+            own = Given(trainer.strategy.state_dict() if first is None else first)
+            source = own if self._beginning is None else self._beginning.source(own)
+            problem = _worst_problem(world, self._take_over(trainer, source))
+            if problem.why:
+                place = self.store if self._beginning is None else self._beginning.place
+                raise BadCheckpoint(f"{place}: {problem.why}")
+        if self._resumes and world.rank == 0:
+            self._tell("begun", step=trainer.step, store=str(self.store), num_bad=len(self._bad))
+            warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
 
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
         """Save, if it is time to. Every rank must call it, in the group that made the step."""
@@ -289,18 +314,18 @@ class Keeper:
         for one in superfluous(self._known.values(), self._keep):
             self.store.remove(one.name)
 
-    def _load(self, trainer: "Trainer", name: str) -> str:
+    def _load(self, trainer: "Trainer", name: str) -> _Problem:
         """Take the state over; returns why that cannot be."""
         try:
             opened = Opened(self.store, name)
         except BadCheckpoint as bad:
-            return str(bad)
+            return _Problem(str(bad), not isinstance(bad, MayBeGood))
         problem = self._take_over(trainer, opened)
-        if not problem:
+        if not problem.why:
             self.saved_step = trainer.step
         return problem
 
-    def _take_over(self, trainer: "Trainer", source: Opened | Taken) -> str:
+    def _take_over(self, trainer: "Trainer", source: Opened | Taken | Given) -> _Problem:
         progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
         try:
             if isinstance(source, Opened):
@@ -309,22 +334,22 @@ class Keeper:
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
         except FailedElsewhere:
-            return ""  # that rank says why
+            return _Problem()  # that rank says why
         except StoreError:
             raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:
-            return str(wrong)
+            damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, MayBeGood)
+            return _Problem(str(wrong), damaged)
         except OSError as error:
-            return f"{error.strerror}."
+            return _Problem(f"{error.strerror}.")
         except (KeyError, TypeError, ValueError) as error:
-            return (
-                f"What it says of the optimizer makes no sense ({type(error).__name__}: {error})."
-            )
+            what = f"{type(error).__name__}: {error}"
+            return _Problem(f"What it says of the optimizer makes no sense ({what}).")
         trainer.step = progress.step
         if isinstance(source, Opened):
             self._resumed = source.manifest.origin
             self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
-        return ""
+        return _Problem()
 
 
 class KeepsNothing:
@@ -374,6 +399,26 @@ def _refuse_strange(source: Opened, own: Collection[str]) -> None:
     names = {n.removeprefix("model.") for n in source if n.startswith("model.")}
     for name in sorted(names - set(own)):
         raise UsageError(f"It holds model.{name}, which the model does not have.")
+
+
+def _copy_of(state: State) -> State:
+    tensors = {
+        name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
+        for name, parts in state.tensors.items()
+    }
+    return State(tensors, state.plain)
+
+
+def _worst_problem(world: Group, own: _Problem) -> _Problem:
+    """The problem of the first rank for which it may be good, else of the first that has one."""
+    rows = world.gather_numbers([bool(own.why), own.damaged])
+    found = [rank for rank, row in enumerate(rows) if row[0]]
+    if not found:
+        return _Problem()
+    undamaged = [rank for rank in found if not rows[rank][1]]
+    first = (undamaged or found)[0]
+    why = share_bytes(world, first, own.why.encode()).decode()
+    return _Problem(why, not undamaged)
 
 
 def _first_problem(world: Group, own: str) -> str:

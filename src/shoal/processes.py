@@ -29,6 +29,42 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+_held: set[int] = set()  # descriptors
+_hands_on = False  # whether the fork under way is one of ours
+
+
+def hold(descriptor: int) -> None:
+    """Keep a descriptor (of a lock, say) in this process and in those of the run that it forks:
+    what a recipe forks may outlive them, and must not hold it."""
+    _held.add(descriptor)
+
+
+def let_go(descriptor: int) -> None:
+    _held.discard(descriptor)
+
+
+@contextmanager
+def handing_on() -> Iterator[None]:
+    """Around the fork of a process of the run."""
+    global _hands_on
+    _hands_on = True
+    try:
+        yield
+    finally:
+        _hands_on = False
+
+
+def _close_held() -> None:
+    if not _hands_on:
+        for descriptor in _held:
+            with suppress(OSError):
+                os.close(descriptor)
+        _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
 @contextmanager
 def giving_way() -> Iterator[None]:
     """Let this thread, if it sleeps here, interrupt nobody when it is woken.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.checkpoint.finding import steps_in
-from shoal.checkpoint.manifest import BadCheckpoint, Manifest, Origin
+from shoal.checkpoint.manifest import BadCheckpoint, Manifest, MayBeGood, Origin
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.storage import Store
 from shoal.data.likeness import is_other, shown
@@ -37,28 +37,59 @@ MAY_CHANGE = (
 _CONTENT, _ORDER, NEW_ORDER = "data_content", "data_order", "new_data_order"
 
 
-def newest(store: Store) -> Manifest:
-    """What the newest checkpoint of a run says of itself."""
-    problems = []
-    for name in steps_in(store):
+def newest(store: Store) -> Manifest | None:
+    """What the newest checkpoint of a run says of itself; None if there is none, or none that is
+    not damaged. BadCheckpoint if one may be good, and cannot be read."""
+    problems, may_be_good = [], False
+    for name in _listed(store):
         try:
             return Sealed(store, name).manifest
         except BadCheckpoint as bad:
             problems.append(f"{name}: {bad}")
-    if problems:
-        raise BadCheckpoint(f"No checkpoint in {store} is good. {' '.join(problems)}")
-    raise UsageError(
-        f"{store} holds no checkpoint to go on from. A run makes one at its end and when it is "
-        "stopped, and every `save_every` steps if its recipe says so."
-    )
+            may_be_good |= isinstance(bad, MayBeGood)
+    if may_be_good:
+        raise BadCheckpoint(
+            f"No checkpoint in {store} can be read. {' '.join(problems)} Mend that and go on, or "
+            "move them away to begin anew."
+        )
+    return None
+
+
+def _listed(store: Store) -> list[str]:
+    try:
+        return steps_in(store)
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{store} cannot be read: {error.strerror}, so nobody knows which checkpoints it holds."
+        ) from error
 
 
 def refuse_used(store: Store) -> None:
     """A new run must not find checkpoints of another where it keeps its own."""
-    if steps_in(store):
+    if _listed(store):
         raise UsageError(
             f"{store} already holds checkpoints. Go on from them (--resume, or resume=True), or "
             "choose another place."
+        )
+
+
+def refuse_left_behind(store: Store, before: Store) -> None:
+    """A run without a checkpoint in `store` must not begin anew if it has some where they were."""
+    if _listed(before):
+        raise UsageError(
+            f"{store} holds no checkpoint to go on from, and the run keeps its own in {before}. "
+            "Leave --checkpoints out, or move them there first."
+        )
+
+
+def refuse_other_recipe(recipe: str, origin: Origin, store: Store) -> None:
+    """Checkpoints that another run directory's run made, by what its recipe is called."""
+    if origin.recipe.rpartition("/")[2] != recipe.rpartition("/")[2]:
+        raise UsageError(
+            f"The checkpoints in {store} are of the recipe {origin.recipe}, not {recipe}. Choose "
+            "another place, or begin with their weights (--from)."
         )
 
 

@@ -17,8 +17,10 @@ from typing import IO, Any, Self
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.files import write_whole
+from shoal.processes import hold, let_go
 
-OWNER = "owner"
+OWNER, RUN = "owner", "run.json"
 LEAVING_S = 5.0  # that the processes of a killed run may take to end
 LOGS_BEFORE_A_RUN = ("recipe*.log", "reference.log")
 
@@ -26,7 +28,9 @@ LOGS_BEFORE_A_RUN = ("recipe*.log", "reference.log")
 class RunDir:
     """A locked run directory; use it in a `with` block. One in which no run began is removed.
 
-    To `resume` takes one in which a run began, by default the recipe's last.
+    To `resume` takes one in which a run began, by default the recipe's last, or else one as if a
+    run were to begin: so the same command may be given again whatever became of it. `goes_on` says
+    which it was.
     """
 
     def __init__(self, path: Path | None, recipe: str, *, resume: bool = False):
@@ -47,14 +51,13 @@ class RunDir:
                 f"The run directory {path or 'runs/'} cannot be written: {error.strerror}. "
                 "Choose another with --run-dir DIR."
             ) from error
-        if (self.path / "run.json").exists() != resume:
+        self.goes_on = (self.path / RUN).exists()
+        if self.goes_on and not resume:
             self._release()
             self._discard()
             raise UsageError(
-                f"{self.path} holds no run that could go on. Leave --resume out to begin one."
-                if resume
-                else f"{self.path} already holds a run. Go on with it by --resume, or choose "
-                "another directory."
+                f"{self.path} already holds a run. Go on with it by --resume, or choose another "
+                "directory."
             )
 
     def __enter__(self) -> Self:
@@ -73,20 +76,19 @@ class RunDir:
     def described(self) -> dict[str, Any]:
         """What run.json says of the run that began here."""
         try:
-            found: dict[str, Any] = msgspec.json.decode((self.path / "run.json").read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
-            raise UsageError(f"{self.path / 'run.json'} cannot be read: {error}.") from error
-        return found
+            content = (self.path / RUN).read_bytes()
+            return msgspec.json.decode(content, type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise UsageError(f"{self.path / RUN} cannot be read: {error}.") from error
 
     def describe(self, **facts: Any) -> None:
         """The run begins: write run.json, the resolved run and plan, and whence each value came."""
         self._began = True
         text = msgspec.json.format(msgspec.json.encode(facts), indent=2)
-        (self.path / "run.json").write_bytes(text + b"\n")
+        write_whole(self.path / RUN, text + b"\n")  # or who goes on would find half of it
 
     def _release(self) -> None:
-        (self.path / OWNER).unlink(missing_ok=True)
-        self._lock.close()
+        _unlock(self.path, self._lock)
 
     def _discard(self) -> None:
         """Remove what was made here; what others put there stays."""
@@ -107,8 +109,7 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (path / OWNER).unlink(missing_ok=True)
-        lock.close()
+        _unlock(path, lock)
         _remove_empty(made)
 
 
@@ -124,19 +125,14 @@ def _stem(recipe: str) -> str:
     return recipe.rpartition("/")[2].replace(".py:", "-").replace(":", "-").replace(".py", "")
 
 
-def _last_of(recipe: str) -> Path:
-    """The newest runs/<recipe>-<n> in which a run began."""
+def _last_of(recipe: str) -> Path | None:
+    """The newest runs/<recipe>-<n> in which a run began, if one did."""
     numbers = [
         int(number)
-        for found in Path("runs").glob(f"{_stem(recipe)}-*/run.json")
+        for found in Path("runs").glob(f"{_stem(recipe)}-*/{RUN}")
         if (number := found.parent.name.rpartition("-")[2]).isdigit()
     ]
-    if not numbers:
-        raise UsageError(
-            f"There is no run of {recipe} in runs/ that could go on. Name its directory with "
-            "--run-dir DIR, or leave --resume out to begin one."
-        )
-    return Path("runs") / f"{_stem(recipe)}-{max(numbers)}"
+    return Path("runs") / f"{_stem(recipe)}-{max(numbers)}" if numbers else None
 
 
 def _next_free(recipe: str) -> tuple[Path, list[Path]]:
@@ -195,6 +191,8 @@ def _lock(path: Path) -> IO[str]:
         who = file.read().strip() or "another process"
         if time.monotonic() > deadline or not _is_gone(who):
             file.close()
+            if _is_gone(who):
+                who = f"what {who} left running when it ended ({_holders(owner)})"
             raise UsageError(
                 f"{path} is in use by {who}. Two runs cannot share a run directory; choose another "
                 "with --run-dir DIR."
@@ -204,4 +202,22 @@ def _lock(path: Path) -> IO[str]:
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
+    hold(file.fileno())
     return file
+
+
+def _unlock(path: Path, file: IO[str]) -> None:
+    with suppress(OSError):  # of a disk that cannot be written any more
+        (path / OWNER).unlink(missing_ok=True)
+    let_go(file.fileno())
+    file.close()
+
+
+def _holders(owner: Path) -> str:
+    """The processes of this host that have a file open, as far as one may look."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if link.samefile(owner):
+                found.add(link.parts[2])
+    return f"process {', '.join(sorted(found))}" if found else "nobody here knows which process"

@@ -46,15 +46,18 @@ def trainer(
             "resume and save_every need a place. Give shoal.trainer(..., checkpoints=DIRECTORY)."
         )
     fields: dict[str, Any] = {}
+    found = None  # to go on from
     if store is not None:
         fields = {name: field["value"] for name, field in provenance(run, {}).items()}
     if store is not None and steps_in(store):
         # A spare that comes later finds those of its own run; its number is above the seats'.
         if not resume and world.rank < world.num_ranks:
             refuse_used(store)
-        origin = newest(store).origin
-        refuse_changes(fields, run, origin)
-        resolved = plan_to_go_on(run, None if plan is None else str(plan), world.num_ranks, origin)
+        found = newest(store)
+    if found is not None:
+        refuse_changes(fields, run, found.origin)
+        text = None if plan is None else str(plan)
+        resolved = plan_to_go_on(run, text, world.num_ranks, found.origin)
     else:
         resolved = resolve(run, plan, world.num_ranks)
     if resolved.num_servers:
@@ -70,5 +73,5 @@ def trainer(
         if isinstance(seat, LauncherSeat):
             seat.stop_on_term()
         made = origin_of(sys.argv[0], fields, resolved, run)
-        keeper = Keeper(Keeping(store, made, others_may_write=True), seat.tell)
+        keeper = Keeper(Keeping(store, made, others_may_write=True, resumes=resume), seat.tell)
     return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper)

@@ -211,17 +211,139 @@ def test_what_one_rank_finds_damaged_all_ranks_pass_over(
     assert [event["step"] for event in again.events("resumed")] == [50]
 
 
-def test_a_run_without_a_good_checkpoint_is_not_begun_anew(train) -> None:
-    training = train(pause=0.02)
+def test_one_command_is_given_again_until_the_run_is_done(train, undisturbed: Trained) -> None:
+    """As schedulers do: nothing is there, then no checkpoint is, and at last nothing is to do."""
+    training = train(resume=True, pause=0.02)
+    training.wait_for_step(3)
+    training.command.send_signal(signal.SIGKILL)
+    killed = training.wait()
+    assert "nothing to go on from" in killed.errors and "begins at step 0" in killed.errors
+    assert not (killed.run_dir / "checkpoints").exists()
+    plain = train(pause=0.02).wait()
+    assert plain.exit_code == 2 and "Go on with it by --resume" in plain.last_words
+    trained = train(resume=True, pause=0.02).wait()
+    check_same(trained, undisturbed)
+    check_ledger(trained, NUM_STEPS)
+    assert trained.events("begun") and "begins at step 0" in trained.errors
+    done = train(resume=True, pause=0.02).wait()
+    assert done.exit_code == 0 and "were done already" in done.last_words
+    assert done.model() == undisturbed.model()
+
+
+def test_a_run_that_was_killed_while_it_was_prepared_can_begin(train, tmp_path: Path) -> None:
+    """It left logs, and an owner that is gone."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "recipe.log").write_text("")
+    (tmp_path / "run" / "owner").write_text("process 1 on elsewhere")
+    trained = train(resume=True, steps=3).wait()
+    assert trained.exit_code == 0 and len(trained.steps()) == 3, trained.errors
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=3",
+        *(
+            pytest.param(plan, marks=pytest.mark.full)
+            for plan in ("data=2 zero=1", "data=2 zero=3", "pipeline=2", "data=2 sync=server")
+        ),
+    ],
+)
+def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -> None:
+    """From the first weights, whatever was read before the damage showed."""
+    training = train(pause=0.02, plan=plan)
     training.wait_for_step(5)
     training.command.send_signal(signal.SIGTERM)
     stopped = training.wait()
-    for name in Directory(stopped.run_dir / "checkpoints").names():
-        _flip(stopped.run_dir / "checkpoints" / name / "rank-00000.safetensors")
-    trained = train(pause=0.02, resume=True).wait()
-    assert trained.exit_code == 2
-    assert "rank-00000.safetensors" in trained.last_words
-    assert "going on from" not in trained.errors
+    assert stopped.exit_code == RUN_AGAIN, stopped.errors
+    folder = stopped.run_dir / "checkpoints"
+    for name in Directory(folder).names():
+        _flip(folder / name / "rank-00000.safetensors")
+    trained = train(pause=0.02, plan=plan, resume=True, steps=12).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert "rank-00000.safetensors" in trained.errors and "going on from" not in trained.errors
+    assert f"no checkpoint in {folder} is good: the run begins anew at step 0" in trained.errors
+    check_ledger(trained, 12)
+    model = trained.model()
+    shutil.rmtree(trained.run_dir)
+    assert train(pause=0, plan=plan, steps=12).wait().model() == model
+
+
+def test_checkpoints_that_may_be_good_are_not_begun_over(train, tmp_path: Path) -> None:
+    """Another model's, or a link's, or of a key that is not the one: what they hold is no loss."""
+    assert train(pause=0, steps=4).wait().exit_code == 0
+    store = tmp_path / "run" / "checkpoints"
+    path = store / "step-00000004"
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["tensors"].append({**EMPTY, "name": "model.gone"})
+    content = json.dumps(manifest).encode()
+    (path / MANIFEST).write_bytes(content)
+    (path / SEAL).write_bytes(seal(content))
+    strange = train(pause=0, steps=4, resume=True).wait()
+    assert strange.exit_code == 2 and "holds model.gone, which" in strange.last_words
+    path.rename(tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    linked = train(pause=0, steps=4, resume=True).wait()
+    assert linked.exit_code == 2 and "is a link" in linked.last_words
+
+
+def test_a_run_without_a_checkpoint_begins_anew_as_it_began(train, tmp_path: Path) -> None:
+    training = train(pause=0.02, save_every=1000)
+    training.wait_for_step(2)
+    training.command.send_signal(signal.SIGKILL)
+    training.wait()
+    for change, told in (
+        ({"batch_size": 6}, "batch_size was 12 and is 6 now"),
+        ({"pause": 1}, "--set pause=1: it was 0.02 when the run began"),
+    ):
+        refused = train(resume=True, **{"pause": 0.02, **change}).wait()
+        assert refused.exit_code == 2 and told in refused.last_words
+    described = tmp_path / "run" / "run.json"
+    content = described.read_text()
+    described.write_text(content.replace("tiny.py:mlp", "tiny.py:wide"))
+    other = train(resume=True).wait()
+    assert other.exit_code == 2 and "tiny.py:wide, not " in other.last_words
+    described.write_text('{"script": "own.py"}')
+    script = train(resume=True).wait()
+    assert script.exit_code == 2 and "is not of a `shoal train`" in script.last_words
+    described.write_text(content)
+    trained = train(resume=True, pause=0.02).wait()
+    assert trained.exit_code == 0 and len(trained.steps()) == NUM_STEPS
+
+
+def test_a_new_directory_goes_on_from_checkpoints_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    """As on another machine, whose disk has nothing of the run."""
+    there = ("--checkpoints", str(tmp_path / "there"), "--resume")
+
+    def run(name: str, recipe: str = "mlp", **settings: object) -> Trained:
+        return faults.start(
+            pool,
+            f"{RECIPE}:{recipe}",
+            tmp_path / name,
+            plan="data=2",
+            settings={"pause": 0, **settings},
+            options=there,
+        ).wait()
+
+    assert run("first", steps=4).exit_code == 0
+    second = run("second", steps=8)
+    assert second.exit_code == 0 and "going on from step 4" in second.errors, second.errors
+    assert [record["step"] for record in second.steps()] == [5, 6, 7, 8]
+    other = run("third", recipe="stateless", steps=9)
+    assert other.exit_code == 2 and "tiny.py:mlp, not " in other.last_words
+    changed = run("third", steps=9, batch_size=6)
+    assert changed.exit_code == 2 and "batch_size was 12 and is 6 now" in changed.last_words
+
+
+def test_checkpoints_are_not_left_behind_by_chance(train, tmp_path: Path, pool: Pool) -> None:
+    assert train(pause=0, steps=4).wait().exit_code == 0
+    options = ("--resume", "--checkpoints", str(tmp_path / "elsewhere"))
+    settings = {"steps": 8, "pause": 0}
+    refused = faults.start(
+        pool, f"{RECIPE}:mlp", tmp_path / "run", plan="data=3", settings=settings, options=options
+    ).wait()
+    assert refused.exit_code == 2
+    assert f"keeps its own in {tmp_path / 'run' / 'checkpoints'}" in refused.last_words
 
 
 def test_what_may_not_change(train) -> None:
@@ -312,13 +434,6 @@ def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(
     assert "no checkpoint will be made" in trained.errors and len(trained.steps()) == 3
     assert trained.result["checkpoint"] is trained.result["model"] is None
     assert "model.safetensors was not written: phases is complex128" in trained.errors
-
-
-def test_there_must_be_something_to_go_on_from(train, tmp_path: Path) -> None:
-    nothing = train(resume=True).wait()
-    assert nothing.exit_code == 2
-    assert "holds no run that could go on" in nothing.last_words
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`shoal train --from`: a run begins with the weights, or everything, of another."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.testing import faults
-from shoal.testing.faults import Trained
+from shoal.testing.faults import Trained, Training
 from shoal.testing.ranks import Pool
 
 TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")
@@ -132,10 +133,41 @@ def test_a_place_in_other_data_means_nothing(train: Train, first: Path) -> None:
     assert "batch_size was 12 and is 6 now, so the place in the data" in refused.last_words
 
 
+def test_a_run_that_was_killed_begins_again_with_the_same_weights(
+    pool: Pool, first: Path, tmp_path: Path
+) -> None:
+    """Before its first checkpoint; afterwards it goes on, and needs the source no more."""
+    source = tmp_path / "weights.safetensors"
+    shutil.copy(first / "model.safetensors", source)
+
+    def run(name: str, *options: str, pause: float = 0.02) -> Training:
+        return faults.start(
+            pool,
+            f"{TINY}:mlp",
+            tmp_path / name,
+            plan="data=2",
+            settings={"pause": pause, "steps": 20},
+            options=options,
+        )
+
+    training = run("run", "--from", str(source), "--resume")
+    training.wait_for_step(2)
+    training.command.send_signal(signal.SIGKILL)
+    training.wait()
+    other = run("run", "--from", str(first), "--resume").wait()
+    assert other.exit_code == 2 and f"the run began with {source}" in other.last_words
+    trained = run("run", "--resume").wait()
+    assert trained.exit_code == 0 and f"tensors of {source}" in trained.errors, trained.errors
+    whole = run("whole", "--from", str(source)).wait()
+    assert trained.model() == whole.model()
+    source.unlink()
+    done = run("run", "--from", str(source), "--resume").wait()
+    assert done.exit_code == 0 and "were done already" in done.last_words
+
+
 def test_wrong_words(train: Train, first: Path, tmp_path: Path) -> None:
     model = first / "model.safetensors"
     assert "holds weights alone" in train(model, "--take", "everything", steps=2).last_words
-    assert "Give one of them" in train(model, "--resume", steps=2).last_words
     assert "There is no" in train(tmp_path / "absent", steps=2).last_words
     broken = tmp_path / "step-00000020"
     shutil.copytree(checkpoint(first), broken)

@@ -27,8 +27,10 @@ Start = Callable[..., Training]
 def starter(pool: Pool, tmp_path: Path) -> Start:
     """What starts `shoal run` with 2 ranks."""
 
-    def begin(*words: str, ranks: int = 2, options: tuple[str, ...] = ()) -> Training:
-        run_dir = tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
+    def begin(
+        *words: str, ranks: int = 2, options: tuple[str, ...] = (), run_dir: Path | None = None
+    ) -> Training:
+        run_dir = run_dir or tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
         command = pool.start(
             run_here,
             ["run", "--ranks", str(ranks), "--run-dir", str(run_dir), *options, SCRIPT, *words],
@@ -188,6 +190,25 @@ def test_a_script_that_is_told_to_end_saves_and_goes_on(pool: Pool, tmp_path: Pa
         steps += told(output.read_text())
     assert [step["step"] for step in steps] == list(range(1, 9))
     assert any((tmp_path / "kept").iterdir())
+
+
+def test_a_script_is_run_again_in_its_directory(start: Start, tmp_path: Path) -> None:
+    """By one command, killed before there was anything to go on from."""
+    again = {"options": ("--resume",), "run_dir": tmp_path / "run", "ranks": 1}
+    training = start("saves", **again)
+    out = tmp_path / "run.out"
+    assert wait_until(lambda: out.exists() and len(told(out.read_text())) >= 2, 40.0)
+    training.command.send_signal(signal.SIGKILL)
+    training.wait()
+    refused = start("saves", run_dir=tmp_path / "run").wait()
+    assert refused.exit_code == 2 and "Go on with it by --resume" in refused.last_words
+    out.unlink()
+    trained = start("saves", **again).wait()
+    assert trained.exit_code == 0 and "begins at step 0" in trained.errors, trained.errors
+    assert [step["step"] for step in told(trained.output)] == list(range(1, 9))
+    out.unlink()
+    done = start("saves", **again).wait()
+    assert done.exit_code == 0 and told(done.output) == [], "what was said before is not said again"
 
 
 def torchrun(directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":

@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import UsageError
+from shoal.processes import handing_on
 from shoal.rundir import RunDir, claimed
 
 
@@ -69,3 +72,50 @@ def test_of_a_refused_run_no_directory_is_left(
     with claimed(tmp_path / "used"):
         (tmp_path / "used" / "step-1").mkdir()
     assert (tmp_path / "used" / "step-1").is_dir()
+
+
+def test_to_resume_takes_the_last_run_or_begins_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        with RunDir(None, "r.py:f") as run_dir:
+            assert not run_dir.goes_on
+            run_dir.describe(recipe="r.py:f", number=number)
+    with RunDir(None, "r.py:f", resume=True) as run_dir:
+        assert run_dir.goes_on and run_dir.described()["number"] == 2
+    with RunDir(None, "other.py:f", resume=True) as run_dir:
+        assert not run_dir.goes_on and run_dir.path == Path("runs/other-f-1")
+    assert not Path("runs/other-f-1").exists(), "no run began there"
+    (tmp_path / "runs/r-f-2/run.json").write_text("[")
+    with RunDir(None, "r.py:f", resume=True) as run_dir, pytest.raises(UsageError, match="read"):
+        run_dir.described()
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_what_a_recipe_forks_does_not_hold_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """A process of the run does, as long as it lives, and is named."""
+    monkeypatch.setattr("shoal.rundir.LEAVING_S", 0.2)
+    read, write = os.pipe()
+    command = os.fork()
+    if command == 0:
+        held = RunDir(tmp_path / "run", "r")
+        with handing_on() if is_ours else nullcontext():
+            left = os.fork()
+        if left:
+            os.write(write, str(left).encode())
+        while held:
+            signal.pause()
+    left = int(os.read(read, 20))
+    os.kill(command, signal.SIGKILL)
+    os.waitpid(command, 0)
+    try:
+        named = pytest.raises(UsageError, match=f"left running when it ended .process {left}")
+        with named if is_ours else nullcontext(), RunDir(tmp_path / "run", "r"):
+            assert not is_ours
+    finally:
+        os.kill(left, signal.SIGKILL)
+        os.close(read)
+        os.close(write)

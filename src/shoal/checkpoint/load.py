@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.manifest import MayBeGood
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.types import bytes_of, type_of_name
 from shoal.parallel.boxes import Box
@@ -25,11 +25,11 @@ class Opened(Sealed):
     def fill(self, name: str, places: Sequence[Slice]) -> None:
         """Put a tensor's values where a rank holds parts of it."""
         if places and name not in self:
-            raise BadCheckpoint(f"It holds no {name}. Is it another model's?")
+            raise MayBeGood(f"It holds no {name}. Is it another model's?")
         for place in places:
             tensor = self._tensors[name]
             if place.global_shape != tensor.shape or place.tensor.dtype != self.dtype(name):
-                raise BadCheckpoint(
+                raise MayBeGood(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}, and "
                     f"{str(place.tensor.dtype).removeprefix('torch.')} "
                     f"{list(place.global_shape)} is wanted."

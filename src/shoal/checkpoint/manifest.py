@@ -38,6 +38,11 @@ class BadCheckpoint(UsageError):
     """A checkpoint is not whole, not sound, or not what it says it is."""
 
 
+class MayBeGood(BadCheckpoint):
+    """A checkpoint is refused, and nothing says that it is damaged: it cannot be read now, is not
+    signed with this key, or is another model's. What was learnt may be in it."""
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """A box of a tensor, in row-major order, and where its bytes are."""
 

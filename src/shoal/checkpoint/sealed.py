@@ -23,6 +23,7 @@ from shoal.checkpoint.manifest import (
     BadCheckpoint,
     Chunk,
     File,
+    MayBeGood,
     Tensor,
 )
 from shoal.checkpoint.retention import Known
@@ -190,7 +191,7 @@ def _open(store: Store, name: str, file: str) -> Reader:
     except StoreError:
         raise  # of a store that cannot be reached nobody knows whether it holds a bad one
     except OSError as error:
-        raise BadCheckpoint(f"{file} cannot be read: {error.strerror}.") from None
+        raise MayBeGood(f"{file} cannot be read: {error.strerror}.") from None
 
 
 def _small(store: Store, name: str, file: str, most: int) -> bytes:
@@ -206,7 +207,7 @@ def _listed(store: Store, name: str) -> set[str]:
     except StoreError:
         raise
     except OSError as error:
-        raise BadCheckpoint(f"{name} cannot be listed: {error.strerror}.") from None
+        raise MayBeGood(f"{name} cannot be listed: {error.strerror}.") from None
 
 
 def _sound_header(reader: Reader, file: File) -> memoryview:

@@ -10,7 +10,7 @@ import hmac
 import os
 from collections.abc import Mapping
 
-from shoal.checkpoint.manifest import MANIFEST, BadCheckpoint
+from shoal.checkpoint.manifest import MANIFEST, MayBeGood
 from shoal.errors import UsageError
 
 SIGNATURE = "manifest.hmac"
@@ -51,9 +51,9 @@ def sign(content: bytes, key: bytes) -> bytes:
     return f"{hmac.new(key, content, hashlib.sha256).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def unsigned() -> BadCheckpoint:
+def unsigned() -> MayBeGood:
     """What is said of a checkpoint without a signature where one is asked for."""
-    return BadCheckpoint(
+    return MayBeGood(
         f"It is not signed, and with a key ({VARIABLE}) only signed ones are read. If you trust "
         "it, sign a copy: shoal checkpoint convert SOURCE TARGET --source-key none"
     )
@@ -61,4 +61,4 @@ def unsigned() -> BadCheckpoint:
 
 def check(content: bytes, signature: bytes, key: bytes) -> None:
     if not hmac.compare_digest(sign(content, key), signature):
-        raise BadCheckpoint(f"{MANIFEST} was not signed with this key ({VARIABLE}).")
+        raise MayBeGood(f"{MANIFEST} was not signed with this key ({VARIABLE}).")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.checkpoint.manifest import BadCheckpoint, MayBeGood
 from shoal.faults import faultpoint
 
 # Linux's, which Python does not name.
@@ -150,7 +150,7 @@ class Directory:
     def _folder(self, name: str) -> Path:
         path = self.path / name
         if path.is_symlink():
-            raise BadCheckpoint(
+            raise MayBeGood(
                 f"{name} is a link, to {os.readlink(path)}, and a link in a directory of "
                 "checkpoints is not followed. Name the place that it leads to."
             )
@@ -218,7 +218,7 @@ class MappedFile:
         except FileNotFoundError:
             raise BadCheckpoint(f"{path.name} is missing.") from None
         except OSError as error:
-            raise BadCheckpoint(f"{path.name} cannot be opened: {error.strerror}.") from None
+            raise MayBeGood(f"{path.name} cannot be opened: {error.strerror}.") from None
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

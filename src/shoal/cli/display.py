@@ -73,16 +73,8 @@ class Display:
                     self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
             case "saved":
                 self.saved_step = record["step"]
-            case "balanced":
-                self.say(_balanced(record))
-            case "slow":
-                self.say(_slow(record))
             case "emptied":
                 self._say_once("emptied", _emptied(record))
-            case "waiting":
-                self.say(_waiting(record))
-            case "busy":
-                self.say(_busy(record))
             case "resized":
                 self.say(f"[bold green]{escape(in_a_sentence(record))}[/]")
             case "not-resized":
@@ -96,6 +88,8 @@ class Display:
                 self.say(escape(f"shoal: {record['name']} {how}"))
             case "stopping":
                 self.say("stopping after the step under way; the same signal again ends at once")
+            case kind if kind in _SAID:
+                self.say(_SAID[kind](record))
             case "warning":
                 self._say_once(record["text"], f"[bold yellow]{escape(record['text'])}[/]")
 
@@ -179,6 +173,13 @@ def _going_on(record: dict[str, Any]) -> str:
     return told
 
 
+def _beginning(record: dict[str, Any]) -> str:
+    store = escape(record["store"])
+    if record["num_bad"]:
+        return f"[bold yellow]no checkpoint in {store} is good[/]: the run begins anew at step 0"
+    return f"nothing to go on from in {store}: the run begins at step {record['step']}"
+
+
 def _emptied(record: dict[str, Any]) -> str:
     return (
         f"[bold yellow]step {record['step']} changes nothing[/]: quarantine left out all "
@@ -218,3 +219,13 @@ def _balanced(record: dict[str, Any]) -> str:
         f"[bold]work moved after step {record['step']}[/]: {slow or 'speeds have changed'}; of "
         f"each batch the replicas take {', '.join(map(str, record['rounds']))} parts"
     )
+
+
+# What is said of an event, whatever else there was.
+_SAID = {
+    "begun": _beginning,
+    "balanced": _balanced,
+    "slow": _slow,
+    "waiting": _waiting,
+    "busy": _busy,
+}

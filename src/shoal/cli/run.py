@@ -8,6 +8,7 @@ import click
 
 from shoal.cli import options
 from shoal.cli.output import say
+from shoal.errors import UsageError
 
 
 class Echo:
@@ -17,15 +18,18 @@ class Echo:
         self._logs = logs
         self._log: Path | None = None
         self._shown = 0
+        # What an earlier life of the run left there was shown then.
+        self._before = {log: log.stat().st_size for log in logs.glob("*.log")}
 
     def __call__(self, record: dict[str, Any]) -> None:
-        if self._log is None and (self._logs / "rank-000.log").exists():
-            self._log = self._logs / "rank-000.log"
+        first = self._logs / "rank-000.log"
+        if self._log is None and first.exists():
+            self._log, self._shown = first, self._before.get(first, 0)
         if self._log is not None:
             self._show(self._log)
         if record["event"] == "seat" and record["rank"] == 0:
             log = self._logs / record["log"]
-            self._shown = self._shown if log == self._log else 0
+            self._shown = self._shown if log == self._log else self._before.get(log, 0)
             self._log = log
 
     def _show(self, log: Path) -> None:
@@ -44,6 +48,12 @@ class Echo:
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Run in --run-dir, or in the script's last directory, whatever became of it there before. "
+    "What to go on from is the script's: shoal.trainer(..., checkpoints=DIR, resume=True).",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
@@ -59,7 +69,10 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     options.refuse_closed_output()
     from shoal.rundir import RunDir
 
-    with RunDir(given["run_dir"], script.name) as run_dir:
+    with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:
+        if run_dir.goes_on and (began := run_dir.described().get("script")) != str(script):
+            what = "a recipe" if began is None else f"the script {began}"
+            raise UsageError(f"The run in {run_dir.path} was begun with {what}, not {script}.")
         sys.exit(_run(script, arguments, given, run_dir))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from shoal.cli import options
 from shoal.cli.output import say
@@ -18,8 +19,10 @@ JOIN_TIMEOUT_S = 600.0
 # What a preparation is given of the command line, on this host and on those that join it.
 PREPARED_BY = (
     *("plan", "ranks", "resume", "checkpoints", "keep", "begin_from", "take", "partial"),
-    *("new_data", "new_data_steps", "new_data_missed", "replay", "tensorboard"),
+    *("new_data", "new_data_steps", "new_data_missed", "replay", "tensorboard", "begun"),
 )
+# Options that a run keeps, and goes on with if they are not given again.
+KEPT = ("keep", "checkpoints", "new_data", "replay", "begin_from", "take", "partial")
 
 
 @click.command(epilog=options.plan_help())
@@ -34,8 +37,8 @@ PREPARED_BY = (
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on from the newest good checkpoint of --run-dir, or of the recipe's last run. The "
-    "plan may be another; without --plan it is the last one.",
+    help="Go on from the newest good checkpoint of --run-dir, or of the recipe's last run; begin "
+    "at step 0 if there is none. The plan may be another; without --plan it is the last one.",
 )
 @click.option(
     "--checkpoints",
@@ -106,9 +109,10 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
     The run goes on when a rank is killed: a warm spare takes its seat. Checkpoints are made every
     save_every steps (a field of the Run), at the end, and when the run is stopped. Ctrl-C once
-    stops cleanly after a step and saves it, twice ends at once. Exit codes: 0 done, 1 the recipe's
-    own error or an end that could not be saved, 2 usage, plan or input, 75 stopped after a
-    checkpoint, 130 and 143 ended by a signal without one.
+    stops cleanly after a step and saves it, twice ends at once. With --resume the same command
+    can be given again, whatever became of it before. Exit codes: 0 done, 1 the recipe's own error
+    or an end that could not be saved, 2 usage, plan or input, 75 stopped after a checkpoint, 130
+    and 143 ended by a signal without one.
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
@@ -121,13 +125,26 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
     with ExitStack() as held:
         run_dir = held.enter_context(RunDir(given["run_dir"], recipe, resume=given["resume"]))
-        if given["resume"]:
-            settings = _as_it_began(run_dir.described(), recipe, settings, given)
+        given["begun"] = None
+        if run_dir.goes_on:
+            given["begun"] = before = run_dir.described()
+            settings = _as_it_began(before, recipe, settings, given)
         given["keep"] = given["keep"] or "last=2"
         if given["checkpoints"] and "://" not in given["checkpoints"]:
             held.enter_context(claimed(Path(given["checkpoints"])))
         code = _train(recipe, settings, given, run_dir)
     sys.exit(code)
+
+
+class Begun(msgspec.Struct):
+    """What run.json says of a run: as much as it takes to go on without a checkpoint."""
+
+    recipe: str
+    settings: dict[str, str]
+    run: dict[str, dict[str, Any]]
+    plan: str
+    num_pieces: int
+    num_samples: int
 
 
 def _as_it_began(
@@ -136,25 +153,44 @@ def _as_it_began(
     """What a run that goes on was given when it began, where nothing else is said now."""
     from shoal.recipe import SETTABLE
 
-    if before.get("recipe") != recipe:
-        raise UsageError(f"The run was begun with the recipe {before.get('recipe')}, not {recipe}.")
-    known: dict[str, str] = before.get("settings", {})
+    try:
+        begun = msgspec.convert(before, Begun)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"run.json is not of a `shoal train` that could go on: {error}. Choose another "
+            "directory with --run-dir DIR."
+        ) from None
+    if begun.recipe != recipe:
+        raise UsageError(f"The run was begun with the recipe {begun.recipe}, not {recipe}.")
+    known = begun.settings
     for name, value in settings.items():
         if name not in SETTABLE and known.get(name) != value:
             was = f"was {known[name]}" if name in known else "was not set"
             raise UsageError(
                 f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
             )
-    for option in (
-        "keep",
-        "checkpoints",
-        "new_data",
-        "new_data_steps",
-        "new_data_missed",
-        "replay",
-    ):
-        given[option] = given.get(option) or before.get(option)
+    for option, name in (("begin_from", "--from"), ("new_data", "--new-data")):
+        now, then = _place(given[option]), before.get(option)
+        if now is not None and option in before and now != then:
+            began = f"began with {then}" if then else "began without"
+            raise UsageError(f"{name} {now}: the run {began}, and a run goes on as it began.")
+    if given["begin_from"] is None:  # whose options these are
+        given["take"] = given["partial"] = None
+    for option in (*KEPT, "new_data_steps", "new_data_missed"):
+        if given.get(option) is None:
+            given[option] = before.get(option)
     return {**known, **settings}
+
+
+def _place(where: str | None) -> str | None:
+    """A place as a run remembers it: absolute, and without a password."""
+    from shoal.checkpoint.objects import local_path
+    from shoal.remote import without_password
+
+    path = None if where is None else local_path(where)
+    if path is not None:
+        return str(path.resolve())
+    return None if where is None else without_password(where)
 
 
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
@@ -176,7 +212,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     def prepared(found: dict[str, Any]) -> None:
         facts.update(found)
         display.num_steps = found["num_steps"]
-        own = {name: given[name] for name in ("keep", "checkpoints", "new_data", "replay")}
+        own = {name: given[name] for name in KEPT} | {"begin_from": _place(given["begin_from"])}
         run_dir.describe(recipe=recipe, settings=settings, **own, **found)
         display.introduce(recipe, found, str(run_dir.path))
 
@@ -254,28 +290,24 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         interface_of(given["listen"])
     if given["replay"] is not None and given["new_data"] is None:
         raise UsageError("--replay has no effect without --new-data RUN.")
-    if given["new_data"] is not None and given["resume"]:
-        raise UsageError("--resume goes on with its own data. Leave --new-data out.")
     if given["begin_from"] is None:
         for name, default in (("take", "weights"), ("partial", False)):
             if given[name] != default:
                 raise UsageError(f"--{name} has no effect without --from SOURCE.")
-    elif given["resume"]:
-        raise UsageError("--resume goes on with a run, --from begins a new one. Give one of them.")
 
 
 def prepare_run(
     recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Path, joins: bool = False
 ) -> Any:
     """In the process that ranks are forked from, on each host; all but the first one join."""
+    from shoal.checkpoint.finding import FOLDER
     from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
     from shoal.data.transforms.normalizing import keep_statistics
     from shoal.elastic.worker import prepare_training, use_one_thread
     from shoal.keeping import Keeping, origin_of
     from shoal.recipe import load_recipe, provenance
-    from shoal.resume import NEW_ORDER, newest, plan_to_go_on, refuse_changes, refuse_used
-    from shoal.run import resolve
+    from shoal.resume import refuse_used
 
     use_one_thread()
     run = load_recipe(recipe, settings)
@@ -284,37 +316,78 @@ def prepare_run(
     if given["new_data"] is not None:
         run, looked = _on_new_data(run, fields, given, run_dir)
     plain = {name: field["value"] for name, field in fields.items()}
-    store = open_store(given["checkpoints"] or run_dir / "checkpoints")
+    store = open_store(given["checkpoints"] or run_dir / FOLDER)
     keep = Keep.parse(given["keep"])
     keep.refuse_unknown(run.measures(), "this run measures no such number")
-    if given["resume"]:
-        origin = newest(store).origin
-        own = plain if NEW_ORDER in origin.run else _known_by_marks(plain, run, run_dir)
-        refuse_changes(own, run, origin)
-        plan = plan_to_go_on(run, given["plan"], given["ranks"], origin)
-    else:
+    if not given["resume"] and not joins:
         refuse_used(store)
-        plan = resolve(run, given["plan"], given["ranks"])
+    plan, has_checkpoint = _to_go_on(recipe, run, plain, given, run_dir, store)
     asked = "--checkpoints asks for it" if given["checkpoints"] else ""
     if run.save_every is not None:
         asked = f"save_every={run.save_every} asks for it"
 
     def look_at(model: Any) -> Any:
         looked["unholdable"] = _unholdable(model, asked)
-        return None if given["begin_from"] is None else _beginning(model, run, plain, given)
+        begins = given["begin_from"] is not None and not has_checkpoint
+        return _beginning(model, run, plain, given) if begins else None
 
     origin = origin_of(recipe, plain, plan, run)
     facts, rank_main = prepare_training(
         run,
         plan,
         run_dir,
-        keeping=Keeping(store, origin, keep, is_asked=bool(asked)),
+        keeping=Keeping(
+            store,
+            origin,
+            keep,
+            is_asked=bool(asked),
+            resumes=bool(given["resume"]),
+            needs_one=has_checkpoint and given["begin_from"] is not None,
+        ),
         begin=look_at,
         tensorboard=given["tensorboard"],
     )
     if not joins:
         keep_statistics(run.data, run_dir)  # once nothing is refused any more
     return facts | looked | {"run": fields}, rank_main
+
+
+def _to_go_on(
+    recipe: str, run: Any, plain: dict[str, Any], given: dict[str, Any], run_dir: Path, store: Any
+) -> tuple[Any, bool]:
+    """The plan, once what must be as it was is; and whether there is a checkpoint to go on from.
+
+    Without one, a run that began is known by its run.json, and begins anew as it did.
+    """
+    from shoal.checkpoint.finding import FOLDER
+    from shoal.checkpoint.manifest import Origin
+    from shoal.checkpoint.objects import open_store
+    from shoal.resume import (
+        NEW_ORDER,
+        newest,
+        plan_to_go_on,
+        refuse_changes,
+        refuse_left_behind,
+        refuse_other_recipe,
+    )
+    from shoal.run import resolve
+
+    begun = given["begun"]
+    found = newest(store) if given["resume"] else None
+    if found is None and begun is None:
+        return resolve(run, given["plan"], given["ranks"]), False
+    if found is not None:
+        origin = found.origin
+        if begun is None:
+            refuse_other_recipe(recipe, origin, store)
+    else:
+        refuse_left_behind(store, open_store(begun.get("checkpoints") or run_dir / FOLDER))
+        values = {name: field["value"] for name, field in begun["run"].items()}
+        numbers = begun["num_pieces"], begun["num_samples"]
+        origin = Origin(recipe, values, begun["plan"], *numbers, {})
+    own = plain if NEW_ORDER in origin.run else _known_by_marks(plain, run, run_dir)
+    refuse_changes(own, run, origin)
+    return plan_to_go_on(run, given["plan"], given["ranks"], origin), found is not None
 
 
 def _on_new_data(
@@ -326,9 +399,10 @@ def _on_new_data(
     from shoal.resume import NEW_ORDER
 
     named = Path(given["new_data"])
-    before = read_before(str(named), run_dir) if given["resume"] else read_record(named)
+    goes_on = given["begun"] is not None
+    before = read_before(str(named), run_dir) if goes_on else read_record(named)
     before = before.until(given.get("new_data_steps"))
-    missed = given["new_data_missed"] or [] if given["resume"] else missed_in(before, run.data)
+    missed = given["new_data_missed"] or [] if goes_on else missed_in(before, run.data)
     new = only_new(run.data, before, given["replay"] or 0.0, missed)
     fields[NEW_ORDER] = {"value": order_name(new.order, run.seed), "from": "--new-data"}
     # That run may go on, and this one too, and more may be found bad meanwhile.

@@ -26,7 +26,7 @@ import msgspec
 
 from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError, sendable
-from shoal.processes import die_with_parent, readable
+from shoal.processes import die_with_parent, handing_on, readable
 
 _MOST_BYTES = 1 << 20
 _SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen to it
@@ -91,7 +91,8 @@ class Nursery:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        self.pid = os.fork()
+        with handing_on():
+            self.pid = os.fork()
         if self.pid == 0:
             ours.close()
             exit_with(_main, theirs, prepare, log, parent)
@@ -270,7 +271,8 @@ class _Bearing:
 
     def _bear(self, birth: Birth) -> None:
         parent = os.getpid()
-        pid = os.fork()
+        with handing_on():
+            pid = os.fork()
         if pid == 0:
             exit_with(self._live, birth, parent)
         self._children[birth.number] = (pid, os.pidfd_open(pid))

@@ -254,7 +254,8 @@ def check_sizes(trained: Trained, plans: Sequence[str], num_steps: int) -> None:
     assert [event["plan"] for event in trained.events("resized")] == plans
     assert [record["step"] for record in trained.steps()] == list(range(1, num_steps + 1))
     assert trained.result["plan"] == plans[-1]
-    assert newest(open_store(trained.run_dir / "checkpoints")).origin.plan == plans[-1]
+    last = newest(open_store(trained.run_dir / "checkpoints"))
+    assert last is not None and last.origin.plan == plans[-1]
     assert not (trained.run_dir / "control").exists()
     assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
 
