@@ -19,6 +19,7 @@ from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
 from shoal.mesh import Mesh
+from shoal.processes import WORK
 from shoal.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
@@ -41,6 +42,7 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
         for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
             if mesh.data.is_lost():  # nobody will hear the answer
                 raise GroupLost("the generation is over")
+            WORK.done += 1
             if not piece.num_samples:  # all of it is in quarantine
                 continue
             output = compute.output(piece.inputs)

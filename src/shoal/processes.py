@@ -97,6 +97,18 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> list
     return [descriptor for descriptor, _ in ready]
 
 
+class Work:
+    """What this process has got done, as a number that grows: who waits does nothing.
+
+    Counted in whatever thread does it; that one of two at once may be missed does not matter.
+    """
+
+    done = 0
+
+
+WORK = Work()
+
+
 class _Slot(Generic[Made]):
     def __init__(self) -> None:
         self.lock = threading.Lock()

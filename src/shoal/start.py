@@ -67,7 +67,10 @@ def trainer(
             "shoal.trainer a plan without sync=server."
         )
     os.environ.update(environment_for(resolved.precision))
-    seat: Seat = seat_from_environment(resolved) or LauncherSeat(world)
+    supervised = seat_from_environment(resolved)
+    if supervised is not None:
+        supervised.stop_on_term()
+    seat: Seat = supervised or LauncherSeat(world)
     keeper = None
     if store is not None:
         if isinstance(seat, LauncherSeat):

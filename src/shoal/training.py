@@ -36,6 +36,7 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import Spread
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
+from shoal.processes import WORK
 from shoal.resizing import meet, take_size
 from shoal.run import Run, call_model, make_batches
 from shoal.sync.choose import strategy_for, tables_held
@@ -176,6 +177,7 @@ class Trainer:
             pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
             tally.take(pieces)
+            WORK.done += 1
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)

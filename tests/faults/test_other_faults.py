@@ -4,10 +4,15 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shoal.errors import RUN_AGAIN
+from shoal.cluster.launch import launch
+from shoal.elastic import supervise
+from shoal.elastic.membership import Membership
+from shoal.elastic.worker import prepare_script
+from shoal.errors import RUN_AGAIN, Ended
 from shoal.testing import faults
 from shoal.testing.faults import (
     Trained,
@@ -249,3 +254,70 @@ def test_whom_a_stop_waits_for_is_named(start) -> None:
     training.command.send_signal(signal.SIGINT)
     assert is_told(training)
     check_named(interrupt_twice(training), "rank 1")
+
+
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("pipeline=2", marks=pytest.mark.full)])
+def test_a_run_that_is_told_to_stop_ends_whatever_its_ranks_do(start, plan: str) -> None:
+    """One signal is enough, and who did not come is named, with its line."""
+    training = start(
+        recipe="sticking",
+        plan=plan,
+        where="model",
+        while_stopping=True,
+        options=("--stop-timeout", "2"),
+    )
+    training.wait_for_step(4)
+    processes = training.processes()
+    training.command.send_signal(signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 128 + signal.SIGTERM
+    assert "it was told to stop, and nothing was done for" in trained.last_words
+    assert "rank 1 at never_end" in trained.last_words and "rank 0 " not in trained.last_words
+    assert "in never_end" in (trained.run_dir / "logs" / "rank-001.log").read_text()
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10)
+
+
+def test_a_signal_to_all_processes_at_once_is_a_clean_stop(start, undisturbed) -> None:
+    """As service managers and batch systems send it."""
+    training = start(pause=0.02)
+    training.wait_for_step(5)
+    for pid in training.processes():
+        os.kill(pid, signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == RUN_AGAIN, trained.errors
+    assert trained.result["checkpoint"] == len(trained.steps()) < NUM_STEPS
+    assert not trained.events("exited")
+
+
+def supervise_and_hang(run_dir: str) -> int:
+    """Whoever watches the run takes for ever, as a screen does whose pipe nobody reads."""
+    supervise.STUCK_S = 0.5
+    directory = Path(run_dir)
+    (directory / "logs").mkdir(parents=True)
+    (directory / "sleeps.py").write_text("import time; time.sleep(100)")
+
+    def watch(record: dict[str, Any]) -> None:
+        (directory / "watched").touch()
+        os.read(read, 1)
+
+    read, _ = os.pipe()
+    try:
+        launch(
+            lambda: prepare_script(directory / "sleeps.py", ()),
+            directory,
+            watch=watch,
+            members=lambda _: Membership(1, num_spares=0, scripts=True),
+        )
+    except Ended as ended:
+        return int(str(ended))
+    return 0
+
+
+def test_a_supervisor_that_cannot_speak_ends_too(pool: Pool, tmp_path: Path) -> None:
+    logs = {"output": tmp_path / "out", "errors": tmp_path / "err", "directory": tmp_path}
+    command = pool.start(supervise_and_hang, str(tmp_path / "run"), **logs)
+    assert wait_until((tmp_path / "run" / "watched").exists, 30)
+    processes = descendants(command.pid)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(20) == 128 + signal.SIGTERM
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10)

@@ -1,13 +1,17 @@
 """`shoal verify` on the command line: exit codes, what is printed, what is refused and left."""
 
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from shoal.cli.main import run_here
+from shoal.testing import faults
 from shoal.testing.faults import Trained
+from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import Pool
+from shoal.verify import verify as verification
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 
@@ -41,6 +45,40 @@ def test_a_batch_that_quarantine_emptied_is_the_same_too(pool: Pool, tmp_path: P
     done = shoal_verify(pool, tmp_path, *words, "--steps", "5")
     assert done.exit_code == 0, done.errors
     assert "SAME: losses, gradients, weights and buffers are identical" in done.last_words
+
+
+HANGS = """
+import dataclasses, os, time
+from tests.system import tiny
+
+def line():
+    run = tiny.line()
+
+    def loss(output, target):
+        while os.environ.get("RANK") == "1":
+            time.sleep(0.1)
+        return run.loss(output, target)
+
+    return dataclasses.replace(run, loss=loss)
+"""
+
+
+def verify_soon(words: list[str]) -> int:
+    verification.STOP_S = 0.5
+    return run_here(words)
+
+
+def test_a_verify_that_hangs_ends_when_it_is_told_to(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["verify", "hangs.py:line", "--plan", "data=2", "--run-dir", "run"]
+    logs = {"output": tmp_path / "output", "errors": tmp_path / "errors", "directory": tmp_path}
+    command = pool.start(verify_soon, words, **logs)
+    assert wait_until(lambda: bool(faults.events(tmp_path / "run", "formed")), 40)
+    processes = descendants(command.pid)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(20) == 128 + signal.SIGTERM
+    assert "rank 1 at loss (" in (tmp_path / "errors").read_text()
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10)
 
 
 @pytest.mark.parametrize(

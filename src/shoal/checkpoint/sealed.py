@@ -29,6 +29,7 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.retention import Known
 from shoal.checkpoint.signing import SIGNATURE, check, signing_key, unsigned
 from shoal.checkpoint.storage import Reader, Store
+from shoal.processes import WORK
 from shoal.remote import StoreError
 
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
@@ -91,6 +92,7 @@ class Sealed:
         """The bytes of a chunk, if they are those that were written."""
         reader, at = self._files[chunk.file], (chunk.file, chunk.start)
         content = reader.read(chunk.start, tensor.num_bytes(chunk))
+        WORK.done += 1
         if not (reader.keeps and at in self._verified):
             if xxhash.xxh3_128_hexdigest(content) != chunk.hash:
                 raise BadCheckpoint(

@@ -22,6 +22,7 @@ from shoal.checkpoint.objects import local_path, open_store
 from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
 from shoal.checkpoint.storage import Directory, Draft, Store
 from shoal.errors import UsageError
+from shoal.processes import WORK
 from shoal.remote import without_password
 
 
@@ -48,6 +49,7 @@ def write_chunks(
             for part in parts:
                 digest.update(part)
                 yield part
+                WORK.done += 1
             hashes.append(digest.hexdigest())
 
     draft.write(name, chain([head], hashed()))

@@ -72,6 +72,16 @@ heartbeat_timeout = click.option(
 )
 
 
+stop_timeout = click.option(
+    "--stop-timeout",
+    "stop_timeout_s",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="When told to stop: end ranks that get nothing done for so long. Default: 60, or twice "
+    "the longest pause of the run, if that is more.",
+)
+
+
 def refuse_closed_output() -> None:
     """Results go to standard output: without one, a run would be for nothing."""
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):

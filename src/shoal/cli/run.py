@@ -48,6 +48,7 @@ class Echo:
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@options.stop_timeout
 @click.option(
     "--resume",
     is_flag=True,
@@ -103,6 +104,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
             form_timeout_s=given["form_timeout_s"],
             scripts=True,
         ),
+        stop_timeout_s=given["stop_timeout_s"],
     )
     display.close()
     echo({"event": "tick"})

@@ -34,6 +34,7 @@ KEPT = ("keep", "checkpoints", "new_data", "replay", "begin_from", "take", "part
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@options.stop_timeout
 @click.option(
     "--resume",
     is_flag=True,
@@ -237,6 +238,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             prepared=prepared,
             can_resize=True,
             listening=listening,
+            stop_timeout_s=given["stop_timeout_s"],
         )
     except NotLoaded as error:
         return tell_not_loaded(error)

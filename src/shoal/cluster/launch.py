@@ -45,12 +45,14 @@ def launch(
     prepared: Callable[[Facts], None] = lambda facts: None,
     can_resize: bool = False,
     listening: Listening | None = None,
+    stop_timeout_s: float | None = None,
 ) -> Outcome:
     """Prepare in a warm process, fork the ranks from it and supervise them to the end.
 
     `prepared` is told what the preparation found, before any rank starts. With `can_resize` the
-    run hears requests for another size; with `listening` it waits for other hosts first. Call this
-    from a process that has not started a thread.
+    run hears requests for another size; with `listening` it waits for other hosts first. Told to
+    stop, it ends within a bound (`elastic/stopping.py`). Call this from a process that has not
+    started a thread.
     """
     with ExitStack() as held:
         withdraw(run_dir)  # what one that was killed left here
@@ -64,7 +66,10 @@ def launch(
         if can_resize:
             resizes = open_resizes(run_dir, Plan.parse(facts["plan"]), facts["alone"])
         reach = LOOPBACK if hosts is None else hosts.reach
-        outcome = Supervisor(hosts or nursery, members(facts), run_dir, watch, resizes, reach).run()
+        seated = members(facts)
+        outcome = Supervisor(
+            hosts or nursery, seated, run_dir, watch, resizes, reach, stop_timeout_s
+        ).run()
         if hosts is not None:
             how = outcome.cause or f"the run ended after step {outcome.step}"
             hosts.farewell = Farewell(outcome.exit_code, how)

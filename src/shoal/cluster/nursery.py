@@ -192,7 +192,10 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     die_with_parent(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C is the parent's to handle
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Whoever signals all processes of a job at once asks for a clean stop, which takes ranks; the
+    # parent ends this process. Not ignored: what a recipe starts would ignore it too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     redirect_output(log)
     faulthandler.register(_SAY_WHERE, file=2)
     try:
@@ -280,6 +283,8 @@ class _Bearing:
 
     def _live(self, birth: Birth, parent: int) -> int:
         die_with_parent(parent)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         self._control.close()
         for _, pidfd in self._children.values():
             os.close(pidfd)

@@ -95,6 +95,11 @@ class Asides:
             self.beat()
             self._rests = False
 
+    def at(self) -> str:
+        """The line that the member works at; empty if it waits."""
+        frame = None if self._rests else sys._current_frames().get(self._worker)
+        return sendable(where(frame) or "")
+
     def look(self, step: int, place: TakeSeat | None, stops: bool) -> Iterator[Note | Failed]:
         """What there is to say, of a member that has made so many steps."""
         while logs.for_the_screen:

@@ -98,6 +98,11 @@ class Membership:
         return sum(self.size)
 
     @property
+    def finished(self) -> frozenset[int]:
+        """Members that have nothing left to do in this generation."""
+        return frozenset(self._done)
+
+    @property
     def is_resizing(self) -> bool:
         return self._wanted is not None or self._met is not None
 

@@ -45,11 +45,14 @@ class Lost(FromMember, frozen=True, tag="lost"):
 
 class Beat(FromMember, frozen=True, tag="beat"):
     """I am alive; `step` is what I have committed, `progress` what a person wants to see. `stops`:
-    I am a server, and was told to end."""
+    I was told to end; `at`: and this is where I work, if I do not wait for somebody. `work` is
+    another number each time that something was done."""
 
     step: int
     progress: dict[str, Any] | None = None
     stops: bool = False
+    work: int = 0
+    at: str = ""
 
 
 class Note(FromMember, frozen=True, tag="note"):

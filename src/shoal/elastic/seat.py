@@ -8,6 +8,7 @@ place.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from shoal.hooks import StepInfo
 from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Mesh, Servers
 from shoal.plan import Plan
 from shoal.plan_size import Size, can_recover
+from shoal.processes import WORK
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class SupervisedSeat:
         self._stop = self._leave = self._closing = False
         self._meet, self._part = -1, Part(-1, 0)  # the last that was asked for
         self._asides = Asides()
+        self._handled: list[int] = []  # signals that ask for a stop
         self._before: set[str] | None = None  # sockets that stood before forming began
         self._own: set[str] = set()  # the group's
         self._context = zmq.Context()
@@ -189,6 +192,14 @@ class SupervisedSeat:
         """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
         self._stop = True
 
+    def stop_on_term(self) -> None:
+        """Let SIGTERM, and a terminal that closes, ask for that in this process."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, lambda *_: self.request_stop())
+                    self._handled.append(number)
+
     def tell(self, event: str, **what: Any) -> None:
         self._say(Note(event, what))
 
@@ -207,6 +218,8 @@ class SupervisedSeat:
         leave_group()
         self._closing = True
         self._thread.join(timeout=2.0)
+        while self._handled and threading.current_thread() is threading.main_thread():
+            signal.signal(self._handled.pop(), signal.SIG_DFL)
         self._mouth.close(linger=0)
         self._context.term()
 
@@ -327,17 +340,15 @@ class SupervisedSeat:
                 self._free_the_trainer()
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
-                    beat = Beat(self.step, self.progress(), self._serves_no_more())
+                    stops = self._stop and self._place is not None
+                    at = self._asides.at() if stops else ""
+                    beat = Beat(self.step, self.progress(), stops, WORK.done, at)
                     line.send(messages.encode(beat))
                     for aside in self._asides.look(self.step, self._place, self._stop):
                         line.send(messages.encode(aside))
         finally:
             line.close()
             ear.close()
-
-    def _serves_no_more(self) -> bool:
-        """Whether a server was told to end. A rank tells the others itself, as it steps."""
-        return self._stop and self._place is not None and self._place.server is not None
 
     def _take_in(self, message: messages.SupervisorMessage) -> None:
         with self._changed:

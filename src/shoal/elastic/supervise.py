@@ -43,13 +43,15 @@ from shoal.elastic.messages import (
     TakeSeat,
 )
 from shoal.elastic.resizes import Resizes
-from shoal.errors import RUN_AGAIN
+from shoal.elastic.stopping import Stopping, did_not_stop
+from shoal.errors import RUN_AGAIN, Ended
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
 
 POLL_MS = 100
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 2.0
+STUCK_S = 10.0  # without a turn of its loop, a supervisor that was told to stop is ended
 MOST_BYTES = 16 << 20  # that a member says at once
 
 
@@ -82,9 +84,10 @@ class Supervisor:
         watch: Watch,
         resizes: Resizes | None = None,
         reach: Reach = LOOPBACK,
+        stop_timeout_s: float | None = None,
     ):
         """`resizes` are requests for another size, if the run can have one; `reach` is where
-        members find this process."""
+        members find this process; `stop_timeout_s` is `stopping.py`'s."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -102,12 +105,15 @@ class Supervisor:
         self._signals: list[int] = []
         self._pids: dict[int, int] = {}  # of members, as they say themselves
         self._logs: dict[int, Path] = {}
+        self._at: dict[int, str] = {}  # where members work that were told to stop
         self._resizes = resizes
         self._forming = Forming(members.form_timeout_s)
+        self._stopping, self._turned = Stopping(stop_timeout_s), time.monotonic()
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
         handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
+        handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         for ear in self.nursery.ears:
@@ -118,6 +124,7 @@ class Supervisor:
             self._act(self.members.begin(time.monotonic()))
             while not self._over:
                 poller.poll(POLL_MS)
+                self._turned = time.monotonic()
                 self._hear_nursery()
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
@@ -132,6 +139,7 @@ class Supervisor:
         except (EOFError, BrokenPipeError):
             self._give_up(self.nursery.why_gone(), 1)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             self._close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -145,6 +153,12 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        """Whatever the loop waits for (a screen that takes no more, say), it was told to end."""
+        if time.monotonic() - self._turned > STUCK_S:
+            raise Ended(128 + self._signals[0])
 
     def _pass_on_stop(self) -> None:
         """The first signal asks for a clean stop, the second ends everything now.
@@ -162,6 +176,22 @@ class Supervisor:
                 when = "while a group formed" if self.members.step > 0 else "before the first step"
                 self._give_up(f"it was interrupted {when}", 128 + self._stop_signal)
             self._tell(self.members.seats, Stop())
+            self._end_who_hangs(time.monotonic())
+
+    def _end_who_hangs(self, now: float) -> None:
+        """Once nobody gets anything done any more on the way to a clean stop."""
+        self._stopping.asked(now)
+        late_s = self._stopping.late_s(now)
+        if late_s is None:
+            return
+        if not self.members.scripts:  # of which each does with the signal as it likes
+            for member in self.members.seats:
+                if member in self.nursery.pids:
+                    self.nursery.kill(member, signal.SIGUSR1)  # its stacks, into its log
+            time.sleep(0.5)
+        members = self.members
+        cause = did_not_stop(members.size, members.seats, members.finished, self._at, late_s)
+        self._give_up(cause, 128 + self._stop_signal)
 
     def _hear_nursery(self) -> None:
         while (report := self.nursery.next_report(timeout_s=0)) is not None:
@@ -208,6 +238,8 @@ class Supervisor:
                 self._event("lost", **self._who(self._seat_of(member)), why=message.why)
                 self.members.lost(member, message.generation, now, message.why)
             case Beat():
+                self._stopping.heard(member, message.step, message.work, now)
+                self._at[member] = message.at
                 if message.stops and not self._stop_signal:
                     self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
                     self._event("stopping", signal="SIGTERM", **self._who(self._seat_of(member)))

@@ -170,7 +170,7 @@ def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], No
         form_timeout_s=float(birth.told["SHOAL_FORM_TIMEOUT_S"]),
         reach=reach_from(birth.told),
     )
-    signal.signal(signal.SIGTERM, lambda *_: seat.request_stop())
+    seat.stop_on_term()
     try:
         work(seat)
         return 0

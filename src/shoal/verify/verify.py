@@ -37,6 +37,7 @@ from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_sl
 from shoal.verify.replay import Replay
 
 MOST_LAZY_BYTES = 256 << 20
+STOP_S = 5.0  # that ranks may hang when told to stop: they have nothing to save
 AHEAD = 4  # steps that a rank may be ahead of the comparison
 
 
@@ -86,10 +87,15 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
             run_dir,
             watch=lambda record: None,
             members=lambda found: Membership(
-                found["num_ranks"], num_servers=found["num_servers"], num_spares=0
+                found["num_ranks"],
+                num_servers=found["num_servers"],
+                num_spares=0,
             ),
+            stop_timeout_s=STOP_S,
             prepared=facts.update,
         )
+        if outcome.stopped_by:  # who asked for that wants no verdict any more
+            raise RunFailed(outcome)
         if outcome.exit_code:
             finished(directory).touch()  # the reference reads what there is, and waits no more
         verdict = _verdict_of(beside, outcome)
