@@ -5,7 +5,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,11 +14,14 @@ from shoal.cli.output import say
 from shoal.cli.report import report
 from shoal.errors import UsageError
 
+if TYPE_CHECKING:
+    from shoal.rundir import Description
+
 JOIN_TIMEOUT_S = 600.0
-# What a preparation is given of the command line, on this host and on those that join it.
-PREPARED_BY = (
-    *("plan", "ranks", "resume", "checkpoints", "keep", "begin_from", "take", "partial"),
-    *("new_data", "new_data_steps", "new_data_missed", "replay", "tensorboard"),
+# Options that a run which goes on has as it began, where nothing else is said.
+AS_BEFORE = (
+    *("keep", "checkpoints", "tensorboard"),
+    *("new_data", "new_data_steps", "new_data_missed", "replay"),
 )
 
 
@@ -131,34 +134,28 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
 
 def _as_it_began(
-    before: dict[str, Any], recipe: str, settings: dict[str, str], given: dict[str, Any]
+    before: "Description", recipe: str, settings: dict[str, str], given: dict[str, Any]
 ) -> dict[str, str]:
     """What a run that goes on was given when it began, where nothing else is said now."""
     from shoal.recipe import SETTABLE
 
-    if before.get("recipe") != recipe:
-        raise UsageError(f"The run was begun with the recipe {before.get('recipe')}, not {recipe}.")
-    known: dict[str, str] = before.get("settings", {})
+    if before.recipe != recipe:
+        raise UsageError(f"The run was begun with the recipe {before.recipe}, not {recipe}.")
+    known = before.settings
     for name, value in settings.items():
         if name not in SETTABLE and known.get(name) != value:
             was = f"was {known[name]}" if name in known else "was not set"
             raise UsageError(
                 f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
             )
-    for option in (
-        "keep",
-        "checkpoints",
-        "new_data",
-        "new_data_steps",
-        "new_data_missed",
-        "replay",
-    ):
-        given[option] = given.get(option) or before.get(option)
+    for option in AS_BEFORE:
+        given[option] = given.get(option) or getattr(before, option)
     return {**known, **settings}
 
 
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
+    from shoal.cluster.invitation import Options
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
     from shoal.numerics.precision import environment_for
@@ -176,7 +173,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     def prepared(found: dict[str, Any]) -> None:
         facts.update(found)
         display.num_steps = found["num_steps"]
-        own = {name: given[name] for name in ("keep", "checkpoints", "new_data", "replay")}
+        told = ("keep", "checkpoints", "tensorboard", "new_data", "replay")
+        own = {name: given[name] for name in told}
         run_dir.describe(recipe=recipe, settings=settings, **own, **found)
         display.introduce(recipe, found, str(run_dir.path))
 
@@ -190,7 +188,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
-    asked = {name: given.get(name) for name in PREPARED_BY}
+    asked = {name: given.get(name) for name in Options.__struct_fields__}
     listening = None if given["listen"] is None else _listening(recipe, settings, given, asked)
     try:
         outcome = launch(

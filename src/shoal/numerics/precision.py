@@ -227,7 +227,7 @@ def _try_bf16(variables: Mapping[str, str], program: str = _PROBE) -> str:
 
 def _run(program: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-P", "-c", program],
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -170,7 +170,7 @@ def check_same(trained: Trained, undisturbed: Trained) -> None:
 def check_ledger(trained: Trained, num_steps: int) -> None:
     """Each step on record once and in order, made of the samples that the order gives it."""
     record = read_record(trained.run_dir)
-    found = audit_run(record, range(record.described["num_samples"]))
+    found = audit_run(record, range(record.num_samples))
     assert not found.problems, found.problems
     assert (found.first_step, found.last_step, found.num_marked) == (1, num_steps, num_steps)
     assert found.most_often - found.least_often <= 1, "samples were not trained on equally often"
