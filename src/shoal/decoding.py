@@ -35,7 +35,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
     zlib.error,
     zipfile.BadZipFile,
 )
-_MOST_WORDS = 300  # of a parser's own, which may quote what it read
+MOST_SHOWN = 300  # characters of what was read, or of a parser's words, which may quote it
 
 
 @contextmanager
@@ -77,5 +77,9 @@ def reason(bad: BaseException) -> str:
         return f"a text in it is not {bad.encoding.upper()}"
     if isinstance(bad, MemoryError):
         return "it asks for more memory than there is"
-    said = " ".join(str(bad).split()) or type(bad).__name__
-    return said[:_MOST_WORDS].rstrip(".")
+    return shortened(" ".join(str(bad).split()) or type(bad).__name__).rstrip(".")
+
+
+def shortened(text: str) -> str:
+    """A text from a file as a sentence can hold it."""
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]} ..."

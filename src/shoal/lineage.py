@@ -97,13 +97,21 @@ def read_record(path: Path) -> Record:
 def read_before(parent: str, run: Path) -> Record:
     """The record of the run that `run` went on from; both may have been moved together."""
     for place in (Path(parent), run.parent / Path(parent).name):
-        if place != run and (place / "run.json").exists():
+        if place != run and _is_run(place):
             return read_record(place)
     raise UsageError(
         f"{run} was trained on what {parent} had not seen, so which samples are its own follows "
         f"from that run's record, and it is gone. Put run.json and metrics.jsonl back to {parent}, "
         f"or to {Path(parent).name} beside {run}."
     )
+
+
+def _is_run(path: Path) -> bool:
+    """False as well of what is no path: a record may say anything."""
+    try:
+        return (path / "run.json").exists()
+    except (OSError, ValueError):
+        return False
 
 
 def data_on_record(record: Record) -> Source | None:

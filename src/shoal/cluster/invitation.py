@@ -8,6 +8,7 @@ a file system that all hosts see, under the same path; a host on which it does n
 import ipaddress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,12 +26,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of the command line, what a preparation is given, on the first host and on all others."""
 
     plan: str
-    ranks: int | None = None
+    ranks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     resume: bool = False
     checkpoints: str | None = None
-    keep: str | None = None
+    keep: str = "last=2"
     begin_from: str | None = None
-    take: str = "weights"
+    take: Literal["weights", "everything"] = "weights"
     partial: bool = False
     new_data: str | None = None
     new_data_steps: int | None = None
@@ -49,7 +50,13 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shoal: str = version("shoal")
 
     def __post_init__(self) -> None:
-        ipaddress.ip_address(self.endpoint[0])
+        ip, port = self.endpoint
+        ipaddress.ip_address(ip)
+        if (
+            self.address not in (f"tcp://{ip}:{port}", f"tcp://[{ip}]:{port}")
+            or not 0 < port < 2**16
+        ):
+            raise ValueError(f"{self.address!r} is no address")
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -93,13 +100,21 @@ def read_invitation(run_dir: Path) -> Invitation:
         )
     found = decode_json(content, Invitation, str(path), way_out=again)
     there = Path(found.directory) / found.run_dir
-    if "\0" in str(there) or not (there.is_dir() and there.samefile(run_dir)):
+    if not _is_same(there, run_dir):
         raise UsageError(
             f"The run was started in {found.directory} and keeps its files in {found.run_dir} "
             "there, which is not the same directory on this host. It must lie on a file system "
             "that all hosts see under one path."
         )
     return found
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether both are one directory; what is no path at all is none."""
+    try:
+        return one.is_dir() and one.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 def _why_none(run_dir: Path) -> str:
