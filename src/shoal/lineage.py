@@ -1,15 +1,17 @@
 """What a run was trained on, from its record; and what of today's data it has not seen.
 
-A run directory tells the recipe, the seed and the steps that were committed. The order of samples
-follows from these, so which samples a run has seen needs no list: it is computed, and compared with
-the marks that the ranks left (`data/ledger.py`), and with the name of the order where there are
-none. Data may grow at its end; then a new run can go on with what the earlier ones have not seen.
+A run directory tells the seed, the name of the order and the steps that were committed. The order
+of samples follows from these, or from the recipe's data, so which samples a run has seen needs no
+list: it is computed, and compared with the marks that the ranks left (`data/ledger.py`), and with
+the name of the order where there are none. Data may grow at its end; then a new run can go on with
+what the earlier ones have not seen. Reading a record runs none of its code: a directory may be
+anybody's, and the recipe is the one that the user names.
 
 Not for data whose earlier samples were changed or moved: their numbers are what is compared.
 Cost: some 40 ns a sample that was trained on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,27 +21,49 @@ from numpy.typing import NDArray
 
 from shoal.data.batches import Batches
 from shoal.data.ledger import Audit, audit, left_out_of
-from shoal.data.orders import Order, Some, order_among, order_before, order_name, order_of
+from shoal.data.orders import (
+    Order,
+    Sequential,
+    Shuffled,
+    Some,
+    order_among,
+    order_before,
+    order_name,
+    order_of,
+)
 from shoal.data.permutation import Ids
 from shoal.data.replaying import Replayed
 from shoal.data.sources import Source
 from shoal.data.transforms.layers import Part, below
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.views import Joined, View
+from shoal.decoding import json_or_none
 from shoal.errors import UsageError
+from shoal.files import read_plain
 from shoal.logs import warn_on_screen
 from shoal.recipe import load_recipe
+from shoal.rundir import Count, Description, Fields, Number, read_description
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What a line of metrics.jsonl says of the samples of its step."""
+
+    step: Number
+    mark: Count | None = None
+    left_out: Count = 0
+
+    def as_mapping(self) -> dict[str, Any]:
+        return {"step": self.step, "mark": self.mark, "left_out": self.left_out}
 
 
 class Record(NamedTuple):
     """What a run directory tells of a run."""
 
     path: Path
-    described: dict[str, Any]
+    described: Description
+    fields: Fields
+    num_samples: int
     steps: list[dict[str, Any]]
-
-    def field(self, name: str) -> Any:
-        return self.described["run"][name]["value"]
 
     def until(self, step: int | None) -> "Record":
         """As it stood after this step; as it stands if none is named."""
@@ -54,27 +78,26 @@ class Record(NamedTuple):
 
 def read_record(path: Path) -> Record:
     """The record of the run in this directory."""
+    metrics = path / "metrics.jsonl"
     try:
-        described = msgspec.json.decode((path / "run.json").read_bytes(), type=dict[str, Any])
-        lines = (path / "metrics.jsonl").read_bytes().splitlines()
+        described = read_description(path)
+        lines = read_plain(metrics).splitlines()
     except FileNotFoundError as missing:
         raise UsageError(
             f"{path} is no run directory with steps on record: {missing.filename} is missing. Name "
             "the directory of a `shoal train`."
         ) from None
-    except msgspec.DecodeError as error:
-        raise UsageError(
-            f"{path / 'run.json'} cannot be read: {error}. Name a run whose record is whole."
-        ) from None
-    if "run" not in described or "num_samples" not in described:
+    except OSError as error:
+        raise UsageError(f"{metrics} cannot be read: {error.strerror}.") from error
+    if described.run is None or described.num_samples is None:
         raise UsageError(f"{path} is not the directory of a `shoal train`. Name one that is.")
-    return Record(path, described, list(_steps(lines)))
+    return Record(path, described, described.run, described.num_samples, list(_steps(lines)))
 
 
 def read_before(parent: str, run: Path) -> Record:
     """The record of the run that `run` went on from; both may have been moved together."""
     for place in (Path(parent), run.parent / Path(parent).name):
-        if place != run and (place / "run.json").exists():
+        if place != run and _is_run(place):
             return read_record(place)
     raise UsageError(
         f"{run} was trained on what {parent} had not seen, so which samples are its own follows "
@@ -83,9 +106,31 @@ def read_before(parent: str, run: Path) -> Record:
     )
 
 
-def recipe_data(record: Record) -> Source:
-    """The data of the run's recipe, as it is today."""
-    data: Source = load_recipe(record.described["recipe"], record.described["settings"]).data
+def _is_run(path: Path) -> bool:
+    """False as well of what is no path: a record may say anything."""
+    try:
+        return (path / "run.json").exists()
+    except (OSError, ValueError):
+        return False
+
+
+def data_on_record(record: Record) -> Source | None:
+    """Numbers in the place of the run's samples, in the order that it had; None if that is untold.
+
+    No code of the run is loaded: a plain shuffle, and samples as they stand, are known by the name
+    of the order. Which samples were left out as bad only the recipe's quarantine files tell.
+    """
+    if any(line["left_out"] for line in record.steps) or record.fields.data_order is None:
+        return None
+    for order in (Shuffled(record.num_samples), Sequential(record.num_samples)):
+        if order_name(order, record.fields.seed.value) == record.fields.data_order.value:
+            return View(range(record.num_samples), order)
+    return None
+
+
+def recipe_data(record: Record, recipe: str, settings: Mapping[str, str]) -> Source:
+    """The data of a recipe that the user names, as it is today, with the settings of the run."""
+    data: Source = load_recipe(recipe, {**record.described.settings, **settings}).data
     return data
 
 
@@ -166,18 +211,23 @@ def missed_in(record: Record, data: Source) -> list[int]:
 
 def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
     """What the runs had seen that this one goes back to, when it began; None if it began anew."""
-    parent = record.described.get("new_data")
-    if not parent:
+    described = record.described
+    if not described.new_data:
         return None
     # The run before may have gone on since: what it did then is not in this one's order.
-    steps = record.described.get("new_data_steps")
-    earlier = read_before(parent, record.path).until(steps)
-    return seen_in(earlier, data, record.described.get("new_data_missed") or ())
+    earlier = read_before(described.new_data, record.path).until(described.new_data_steps)
+    missed = described.new_data_missed or ()
+    if any(index >= len(data) for index in missed):
+        raise UsageError(
+            f"{record.path / 'run.json'}: sample {max(missed)} is said to have been left out "
+            f"before, and there are {len(data)}. Name a run whose record is whole."
+        )
+    return seen_in(earlier, data, missed)
 
 
 def _order_before(record: Record, data: Source) -> Order:
     """The order of the recipe's data as it stood when the run began."""
-    num_samples = record.described["num_samples"]
+    num_samples = record.num_samples
     order = order_before(data, num_samples)
     if order is None:
         raise UsageError(
@@ -193,10 +243,9 @@ def _refuse_other_order(record: Record, orders: tuple[Order, Order], found: Audi
 
     `orders` are the recipe's, and that of what was new to the run.
     """
-    is_other = found.num_wrong > 0
-    for name, order in zip(("data_order", "new_data_order"), orders, strict=True):
-        field = record.described["run"].get(name)
-        is_other |= bool(field) and field["value"] != order_name(order, record.field("seed"))
+    fields, is_other = record.fields, found.num_wrong > 0
+    for told, order in zip((fields.data_order, fields.new_data_order), orders, strict=True):
+        is_other |= told is not None and told.value != order_name(order, fields.seed.value)
     if is_other:
         raise UsageError(
             f"{record.path} was trained on samples in another order than its recipe gives today, "
@@ -206,15 +255,14 @@ def _refuse_other_order(record: Record, orders: tuple[Order, Order], found: Audi
 
 
 def _batches(record: Record, order: Order, before: NDArray[np.bool_] | None) -> Batches:
-    num_samples = record.described["num_samples"]
+    num_samples, fields = record.num_samples, record.fields
     if before is not None:
-        replay = record.described.get("replay") or 0.0
-        order = _order_of_new(order, before[:num_samples], replay)
+        order = _order_of_new(order, before[:num_samples], record.described.replay or 0.0)
     return Batches(
         View(range(num_samples), order),
-        batch_size=record.field("batch_size"),
-        seed=record.field("seed"),
-        end=record.field("end"),
+        batch_size=fields.batch_size.value,
+        seed=fields.seed.value,
+        end=fields.end.value,
     )
 
 
@@ -265,9 +313,5 @@ def left_out(data: Any) -> Ids:
 def _steps(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The steps on record. A torn line is of a process that was killed; another wrote it anew."""
     for line in lines:
-        try:
-            found = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
-            continue
-        if isinstance(found.get("step"), int):
-            yield found
+        if (found := json_or_none(line, Step)) is not None:
+            yield found.as_mapping()

@@ -127,7 +127,7 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
             "(--from)."
         )
     _refuse_other_new(own.get(NEW_ORDER), origin.run.get(NEW_ORDER))
-    before, now = origin.run.get(_CONTENT) or "", own[_CONTENT]
+    before, now = str(origin.run.get(_CONTENT) or ""), own[_CONTENT]
     is_known_as_other = is_other(before, now) if before and now else None
     if is_known_as_other is None:
         warn_on_screen(

@@ -12,14 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Annotated, Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 
+from shoal.decoding import decode_json
 from shoal.errors import UsageError
-from shoal.files import write_whole
+from shoal.files import read_plain, write_whole
 from shoal.processes import hold, let_go
 
+T = TypeVar("T")
+
+MOST_DESCRIPTION_BYTES = 64 << 20
 OWNER, RUN = "owner", "run.json"
 LEAVING_S = 5.0  # that the processes of a killed run may take to end
 LOGS_BEFORE_A_RUN = ("recipe*.log", "reference.log")
@@ -73,13 +77,14 @@ class RunDir:
         if not self._began:
             self._discard()
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> "Description":
         """What run.json says of the run that began here."""
-        try:
-            content = (self.path / RUN).read_bytes()
-            return msgspec.json.decode(content, type=dict[str, Any])
-        except (OSError, msgspec.MsgspecError) as error:
-            raise UsageError(f"{self.path / RUN} cannot be read: {error}.") from error
+        return read_description(self.path)
+
+    def record(self) -> dict[str, Any]:
+        """The same as it stands there, with every field of the Run."""
+        self.described()  # which refuses what makes no sense
+        return decode_json((self.path / RUN).read_bytes(), dict[str, Any], str(self.path / RUN))
 
     def describe(self, **facts: Any) -> None:
         """The run begins: write run.json, the resolved run and plan, and whence each value came."""
@@ -96,6 +101,56 @@ class RunDir:
             for log in (self.path / "logs").glob(name):
                 log.unlink(missing_ok=True)
         _remove_empty(self._made)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Number = Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # of samples, of a step
+
+
+class Value(msgspec.Struct, Generic[T], frozen=True):
+    """A field of a Run, as run.json tells it; where it came from is for people."""
+
+    value: T
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the fields of a Run, those from which the order of its samples follows."""
+
+    batch_size: Value[Number]
+    seed: Value[int]
+    end: Value[Literal["drop", "pad", "wrap"]]
+    data_order: Value[str] | None = None
+    new_data_order: Value[str] | None = None
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What run.json says of a run, as far as another command goes by it. It names a recipe: for
+    people, and to be compared with what the user names. No command loads it."""
+
+    recipe: str = ""
+    settings: dict[str, str] = {}
+    plan: str = ""
+    run: Fields | None = None
+    num_samples: Number | None = None
+    keep: str | None = None
+    checkpoints: str | None = None
+    tensorboard: bool = False
+    new_data: str | None = None
+    new_data_steps: Count | None = None
+    new_data_missed: tuple[Count, ...] | None = None
+    replay: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+
+
+def read_description(run_dir: Path) -> Description:
+    """What run.json in this directory says. FileNotFoundError if there is none."""
+    path, way_out = run_dir / RUN, "Name a run whose record is whole."
+    try:
+        content = read_plain(path, MOST_DESCRIPTION_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. {way_out}") from error
+    return decode_json(content, Description, str(path), way_out=way_out)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`import shoal` is nearly free: names load when used, so a command line answers at once."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_import_loads_neither_torch_nor_a_sub_package(root: Path) -> None:
     assert not loaded & {"torch", "numpy"}
     packages = {f"shoal.{path.parent.name}" for path in root.glob("src/shoal/*/__init__.py")}
     assert packages and not loaded & packages
+
+
+def test_other_interpreters_import_nothing_from_the_working_directory(package) -> None:
+    """Which may be somebody else's, with a torch.py of his own: `-P` leaves it out."""
+    wrong = []
+    for source in package:
+        for node in ast.walk(source.tree):
+            words = [ast.unparse(word) for word in getattr(node, "elts", [])]
+            is_ours = not source.path.startswith("src/shoal/testing/")
+            if words[:1] == ["sys.executable"] and words[1] != "'-P'" and is_ours:
+                wrong.append(f"{source.path}: {' '.join(words)}")
+    assert not wrong
 
 
 def test_packages_start_empty(package) -> None:

@@ -13,7 +13,7 @@ import pytest
 # The first name below `shoal`, and its layer.
 LAYERS = {
     **dict.fromkeys(["errors", "logs", "optional", "hooks", "world", "faults", "memory"], 0),
-    **dict.fromkeys(["tables", "processes", "files", "remote", "large_pages"], 0),
+    **dict.fromkeys(["tables", "processes", "files", "decoding", "remote", "large_pages"], 0),
     **dict.fromkeys(
         ["plan", "plan_keys", "plan_fit", "plan_rules", "mesh", "rundir", "comm", "metrics"], 1
     ),

@@ -2,11 +2,20 @@
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.files import replacing, write_whole
+from shoal.errors import UsageError
+from shoal.files import (
+    private_directory,
+    read_plain,
+    read_private,
+    replacing,
+    write_private,
+    write_whole,
+)
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -70,3 +79,79 @@ def test_what_a_killed_writer_left_is_written_over(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "none" / "a", b"new")
+
+
+# ---- what is one user's own
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o022, 0o077, 0o777])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_what_is_private_does_not_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    write_private(tmp_path / "key", b"one")
+    assert mode(tmp_path / "key") == 0o600
+    with pytest.raises(FileExistsError):
+        write_private(tmp_path / "key", b"two")
+    assert read_private(tmp_path / "key", "") == b"one"
+    write_private(tmp_path / "key", b"two", replace=True)
+    assert mode(tmp_path / "key") == 0o600 and read_private(tmp_path / "key", "") == b"two"
+    assert os.listdir(tmp_path) == ["key"]
+    private_directory(tmp_path / "a" / "b", "")
+    private_directory(tmp_path / "a" / "b", "")
+    assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
+
+
+def test_a_private_file_that_others_may_read_or_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    write_private(path, b"one")
+    for wrong in (0o640, 0o604, 0o660, 0o602):
+        path.chmod(wrong)
+        with pytest.raises(UsageError, match=f"mode {wrong:04o}.*chmod 600"):
+            read_private(path, "Go away.")
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UsageError, match=f"belongs to user {os.getuid()}.*Go away"):
+        read_private(path, "Go away.")
+    with pytest.raises(UsageError, match="belongs to user"):
+        private_directory(tmp_path, "Go away.")
+
+
+def test_a_private_file_is_no_link_no_pipe_and_not_long(tmp_path: Path) -> None:
+    write_private(tmp_path / "key", b"one")
+    (tmp_path / "link").symlink_to("key")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    write_private(tmp_path / "long", bytes((1 << 20) + 1))
+    for name, why in (("link", "a link"), ("pipe", "regular"), (".", "regular"), ("long", "most")):
+        with pytest.raises(OSError, match=why):
+            read_private(tmp_path / name, "")
+    assert read_private(tmp_path / "link", "", is_chosen=True) == b"one"
+
+
+def test_a_directory_of_others_is_not_entered(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    (tmp_path / "file").touch()
+    for name in ("open", "link", "file"):
+        with pytest.raises(UsageError, match="Go away"):
+            private_directory(tmp_path / name, "Go away.")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_plain(tmp_path / name)
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(OSError, match="5 bytes, and 4 is the most"):
+        read_plain(tmp_path / "file", 4)
+    assert read_plain(tmp_path / "file") == read_plain(tmp_path / "file", 5) == b"12345"

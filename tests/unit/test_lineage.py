@@ -354,7 +354,8 @@ def test_an_audit_tells_of_a_quarantine_file_that_is_gone_or_damaged(
     told: str,
 ) -> None:
     run, bad = bad_run
-    assert run_here(["data", "audit", str(run)]) == 0
+    audit = ["data", "audit", str(run), "--recipe", f"{__file__}:bad_numbers"]
+    assert run_here(audit) == 0
     assert "7 samples" in (said := capsys.readouterr().out) and "trained on 0 to 1 times" in said
     if content is None:
         bad.unlink()
@@ -362,7 +363,7 @@ def test_an_audit_tells_of_a_quarantine_file_that_is_gone_or_damaged(
         bad.write_bytes(bad.read_bytes() + b"garbage\n" if content == b"after" else content)
     capsys.readouterr()
     for words in ([], ["--json"]):
-        assert run_here(["data", "audit", str(run), *words]) == 1
+        assert run_here([*audit, *words]) == 1
         said = capsys.readouterr()
         first = json.loads(said.out)["problems"][0] if words else said.out
         if not words and not content:

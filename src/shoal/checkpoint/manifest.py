@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.decoding import decode_json
 from shoal.errors import UsageError
 from shoal.parallel.boxes import Box, tile
 
@@ -140,19 +141,14 @@ def decode(content: bytes, sealed: bytes) -> Manifest:
     """A manifest that is what was sealed, and consistent."""
     if sealed != seal(content):
         raise BadCheckpoint(f"{MANIFEST} is not what {SEAL} says: one of them was changed.")
-    try:
-        kind = msgspec.json.decode(content, type=_Kind)
-        if kind.format != FORMAT:
-            raise BadCheckpoint(f"{MANIFEST} is of the format {kind.format!r}, not {FORMAT!r}.")
-        if kind.version != VERSION:
-            raise BadCheckpoint(
-                f"{MANIFEST} is of version {kind.version}; this Shoal reads version {VERSION}."
-            )
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{MANIFEST} cannot be read: {error}.") from None
-    except RecursionError:
-        raise BadCheckpoint(f"{MANIFEST} cannot be read: it is nested too deep.") from None
+    kind = decode_json(content, _Kind, MANIFEST, BadCheckpoint)
+    if kind.format != FORMAT:
+        raise BadCheckpoint(f"{MANIFEST} is of the format {kind.format!r}, not {FORMAT!r}.")
+    if kind.version != VERSION:
+        raise BadCheckpoint(
+            f"{MANIFEST} is of version {kind.version}; this Shoal reads version {VERSION}."
+        )
+    manifest = decode_json(content, Manifest, MANIFEST, BadCheckpoint)
     _check(manifest)
     return manifest
 

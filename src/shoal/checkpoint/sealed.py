@@ -29,6 +29,7 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.retention import Known
 from shoal.checkpoint.signing import SIGNATURE, check, signing_key, unsigned
 from shoal.checkpoint.storage import Reader, Store
+from shoal.decoding import UNREADABLE
 from shoal.processes import WORK
 from shoal.remote import StoreError
 
@@ -182,7 +183,7 @@ def _described(header: memoryview) -> dict[str, _Entry] | None:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         made = {key: msgspec.json.decode(entry, type=_Entry) for key, entry in entries.items()}
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     return {key: entry for key, entry in made.items() if 0 not in entry.shape}
 

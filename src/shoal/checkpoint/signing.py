@@ -9,9 +9,11 @@ import hashlib
 import hmac
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.checkpoint.manifest import MANIFEST, MayBeGood
 from shoal.errors import UsageError
+from shoal.files import read_private
 
 SIGNATURE = "manifest.hmac"
 VARIABLE = "SHOAL_CHECKPOINT_KEY"
@@ -25,19 +27,14 @@ def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
 
 
 def read_key(path: str, named_by: str) -> bytes:
-    """The secret in a file that is its owner's alone."""
+    """The secret in a file that is this user's alone."""
     try:
-        with open(path, "rb") as file:
-            others = os.fstat(file.fileno()).st_mode & 0o077
-            key = file.read().strip()
+        way_out = f"{named_by} names a file of your own."
+        key = read_private(Path(path), way_out, is_chosen=True).strip()
     except OSError as error:
         raise UsageError(
             f"{named_by} names {path}, which cannot be read: {error.strerror}."
         ) from error
-    if others:
-        raise UsageError(
-            f"The key in {path} can be read by others. Make it yours alone: chmod 600 {path}"
-        )
     if len(key) < LEAST_KEY_BYTES:
         raise UsageError(
             f"The key in {path} has {len(key)} bytes, and needs {LEAST_KEY_BYTES} or more. Make "

@@ -45,6 +45,7 @@ def data() -> None:
     shoal data show data/digits
     shoal data verify data/digits
     shoal data audit runs/digits-1
+    shoal data audit runs/text-1 --recipe text.py:train
 
     PATH and OUT are directories or URLs. Exit codes: 0 done, 1 a set is bad (verify) or a sample
     could not be loaded (build), 2 usage or input.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from shoal.cli import options
 from shoal.cli.output import say
@@ -45,12 +46,12 @@ def join(run: Path, address: str | None) -> None:
     if address is not None:
         interface_of(address)
     os.chdir(invitation.directory)
-    os.environ.update(environment_for(Plan.parse(invitation.options["plan"]).precision))
+    os.environ.update(environment_for(Plan.parse(invitation.options.plan).precision))
 
     def prepare() -> Any:
         from shoal.cli.train import prepare_run
 
-        given, run_dir = invitation.options, Path(invitation.run_dir)
+        given, run_dir = msgspec.structs.asdict(invitation.options), Path(invitation.run_dir)
         return prepare_run(invitation.recipe, invitation.settings, given, run_dir, joins=True)
 
     try:

@@ -71,7 +71,7 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     from shoal.rundir import RunDir
 
     with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:
-        if run_dir.goes_on and (began := run_dir.described().get("script")) != str(script):
+        if run_dir.goes_on and (began := run_dir.record().get("script")) != str(script):
             what = "a recipe" if began is None else f"the script {began}"
             raise UsageError(f"The run in {run_dir.path} was begun with {what}, not {script}.")
         sys.exit(_run(script, arguments, given, run_dir))

@@ -16,13 +16,11 @@ from shoal.cli.report import report
 from shoal.errors import UsageError
 
 JOIN_TIMEOUT_S = 600.0
-# What a preparation is given of the command line, on this host and on those that join it.
-PREPARED_BY = (
-    *("plan", "ranks", "resume", "checkpoints", "keep", "begin_from", "take", "partial"),
-    *("new_data", "new_data_steps", "new_data_missed", "replay", "tensorboard", "begun"),
-)
 # Options that a run keeps, and goes on with if they are not given again.
-KEPT = ("keep", "checkpoints", "new_data", "replay", "begin_from", "take", "partial")
+KEPT = (
+    *("keep", "checkpoints", "tensorboard", "new_data", "replay"),
+    *("begin_from", "take", "partial"),
+)
 
 
 @click.command(epilog=options.plan_help())
@@ -128,7 +126,7 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
         run_dir = held.enter_context(RunDir(given["run_dir"], recipe, resume=given["resume"]))
         given["begun"] = None
         if run_dir.goes_on:
-            given["begun"] = before = run_dir.described()
+            given["begun"] = before = run_dir.record()
             settings = _as_it_began(before, recipe, settings, given)
         given["keep"] = given["keep"] or "last=2"
         if given["checkpoints"] and "://" not in given["checkpoints"]:
@@ -178,8 +176,10 @@ def _as_it_began(
     if given["begin_from"] is None:  # whose options these are
         given["take"] = given["partial"] = None
     for option in (*KEPT, "new_data_steps", "new_data_missed"):
-        if given.get(option) is None:
+        if not given.get(option):
             given[option] = before.get(option)
+    given["take"] = given["take"] or "weights"
+    given["partial"], given["tensorboard"] = bool(given["partial"]), bool(given["tensorboard"])
     return {**known, **settings}
 
 
@@ -196,6 +196,7 @@ def _place(where: str | None) -> str | None:
 
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
+    from shoal.cluster.invitation import Options
     from shoal.cluster.launch import NotLoaded, launch
     from shoal.elastic.membership import Membership
     from shoal.numerics.precision import environment_for
@@ -227,7 +228,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
-    asked = {name: given.get(name) for name in PREPARED_BY}
+    asked = {name: given.get(name) for name in Options.__struct_fields__}
     listening = None if given["listen"] is None else _listening(recipe, settings, given, asked)
     try:
         outcome = launch(

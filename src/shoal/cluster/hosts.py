@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from shoal.cluster.invitation import KEYS, Invitation, invite, withdraw
+from shoal.cluster.invitation import KEYS, Invitation, Options, invite, withdraw
 from shoal.cluster.nursery import Birth, Born, Exited, Kill, Nursery, Report, Spawn
 from shoal.cluster.post import (
     MOST_BYTES,
@@ -94,7 +94,7 @@ def gathered(
                 run_dir=str(run_dir),
                 recipe=listening.recipe,
                 settings=listening.settings,
-                options=listening.options | {"plan": facts["plan"]},
+                options=Options(**listening.options | {"plan": facts["plan"]}),
             )
             invite(invitation, run_dir)
             hosts.gather(watch, listening.timeout_s)

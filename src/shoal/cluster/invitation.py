@@ -1,22 +1,44 @@
 """What a run leaves in its directory for hosts that join it: an invitation, and the keys beside it.
 
-Only the user of the run can read them, and they are removed when it ends. The directory must lie on
+Only the user of the run can read them, and they are removed when it ends. A host loads the recipe
+that the invitation names, so it is followed only if this user wrote it. The directory must lie on
 a file system that all hosts see, under the same path; a host on which it does not is told so here.
 """
 
-import os
+import ipaddress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shoal.decoding import decode_json
 from shoal.errors import UsageError
-from shoal.files import replacing
+from shoal.files import read_private, write_private
 from shoal.plan import Plan
+from shoal.rundir import read_description
 
 INVITATION = "join.json"
 KEYS = "keys"
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of the command line, what a preparation is given, on the first host and on all others."""
+
+    plan: str
+    ranks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    resume: bool = False
+    checkpoints: str | None = None
+    keep: str = "last=2"
+    begin_from: str | None = None
+    take: Literal["weights", "everything"] = "weights"
+    partial: bool = False
+    new_data: str | None = None
+    new_data_steps: int | None = None
+    new_data_missed: list[int] | None = None
+    replay: float | None = None
+    tensorboard: bool = False
+    begun: dict[str, Any] | None = None  # what run.json says, of a run that goes on
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,8 +47,17 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: str  # as seen from there
     recipe: str
     settings: dict[str, str]
-    options: dict[str, Any]  # of the command line, as far as the preparation needs them
+    options: Options
     shoal: str = version("shoal")
+
+    def __post_init__(self) -> None:
+        ip, port = self.endpoint
+        ipaddress.ip_address(ip)
+        if (
+            self.address not in (f"tcp://{ip}:{port}", f"tcp://[{ip}]:{port}")
+            or not 0 < port < 2**16
+        ):
+            raise ValueError(f"{self.address!r} is no address")
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -35,12 +66,15 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ip.strip("[]"), int(port)
 
 
+class _Version(msgspec.Struct):
+    """What must be understood of an invitation before the rest is."""
+
+    shoal: str
+
+
 def invite(invitation: Invitation, run_dir: Path) -> None:
     """Let hosts find it."""
-    with replacing(run_dir / INVITATION) as unfinished:
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(invitation))
+    write_private(run_dir / INVITATION, msgspec.json.encode(invitation), replace=True)
 
 
 def withdraw(run_dir: Path) -> None:
@@ -51,29 +85,23 @@ def withdraw(run_dir: Path) -> None:
 
 def read_invitation(run_dir: Path) -> Invitation:
     """UsageError says why there is none, or none that this host can follow."""
+    path, way_out = run_dir / INVITATION, "Join as the user who started the run."
     try:
-        content = (run_dir / INVITATION).read_bytes()
+        content = read_private(path, way_out)
     except FileNotFoundError:
         raise UsageError(_why_none(run_dir)) from None
     except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. {way_out}") from error
+    again = "Start the run again."
+    shoal = decode_json(content, _Version, str(path), way_out=again).shoal
+    if shoal != version("shoal"):
         raise UsageError(
-            f"{run_dir / INVITATION} cannot be read: {error.strerror}. Join as the user who "
-            "started the run."
-        ) from error
-    try:
-        shoal = msgspec.json.decode(content).get("shoal")
-        if shoal != version("shoal"):
-            raise UsageError(
-                f"The run in {run_dir} was started by Shoal {shoal}, and this host has "
-                f"{version('shoal')}. Install one version on all hosts."
-            )
-        found = msgspec.json.decode(content, type=Invitation)
-    except (msgspec.MsgspecError, AttributeError) as error:
-        raise UsageError(
-            f"{run_dir / INVITATION} cannot be read: {error}. Start the run again."
-        ) from error
+            f"The run in {run_dir} was started by Shoal {shoal}, and this host has "
+            f"{version('shoal')}. Install one version on all hosts."
+        )
+    found = decode_json(content, Invitation, str(path), way_out=again)
     there = Path(found.directory) / found.run_dir
-    if not (there.is_dir() and there.samefile(run_dir)):
+    if not _is_same(there, run_dir):
         raise UsageError(
             f"The run was started in {found.directory} and keeps its files in {found.run_dir} "
             "there, which is not the same directory on this host. It must lie on a file system "
@@ -82,15 +110,24 @@ def read_invitation(run_dir: Path) -> Invitation:
     return found
 
 
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether both are one directory; what is no path at all is none."""
+    try:
+        return one.is_dir() and one.samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
 def _why_none(run_dir: Path) -> str:
     try:
-        plan = str(msgspec.json.decode((run_dir / "run.json").read_bytes())["plan"])
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError):
+        plan = read_description(run_dir).plan
+        num_hosts = Plan.parse(plan).hosts
+    except (OSError, UsageError):
         return (
             f"{run_dir} holds no run that waits for hosts. Give the directory that `shoal train "
             "--listen` names. It must lie on a file system that all hosts see."
         )
-    if Plan.parse(plan).hosts == 1:
+    if num_hosts == 1:
         return (
             f"The run in {run_dir} is on one host, under {plan or 'data=1'!r}. To span several, "
             "start it with hosts=H in its plan and --listen ADDRESS."

@@ -87,7 +87,7 @@ def start(idle_s: float = IDLE_S) -> bool:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
         child = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli.warm", str(path), str(idle_s)],
+            [sys.executable, "-P", "-m", "shoal.cli.warm", str(path), str(idle_s)],
             stdin=nothing,
             stdout=output,
             stderr=output,

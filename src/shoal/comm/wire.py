@@ -14,11 +14,9 @@ against people it is the keys that help. Processes of one host move tensors thro
 """
 
 import ipaddress
-import os
 import re
 import resource
 import socket as sockets
-import stat
 import struct
 import threading
 from collections.abc import Sequence
@@ -32,7 +30,9 @@ import zmq
 from torch import Tensor
 from zmq.utils import z85
 
+from shoal.decoding import json_or_none
 from shoal.errors import ShoalError, UsageError
+from shoal.files import read_private, write_private
 
 VERSION = 1
 MOST_FRAMES = 10_000
@@ -198,58 +198,42 @@ def make_keys(path: Path) -> Keys:
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
     keys = Keys(*(half.decode() for half in (*server, *client)))
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        write_private(path, msgspec.json.encode(keys))
     except OSError as error:
         raise UsageError(
             f"Cannot write the run's keys to {path}: {error.strerror}. Each run makes keys of its "
-            "own, in a file that is not there yet and a directory that is."
-        ) from error
-    try:
-        with open(fd, "wb") as file:
-            os.fchmod(fd, 0o600)
-            file.write(msgspec.json.encode(keys))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise UsageError(
-            f"Cannot write the run's keys to {path}: {error.strerror}. Make room on that disk, or "
-            "name another directory."
+            "own, in a file that is not there yet and a directory that is, on a disk with room."
         ) from error
     return keys
 
 
 def load_keys(path: Path) -> Keys:
-    """The keys that `make_keys` wrote; refused if anyone else may read them."""
+    """The keys that `make_keys` wrote; refused if anyone else may read them or has made them."""
+    way_out = "Give the file that the run wrote, as the user who started it."
     try:
-        # Not blocking, or a pipe in the place of the file would be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            mode, content = os.fstat(fd).st_mode, os.read(fd, 4096)
-        finally:
-            os.close(fd)
+        content = read_private(path, way_out)
     except OSError as error:
         raise UsageError(
-            f"Cannot read the run's keys in {path}: {error.strerror}. Give the file that the run "
-            "wrote, as the user who started it."
+            f"Cannot read the run's keys in {path}: {error.strerror}. {way_out}"
         ) from error
-    if stat.S_ISREG(mode) and mode & 0o077:
-        raise UsageError(
-            f"Others may read the run's keys in {path} (mode {stat.S_IMODE(mode):04o}). Run "
-            f"`chmod 600 {path}`, or make new keys if other people use this machine."
-        )
-    try:
-        keys = msgspec.json.decode(content, type=Keys)
-        is_whole = (
-            zmq.curve_public(keys.server_secret.encode()) == keys.server_public.encode()
-            and zmq.curve_public(keys.client_secret.encode()) == keys.client_public.encode()
-        )
-    except (msgspec.MsgspecError, zmq.ZMQError, ValueError):
-        is_whole = False
-    if not (is_whole and stat.S_ISREG(mode)):
+    keys = json_or_none(content, Keys)
+    if keys is None or not _are_whole(keys):
         raise UsageError(
             f"{path} does not hold the keys of a run, or they are damaged. Give the file that the "
             "run wrote; if this is it, remove it and start the run again."
         )
     return keys
+
+
+def _are_whole(keys: Keys) -> bool:
+    """Whether each secret has its public half beside it."""
+    try:
+        return (
+            zmq.curve_public(keys.server_secret.encode()) == keys.server_public.encode()
+            and zmq.curve_public(keys.client_secret.encode()) == keys.client_public.encode()
+        )
+    except (zmq.ZMQError, ValueError):
+        return False
 
 
 # ---- sockets

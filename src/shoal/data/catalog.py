@@ -241,7 +241,7 @@ def _pip_download(package: Package, directory: Path) -> str:
     """Let pip fetch the file into `directory`; returns the end of what pip said."""
     requirements = directory / "requirements.txt"
     requirements.write_text(f"{package} --hash=sha256:{package.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--timeout=20", "--retries=2"]
     command += ["-r", str(requirements), "-d", str(directory)]
     try:

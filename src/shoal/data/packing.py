@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.data.shard_files.format import ITEM_BYTES
+from shoal.decoding import UNREADABLE, reason
 from shoal.errors import RecipeError
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -88,8 +89,8 @@ def header_of(view: memoryview) -> tuple[Any, int]:
         raise BadSample(f"its header would take {length} of {view.nbytes} bytes")
     try:
         tree = msgspec.msgpack.decode(view[4 : 4 + length])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadSample(f"its header cannot be read: {error}") from None
+    except UNREADABLE as error:
+        raise BadSample(f"its header cannot be read: {reason(error)}") from None
     return tree, _aligned(4 + length)
 
 

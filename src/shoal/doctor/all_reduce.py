@@ -46,7 +46,7 @@ def measure(interface: str) -> dict[str, float]:
     try:
         for rank in range(2):
             child = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(rank), str(port)],
+                [sys.executable, "-P", "-m", __name__, str(rank), str(port)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

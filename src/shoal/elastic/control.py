@@ -4,19 +4,44 @@ A caller sends one line of JSON and gets one when what it asked for is done, or 
 here waits: the supervisor has ranks to look after. Loads nothing heavy, for commands' sake.
 """
 
-import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from shoal.errors import UsageError
+import msgspec
+
+from shoal.decoding import decode_json, json_or_none
+from shoal.errors import UsageError, sendable
 
 NAME = "control"
 MOST_BYTES = 65_536
 MOST_CALLERS = 32
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a command asks for."""
+
+    resize: str
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was done, in the words of the event `resized`."""
+
+    step: int
+    plan: str
+    change: str
+    bytes: int
+    ms: float
+    lost: str
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was done, or why it was refused."""
+
+    done: Change | None = None
+    refused: str = ""
 
 
 class Caller:
@@ -25,10 +50,13 @@ class Caller:
     def __init__(self, line: socket.socket):
         self.line, self.heard = line, b""
 
-    def answer(self, **what: Any) -> None:
+    def answer(self, answer: Answer) -> None:
         with suppress(OSError):  # nobody waits any more
-            self.line.send(json.dumps(what).encode() + b"\n")
+            self.line.send(msgspec.json.encode(answer) + b"\n")
         self.line.close()
+
+    def refuse(self, why: str) -> None:
+        self.answer(Answer(refused=sendable(why)))
 
 
 class Control:
@@ -51,7 +79,7 @@ class Control:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def requests(self) -> Iterator[tuple[Caller, dict[str, Any]]]:
+    def requests(self) -> Iterator[tuple[Caller, Request]]:
         """What was asked since the last time, by whom. Who asks for nonsense is told so."""
         with suppress(BlockingIOError):
             while len(self._callers) < MOST_CALLERS:
@@ -69,23 +97,20 @@ class Control:
             if content and b"\n" not in caller.heard and len(caller.heard) < MOST_BYTES:
                 continue
             self._callers.remove(caller)
-            try:
-                asked = json.loads(caller.heard)
-                if not isinstance(asked, dict):
-                    raise ValueError("no object")
-            except ValueError:
-                caller.answer(refused="This is no request. Use the same version of Shoal.")
+            asked = json_or_none(caller.heard, Request)
+            if asked is None:
+                caller.refuse("This is no request. Use the same version of Shoal.")
                 continue
             yield caller, asked
 
     def close(self) -> None:
         for caller in self._callers:
-            caller.answer(refused="The run is over.")
+            caller.refuse("The run is over.")
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
 
-def ask(run_dir: Path, **what: Any) -> dict[str, Any]:
+def ask(run_dir: Path, what: Request) -> Answer:
     """Ask the run that goes on in a directory, and wait for its answer."""
     if not (run_dir / "run.json").exists():
         raise UsageError(f"{run_dir} holds no run. Give the directory of one, as in runs/name-1.")
@@ -100,12 +125,12 @@ def ask(run_dir: Path, **what: Any) -> dict[str, Any]:
             ) from error
         content = b""
         with suppress(ConnectionError), line.makefile("rb") as answers:  # the same as no answer
-            line.sendall(json.dumps(what).encode() + b"\n")
-            content = answers.readline()
+            line.sendall(msgspec.json.encode(what) + b"\n")
+            content = answers.readline(MOST_BYTES)
     if not content:
         raise UsageError(f"The run in {run_dir} ended before it answered.")
-    found: dict[str, Any] = json.loads(content)
-    return found
+    same = "Use the same version of Shoal."
+    return decode_json(content, Answer, f"The answer of the run in {run_dir}", way_out=same)
 
 
 @contextmanager

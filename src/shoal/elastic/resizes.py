@@ -4,10 +4,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.elastic.actions import Action, NotResized, Resized
-from shoal.elastic.control import Caller, Control
+from shoal.elastic.control import Answer, Caller, Change, Control, Request
 from shoal.elastic.membership import Membership
-from shoal.errors import UsageError
+from shoal.errors import UsageError, sendable
 from shoal.logs import warn_once
 from shoal.plan import Plan
 from shoal.plan_size import Size, in_words, parts_with, resized, served_size, size_of
@@ -40,15 +42,15 @@ class Resizes:
                 actions += self._begin(asked, members, is_stopping)
                 self._caller = caller
             except UsageError as wrong:
-                caller.answer(refused=str(wrong))
+                caller.refuse(str(wrong))
         return actions
 
-    def _begin(self, asked: dict[str, Any], members: Membership, is_stopping: bool) -> list[Action]:
+    def _begin(self, asked: Request, members: Membership, is_stopping: bool) -> list[Action]:
         if is_stopping or members.over:
             raise UsageError("The run is about to end. Go on with --resume and another --plan.")
         if members.is_resizing:
             raise UsageError("The run is being resized already. Ask again when that is done.")
-        wanted = resized(self.plan, str(asked.get("resize", "")))
+        wanted = resized(self.plan, asked.resize)
         if self._alone and wanted.num_ranks > 1:
             raise UsageError(self._alone)
         self._wanted, self._num_bytes, self._generation = wanted, 0, -1
@@ -70,25 +72,28 @@ class Resizes:
         """Tell who asked; what is to be put on record."""
         before, self.plan = self.plan, self._wanted
         ms = (time.monotonic() - action.met_at) * 1000
-        told = {
-            "step": action.step,
-            "plan": str(self.plan),
-            "change": in_words(action.before, action.after),
-            "bytes": self._num_bytes,
-            "ms": round(ms, 1),
-            "lost": parts_with(before, self.plan),
-        }
-        self._answer(**told)
-        return told
+        told = Change(
+            step=action.step,
+            plan=str(self.plan),
+            change=in_words(action.before, action.after),
+            bytes=self._num_bytes,
+            ms=round(ms, 1),
+            lost=parts_with(before, self.plan),
+        )
+        self._answer(Answer(told))
+        return msgspec.structs.asdict(told)
 
     def not_done(self, action: NotResized) -> None:
-        self._answer(refused=f"The run keeps its size: {action.cause}.")
+        self._refuse(f"The run keeps its size: {action.cause}.")
 
     def close(self) -> None:
-        self._answer(refused="The run was over before it could be resized.")
+        self._refuse("The run was over before it could be resized.")
         self.control.close()
 
-    def _answer(self, **what: Any) -> None:
+    def _refuse(self, why: str) -> None:
+        self._answer(Answer(refused=sendable(why)))
+
+    def _answer(self, answer: Answer) -> None:
         if self._caller is not None:
-            self._caller.answer(**what)
+            self._caller.answer(answer)
             self._caller = None

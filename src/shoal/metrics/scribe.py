@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.decoding import json_or_none
 from shoal.files import write_whole
 from shoal.hooks import StepInfo
 from shoal.metrics.sinks import Background, JsonLines, Sink
@@ -108,6 +109,10 @@ def as_record(info: StepInfo) -> Mapping[str, Any]:
     return record
 
 
+class _Numbered(msgspec.Struct, frozen=True):
+    step: int = 0
+
+
 class OnRecord(msgspec.Struct, frozen=True):
     """What a line says of the samples of its step."""
 
@@ -118,11 +123,9 @@ class OnRecord(msgspec.Struct, frozen=True):
 def samples_on_record(path: Path) -> tuple[int, int]:
     """Of all steps that a metrics file holds: samples trained on, and samples left out."""
     trained = left_out = 0
-    decoder = msgspec.json.Decoder(OnRecord)
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            found = decoder.decode(line)
-        except msgspec.DecodeError:  # torn
+        found = json_or_none(line, OnRecord)
+        if found is None:  # torn
             continue
         trained += found.samples - found.left_out
         left_out += found.left_out
@@ -139,8 +142,5 @@ def last_step(path: Path) -> int:
 
 def _step_of(line: bytes) -> int:
     """The step of a record, 0 of a torn one."""
-    try:
-        step: int = msgspec.json.decode(line)["step"]
-        return step
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return 0
+    found = json_or_none(line, _Numbered)
+    return 0 if found is None else found.step

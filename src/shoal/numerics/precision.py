@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from shoal.decoding import json_or_none
 from shoal.errors import UsageError, nearest
-from shoal.files import write_whole
+from shoal.files import read_plain, write_whole
 from shoal.logs import warn_once
 from shoal.rundir import cache_directory
 
@@ -227,7 +228,7 @@ def _try_bf16(variables: Mapping[str, str], program: str = _PROBE) -> str:
 
 def _run(program: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-P", "-c", program],
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -275,9 +276,10 @@ def _fingerprint(model: str, flags: tuple[str, ...]) -> str:
 
 def _recall(path: Path) -> dict[str, str] | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except (FileNotFoundError, msgspec.DecodeError):  # never asked, or cut off: ask again
+        answer = json_or_none(read_plain(path), dict[str, str])
+    except OSError:  # never asked, or nothing that can be read: ask again
         return None
+    return answer if answer in _REMEDIES else None  # it becomes part of the environment
 
 
 def _keep(path: Path, answer: dict[str, str]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.checkpoint.objects import open_store
-from shoal.elastic.control import ask
+from shoal.elastic.control import Request, ask
 from shoal.faults import VARIABLE
 from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
@@ -170,7 +170,7 @@ def check_same(trained: Trained, undisturbed: Trained) -> None:
 def check_ledger(trained: Trained, num_steps: int) -> None:
     """Each step on record once and in order, made of the samples that the order gives it."""
     record = read_record(trained.run_dir)
-    found = audit_run(record, range(record.described["num_samples"]))
+    found = audit_run(record, range(record.num_samples))
     assert not found.problems, found.problems
     assert (found.first_step, found.last_step, found.num_marked) == (1, num_steps, num_steps)
     assert found.most_often - found.least_often <= 1, "samples were not trained on equally often"
@@ -212,9 +212,17 @@ def check_recovered(trained: Trained, causes: Mapping[int, str]) -> None:
 
 def resize(training: Training, size: str) -> dict[str, Any]:
     """Ask for another size, which is not refused."""
-    answer = ask(training.run_dir, resize=size)
+    answer = _asked(training, size)
     assert "refused" not in answer, answer
     return answer
+
+
+def _asked(training: Training, size: str) -> dict[str, Any]:
+    """What the run answers: what it did, or why it refused."""
+    answer = ask(training.run_dir, Request(size))
+    if answer.done is None:
+        return {"refused": answer.refused}
+    return msgspec.structs.asdict(answer.done)
 
 
 def resize_while_one_is_killed(
@@ -233,7 +241,7 @@ def resize_while_one_is_killed(
     killer.start()
     answers = []
     for size in draws.sample(sizes, len(sizes)):
-        answers.append(ask(training.run_dir, resize=size))
+        answers.append(_asked(training, size))
         print(size, answers[-1])
     killer.join()
     return answers

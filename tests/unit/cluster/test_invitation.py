@@ -6,9 +6,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.cluster.invitation import INVITATION, KEYS, Invitation, invite, read_invitation, withdraw
+from shoal.cluster.invitation import (
+    INVITATION,
+    KEYS,
+    Invitation,
+    Options,
+    invite,
+    read_invitation,
+    withdraw,
+)
 from shoal.comm.wire import make_keys
 from shoal.errors import UsageError
+from shoal.files import write_private
+
+OPTIONS = Options(plan="")
 
 
 @pytest.fixture
@@ -19,7 +30,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def invitation_of(where: Path, **changes: object) -> Invitation:
-    found = Invitation("tcp://10.0.0.1:81", str(where.parent), "a-1", "a.py:b", {}, {"plan": ""})
+    found = Invitation("tcp://10.0.0.1:81", str(where.parent), "a-1", "a.py:b", {}, OPTIONS)
     return msgspec.structs.replace(found, **changes)
 
 
@@ -69,8 +80,16 @@ def test_one_that_cannot_be_followed(run_dir: Path, changes: dict[str, str], wor
         read_invitation(run_dir)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"shoal": 3}'])
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o666])
+def test_one_that_others_may_read_is_refused(run_dir: Path, mode: int) -> None:
+    invite(invitation_of(run_dir), run_dir)
+    (run_dir / INVITATION).chmod(mode)
+    with pytest.raises(UsageError, match="can be read by others"):
+        read_invitation(run_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"shoal": 3}', b"[" * 9999])
 def test_one_that_is_damaged(run_dir: Path, content: bytes) -> None:
-    (run_dir / INVITATION).write_bytes(content)
-    with pytest.raises(UsageError):
+    write_private(run_dir / INVITATION, content)
+    with pytest.raises(UsageError, match=r"cannot be read: .* Start the run again"):
         read_invitation(run_dir)

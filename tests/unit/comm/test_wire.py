@@ -282,6 +282,22 @@ def test_keys_that_others_may_read_are_refused(mode: int, tmp_path: Path) -> Non
     assert load_keys(path) == made
 
 
+def test_keys_that_another_user_made_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_keys(tmp_path / "keys.json")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UsageError, match=f"belongs to user {os.getuid()}"):
+        load_keys(tmp_path / "keys.json")
+
+
+def test_keys_that_are_a_link_are_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys.json")
+    (tmp_path / "link.json").symlink_to("keys.json")
+    with pytest.raises(UsageError, match="a link, which is not followed"):
+        load_keys(tmp_path / "link.json")
+
+
 def test_damaged_keys_are_refused_and_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     made = make_keys(path)

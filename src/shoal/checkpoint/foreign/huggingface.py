@@ -16,6 +16,7 @@ from shoal.checkpoint.foreign.placing import new_directory
 from shoal.checkpoint.foreign.safetensors import entries_of, require_file, write
 from shoal.checkpoint.foreign.weights import Entry, Foreign, Model
 from shoal.checkpoint.manifest import MOST_MANIFEST_BYTES, BadCheckpoint
+from shoal.decoding import decode_json
 from shoal.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -97,7 +98,7 @@ def open_huggingface(path: Path) -> Foreign:
     places = _index(path / INDEX)
     files: dict[str, dict[str, Entry]] = {}
     for name, file in places.items():
-        if "/" in file or "\\" in file or file.startswith("."):
+        if not file.isprintable() or "/" in file or "\\" in file or file.startswith("."):
             raise BadCheckpoint(f"{path / INDEX}: {file!r} is not the name of a file beside it.")
         if file not in files:
             files[file] = entries_of(path / file)
@@ -114,7 +115,4 @@ def _index(path: Path) -> dict[str, str]:
     require_file(path)
     if path.stat().st_size > MOST_MANIFEST_BYTES:
         raise BadCheckpoint(f"{path} has {path.stat().st_size} bytes: too many for an index.")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error}.") from None
+    return decode_json(path.read_bytes(), _Index, str(path), BadCheckpoint).weight_map

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.decoding import UNREADABLE
 
 
 class Record:
@@ -45,7 +46,7 @@ def read(content: bytes, known: Collection[str]) -> Any:
         return machine.result()
     except Refused:
         raise
-    except (ValueError, IndexError, KeyError, TypeError, UnicodeError) as error:
+    except UNREADABLE as error:
         raise Refused(f"it is no sound pickle ({type(error).__name__})") from None
 
 

@@ -19,8 +19,10 @@ from shoal.checkpoint.foreign.placing import new_files
 from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, entry
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES, BadCheckpoint
 from shoal.checkpoint.types import bytes_of, name_of_type, type_of_name
+from shoal.decoding import decoding
 from shoal.parallel.boxes import whole_box
 
+_RESERVED = "__metadata__"
 # The order in which the library writes types.
 _ORDER = [
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
@@ -36,9 +38,11 @@ def export_safetensors(model: Model, path: Path) -> None:
 
 def write(model: Model, names: Sequence[str], path: Path, metadata: Mapping[str, str]) -> None:
     """Some tensors of a model as a file."""
+    if _RESERVED in names:
+        raise BadCheckpoint(f"A tensor is named {_RESERVED}, which safetensors keeps for itself.")
     types = {name: name_of_type(model.dtype(name)) for name in names}
     ordered = sorted(names, key=lambda name: (_ORDER.index(types[name]), name.encode()))
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
     at = 0
     for name in ordered:
         shape = model.shape(name)
@@ -63,7 +67,8 @@ def entries_of(path: Path) -> dict[str, Entry]:
     """The tensors of a file whose header is sound."""
     require_file(path)
     try:
-        opened: Any = safe_open(path, framework="pt", device="cpu")
+        with decoding(str(path), BadCheckpoint):
+            opened: Any = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(f"{path} is no sound safetensors file: {error}.") from None
     return {name: _entry(opened, name, path) for name in opened.keys()}  # noqa: SIM118

@@ -22,6 +22,7 @@ from shoal.checkpoint.foreign.safetensors import require_file
 from shoal.checkpoint.foreign.weights import Entry, Foreign, Model, entry
 from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.types import bytes_of
+from shoal.decoding import decoding, shortened
 from shoal.parallel.boxes import whole_box
 
 _TOP = "archive"
@@ -149,18 +150,23 @@ def open_state_dict(path: Path) -> Foreign:
 def check_archive(file: BinaryIO, what: str) -> None:
     """Refuse an archive of which a byte was changed, or one that would grow when it is read."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with (
+            decoding(f"{what} is not what torch.save writes: it", BadCheckpoint),
+            zipfile.ZipFile(file) as archive,
+        ):
             records = archive.infolist()
             for record in records:
                 if record.compress_type != zipfile.ZIP_STORED:
-                    raise BadCheckpoint(f"{what}: {record.filename} is compressed; torch's is not.")
+                    name = shortened(record.filename)
+                    raise BadCheckpoint(f"{what}: {name} is compressed; torch's is not.")
             if sum(record.file_size for record in records) > file.seek(0, os.SEEK_END):
                 raise BadCheckpoint(f"{what}: its records are larger than the whole file.")
             changed = archive.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
-        raise BadCheckpoint(f"{what} is not what torch.save writes: {error}.") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{what} cannot be read: {error.strerror or error}.") from None
     if changed is not None:
-        raise BadCheckpoint(f"{what}: the bytes of {changed} are not those that were written.")
+        name = shortened(changed)
+        raise BadCheckpoint(f"{what}: the bytes of {name} are not those that were written.")
 
 
 def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
@@ -172,7 +178,7 @@ def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
             why = f" without running code that it brings: it asks for {named[1]}"
         else:
             said = str(error).strip().splitlines() or [type(error).__name__]
-            why = f": {said[0].rstrip('.')}"
+            why = f": {shortened(said[0]).rstrip('.')}"
         raise BadCheckpoint(f"{what} cannot be read{why}.") from error
 
 

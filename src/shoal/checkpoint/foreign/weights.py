@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import ITEM_BYTES, BadCheckpoint
 from shoal.checkpoint.types import name_of_type
-from shoal.errors import RecipeError
+from shoal.errors import RecipeError, sendable
 from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.replicas import REPLICAS, Merged, of_replica
@@ -161,6 +161,8 @@ class Model:
 
 
 def _check(name: str, found: Entry) -> None:
+    if not name.isascii() and sendable(name) != name:
+        raise BadCheckpoint(f"A tensor is named {name!r}, which cannot be written in UTF-8.")
     try:
         name_of_type(found.dtype)
     except RecipeError as error:

@@ -26,6 +26,7 @@ import psutil
 from shoal.data.cache import forks
 from shoal.data.cache.area import LAYOUT, Area, geometry, geometry_of, lay_out
 from shoal.data.cache.layers import Content
+from shoal.decoding import json_or_none
 from shoal.errors import UsageError
 from shoal.logs import log, warn_once
 from shoal.tables import in_units
@@ -157,10 +158,7 @@ def _opened(member: _Member) -> int | None:
 
 def _read(file: int) -> list[_Member]:
     content = os.pread(file, os.fstat(file).st_size, 0)
-    try:
-        return msgspec.json.decode(content, type=list[_Member])
-    except msgspec.DecodeError:  # empty, or cut off by a death
-        return []
+    return json_or_none(content, list[_Member]) or []  # it may be empty, or cut off by a death
 
 
 def _write(file: int, descriptor: int) -> None:

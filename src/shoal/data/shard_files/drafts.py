@@ -33,6 +33,7 @@ from shoal.data.shard_files.format import (
     table_bytes,
 )
 from shoal.data.shard_files.places import Bucket, Folder
+from shoal.decoding import json_or_none
 from shoal.errors import UsageError
 from shoal.remote import Remote
 
@@ -222,7 +223,5 @@ def _foreign(place: object) -> str:
 
 def _is_note(content: bytes | None) -> bool:
     """Whether this is the note of a build, and not a file of somebody else."""
-    try:
-        return msgspec.json.decode(content or b"", type=Kind).format == FORMAT
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+    kind = json_or_none(content or b"", Kind)
+    return kind is not None and kind.format == FORMAT

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shoal.decoding import decode_json
 from shoal.errors import UsageError
 
 FORMAT, VERSION = "shoal-shards", 1
@@ -141,19 +142,14 @@ def decode(content: bytes, sealed: bytes) -> Index:
     """An index that is what was sealed, and consistent."""
     if sealed != seal(content):
         raise BadShards(f"{INDEX} is not what {SEAL} says: one of them was changed.")
-    try:
-        kind = msgspec.json.decode(content, type=Kind)
-        if kind.format != FORMAT:
-            raise BadShards(f"{INDEX} is of the format {kind.format!r}, not {FORMAT!r}.")
-        if kind.version != VERSION:
-            raise BadShards(
-                f"{INDEX} is of version {kind.version}; this Shoal reads version {VERSION}."
-            )
-        index = msgspec.json.decode(content, type=Index)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadShards(f"{INDEX} cannot be read: {error}.") from None
-    except RecursionError:
-        raise BadShards(f"{INDEX} cannot be read: it is nested too deep.") from None
+    kind = decode_json(content, Kind, INDEX, BadShards)
+    if kind.format != FORMAT:
+        raise BadShards(f"{INDEX} is of the format {kind.format!r}, not {FORMAT!r}.")
+    if kind.version != VERSION:
+        raise BadShards(
+            f"{INDEX} is of version {kind.version}; this Shoal reads version {VERSION}."
+        )
+    index = decode_json(content, Index, INDEX, BadShards)
     _check(index)
     # Not of what we would write: there may be fields that we do not know.
     msgspec.structs.force_setattr(index, "digest", hashlib.sha256(content).hexdigest())

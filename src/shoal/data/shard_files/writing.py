@@ -46,6 +46,7 @@ from shoal.data.shard_files.places import open_place
 from shoal.data.sources import LeavesOut, Source, Varied, as_source, sample_of
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
 from shoal.data.waiting import WAITING
+from shoal.decoding import json_or_none
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 from shoal.logs import log
 from shoal.optional import require
@@ -186,9 +187,8 @@ class _Build:
     def _still_good(self) -> Iterator[Finished]:
         done: list[Finished] = []
         while (content := self._draft.read(_note(len(done)))) is not None:
-            try:
-                found = msgspec.json.decode(content, type=Finished)
-            except msgspec.DecodeError:
+            found = json_or_none(content, Finished)
+            if found is None:
                 return
             done.append(found)
             index = _index(self._settings, [each.shard for each in done])

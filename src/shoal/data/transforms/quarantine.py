@@ -24,6 +24,7 @@ from shoal.data.packing import BadSample
 from shoal.data.sources import Pass, is_outage, not_reached
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.data.transforms.layers import Layer, below
+from shoal.decoding import json_or_none
 from shoal.errors import RecipeError, ShoalError, UsageError, sendable
 from shoal.logs import log, warn_once
 
@@ -196,8 +197,4 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _is_note(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line, type=Note)
-    except msgspec.DecodeError:
-        return False
-    return True
+    return json_or_none(line, Note) is not None

@@ -31,8 +31,9 @@ from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import key_of
 from shoal.data.transforms.layers import loads
 from shoal.data.transforms.shares import Job, result_of
+from shoal.decoding import decode_json
 from shoal.errors import RecipeError, UsageError
-from shoal.files import write_whole
+from shoal.files import read_plain, write_whole
 
 Fields: TypeAlias = Sequence[str] | Mapping[str, int | None]
 
@@ -75,11 +76,11 @@ def load_statistics(path: str | Path) -> Statistics:
     """What `save` wrote."""
     path = path_of(path, "load_statistics()")
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Statistics)
+        content = read_plain(Path(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{path} holds no statistics: {error}. Measure them anew.") from error
+    what, anew = f"{path} holds no statistics: it", "Measure them anew."
+    found = decode_json(content, Statistics, what, way_out=anew)
     for name, of in found.fields.items():
         lists = [of.mean, of.std, of.low, of.high, *of.quantiles.values()]
         if not of.mean or len({len(part) for part in lists}) != 1 or min(of.std) < 0:
