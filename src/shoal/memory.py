@@ -5,9 +5,14 @@ other sizes: the gaps between them can be several times the model. A fixed thres
 every large block apart and give it back at once, for a page fault each time it is asked for again;
 so smaller ones are kept, and what every step needs anew is lent instead (`comm/spares.py`).
 Elsewhere than under glibc nothing is done.
+
+torch records the last 2,000 messages of a process group, each in a few small blocks that lie where
+they were asked for: between activations. What is freed around them cannot be joined, so a forward
+that sends (`tensor`) grows by up to a large block for each message until the record is full.
 """
 
 import ctypes
+import os
 
 LARGE = 2 << 20  # bytes; smaller blocks are kept as usual
 MOST_KEPT = 32 << 20  # of them, free at the heap's end
@@ -19,3 +24,9 @@ def give_back_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE)
         mallopt(_TRIM_THRESHOLD, MOST_KEPT)
+
+
+def record_no_messages() -> None:
+    """Before the first group of this process; somebody who asks for a record gets it."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")

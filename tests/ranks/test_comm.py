@@ -1,5 +1,6 @@
 """Collectives, sums in the tree's order, shared state and broken groups, on real ranks."""
 
+import json
 import os
 import signal
 import threading
@@ -91,6 +92,18 @@ def test_collectives(pool: Pool) -> None:
         assert answer["copied"].tolist() == [2.0, 2.0]
         assert answer["numbers"] == [[float(r), 0.1 * r] for r in range(3)]
         assert answer["counted"]
+
+
+def recorded(mesh: Mesh) -> int:
+    for _ in range(3):
+        mesh.data.all_reduce(torch.ones(4)).wait()
+    record = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True))
+    return len(record.get("entries", []))
+
+
+def test_messages_leave_nothing_behind(pool: Pool) -> None:
+    """torch's record of them would pin freed memory between activations."""
+    assert pool.run(recorded, 2) == [0, 0]
 
 
 def shares_state(mesh: Mesh) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT
 from shoal.errors import FormError, GroupLost
 from shoal.logs import warn_once
+from shoal.memory import record_no_messages
 from shoal.world import World
 
 
@@ -103,6 +104,8 @@ def form_group(store: dist.Store, prefix: str, world: World, timeout: timedelta)
     """Form the default group. All ranks must have come; raises GroupLost if one is gone since."""
     if world.backend == "nccl":
         torch.cuda.set_device(world.device)
+    else:
+        record_no_messages()
     try:
         dist.init_process_group(
             world.backend,

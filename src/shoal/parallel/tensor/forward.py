@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shoal.comm.collectives import Group
+from shoal.errors import RecipeError, ShoalError
 from shoal.parallel.tensor.matrix import MATRICES
 from shoal.parallel.tensor.part import ABOUT, TAG, Part, Refused, Region, about, make_part
 from shoal.parallel.tensor.rules import RULES, cast, made_whole, pointwise
@@ -115,8 +116,11 @@ class CutForward(TorchFunctionMode):
             cut_kwargs = {name: self._as_part(value) for name, value in kwargs.items()}
             if rule is not None and has_part((*cut_args, *cut_kwargs.values())):
                 return follow_rule(rule, self.region, func, cut_args, cut_kwargs)
-        except Refused:
-            pass
+        except Exception as error:
+            # Refused, or a use of the function that the rule does not know. If the model is wrong
+            # it fails again on whole values, in its own terms.
+            if isinstance(error, ShoalError) and not isinstance(error, RecipeError):
+                raise
         return self.on_whole_values(func, args, kwargs)
 
     def on_whole_values(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

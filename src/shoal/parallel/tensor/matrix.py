@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
@@ -273,50 +274,70 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def attention(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     given = dict(zip(_ATTENTION, args)) | kwargs
     values = [given.pop(name) for name in _ATTENTION[:3]]
-    parts = [value for value in values if type(value) is Part]
-    if not parts:
+    mask = given.get("attn_mask")
+    cut_values = [value for value in (*values, mask) if type(value) is Part]
+    if not cut_values:
         region.batches(values[0].shape[-3] if values[0].ndim > 3 else 0, is_attention=True)
         mixed: Tensor = func(*values, **given)
         return mixed
-    part = parts[0]
-    from_end = part.cut.dim - part.ndim
+    part = cut_values[0]
+    from_end, packs = part.cut.dim - part.ndim, part.cut.packs
+    if part is mask:
+        raise Refused("whole queries meet a mask that is cut")
     if from_end > -3 or any(
-        (p.cut.dim - p.ndim, p.cut.packs) != (from_end, part.cut.packs) for p in parts
+        (p.cut.dim - p.ndim, p.cut.packs) != (from_end, packs) for p in cut_values
     ):
         raise Refused("attention is not cut by heads", repack=True)
-    if given.get("enable_gqa") and part.cut.packs != 1:
+    if given.get("enable_gqa") and packs != 1:
         raise Refused("attention with fewer keys than queries is cut in packs", repack=True)
-    local = [region.local(v, Cut(v.ndim + from_end, part.cut.packs)) for v in values]
-    if given.get("attn_mask") is not None:
-        given["attn_mask"] = beside(region, given["attn_mask"], part, from_end)
+    if mask is not None and type(mask) not in (Tensor, Parameter, Part):
+        raise Refused(f"the mask of attention is a {type(mask).__name__}")
+    local = [region.local(v, Cut(v.ndim + from_end, packs)) for v in values]
+    if mask is not None:
+        given["attn_mask"] = beside(region, mask, part, from_end)
     if given.get("dropout_p"):
-        y = _attend_dropping(region, values, local, given, part.cut)
+        y = _attend_dropping(region, values, local, given, Cut(part.ndim + from_end, packs))
     else:
         y = func(*local, **given)
-    return region.part(y, Cut(y.ndim + from_end, part.cut.packs))
+    return region.part(y, Cut(y.ndim + from_end, packs))
 
 
 def _attend_dropping(
     region: Region, values: list[Tensor], local: list[Tensor], given: Kwargs, cut: Cut
 ) -> Tensor:
+    """Attention whose weights are dropped as the uncut model drops them."""
+    if given["dropout_p"] >= 1:
+        raise Refused("all weights of attention are dropped")  # torch divides by what is kept
     query, key = values[:2]
-    ones = torch.ones(
-        (*query.shape[:-1], key.shape[-2]), dtype=local[0].dtype, device=local[0].device
-    )
+    device, mask = local[0].device, given.get("attn_mask")
+    if torch.is_autocast_enabled(device.type):  # which does not know the inner function
+        narrow = torch.get_autocast_dtype(device.type)
+        local = [value.to(narrow) for value in local]
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(narrow)
+    ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=local[0].dtype, device=device)
     drawn = F.dropout(ones, given["dropout_p"], True)
-    mask = share_of(drawn, cut, region.rank, region.num_ranks) != 0
+    kept = share_of(drawn, cut, region.rank, region.num_ranks) != 0
     mixed: Tensor = torch._scaled_dot_product_attention_math(
         local[0],
         local[1],
         local[2],
-        given.get("attn_mask"),
+        _added(mask, local[0].dtype),
         given["dropout_p"],
         given.get("is_causal", False),
-        mask,
+        kept,
         scale=given.get("scale"),
         enable_gqa=given.get("enable_gqa", False),
     )[0]
     return mixed
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as what is added to scores: the inner function takes True, "attend", for 1.0."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        mask.logical_not(), float("-inf")
+    )
 
 
 # Rules that look at parameters themselves; they serve whole arguments as well.

@@ -36,6 +36,8 @@ __lt__ __le__ __gt__ __ge__ rsub xlogy
 def pointwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Element by element, with torch's broadcasting."""
     first = args[0] if args else None
+    if _is_in_place(func) and type(first) is not Part:  # before it is written, not after
+        raise Refused("a part is written into a whole value")
     if type(first) is Part and not kwargs and not any(isinstance(a, Tensor) for a in args[1:]):
         return _result(region, func, args, func(first.local, *args[1:]), first.cut)
     if "out" in kwargs:
@@ -59,20 +61,20 @@ def beside(region: Region, value: Tensor, part: Part, from_end: int) -> Tensor:
     if type(value) is Part:
         return value.local
     dim = value.ndim + from_end
-    if dim < 0 or value.shape[dim] == 1:
+    if cut_of(value) is None and (dim < 0 or value.shape[dim] == 1):
         return region.enter(value)
     region.joins(value, part)
     return region.local(value, Cut(dim, part.cut.packs))
 
 
 def _result(region: Region, func: Any, args: Args, local: Tensor, cut: Cut) -> Part:
+    return args[0] if _is_in_place(func) else region.part(local, cut)
+
+
+def _is_in_place(func: Any) -> bool:
     name: str = getattr(func, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-        if type(args[0]) is not Part:
-            raise Refused("a part is written into a whole value")
-        if name != "__invert__":
-            return args[0]
-    return region.part(local, cut)
+    is_operator = name.startswith("__i") and name != "__invert__"
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def cast(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:

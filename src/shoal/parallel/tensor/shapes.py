@@ -243,6 +243,8 @@ def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     if isinstance(index, Tensor) and type(index) is not Part:
         return _pick(region, x, index)
     items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, bool) for i in items):
+        raise Refused("it is indexed by True or False, which make a dim")
     if not all(i is None or i is ... or isinstance(i, int | slice) for i in items):
         raise Refused("it is indexed by several tensors")
     taken = sum(i is not None and i is not ... for i in items)
@@ -267,8 +269,9 @@ def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
 
 
 def _pick(region: Region, x: Part, index: Tensor) -> Part:
-    """Rows of the first dims, by numbers or by a mask."""
-    used, made = (index.ndim, 1) if index.dtype == torch.bool else (1, index.ndim)
+    """Rows of the first dims, by numbers or by a mask, which bytes are too."""
+    is_mask = index.dtype in (torch.bool, torch.uint8)
+    used, made = (index.ndim, 1) if is_mask else (1, index.ndim)
     if x.cut.dim < used:
         raise Refused("the dim that is cut is indexed by a tensor")
     return region.part(x.local[index], Cut(x.cut.dim - used + made, x.cut.packs))
