@@ -261,14 +261,13 @@ def _read_request(caller: socket.socket, head: bytes) -> dict[str, Any]:
     content = b""
     while len(content) < length and (part := caller.recv(length - len(content))):
         content += part
-    request = json.loads(content)
-    environment = request.get("environment") if isinstance(request, dict) else None
-    words = request.get("arguments") if isinstance(request, dict) else None
+    found = json.loads(content)
+    request: dict[str, Any] = found if isinstance(found, dict) else {}
+    environment, words = request.get("environment"), request.get("arguments")
     if not (isinstance(environment, dict) and isinstance(words, list)):
         raise ValueError("no request")
-    if not all(isinstance(word, str) for word in (*environment, *environment.values(), *words)):
-        raise ValueError("no request")
-    if not isinstance(request.get("cwd"), str):
+    texts = (request.get("cwd"), *environment, *environment.values(), *words)
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError("no request")
     return request
 

@@ -8,7 +8,8 @@ holds it, so any rank may die. To torch a client is a store like any other.
 One client a generation. A request that is not answered in a while is sent again, since a connection
 may break, and is carried out once. Who waits for a key leaves when its generation is over.
 
-Cost: two small messages a request, some 0.2 ms; torch makes two of them for each peer of a rank.
+Cost: two small messages a request, 0.06 ms on an idle machine where torch's store takes 0.02. To
+form a group, a rank makes one for each rank and one more.
 """
 
 import secrets
