@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 
 from bench import harness
+from shoal.comm.reach import Reach, reach_from
 from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.processes import die_with_parent
@@ -33,6 +35,8 @@ SECRET = "bench"
 def started(module: str, *words: str) -> Iterator[str]:
     """A process that serves, by the address it printed; it ends with the block."""
     environment = {k: v for k, v in harness.child_environment().items() if k != "RANK"}
+    sockets = TemporaryDirectory(prefix="shoal-")
+    environment |= Reach(sockets.name).told()
     process = subprocess.Popen(
         [sys.executable, "-m", module, "serve", *words],
         env=environment,
@@ -49,6 +53,7 @@ def started(module: str, *words: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        sockets.cleanup()
 
 
 class ServedSeat(LauncherSeat):
@@ -94,7 +99,7 @@ def serve(
 
 
 def _turn_after_turn(server: Server) -> None:
-    desk = Desk(server)
+    desk = Desk(server, reach_from(os.environ))
     say(desk.address)
     while True:
         desk.turn()

@@ -1,11 +1,13 @@
 """kill -9 of a rank, at every named point: the spare takes the seat, and the bits are the same."""
 
+import os
 import random
 import signal
 import time
 
 import pytest
 
+from shoal.metrics.scribe import last_step
 from shoal.testing.faults import (
     Trained,
     check_ledger,
@@ -132,3 +134,18 @@ def test_kills_at_random_moments(start, undisturbed, draws: random.Random, num_k
         check_same(trained, undisturbed)
         check_ledger(trained, NUM_STEPS)
         assert trained.result["recoveries"] == 1, f"kill {attempt}"
+
+
+def test_losses_leave_neither_descriptors_nor_threads(start, undisturbed) -> None:
+    """Of the groups that broke, the last one may still be there."""
+    training, counts, num_losses = start(pause=0.08), [], 10
+    pid = training.wait_for_seats()[0]
+    for number in range(num_losses):
+        training.signal_rank(1 + number % 2, signal.SIGKILL)
+        training.wait_for_seats(number + 1)
+        training.wait_for_step(last_step(training.run_dir / "metrics.jsonl") + 2)
+        held = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
+        counts.append(tuple(held))
+    check_same(training.wait(), undisturbed)
+    for first, last in zip(counts[1], counts[-1], strict=True):
+        assert last <= first + 3, f"descriptors and threads after each loss: {counts}"

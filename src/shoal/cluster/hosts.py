@@ -22,6 +22,8 @@ import zmq
 from shoal.cluster.invitation import KEYS, Invitation, Options, invite, withdraw
 from shoal.cluster.nursery import Birth, Born, Exited, Kill, Nursery, Report, Spawn
 from shoal.cluster.post import (
+    FROM_HOST,
+    LETTER,
     MOST_BYTES,
     End,
     Farewell,
@@ -32,12 +34,10 @@ from shoal.cluster.post import (
     Refused,
     ToHost,
     Welcome,
-    decode_from_host,
-    decode_letter,
     encode,
 )
 from shoal.comm.reach import Reach, told_of
-from shoal.comm.wire import Context, listen, make_keys
+from shoal.comm.wire import BadFrame, Context, decode, listen, make_keys
 from shoal.errors import FormError, UsageError
 from shoal.plan import Plan
 from shoal.plan_size import Size, host_of, size_of
@@ -76,8 +76,12 @@ def gathered(
     listening: Listening,
     run_dir: Path,
     watch: Callable[[dict[str, Any]], None],
+    sockets: str,
 ) -> Iterator["Hosts"]:
-    """Invite hosts, and wait until all are there. They are dismissed when the block ends."""
+    """Invite hosts, and wait until all are there. They are dismissed when the block ends.
+
+    `sockets` is the directory for those of processes of one host.
+    """
     plan = Plan.parse(facts["plan"])
     if plan.hosts == 1:
         raise UsageError(
@@ -85,7 +89,7 @@ def gathered(
             "hosts=H to the plan, or leave --listen out."
         )
     try:
-        reach = Reach(listening.address, make_keys(run_dir / KEYS))
+        reach = Reach(sockets, listening.address, make_keys(run_dir / KEYS))
         hosts = Hosts(nursery, facts, reach, run_dir, listening.heartbeat_timeout_s)
         try:
             invitation = Invitation(
@@ -121,7 +125,7 @@ class Hosts:
         self._where: dict[int, int] = {}  # the host of each member
         self._is_closing = False
         self._context: Context = zmq.Context()
-        self._router, self.address = listen(self._context, *reach, MOST_BYTES)
+        self._router, self.address = listen(self._context, *reach.place, MOST_BYTES)
 
     @property
     def ears(self) -> list[Any]:
@@ -224,8 +228,8 @@ class Hosts:
         now = time.monotonic()
         while self._router.poll(0):
             socket, *frames = self._router.recv_multipart()
-            with suppress(msgspec.DecodeError):  # nothing that a host says
-                self._hear(socket, decode_letter(frames[-1]), now)
+            with suppress(BadFrame):  # nothing that a host says
+                self._hear(socket, decode(frames[-1], LETTER), now)
         for host in self._hosts.values():
             for letter in host.post.due(now):
                 self._send(host, letter)
@@ -241,7 +245,7 @@ class Hosts:
         content = host.post.read(letter, now)
         if content is None:
             return
-        match message := decode_from_host(content):
+        match message := decode(content, FROM_HOST):
             case Born():
                 host.pids[message.number] = message.pid
                 self._reports.append(message)
@@ -256,8 +260,9 @@ class Hosts:
         """Take a host in, or say why not."""
         if letter.number != 1:
             return  # a sign of life of a host that was refused
-        hello = decode_from_host(letter.content)
-        assert isinstance(hello, Hello)
+        hello = decode(letter.content, FROM_HOST)
+        if not isinstance(hello, Hello):
+            return
         free = {*range(1, self.num_hosts)} - {host.number for host in self._hosts.values()}
         host = _Host(min(free, default=0), socket, hello, now)
         host.post.read(letter, now)

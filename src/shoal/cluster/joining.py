@@ -22,6 +22,8 @@ from shoal.cluster.invitation import KEYS, Invitation
 from shoal.cluster.launch import nursed
 from shoal.cluster.nursery import Born, Exited, Kill, Nursery, Prepare, Spawn
 from shoal.cluster.post import (
+    LETTER,
+    TO_HOST,
     End,
     Farewell,
     FromHost,
@@ -30,12 +32,10 @@ from shoal.cluster.post import (
     Post,
     Refused,
     Welcome,
-    decode_letter,
-    decode_to_host,
     encode,
 )
-from shoal.comm.reach import Reach, address_towards, told_of
-from shoal.comm.wire import Context, connect, load_keys
+from shoal.comm.reach import address_towards, told_of
+from shoal.comm.wire import BadFrame, Context, Keys, connect, decode, load_keys
 from shoal.elastic.actions import how_it_ended
 from shoal.elastic.supervise import STOPPING
 from shoal.errors import ShoalError, UsageError
@@ -57,13 +57,14 @@ def join_run(
     a thread.
     """
     run_dir = Path(invitation.run_dir)
-    reach = Reach(address or address_towards(*invitation.endpoint), load_keys(run_dir / KEYS))
-    told = told_of(reach.address, run_dir / KEYS)
+    keys = load_keys(run_dir / KEYS)
+    address = address or address_towards(*invitation.endpoint)
+    told = told_of(address, run_dir / KEYS)
     name = socket.gethostname()
     log = f"logs/recipe-{name}-{secrets.token_hex(3)}.log"
     with nursed(prepare, run_dir / log) as (nursery, facts):
-        hello = Hello(name, reach.address, comparable(facts), log)
-        return _Joined(nursery, invitation.address, reach, told, tell).obey(hello)
+        hello = Hello(name, address, comparable(facts), log)
+        return _Joined(nursery, invitation.address, keys, told, tell).obey(hello)
 
 
 class _Joined:
@@ -73,15 +74,13 @@ class _Joined:
         self,
         nursery: Nursery,
         address: str,
-        reach: Reach,
+        keys: Keys,
         told: dict[str, str],
         tell: Callable[[str], None],
     ):
         self._nursery, self._address, self._told, self._tell = nursery, address, told, tell
         self._context: Context = zmq.Context()
-        self._line = connect(
-            self._context, address, f"host.{secrets.token_hex(16)}".encode(), reach.keys
-        )
+        self._line = connect(self._context, address, f"host.{secrets.token_hex(16)}".encode(), keys)
         self._post = Post(time.monotonic())
         self._timeout_s = ANSWER_S
         self._is_welcome = False
@@ -115,10 +114,11 @@ class _Joined:
         poller.poll(POLL_MS)
         now = time.monotonic()
         while self._line.poll(0):
-            content = self._post.read(decode_letter(self._line.recv_multipart()[-1]), now)
-            if content is not None:
-                with suppress(BrokenPipeError):  # the nursery is gone, which `_report` will find
-                    self._take_in(decode_to_host(content))
+            # If the nursery is gone, `_report` will find it.
+            with suppress(BadFrame, BrokenPipeError):
+                letter = decode(self._line.recv_multipart()[-1], LETTER)
+                if (content := self._post.read(letter, now)) is not None:
+                    self._take_in(decode(content, TO_HOST))
         self._report()
         self._pass_on_stop()
         for letter in self._post.due(now):

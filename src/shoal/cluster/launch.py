@@ -12,7 +12,8 @@ from shoal.cluster.hosts import Hosts, Listening, gathered
 from shoal.cluster.invitation import withdraw
 from shoal.cluster.nursery import ChildMain, NotPrepared, Nursery, Prepare, Prepared
 from shoal.cluster.post import Farewell
-from shoal.comm.reach import LOOPBACK
+from shoal.comm.reach import Reach
+from shoal.comm.unix import socket_directory
 from shoal.elastic.actions import how_it_ended
 from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
@@ -56,19 +57,19 @@ def launch(
     """
     with ExitStack() as held:
         withdraw(run_dir)  # what one that was killed left here
+        sockets = str(held.enter_context(socket_directory(run_dir)))
         ready = nursed(prepare, run_dir / "logs" / "recipe.log")
         nursery, facts = held.enter_context(ready)
         hosts: Hosts | None = None
         if listening is not None:
-            hosts = held.enter_context(gathered(nursery, facts, listening, run_dir, watch))
+            hosts = held.enter_context(gathered(nursery, facts, listening, run_dir, watch, sockets))
         prepared(facts)
         resizes = None
         if can_resize:
             resizes = open_resizes(run_dir, Plan.parse(facts["plan"]), facts["alone"])
-        reach = LOOPBACK if hosts is None else hosts.reach
-        seated = members(facts)
+        reach = Reach(sockets) if hosts is None else hosts.reach
         outcome = Supervisor(
-            hosts or nursery, seated, run_dir, watch, resizes, reach, stop_timeout_s
+            hosts or nursery, members(facts), run_dir, watch, reach, resizes, stop_timeout_s
         ).run()
         if hosts is not None:
             how = outcome.cause or f"the run ended after step {outcome.step}"

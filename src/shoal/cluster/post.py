@@ -61,8 +61,8 @@ FromHost = Hello | Gone | Born | Exited
 ToHost = Welcome | Refused | Spawn | Kill | End | Farewell
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
-decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
+TO_HOST: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +71,7 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
     content: bytes = b""
 
 
-decode_letter = msgspec.msgpack.Decoder(Letter).decode
+LETTER: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
 
 
 class Post:

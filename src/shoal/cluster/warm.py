@@ -4,7 +4,8 @@
 the caller's terminal, directory and environment, and leaves after an hour without work. The
 caller passes signals on and gets the exit code; if it dies, the command dies with it. The socket
 is in a directory that only its owner can enter, under a name that changes with the code, so a
-stale process is not used.
+stale process is not used. Both sides look whose process the other one is: a caller hands over its
+environment.
 
 This module is also what the client side imports, so it loads nothing heavy.
 """
@@ -20,13 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shoal.comm.unix import is_own
 from shoal.processes import readable
 
 IDLE_S = 3600.0
+ANSWER_S = 5.0  # for a caller to say what it wants
+MOST_BYTES = 64 << 20  # of arguments and environment
 Command = Callable[[list[str]], int]
 _PRELOADED = (
     "numpy",
@@ -81,8 +86,9 @@ def start(idle_s: float = IDLE_S) -> bool:
     path = socket_path()
     if is_up(path):
         return False
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_open_directory(path.parent)
+    for folder, closed_to in ((path.parent.parent, 0o022), (path.parent, 0o077)):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_open_directory(folder, closed_to)
     log = path.with_suffix(".log")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
@@ -124,18 +130,21 @@ def is_up(path: Path | None = None) -> bool:
 
 def _connect(path: Path | None = None) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    connection.settimeout(ANSWER_S)
+    with suppress(OSError):
         connection.connect(str(path or socket_path()))
-        return connection
-    except OSError:
-        connection.close()
-        return None
+        if is_own(connection):
+            connection.settimeout(None)
+            return connection
+    connection.close()
+    return None
 
 
-def _refuse_open_directory(path: Path) -> None:
-    facts = path.stat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise OSError(f"{path} can be entered by others; remove it and try again")
+def _refuse_open_directory(path: Path, closed_to: int) -> None:
+    """`closed_to`: the rights that nobody but this user may have there."""
+    facts = path.lstat()
+    if facts.st_uid != os.getuid() or facts.st_mode & closed_to:
+        raise OSError(f"{path} can be entered or changed by others; remove it and try again")
 
 
 class Warm:
@@ -151,6 +160,7 @@ class Warm:
     def serve(self) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.bind(str(self._path))
+        os.chmod(self._path, 0o600)
         self._listener.listen(16)
         try:
             while self._serve_one():
@@ -168,35 +178,37 @@ class Warm:
             elif callers.get(descriptor) in self._children:
                 os.kill(self._children[callers[descriptor]][0], signal.SIGKILL)  # caller is gone
         if self._listener.fileno() in ready:
-            return self._answer(self._listener.accept()[0])
+            try:
+                return self._answer(self._listener.accept()[0])
+            except OSError:  # the caller has gone, or too many files are open
+                return True
         return bool(ready)
 
     def _answer(self, caller: socket.socket) -> bool:
         """Run a caller's command in a fork; False when asked to end."""
-        caller.settimeout(5.0)
+        caller.settimeout(ANSWER_S)
+        descriptors: list[int] = []
         try:
+            if not is_own(caller):
+                raise ValueError("another user's process")
             head, descriptors, _, _ = socket.recv_fds(caller, 8, 3)
-            if len(head) < 8:  # only asked whether we are here
+            if head == bytes(8):
                 caller.close()
-                return True
-            length = int.from_bytes(head, "big")
-            if length == 0:
-                caller.close()
+                _close(descriptors)
                 return False
-            content = b""
-            while len(content) < length and (part := caller.recv(length - len(content))):
-                content += part
-            request = json.loads(content)
-        except (OSError, ValueError):
+            request = _read_request(caller, head)
+            if len(descriptors) != 3:
+                raise ValueError("a command has an input, an output and a place for errors")
+        except (OSError, ValueError, RecursionError):  # or only asked whether we are here
             caller.close()
+            _close(descriptors)
             return True
         caller.settimeout(None)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become(request, descriptors, caller, parent)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close(descriptors)
         self._children[os.pidfd_open(pid)] = (pid, caller)
         _tell(caller, pid=pid)
         return True
@@ -239,6 +251,30 @@ class Warm:
         code = os.waitstatus_to_exitcode(status)
         _tell(caller, status=code if code >= 0 else 128 - code)
         caller.close()
+
+
+def _read_request(caller: socket.socket, head: bytes) -> dict[str, Any]:
+    """What a caller wants to be run; ValueError if that is nothing that a command is made of."""
+    length = int.from_bytes(head, "big")
+    if len(head) < 8 or length > MOST_BYTES:
+        raise ValueError("no request")
+    content = b""
+    while len(content) < length and (part := caller.recv(length - len(content))):
+        content += part
+    found = json.loads(content)
+    request: dict[str, Any] = found if isinstance(found, dict) else {}
+    environment, words = request.get("environment"), request.get("arguments")
+    if not (isinstance(environment, dict) and isinstance(words, list)):
+        raise ValueError("no request")
+    texts = (request.get("cwd"), *environment, *environment.values(), *words)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("no request")
+    return request
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _tell(caller: socket.socket, **what: int) -> None:

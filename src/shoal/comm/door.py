@@ -3,20 +3,19 @@
 ZeroMQ hands each message to a thread of its own, and that to the other side's: three wake-ups on
 the way, each of which costs more than what a small message asks for. Through a door it is one: the
 kernel keeps messages whole and in order (AF_UNIX, SOCK_SEQPACKET), and a peer that is gone is seen
-at once. Its name is drawn at random, and processes of other users are not let in.
+at once. It lies in the run's directory of sockets, so that no other user comes near it (`unix.py`).
 
 Not for what is large: nobody waits here until there is room; what finds none goes another way.
 Linux only. Read next: `sync/server/serve.py`.
 """
 
 import os
-import secrets
 import socket
-import struct
 from contextlib import suppress
 
+from shoal.comm.unix import is_own, new_path, reachable
+
 MOST_BYTES = 1 << 16
-_PEER = struct.Struct("3i")  # process, user, group
 
 
 class Passage:
@@ -53,12 +52,18 @@ class Passage:
 class Door:
     """Where processes of the same user and host come in."""
 
-    def __init__(self) -> None:
-        self.name = f"shoal-{secrets.token_hex(16)}"
+    def __init__(self, directory: str) -> None:
+        """In a directory of sockets; OSError if it cannot hold one."""
+        self.name = new_path(directory)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.setblocking(False)
-        self._listening.bind(f"\0{self.name}")
-        self._listening.listen()
+        try:
+            self._listening.bind(reachable(self.name))
+            os.chmod(self.name, 0o600)
+            self._listening.listen()
+        except OSError:
+            self._listening.close()
+            raise
 
     def fileno(self) -> int:
         return self._listening.fileno()
@@ -69,22 +74,23 @@ class Door:
             connection, _ = self._listening.accept()
         except OSError:
             return None
-        size = _PEER.size
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        if _PEER.unpack(told)[1] != os.getuid():
+        if not is_own(connection):
             connection.close()
             return None
         return Passage(connection)
 
     def close(self) -> None:
         self._listening.close()
+        with suppress(OSError):
+            os.unlink(self.name)
 
 
 def enter(name: str) -> Passage | None:
     """Go through a door of this host; None if it is not there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):
-        connection.connect(f"\0{name}")
-        return Passage(connection)
+        connection.connect(reachable(name))
+        if is_own(connection):
+            return Passage(connection)
     connection.close()
     return None

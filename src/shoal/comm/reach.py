@@ -1,10 +1,12 @@
 """Where a process listens for others of its run, and the keys that both sides show.
 
-A run on one host uses loopback without keys. One that spans hosts has an address on each, which its
-processes are told in their environment together with the path of the keys, never the keys.
+A run on one host uses Unix sockets in a directory of its own. One that spans hosts has an address
+on each, which its processes are told in their environment together with the path of the keys, never
+the keys.
 """
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,15 +17,23 @@ import psutil
 from shoal.comm.wire import Keys, load_keys
 from shoal.errors import UsageError
 
-_ADDRESS, _KEYS = "SHOAL_ADDRESS", "SHOAL_KEYS"
+_SOCKETS, _ADDRESS, _KEYS = "SHOAL_SOCKETS", "SHOAL_ADDRESS", "SHOAL_KEYS"
 
 
 class Reach(NamedTuple):
-    address: str = "127.0.0.1"
-    keys: Keys | None = None
+    sockets: str  # the directory for those of processes of one host
+    address: str = ""  # of this host, if the run spans several
+    keys: Keys | None = None  # then
 
+    @property
+    def place(self) -> tuple[str, Keys | None]:
+        """Where to listen for any process of the run, as `wire.listen` takes it."""
+        return (self.sockets if self.keys is None else self.address), self.keys
 
-LOOPBACK = Reach()
+    def told(self) -> dict[str, str]:
+        """What a process is told on every host. Without an address of its own Gloo would listen at
+        the one that the machine's name has, where other machines may reach it."""
+        return {_SOCKETS: self.sockets} | ({} if self.keys else _near())
 
 
 def told_of(address: str, keys: Path) -> dict[str, str]:
@@ -33,10 +43,16 @@ def told_of(address: str, keys: Path) -> dict[str, str]:
 
 
 def reach_from(told: Mapping[str, str]) -> Reach:
-    """What `told_of` meant; loopback if nothing was told."""
+    """What `Reach.told` and `told_of` meant."""
+    sockets = told.get(_SOCKETS, "")
     if _KEYS not in told:
-        return LOOPBACK
-    return Reach(told[_ADDRESS], load_keys(Path(told[_KEYS])))
+        return Reach(sockets)
+    return Reach(sockets, told[_ADDRESS], load_keys(Path(told[_KEYS])))
+
+
+def _near() -> dict[str, str]:
+    name = "GLOO_SOCKET_IFNAME"
+    return {name: os.environ.get(name) or interface_of("127.0.0.1")}
 
 
 def interface_of(address: str) -> str:

@@ -1,12 +1,16 @@
-"""Where ranks meet: the key-value store and the forming and leaving of a group.
+"""Where the ranks of a launcher meet, and the forming and leaving of a group.
 
-The store listens at one address, of loopback unless told otherwise, through a socket bound
-beforehand, because `TCPStore("127.0.0.1")` would listen on every interface. Groups are keyed by
-generation, so a late message of an older one finds nobody.
+Under torchrun, srun or mpirun ranks meet as in any job of torch's, in a store that whoever reaches
+its port can read and change; a supervised run has its own (`run_store.py`). It listens at one
+address, of loopback unless told otherwise, through a socket bound beforehand, because
+`TCPStore("127.0.0.1")` would listen on every interface. Groups are keyed by generation, so a late
+message of an older one finds nobody.
 """
 
 import errno
 import socket
+import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -123,18 +127,28 @@ def form_group(store: dist.Store, prefix: str, world: World, timeout: timedelta)
 
 
 _ABANDONED: list[dist.ProcessGroup] = []
+_UNUSED = 2  # references to such a group, if nobody holds one but the list and who counts
 
 
 def abandon_group() -> None:
     """Drop a broken default group without waiting for what is under way in it.
 
     Its end would: Gloo joins its threads, and one of them may stand in an operation that no peer
-    will finish. So it is kept, with its threads, until the process ends.
+    will finish. So it is kept until nobody uses it, and then ended by a thread that may wait.
     """
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         _ABANDONED.append(dist.group.WORLD)
         dist.destroy_process_group()
+    _end_unused()
+
+
+def _end_unused() -> None:
+    for place in range(len(_ABANDONED) - 1, -1, -1):
+        if sys.getrefcount(_ABANDONED[place]) <= _UNUSED:
+            ending = [_ABANDONED.pop(place)]
+            # torch lets other threads run while a group ends.
+            threading.Thread(target=ending.clear, name="shoal-end-group", daemon=True).start()
 
 
 def leave_group() -> None:

@@ -7,13 +7,15 @@ it, and nothing is unpickled. Each frame is bounded before memory is taken for i
 when all its frames are in memory, since ZeroMQ hands over whole messages: whoever gets in may take
 as much for a while as it can send.
 
-Without keys only loopback is used. With keys (CURVE) every byte is encrypted, and only processes
-that hold the run's key get in, at several times the cost a byte. The checksum finds accidents;
-against people it is the keys that help. Processes of one host move tensors through
-`shared_memory.py` instead.
+Without keys only Unix sockets are used that this user alone can reach (`unix.py`): on loopback
+every user of the machine would get in. With keys (CURVE) it is TCP, every byte is encrypted, and
+only processes that hold the run's key get in, at several times the cost a byte. So nothing is sent
+to a peer that has not proved itself: by lying in that directory, or by the server's key. The
+checksum finds accidents; against people it is the keys that help. Processes of one host move
+tensors through `shared_memory.py` instead.
 """
 
-import ipaddress
+import os
 import re
 import resource
 import socket as sockets
@@ -30,6 +32,7 @@ import zmq
 from torch import Tensor
 from zmq.utils import z85
 
+from shoal.comm.unix import new_path, reachable, refuse_open
 from shoal.decoding import json_or_none
 from shoal.errors import ShoalError, UsageError
 from shoal.files import read_private, write_private
@@ -43,6 +46,7 @@ HANDSHAKE_MS = 10_000  # after which a peer that says nothing is put out
 
 _MAGIC = b"SHL"
 _ADDRESS = re.compile(r"tcp://(\[[^][/@;]+]|[^][:/@;]+):([0-9]{1,5})")
+_WRITE_IT = "Write it as tcp://host:port, or ipc://path without keys."
 _START = struct.Struct("<3sBQ")  # magic, version, digest of all that follows
 
 T = TypeVar("T")
@@ -101,8 +105,13 @@ def unpack(
         )
     if digest_of([body, *payload]) != digest:
         raise BadFrame("A message was damaged on the way: its checksum differs.")
+    return decode(found.message, decoder), payload
+
+
+def decode(content: bytes | memoryview | msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """One record; BadFrame for whatever else it is."""
     try:
-        return decoder.decode(found.message), payload
+        return decoder.decode(content)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise BadFrame(
             f"A message is none that is known here: {error}. Run the same version of Shoal "
@@ -239,15 +248,14 @@ def _are_whole(keys: Keys) -> bool:
 # ---- sockets
 
 
-def listen(context: Context, host: str, keys: Keys | None, most_bytes: int) -> tuple[Socket, str]:
-    """A ROUTER on a free port of `host`, and the address that others connect to.
+def listen(context: Context, place: str, keys: Keys | None, most_bytes: int) -> tuple[Socket, str]:
+    """A ROUTER, and the address that others connect to.
 
-    `most_bytes` bounds each frame of a payload, before memory is taken for it; all of them
-    together are bounded by `unpack`. End the context with `destroy` or `term`: the thread that
-    checks keys ends with it.
+    With keys `place` is a name or address of this machine, of which a free port is taken; without,
+    a directory of this user's own. `most_bytes` bounds each frame of a payload, before memory is
+    taken for it; all of them together are bounded by `unpack`. End the context with `destroy` or
+    `term`: the thread that checks keys ends with it.
     """
-    _refuse_strangers(host, keys)
-    ip = _resolve(host)
     _allow_many_files()
     socket = context.socket(zmq.ROUTER)
     try:
@@ -257,32 +265,45 @@ def listen(context: Context, host: str, keys: Keys | None, most_bytes: int) -> t
         socket.setsockopt(zmq.MAXMSGSIZE, most_bytes + MOST_HEAD_BYTES)  # the head is a frame too
         socket.setsockopt(zmq.BACKLOG, MOST_WAITING)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        if keys is not None:
-            _check_clients(context)
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
-            socket.setsockopt(zmq.ZAP_DOMAIN, keys.client_public.encode())
-            # Else everybody gets in who knows the server's public key, if no thread checks.
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if keys is None:
+            return socket, _bind_here(socket, place)
+        _check_clients(context)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, keys.client_public.encode())
+        # Else everybody gets in who knows the server's public key, if no thread checks.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        ip = _resolve(place)
         socket.setsockopt(zmq.IPV6, ":" in ip)
         socket.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         socket.close()
         raise UsageError(
-            f"Cannot listen on {host}: {error.strerror}. Give an address of this machine; "
+            f"Cannot listen on {place}: {error.strerror}. Give an address of this machine; "
             "`ip address` lists them."
         ) from error
-    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    except UsageError:
+        socket.close()
+        raise
+
+
+def _bind_here(socket: Socket, directory: str) -> str:
+    if not os.path.isabs(directory):
+        raise UsageError(
+            f"{directory!r} is not a directory for sockets, and to listen anywhere else the run's "
+            "keys are needed. Make them with `make_keys` and give them to every process."
+        )
+    path = new_path(directory)
+    socket.bind(f"ipc://{reachable(path)}")
+    os.chmod(path, 0o600)
+    return f"ipc://{path}"
 
 
 def connect(context: Context, address: str, identity: bytes, keys: Keys | None) -> Socket:
     """A DEALER to a listening socket. It connects when it can, and again whenever it must."""
     assert 0 < len(identity) < 256 and identity[0], "ZeroMQ's rule for identities"
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[2]) < 1 << 16:  # ZeroMQ would cut off the rest
-        raise UsageError(f"{address!r} is not an address. Write it as tcp://host:port.")
-    host = found[1].strip("[]")
-    _refuse_strangers(host, keys)
+    target = _target(address, keys)
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.IDENTITY, identity)
@@ -294,26 +315,29 @@ def connect(context: Context, address: str, identity: bytes, keys: Keys | None) 
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
-        socket.setsockopt(zmq.IPV6, ":" in host)
-        socket.connect(address)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.connect(target)
     except zmq.ZMQError as error:
         socket.close()
-        raise UsageError(
-            f"Cannot connect to {address}: {error.strerror}. Write it as tcp://host:port."
-        ) from error
+        raise UsageError(f"Cannot connect to {address}: {error.strerror}. {_WRITE_IT}") from error
     return socket
 
 
-def _refuse_strangers(host: str, keys: Keys | None) -> None:
-    try:
-        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_own = False  # a name may lead anywhere
-    if keys is None and not is_own:
+def _target(address: str, keys: Keys | None) -> str:
+    """What ZeroMQ is to connect to: nothing where a stranger may listen."""
+    if address.startswith("ipc:///") and keys is None:
+        path = address.removeprefix("ipc://")
+        refuse_open(os.path.dirname(path))
+        return f"ipc://{reachable(path)}"
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[2]) < 1 << 16:  # ZeroMQ would cut off the rest
+        raise UsageError(f"{address!r} is not an address. {_WRITE_IT}")
+    if keys is None:
         raise UsageError(
-            f"{host} can be reached from other machines, so the run's keys are needed. Make them "
-            "with `make_keys` and give them to every process, or use 127.0.0.1."
+            f"{address} can be reached by others, on loopback by every user of the machine, so the "
+            "run's keys are needed. Make them with `make_keys` and give them to every process."
         )
+    return address
 
 
 def _resolve(host: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,8 @@ def measure(interface: str) -> dict[str, float]:
 
     The ranks meet at a store held here; none is left behind, come what may.
     """
-    from shoal.comm import store as stores
+    from shoal.comm.reach import Reach
+    from shoal.comm.run_store import StoreServer
 
     roots = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -41,12 +43,13 @@ def measure(interface: str) -> dict[str, float]:
         "PYTHONPATH": os.pathsep.join(root for root in roots if root),
     }
     deadline = time.monotonic() + DEADLINE_S
-    store, port = stores.listen()
     ranks: list[subprocess.Popen[str]] = []
+    sockets = tempfile.TemporaryDirectory(prefix="shoal-")  # which this user alone may enter
+    store = StoreServer(Reach(sockets.name))
     try:
         for rank in range(2):
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(rank), str(port)],
+                [sys.executable, "-P", "-m", __name__, str(rank), store.address],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -59,7 +62,8 @@ def measure(interface: str) -> dict[str, float]:
         for child in ranks:
             child.kill()
         outputs = [child.communicate() for child in ranks]
-        del store  # stops listening
+        store.close()
+        sockets.cleanup()
     if failed is not None:
         lines = outputs[failed][1].strip().splitlines()
         code = ranks[failed].returncode
@@ -81,17 +85,19 @@ def _first_failure(ranks: list[subprocess.Popen[str]], deadline: float) -> int |
         time.sleep(0.02)
 
 
-def _measure_as(rank: int, port: int) -> dict[str, float]:
+def _measure_as(rank: int, address: str) -> dict[str, float]:
     """One rank of the pair."""
     import torch
     import torch.distributed as dist
+    import zmq
 
-    from shoal.comm import store as stores
+    from shoal.comm.run_store import StoreClient
 
-    limit_s = DEADLINE_S * 0.75
+    limit_s, context = DEADLINE_S * 0.75, zmq.Context[zmq.Socket[bytes]]()
+    store = StoreClient(context, address, None, limit_s)
     dist.init_process_group(
         "gloo",
-        store=stores.client("127.0.0.1", port, limit_s),
+        store=store,
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=limit_s),
@@ -105,6 +111,8 @@ def _measure_as(rank: int, port: int) -> dict[str, float]:
             laps.append(watch.lap())
         seconds[name] = statistics.median(laps)
     dist.destroy_process_group()
+    store.close()
+    context.term()
     return seconds
 
 
@@ -112,5 +120,5 @@ if __name__ == "__main__":
     signal.alarm(DEADLINE_S)  # ends this process even if its parent is gone ...
     if sys.platform == "linux":
         die_with_parent(os.getppid())  # ... and here as soon as it is
-    answer = _measure_as(*map(int, sys.argv[1:]))
+    answer = _measure_as(int(sys.argv[1]), sys.argv[2])
     sys.stdout.write(msgspec.json.encode(answer).decode())

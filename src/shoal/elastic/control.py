@@ -81,7 +81,7 @@ class Control:
 
     def requests(self) -> Iterator[tuple[Caller, Request]]:
         """What was asked since the last time, by whom. Who asks for nonsense is told so."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             while len(self._callers) < MOST_CALLERS:
                 line, _ = self._socket.accept()
                 line.setblocking(False)

@@ -1,7 +1,8 @@
 """What the supervisor and the members say to each other: typed records as MessagePack, one a frame.
 
-A member's ZeroMQ identity is its number and the run's token, so a stranger on the port is not
-heard. Messages that belong to a generation carry it, and those of an older one are ignored.
+A member's ZeroMQ identity is its number and the run's token, so who has lost its way is not heard;
+strangers do not reach the socket (`comm/wire.py`). Messages that belong to a generation carry it,
+and those of an older one are ignored.
 """
 
 from typing import Any
@@ -99,8 +100,7 @@ class TakeSeat(FromSupervisor, frozen=True, tag="seat"):
     generation: int
     seat: int
     sizes: tuple[Size, ...]  # that the run had, the last one now
-    store_port: int
-    store_host: str = "127.0.0.1"
+    store: str  # its address
 
     @property
     def num_ranks(self) -> int:
@@ -147,5 +147,7 @@ MemberMessage = Ready | Here | Formed | Lost | Beat | Note | Done | Met | Failed
 SupervisorMessage = TakeSeat | Go | Stop | Meet | Part | Leave
 
 encode = msgspec.msgpack.Encoder().encode
-decode_member = msgspec.msgpack.Decoder(MemberMessage).decode
-decode_supervisor = msgspec.msgpack.Decoder(SupervisorMessage).decode
+FROM_MEMBER: msgspec.msgpack.Decoder[MemberMessage] = msgspec.msgpack.Decoder(MemberMessage)
+FROM_SUPERVISOR: msgspec.msgpack.Decoder[SupervisorMessage] = msgspec.msgpack.Decoder(
+    SupervisorMessage
+)

@@ -12,16 +12,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from shoal.comm.collectives import Group
-from shoal.comm.reach import LOOPBACK, Reach
+from shoal.comm.reach import Reach, reach_from
+from shoal.comm.run_store import StoreClient
 from shoal.comm.sockets import open_sockets, shut_down
-from shoal.comm.store import abandon_group, client, form_group, leave_group
-from shoal.comm.wire import Keys, connect
+from shoal.comm.store import abandon_group, form_group, leave_group
+from shoal.comm.wire import BadFrame, Keys, connect, decode
 from shoal.elastic import messages
 from shoal.elastic.asides import Asides
 from shoal.elastic.messages import (
@@ -57,6 +59,7 @@ BEAT_S = 0.1
 TICK_MS = 20
 # Gloo waits five times as long for a peer that died before it connected.
 CONNECT_TIMEOUT_S = 1.0
+STORE_TIMEOUT_S = 4.0  # for an answer of the store, which the supervisor holds
 
 
 class SupervisedSeat:
@@ -67,9 +70,9 @@ class SupervisedSeat:
         address: str,
         identity: str,
         *,
+        reach: Reach,
         recovers: bool = True,
         form_timeout_s: float = FORM_TIMEOUT_S,
-        reach: Reach = LOOPBACK,
     ):
         self.recovers, self.reach = recovers, reach
         self.secret = identity.partition(":")[2]  # of the run
@@ -90,6 +93,7 @@ class SupervisedSeat:
         self._handled: list[int] = []  # signals that ask for a stop
         self._before: set[str] | None = None  # sockets that stood before forming began
         self._own: set[str] = set()  # the group's
+        self._store: StoreClient | None = None  # of the newest generation
         self._context = zmq.Context()
         self._mouth = self._context.socket(zmq.PUSH)
         self._mouth.bind("inproc://say")
@@ -134,12 +138,12 @@ class SupervisedSeat:
         With a door for other servers: where theirs are.
         """
         assert place.server is not None
-        store = client(place.store_host, place.store_port, timeout_s=4.0)
-        store.set(_door_key(place.generation, place.server), door)
-        store.set(_server_key(place.generation, place.server), address)
+        store = self._open_store(place)
         try:
+            store.set(_door_key(place.generation, place.server), door)
+            store.set(_server_key(place.generation, place.server), address)
             doors = self._find(store, place, _door_key) if door else []
-        except GroupLost as lost:
+        except (GroupLost, RuntimeError) as lost:
             self._say(Lost(self.generation, -1, str(lost)))
             return None
         self._say(Formed(self.generation, -1))
@@ -216,6 +220,7 @@ class SupervisedSeat:
 
     def close(self) -> None:
         leave_group()
+        self._close_store()
         self._closing = True
         self._thread.join(timeout=2.0)
         while self._handled and threading.current_thread() is threading.main_thread():
@@ -274,8 +279,7 @@ class SupervisedSeat:
         self._own, self._before = set(), set(open_sockets())
         group = Group(is_lost=self.is_over)
         try:
-            # One client a generation: an old one may hang in a wait of its own.
-            store = client(place.store_host, place.store_port, timeout_s=4.0)
+            store = self._open_store(place)
             if num_ranks > 1:
                 timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
                 form_group(store, f"generation/{place.generation}", world, timeout)
@@ -289,8 +293,20 @@ class SupervisedSeat:
 
     def find_servers(self, place: TakeSeat) -> Servers:
         """As a server: where the others of its generation are."""
-        store = client(place.store_host, place.store_port, timeout_s=4.0)
-        return self._find_servers(store, place)
+        return self._find_servers(self._open_store(place), place)
+
+    def _open_store(self, place: TakeSeat) -> StoreClient:
+        """One client a generation, which leaves what it waits for when that is over."""
+        self._close_store()
+        self._store = StoreClient(
+            self._context, place.store, self.reach.keys, STORE_TIMEOUT_S, self.is_over
+        )
+        return self._store
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
         addresses = self._find(store, place, _server_key)
@@ -336,7 +352,8 @@ class SupervisedSeat:
                 while ear.poll(0):
                     line.send(ear.recv())
                 while line.poll(0):
-                    self._take_in(messages.decode_supervisor(line.recv()))
+                    with suppress(BadFrame):
+                        self._take_in(decode(line.recv(), messages.FROM_SUPERVISOR))
                 self._free_the_trainer()
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
@@ -404,4 +421,5 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
         os.environ["SHOAL_MEMBER"],
         recovers=can_recover(plan),
         form_timeout_s=form_timeout_s,
+        reach=reach_from(os.environ),
     )

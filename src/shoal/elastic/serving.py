@@ -122,7 +122,7 @@ class Serving:
             faultpoint("server.moved", self.number)
         reach = self.seat.reach
         peers = copied(server, self.number, counts[-1], plan.copies, self._shard_of, reach)
-        self._desk = Desk(server, peers, reach)
+        self._desk = Desk(server, reach, peers)
         return self._desk, server
 
     def _kind(self) -> Callable[..., Server]:
@@ -162,7 +162,7 @@ def serve_host(number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: n
     layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
     num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
     server = HostServer(model, layout, num_seats, num_pieces, seat.secret)
-    desk = Desk(server, reach=seat.reach)
+    desk = Desk(server, seat.reach)
     try:
         while True:
             place = seat.enter()

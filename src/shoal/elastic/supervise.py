@@ -6,22 +6,25 @@ It holds the store and numbers the generations, so any rank may die. All decisio
 death ends the nursery and every rank.
 """
 
+import hmac
 import secrets
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from shoal.cluster.hosts import Hosts
 from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Prepared
-from shoal.comm import store, wire
-from shoal.comm.reach import LOOPBACK, Reach
+from shoal.comm import wire
+from shoal.comm.reach import Reach
+from shoal.comm.run_store import StoreServer
 from shoal.elastic import actions, messages
 from shoal.elastic.forming import Forming, still_forming
 from shoal.elastic.membership import Membership
@@ -82,23 +85,22 @@ class Supervisor:
         members: Membership,
         run_dir: Path,
         watch: Watch,
+        reach: Reach,
         resizes: Resizes | None = None,
-        reach: Reach = LOOPBACK,
         stop_timeout_s: float | None = None,
     ):
-        """`resizes` are requests for another size, if the run can have one; `reach` is where
-        members find this process; `stop_timeout_s` is `stopping.py`'s."""
+        """`reach` is where members find this process; `resizes` are requests for another size, if
+        the run can have one; `stop_timeout_s` is `stopping.py`'s."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
         self._watch = watch
         self._run_dir = run_dir
         self._events = JsonLines(run_dir / "events.jsonl")
-        self._token = secrets.token_hex(16)
-        self._host = reach.address
-        self._store, self._store_port = store.listen(self._host)
+        self._token, self._reach = secrets.token_hex(16), reach
+        self._store = StoreServer(reach)
         self._context: wire.Context = zmq.Context()
-        self._router, self._address = wire.listen(self._context, *reach, MOST_BYTES)
+        self._router, self._address = wire.listen(self._context, *reach.place, MOST_BYTES)
         self._over = False
         self._has_failed = False  # whether a member of the present group said so
         self._stop_signal = 0
@@ -214,14 +216,23 @@ class Supervisor:
     def _hear_members(self) -> None:
         while self._router.poll(0):
             identity, *frames = self._router.recv_multipart()
-            number, _, token = identity.decode(errors="replace").partition(":")
-            if not secrets.compare_digest(token, self._token) or not number.isdigit():
-                continue  # a stranger on the port
-            try:
-                message = messages.decode_member(frames[-1])
-            except msgspec.DecodeError:
+            member = self._member_of(identity)
+            if member is None:
+                warn_once("Something that is no member of this run speaks to it, and is not heard.")
                 continue
-            self._take_in(int(number), message)
+            try:
+                message = wire.decode(frames[-1], messages.FROM_MEMBER)
+            except wire.BadFrame as bad:
+                warn_once(f"member {member} is not understood: {bad}", kind=f"member {member}")
+                continue
+            self._take_in(member, message)
+
+    def _member_of(self, identity: bytes) -> int | None:
+        """Which member says that it is this; None if none that was started has this name."""
+        number, _, token = identity.partition(b":")
+        if not hmac.compare_digest(token, self._token.encode()) or not number.isdigit():
+            return None
+        return int(number) if int(number) in self._logs else None
 
     def _take_in(self, member: int, message: messages.MemberMessage) -> None:
         now = time.monotonic()
@@ -322,9 +333,8 @@ class Supervisor:
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
             "SHOAL_FORM_TIMEOUT_S": str(self.members.form_timeout_s),
-            "MASTER_ADDR": self._host,
-            "MASTER_PORT": str(self._store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **self._reach.told(),
+            **(self._meeting_place if self.members.scripts else {}),
             "RANK": str(member),
             "LOCAL_RANK": str(member),
             "WORLD_SIZE": str(self.members.num_seats),
@@ -338,7 +348,14 @@ class Supervisor:
         self._logs[member] = self._run_dir / "logs" / f"{name}.log"
         self.nursery.spawn(Birth(member, str(self._logs[member]), told, host))
 
+    @cached_property
+    def _meeting_place(self) -> dict[str, str]:
+        """Where a script meets that forms a group of torch's by itself: nobody listens before."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
     def _announce(self, plan: actions.Announce) -> None:
+        self._store.forget(f"generation/{plan.generation - 2}/")  # of which all have left
         for seat, member in enumerate(plan.seats):
             self._event(
                 "seat",
@@ -349,8 +366,7 @@ class Supervisor:
                 log=self._logs[member].name,
             )
             sizes = tuple(self.members.sizes)
-            place = TakeSeat(plan.generation, seat, sizes, self._store_port, self._host)
-            self._send(member, place)
+            self._send(member, TakeSeat(plan.generation, seat, sizes, self._store.address))
 
     def _formed(self, group: actions.AllFormed) -> None:
         self._has_failed, self.outcome.trace = False, ""
@@ -430,3 +446,4 @@ class Supervisor:
         self._events.close()
         self._router.close()
         self._context.term()
+        self._store.close()

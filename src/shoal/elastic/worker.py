@@ -166,9 +166,9 @@ def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], No
     seat = SupervisedSeat(
         birth.told["SHOAL_CONTROL"],
         birth.told["SHOAL_MEMBER"],
+        reach=reach_from(birth.told),
         recovers=recovers,
         form_timeout_s=float(birth.told["SHOAL_FORM_TIMEOUT_S"]),
-        reach=reach_from(birth.told),
     )
     seat.stop_on_term()
     try:

@@ -1,4 +1,4 @@
-"""A relay between ZeroMQ sockets that loses, doubles, delays and damages whole messages.
+"""A relay between ZeroMQ sockets of a host that loses, doubles, delays and damages whole messages.
 
     with Relay(address) as relay:
         relay.tamper = lambda message: []          # whatever comes from now on is lost
@@ -10,12 +10,15 @@ sockets say to each other to get acquainted passes untouched. `gates.py` is the 
 of one request a connection.
 """
 
+import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
+
+from shoal.comm.unix import new_path, reachable
 
 _GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4  # bits of a frame's first byte
@@ -40,13 +43,16 @@ class Relay:
     """
 
     def __init__(self, target: str):
-        self._target = _parse(target)
+        self._target = target.removeprefix("ipc://")
         self.tamper: Callable[[Message], Sequence[Message]] = lambda message: [message]
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        path = new_path(os.path.dirname(self._target))  # beside it
+        self._listener.bind(reachable(path))
+        self._listener.listen(1024)
+        self.address = f"ipc://{path}"
         self._start(self._accept)
 
     def __enter__(self) -> Self:
@@ -78,14 +84,14 @@ class Relay:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                server = socket.socket(socket.AF_UNIX)
                 try:
-                    server = socket.create_connection(self._target)
+                    server.connect(reachable(self._target))
                 except OSError:
                     _reset(client)
+                    server.close()
                     continue
-                for connection in (client, server):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._open.add(connection)
+                self._open |= {client, server}
                 self._start(self._pass_on, client, server, True)
                 self._start(self._pass_on, server, client, False)
 
@@ -111,11 +117,6 @@ class Relay:
             self._open.discard(connection)
 
 
-def _parse(address: str) -> tuple[str, int]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
-
-
 def _read(source: socket.socket, num_bytes: int) -> bytes:
     parts = []
     while num_bytes:
@@ -139,8 +140,7 @@ def _read_message(source: socket.socket) -> tuple[bytes, bool]:
 
 
 def _reset(connection: socket.socket) -> None:
-    """So that the other side sees it at once, and nothing that is on its way arrives."""
+    """So that the other side sees it at once."""
     with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

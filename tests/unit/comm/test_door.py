@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,8 @@ from shoal.comm.door import MOST_BYTES, Door, Passage, enter
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with closing(Door()) as opened:
+def door(tmp_path: Path) -> Iterator[Door]:
+    with closing(Door(str(tmp_path))) as opened:
         yield opened
 
 
@@ -59,17 +60,18 @@ def test_who_is_gone_is_seen(sides: tuple[Passage, Passage]) -> None:
 
 
 def test_other_users_are_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.comm.door.os.getuid", lambda: 12_345)
     near = enter(door.name)
     assert near is not None
     with closing(near):
+        monkeypatch.setattr("shoal.comm.unix.os.geteuid", lambda: 12_345)
         assert door.open() is None
         with pytest.raises(ConnectionError):
             near.receive()
+        assert enter(door.name) is None
 
 
-def test_a_door_that_is_not_there() -> None:
-    with closing(Door()) as door:
+def test_a_door_that_is_not_there(tmp_path: Path) -> None:
+    with closing(Door(str(tmp_path))) as door:
         name = door.name
         assert door.open() is None  # nobody came
-    assert enter(name) is None
+    assert enter(name) is None and not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.comm.reach import LOOPBACK, Reach, address_towards, interface_of, reach_from, told_of
+from shoal.comm.reach import Reach, address_towards, interface_of, reach_from, told_of
 from shoal.comm.wire import make_keys
 from shoal.errors import UsageError
 
@@ -30,8 +30,18 @@ def test_an_address_of_another_machine(address: str, words: str) -> None:
 
 def test_what_is_told_holds_no_secret_and_is_understood(tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "keys")
-    told = told_of("127.0.0.1", tmp_path / "keys")
+    told = Reach("/s", "127.0.0.1", keys).told() | told_of("127.0.0.1", tmp_path / "keys")
     assert keys.client_secret not in str(told) and keys.server_secret not in str(told)
-    assert reach_from(told) == Reach("127.0.0.1", keys)
+    assert reach_from(told) == Reach("/s", "127.0.0.1", keys)
+    assert reach_from(told).place == ("127.0.0.1", keys)
     assert keys.client_secret not in repr(reach_from(told))
-    assert reach_from({}) == LOOPBACK
+    assert reach_from(Reach("/s").told()) == Reach("/s")
+    assert reach_from(Reach("/s").told()).place == ("/s", None)
+
+
+def test_gloo_of_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone it listens where the machine's name leads, which others may reach."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert Reach("/s").told()["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # whoever says so is heard
+    assert Reach("/s").told()["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -3,7 +3,7 @@
 import os
 import random
 import resource
-import socket as sockets
+import socket as network
 import stat
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from zmq.utils import garbage
 
 from shoal.comm import wire
+from shoal.comm.unix import reachable
 from shoal.comm.wire import BadFrame, Keys, connect, listen, load_keys, make_keys, pack, unpack
 from shoal.errors import UsageError
 from shoal.testing.leaks import wait_until
@@ -355,35 +356,43 @@ def exchange(server: wire.Socket, client: wire.Socket, num_bytes: int = 100) -> 
     assert unpack(client.recv_multipart(copy=False), decoder, MOST)[0] == Pull(2)
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+@pytest.fixture
+def sockets(tmp_path: Path) -> str:
+    """A directory of this user's own, too deep for a socket's path as it stands."""
+    path = tmp_path / ("deep" * 20)
+    path.mkdir(mode=0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_a_message_there_and_back(
-    context: wire.Context, host: str, with_keys: bool, keys: Keys
+    context: wire.Context, host: str, keys: Keys, sockets: str
 ) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    used = keys if with_keys else None
-    server, address = listen(context, host, used, MOST)
+    used = keys if host else None
+    server, address = listen(context, host or sockets, used, MOST)
     client = connect(context, address, b"w1", used)
     exchange(server, client)
     exchange(server, client, MOST)
 
 
-def test_who_comes_again_takes_its_place(context: wire.Context) -> None:
-    server, address = listen(context, "127.0.0.1", None, MOST)
+def test_who_comes_again_takes_its_place(context: wire.Context, sockets: str) -> None:
+    server, address = listen(context, sockets, None, MOST)
     exchange(server, connect(context, address, b"w1", None))
     exchange(server, connect(context, address, b"w1", None))
     with pytest.raises(zmq.ZMQError):  # nobody is told silently
         server.send_multipart([b"w2", b""])
 
 
-def test_a_server_that_comes_back_is_found(context: wire.Context) -> None:
-    server, address = listen(context, "127.0.0.1", None, MOST)
+def test_a_server_that_comes_back_is_found(context: wire.Context, sockets: str) -> None:
+    server, address = listen(context, sockets, None, MOST)
     client = connect(context, address, b"w1", None)
     exchange(server, client)
     server.close()
     again = context.socket(zmq.ROUTER)
-    assert wait_until(lambda: _binds(again, address), 10)
+    path = reachable(address.removeprefix("ipc://"))
+    assert wait_until(lambda: _binds(again, f"ipc://{path}"), 10)
 
     def reached() -> bool:
         client.send(b"?")  # lost, if the client has not noticed yet that the old server is gone
@@ -403,8 +412,8 @@ def _binds(socket: wire.Socket, address: str) -> bool:
     return True
 
 
-def test_a_frame_that_is_too_large_never_arrives(context: wire.Context) -> None:
-    server, address = listen(context, "127.0.0.1", None, MOST)
+def test_a_frame_that_is_too_large_never_arrives(context: wire.Context, sockets: str) -> None:
+    server, address = listen(context, sockets, None, MOST)
     client = connect(context, address, b"w1", None)
     client.send_multipart([b"head", bytes(3 * MOST)])
     exchange(server, client)  # what comes next, over a connection made anew
@@ -415,7 +424,6 @@ def test_strangers_do_not_get_in(context: wire.Context, keys: Keys, tmp_path: Pa
     server, address = listen(context, "127.0.0.1", keys, MOST)
     right = {"server_public": keys.server_public}
     strangers = [
-        None,
         other,
         msgspec.structs.replace(other, **right),  # who knows the public half
         msgspec.structs.replace(keys, server_public=other.server_public),
@@ -424,6 +432,9 @@ def test_strangers_do_not_get_in(context: wire.Context, keys: Keys, tmp_path: Pa
     ]
     # Held, since a socket that nobody holds is closed, and would stay out anyway.
     clients = [connect(context, address, b"s%d" % i, s) for i, s in enumerate(strangers)]
+    clients.append(context.socket(zmq.DEALER))  # without any
+    clients[-1].setsockopt(zmq.LINGER, 0)
+    clients[-1].connect(address)
     for client in clients:
         client.send_multipart(pack(Pull(1)))
     assert not server.poll(700)
@@ -459,6 +470,7 @@ FORGET = """
 import sys, zmq
 from pathlib import Path
 from shoal.comm import wire
+from shoal.comm.unix import reachable
 keys = wire.load_keys(Path(sys.argv[1]))
 context = zmq.Context()
 server, address = wire.listen(context, "127.0.0.1", keys, 1000)
@@ -476,15 +488,45 @@ def test_a_process_that_closes_nothing_still_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["0.0.0.0", "::", "192.0.2.7", "2001:db8::1", "example.org", "localhost.example", "*", ""],
+    ["0.0.0.0", "::", "192.0.2.7", "2001:db8::1", "example.org", "*", "", "127.0.0.1", "localhost"],
 )
-def test_off_loopback_keys_are_needed(context: wire.Context, host: str) -> None:
+def test_where_others_come_keys_are_needed(context: wire.Context, host: str) -> None:
     with pytest.raises(UsageError, match="keys are needed"):
         listen(context, host, None, MOST)
     if host:
         address = f"tcp://[{host}]:5555" if ":" in host else f"tcp://{host}:5555"
         with pytest.raises(UsageError, match="keys are needed"):
             connect(context, address, b"w1", None)
+
+
+def test_a_directory_that_others_may_enter_is_refused(
+    context: wire.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o711)
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for name, words in (
+        ("open", "alone may enter"),
+        ("link", "alone may"),
+        ("none", "no directory"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            listen(context, str(tmp_path / name), None, MOST)
+        with pytest.raises(UsageError, match=words):
+            connect(context, f"ipc://{tmp_path}/{name}/socket", b"w1", None)
+    _, address = listen(context, str(tmp_path), None, MOST)
+    monkeypatch.setattr("shoal.comm.unix.os.geteuid", lambda: 12_345)
+    with pytest.raises(UsageError, match="alone may enter"):
+        connect(context, address, b"w1", None)
+
+
+def test_sockets_are_their_owners_whatever_the_umask(context: wire.Context, sockets: str) -> None:
+    before = os.umask(0)
+    try:
+        _, address = listen(context, sockets, None, MOST)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(address.removeprefix("ipc://")).st_mode) == 0o600
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "*", "no.such.host.invalid", "a\0b", "x" * 300])
@@ -501,7 +543,10 @@ def test_a_host_that_is_not_this_one_is_refused(
         "",
         "tcp://",
         "127.0.0.1:5555",
-        "ipc:///tmp/x",
+        "ipc://",
+        "ipc://*",
+        "ipc://@abstract",
+        "inproc://here",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:x",
         "tcp://127.0.0.1:0",
@@ -521,15 +566,15 @@ def test_a_wrong_address_is_refused(context: wire.Context, address: str) -> None
 @pytest.mark.parametrize("count", [200, pytest.param(1_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_idle_connections_do_no_harm(
-    context: wire.Context, count: int, with_keys: bool, keys: Keys
+    context: wire.Context, count: int, with_keys: bool, keys: Keys, sockets: str
 ) -> None:
     used = keys if with_keys else None
-    server, address = listen(context, "127.0.0.1", used, MOST)
+    server, address = listen(context, "127.0.0.1" if used else sockets, used, MOST)
     client = connect(context, address, b"w1", used)
     exchange(server, client)
     with ExitStack() as stack:
         for number in range(count):
-            idle = stack.enter_context(tcp(address))
+            idle = stack.enter_context(raw(address))
             if number % 3 == 1:
                 idle.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # the first part of a greeting
             elif number % 3 == 2:
@@ -540,27 +585,32 @@ def test_idle_connections_do_no_harm(
 
 
 def test_a_peer_that_says_nothing_is_put_out(
-    context: wire.Context, monkeypatch: pytest.MonkeyPatch
+    context: wire.Context, monkeypatch: pytest.MonkeyPatch, sockets: str
 ) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_MS", 100)
-    server, address = listen(context, "127.0.0.1", None, MOST)
-    with tcp(address) as idle:
+    server, address = listen(context, sockets, None, MOST)
+    with raw(address) as idle:
         idle.settimeout(20)
         while idle.recv(4096):  # the greeting, then the end
             pass
     exchange(server, connect(context, address, b"w1", None))
 
 
-def tcp(address: str) -> sockets.socket:
+def raw(address: str) -> network.socket:
+    if address.startswith("ipc://"):
+        connection = network.socket(network.AF_UNIX)
+        connection.settimeout(20)
+        connection.connect(reachable(address.removeprefix("ipc://")))
+        return connection
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    return sockets.create_connection((host, int(port)), timeout=20)
+    return network.create_connection((host, int(port)), timeout=20)
 
 
-def test_a_small_limit_of_open_files_is_raised(context: wire.Context) -> None:
+def test_a_small_limit_of_open_files_is_raised(context: wire.Context, sockets: str) -> None:
     _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        listen(context, "127.0.0.1", None, MOST)
+        listen(context, sockets, None, MOST)
         raised, still_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert still_hard == hard
         assert raised == (wire.MOST_FILES if hard < 0 else min(hard, wire.MOST_FILES))

@@ -63,7 +63,7 @@ def test_a_rest_does_not_count() -> None:
     assert times_told(pulse, 3600 + PAUSE_S) == [3600 + PAUSE_S]
 
 
-PLACE = TakeSeat(0, 1, (Size(2, 0),), 0)
+PLACE = TakeSeat(0, 1, (Size(2, 0),), "")
 
 
 @pytest.fixture

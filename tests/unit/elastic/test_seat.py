@@ -3,21 +3,26 @@
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
 
+from shoal.comm.reach import Reach
+from shoal.comm.wire import listen
 from shoal.elastic import messages
 from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost, StopNow
 
 
-def test_the_connections_of_a_lost_group_are_shut_before_the_next_is_formed() -> None:
+def test_the_connections_of_a_lost_group_are_shut_before_the_next_is_formed(
+    tmp_path: Path,
+) -> None:
     """Otherwise an operation left behind between two survivors holds up the old group's end."""
     context = zmq.Context()
-    supervisor = context.socket(zmq.ROUTER)
-    port = supervisor.bind_to_random_port("tcp://127.0.0.1")
-    seat = SupervisedSeat(f"tcp://127.0.0.1:{port}", "member-0", recovers=False)
+    reach = Reach(str(tmp_path))
+    supervisor, address = listen(context, *reach.place, 1000)
+    seat = SupervisedSeat(address, "member-0", reach=reach, recovers=False)
     listener = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listener.getsockname())
     far, _ = listener.accept()
@@ -45,8 +50,9 @@ def test_the_connections_of_a_lost_group_are_shut_before_the_next_is_formed() ->
         context.term()
 
 
-def test_a_member_waits_longer_for_the_others_than_the_supervisor_does() -> None:
-    seat = SupervisedSeat("tcp://127.0.0.1:9", "member-0", form_timeout_s=600.0)
+def test_a_member_waits_longer_for_the_others_than_the_supervisor_does(tmp_path: Path) -> None:
+    nobody, reach = f"ipc://{tmp_path}/nobody", Reach(str(tmp_path))
+    seat = SupervisedSeat(nobody, "member-0", reach=reach, form_timeout_s=600.0)
     try:
         assert seat._patience_s > 600.0
     finally:

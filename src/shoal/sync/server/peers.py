@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
-from shoal.comm.reach import LOOPBACK, Reach
+from shoal.comm.reach import Reach
 from shoal.comm.wire import BadFrame, connect, listen, pack, unpack
 from shoal.errors import ShoalError
 from shoal.faults import faultpoint
@@ -48,7 +48,7 @@ def copied(
     num_servers: int,
     copies: int,
     shard_of: Callable[[int], Shard],
-    reach: Reach = LOOPBACK,
+    reach: Reach,
 ) -> "Peers | None":
     """Let a server write to its keepers, and keep what others write; None with one copy of all."""
     if copies == 1:
@@ -90,7 +90,7 @@ class Peers:
         leader: Leader[Answer],
         kept: Mapping[int, Keeper],
         server: Server,
-        reach: Reach = LOOPBACK,
+        reach: Reach,
     ):
         self.leader, self._kept, self._secret = leader, kept, server.secret
         self._in_lockstep = server.bound == 0
@@ -100,7 +100,7 @@ class Peers:
         self._most_bytes += SLACK_BYTES
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = reach.keys
-        self._door, self.address = listen(self._context, *reach, self._most_bytes)
+        self._door, self.address = listen(self._context, *reach.place, self._most_bytes)
         self._lines: dict[int, zmq.Socket[bytes]] = {}
         self._asked = 0.0
 

@@ -8,8 +8,9 @@ import zmq
 from torch import Tensor
 
 from shoal.comm.door import Door, Passage
-from shoal.comm.reach import LOOPBACK, Reach
+from shoal.comm.reach import Reach
 from shoal.comm.wire import BadFrame, listen, pack, unpack
+from shoal.errors import UsageError
 from shoal.faults import faultpoint
 from shoal.sync.server.messages import Answer, Missing, Refused, Values, WorkerMessage
 from shoal.sync.server.peers import Peers
@@ -24,12 +25,18 @@ _DECODER: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(Worke
 class Hall:
     """The workers that came through a server's door; each says first who it is."""
 
-    def __init__(self, poller: zmq.Poller):
-        self.door, self._poller = Door(), poller
+    def __init__(self, poller: zmq.Poller, directory: str):
+        """Nobody comes if the directory cannot hold a socket here, on another host perhaps."""
+        self.door, self._poller = _door_in(directory), poller
         self._passages: dict[int, Passage] = {}  # by descriptor
         self._names: dict[int, bytes] = {}
         self._by_name: dict[bytes, Passage] = {}
-        poller.register(self.door, zmq.POLLIN)
+        if self.door is not None:
+            poller.register(self.door, zmq.POLLIN)
+
+    @property
+    def name(self) -> str:
+        return "" if self.door is None else self.door.name
 
     def hear(self, ready: Container[object], known: Container[bytes]) -> Iterator[Heard]:
         """What came from those who are `known`; others are shown out."""
@@ -46,8 +53,10 @@ class Hall:
                     self._names[fd], self._by_name[message] = message, passage
                 elif message is not None:
                     self._leave(fd)
-        came = self.door.open() if self.door.fileno() in ready else None
-        if came is not None:
+        while self.door is not None and self.door.fileno() in ready:
+            came = self.door.open()
+            if came is None:
+                break
             self._passages[came.fileno()] = came
             self._poller.register(came, zmq.POLLIN)
 
@@ -59,8 +68,9 @@ class Hall:
     def close(self) -> None:
         for fd in list(self._passages):
             self._leave(fd)
-        self._poller.unregister(self.door)
-        self.door.close()
+        if self.door is not None:
+            self._poller.unregister(self.door)
+            self.door.close()
 
     def _leave(self, fd: int) -> None:
         passage = self._passages.pop(fd)
@@ -69,22 +79,29 @@ class Hall:
         passage.close()
 
 
+def _door_in(directory: str) -> Door | None:
+    try:
+        return Door(directory) if directory else None
+    except (OSError, UsageError):
+        return None
+
+
 class Desk:
     """A server's socket. Call `turn` again and again.
 
     With `peers`, answers wait until others hold copies of what they may tell of.
     """
 
-    def __init__(self, server: Reception, peers: Peers | None = None, reach: Reach = LOOPBACK):
+    def __init__(self, server: Reception, reach: Reach, peers: Peers | None = None):
         self.server, self.peers = server, peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._most_bytes = server.most_bytes + SLACK_BYTES
-        self._socket, self.address = listen(self._context, *reach, self._most_bytes)
+        self._socket, self.address = listen(self._context, *reach.place, self._most_bytes)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._hall = Hall(self._poller)
-        if peers is None:  # copies have an order of their own, in which workers are heard
-            server.door = self._hall.door.name
+        # Copies have an order of their own, in which workers are heard.
+        self._hall = Hall(self._poller, "" if peers else reach.sockets)
+        server.door = self._hall.name
 
     def turn(self) -> None:
         """Answer what came, or wait a moment."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.comm.reach import Reach
 from shoal.comm.shared_memory import NotShared
 from shoal.mesh import Mesh, Servers
 from shoal.sync.server import memory
@@ -51,13 +53,14 @@ def trained_at(
     servers = []
     with ExitStack() as stack:
         addresses, is_over = [], threading.Event()
+        reach = Reach(stack.enter_context(TemporaryDirectory()))
         for number in range(num_servers):
             held = Model(shares)
             optimizer = adam(held)
             shard = Shard(held, optimizer, layout_of(held, optimizer, num_servers), number)
             server = Server(shard, num_seats=1, num_pieces=1, bound=bound, secret="x")
             server.begin(0)
-            desk = Desk(server)
+            desk = Desk(server, reach)
             stack.callback(desk.close)
             thread = threading.Thread(target=_serve, args=(desk, is_over))
             thread.start()

@@ -4,12 +4,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.reach import Reach
 from shoal.comm.tree import Block, blocks_of
 from shoal.comm.wire import bytes_of
 from shoal.data.split import share
@@ -171,7 +173,8 @@ def state_bytes(server: Server) -> bytes:
 @contextmanager
 def opened(server: Server) -> Iterator[Desk]:
     """A server at its desk, in a thread."""
-    desk, is_over = Desk(server), threading.Event()
+    sockets = TemporaryDirectory()
+    desk, is_over = Desk(server, Reach(sockets.name)), threading.Event()
 
     def run() -> None:
         while not is_over.is_set():
@@ -185,3 +188,4 @@ def opened(server: Server) -> Iterator[Desk]:
         is_over.set()
         thread.join()
         desk.close()
+        sockets.cleanup()

@@ -1,6 +1,7 @@
 """A server's door beside its socket: who is let in, in which order things come, and a way back."""
 
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,9 +89,10 @@ def test_what_was_left_can_be_forgotten() -> None:
         assert not line._left
 
 
-def test_strangers_are_shown_out() -> None:
-    hall = Hall(zmq.Poller())
+def test_strangers_are_shown_out(tmp_path: Path) -> None:
+    hall = Hall(zmq.Poller(), str(tmp_path))
     with closing(hall):
+        assert hall.door is not None
         known, stranger = enter(hall.door.name), enter(hall.door.name)
         assert known is not None and stranger is not None
         with closing(known), closing(stranger):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,19 +228,19 @@ def test_a_worker_of_an_older_generation_is_refused() -> None:
     assert server.clock.committed == 0 and not values(server).any()
 
 
-def test_who_waits_leaves_when_the_group_is_lost() -> None:
+def test_who_waits_leaves_when_the_group_is_lost(tmp_path: Path) -> None:
     lost = threading.Event()
-    with called("tcp://127.0.0.1:9", is_lost=lost.is_set) as line:
+    with called(f"ipc://{tmp_path}/nobody", is_lost=lost.is_set) as line:
         request = line.ask(0, Pull, batch=0, meets=False)
         threading.Timer(0.1, lost.set).start()
         with pytest.raises(GroupLost):
             line.answer(request)
 
 
-def test_who_sends_to_nobody_leaves_when_the_group_is_lost() -> None:
+def test_who_sends_to_nobody_leaves_when_the_group_is_lost(tmp_path: Path) -> None:
     """What is sent to a server that is gone is kept for it, but only so much."""
     lost = threading.Event()
-    with called("tcp://127.0.0.1:9", is_lost=lost.is_set) as line:
+    with called(f"ipc://{tmp_path}/nobody", is_lost=lost.is_set) as line:
         timer = threading.Timer(0.3, lost.set)
         timer.start()
         with pytest.raises(GroupLost):

@@ -1,11 +1,13 @@
 """Servers that keep each other's shards, over real sockets."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.comm.reach import Reach
 from shoal.errors import ShoalError
 from shoal.sync.server.peers import Peers, copied
 from shoal.sync.server.serve import Desk
@@ -25,16 +27,16 @@ def shard_of(number: int) -> Shard:
 
 
 @pytest.fixture
-def pair() -> Iterator[list[tuple[Server, Peers]]]:
+def pair(tmp_path: Path) -> Iterator[list[tuple[Server, Peers]]]:
     """Both have all of each other."""
-    made, desks = [], []
+    made, desks, reach = [], [], Reach(str(tmp_path))
     for number in range(2):
         server = Server(shard_of(number), num_seats=1, num_pieces=1, bound=0, secret=SECRET)
         server.begin(GENERATION)
-        peers = copied(server, number, 2, 2, shard_of)
+        peers = copied(server, number, 2, 2, shard_of, reach)
         assert peers is not None
         made.append((server, peers))
-        desks.append(Desk(server, peers))
+        desks.append(Desk(server, reach, peers))
     for _, peers in made:
         peers.turn_to(GENERATION, [other.address for _, other in made])
     while any(peers.leader.is_waiting() for _, peers in made):
