@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bench import harness
-from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
+from shoal.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.processes import die_with_parent
 from shoal.sync.server.journal import Journal
@@ -58,8 +58,8 @@ class ServedSeat(LauncherSeat):
         super().__init__(world)
         self.servers = reached_at(address)._replace(is_lost=is_over) if address else None
 
-    def form(self, axes: Axes) -> Mesh:
-        return super().form(axes)._replace(servers=self.servers)
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        return super().form(axes, check)._replace(servers=self.servers)
 
 
 def reached_at(address: str) -> Servers:
