@@ -18,7 +18,7 @@ from torch import nn
 
 from bench import harness
 from shoal.comm.reach import Reach, reach_from
-from shoal.mesh import Axes, LauncherSeat, Mesh, Servers
+from shoal.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.processes import die_with_parent
 from shoal.sync.server.journal import Journal
@@ -63,8 +63,8 @@ class ServedSeat(LauncherSeat):
         super().__init__(world)
         self.servers = reached_at(address)._replace(is_lost=is_over) if address else None
 
-    def form(self, axes: Axes) -> Mesh:
-        return super().form(axes)._replace(servers=self.servers)
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        return super().form(axes, check)._replace(servers=self.servers)
 
 
 def reached_at(address: str) -> Servers:

@@ -36,6 +36,7 @@ class Notes(msgspec.Struct, frozen=True):
     past: tuple[int, list[dict[str, float]]]
     info: StepInfo | None
     stopped: bool
+    ended: bool
 
 
 def update(trainer: "Trainer", scale: float) -> bool:
@@ -50,7 +51,8 @@ def update(trainer: "Trainer", scale: float) -> bool:
 def catch_up(trainer: "Trainer") -> bool:
     """Agree on the state; True if this rank took over another's step. Every rank must call it."""
     group, strategy = trainer.mesh.data, trainer.strategy
-    own = [trainer.step, len(trainer.answers), trainer.is_scribe, strategy.begins_at]
+    is_sure = trainer.loop is None or trainer.loop.is_sure
+    own = [trainer.step, len(trainer.answers), trainer.is_scribe, strategy.begins_at, is_sure]
     rows = group.gather_numbers(own)
     places = [row[:2] for row in rows]
     furthest = max(places)
@@ -64,7 +66,7 @@ def catch_up(trainer: "Trainer") -> bool:
         raise ShoalError(
             "Every worker was lost at once, and what they held beside the servers with them."
         )
-    leader = places.index(furthest)
+    leader = _leader(rows, furthest)
     if min(places) == furthest and not trainer.loss_scale.dynamic:
         return False
     notes = _share_notes(trainer, leader)
@@ -75,15 +77,32 @@ def catch_up(trainer: "Trainer") -> bool:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
     faultpoint("handover.sharing", notes.step)
-    state = share_state(group, leader, strategy.state_dict(served=False))
+    own_state = strategy.state_dict(served=False)
+    if trainer.loop is not None:
+        own_state = trainer.loop.for_newcomer(trainer, own_state)
+    state = share_state(group, leader, own_state)
     if not strategy.in_lockstep:
         return _join(trainer, notes, Given(state))
     behind = trainer.step < notes.step
     if behind:
         strategy.load_state_dict(Given(state), notes.step, served=False)
+        if trainer.loop is not None:
+            trainer.loop.join(trainer, Given(state))
     trainer.step, trainer.answers, trainer.last_info = notes.step, notes.answers, notes.info
-    trainer.stopped = notes.stopped
+    trainer.stopped, trainer.ended = notes.stopped, notes.ended
     return behind
+
+
+def _leader(rows: list[list[float]], furthest: list[float]) -> int:
+    """The lowest rank of those that are furthest and hold what a script's loop made of it."""
+    able = [rank for rank, row in enumerate(rows) if row[:2] == furthest and row[4]]
+    if not able:
+        raise ShoalError(
+            f"Every rank that had run the script's loop after step {int(furthest[0])} was lost, "
+            "and with them what it left in trainer.state. Start the script again; with "
+            "checkpoints=DIRECTORY and resume=True it goes on from the newest."
+        )
+    return able[0]
 
 
 def _join(trainer: "Trainer", notes: Notes, state: Given) -> bool:
@@ -115,6 +134,7 @@ def _share_notes(trainer: "Trainer", leader: int) -> Notes:
         trainer.past,
         trainer.last_info,
         trainer.stopped,
+        trainer.ended,
     )
     content = share_bytes(trainer.mesh.data, leader, msgspec.msgpack.encode(own))
     return msgspec.msgpack.decode(content, type=Notes)

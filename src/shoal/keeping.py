@@ -223,6 +223,8 @@ class Keeper:
             return error.strerror or str(error)
         except FailedElsewhere as error:
             return str(error).rstrip(".")
+        if trainer.loop is not None:
+            state = trainer.loop.to_save(trainer, state)
         # A forward may change buffers, and weights that no update does (a teacher's, say).
         frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
@@ -331,6 +333,8 @@ class Keeper:
             if isinstance(source, Opened):
                 _refuse_strange(source, trainer.spread.holding.shapes)
             trainer.strategy.load_state_dict(source, progress.step)
+            if trainer.loop is not None and isinstance(source, Opened):
+                trainer.loop.restored(trainer, source)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
         except FailedElsewhere:

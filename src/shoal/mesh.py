@@ -115,6 +115,13 @@ def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
     return world.part([first + i * stride for i in range(shape[axis])])
 
 
+Check = Callable[[Group], None]
+
+
+def accept(group: Group) -> None:
+    """Any group will do."""
+
+
 class Seat(Protocol):
     """A rank's place in the mesh. Called by the trainer, from its thread only.
 
@@ -124,7 +131,10 @@ class Seat(Protocol):
 
     step: int
 
-    def form(self, axes: Axes) -> Mesh: ...
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        """The first mesh. `check` is called in each new group, before it is cut along axes."""
+        ...
+
     def reform(self, lost: GroupLost) -> Mesh:
         """The mesh of the next generation; raises `lost` if none comes."""
         ...
@@ -167,7 +177,7 @@ class LauncherSeat:
     def _request_stop(self, *_: object) -> None:
         self._stop = True
 
-    def form(self, axes: Axes) -> Mesh:
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
         world = self.world
         if world.num_ranks == 1:
             return Mesh.form(Group(), axes, world.device)
@@ -184,7 +194,9 @@ class LauncherSeat:
             come_together(store, f"shoal/{restart}", world, self._form_timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))
             self._owns_group = True
-        return Mesh.form(Group(dist.group.WORLD), axes, world.device)
+        group = Group(dist.group.WORLD)
+        check(group)
+        return Mesh.form(group, axes, world.device)
 
     def reform(self, lost: GroupLost) -> Mesh:
         raise lost

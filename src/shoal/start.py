@@ -8,12 +8,13 @@ from typing import Any
 
 from shoal.checkpoint.finding import steps_in
 from shoal.checkpoint.objects import open_store
-from shoal.elastic.seat import seat_from_environment
+from shoal.elastic.seat import SupervisedSeat, seat_from_environment
 from shoal.errors import PlanError, UsageError
 from shoal.hooks import Hook
 from shoal.keeping import Keeper, Keeping, origin_of
 from shoal.mesh import LauncherSeat, Seat
 from shoal.numerics.precision import environment_for
+from shoal.own_loop import OwnLoop
 from shoal.plan import Plan
 from shoal.recipe import provenance
 from shoal.resume import newest, plan_to_go_on, refuse_changes, refuse_used
@@ -77,4 +78,5 @@ def trainer(
             seat.stop_on_term()
         made = origin_of(sys.argv[0], fields, resolved, run)
         keeper = Keeper(Keeping(store, made, others_may_write=True, resumes=resume), seat.tell)
-    return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper)
+    loop = OwnLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
+    return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper, loop=loop)

@@ -17,22 +17,25 @@ from typing import Any, Self
 from torch import Tensor
 
 from shoal import handover
+from shoal.alike import facts_of, refuse_unlike
 from shoal.balancing import balance_of, rebalance
 from shoal.blame import judged, no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
-from shoal.errors import GroupLost
+from shoal.errors import GroupLost, UsageError
 from shoal.evaluate import measure
 from shoal.faults import faultpoint
 from shoal.hooks import Hook, StepInfo
 from shoal.keeping import Keeper, KeepsNothing
+from shoal.loop_state import LoopState
 from shoal.memory import give_back_freed_memory
-from shoal.mesh import Axes, Mesh, Seat
+from shoal.mesh import Asked, Axes, Check, Mesh, Seat, accept
 from shoal.metrics.meters import split_times
 from shoal.numerics import schedules
 from shoal.numerics.norms import clip_factor
 from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
+from shoal.own_loop import Next, OwnLoop
 from shoal.parallel.apply import Spread
 from shoal.plan import Plan
 from shoal.prepare import Prepared, prepare
@@ -55,8 +58,11 @@ class Trainer:
         prepared: Prepared | None = None,
         hooks: Sequence[Hook] = (),
         keeper: Keeper | KeepsNothing | None = None,
+        loop: OwnLoop | None = None,
     ):
-        self.run, self.plan, self.seat = run, plan, seat
+        """`loop` is for a script's own, which acts between steps."""
+        self.run, self.plan, self.seat, self.loop = run, plan, seat, loop
+        self.state = LoopState()  # that the script keeps
         self.keeper, self.hooks = keeper or KeepsNothing(), list(hooks)
         self.prepared = prepare(run, plan) if prepared is None else prepared
         self.model = self.prepared.model
@@ -65,17 +71,27 @@ class Trainer:
         self.loss_scale, self.step = LossScale(plan.precision), 0
         self.served = 0  # steps that servers had of all ranks when the group formed
         self.stopped = self.meets = False  # after this step: for good, until the next generation
+        self.ended = False  # the script's loop, before the last step and by its own will
         self.is_scribe = False  # whether this rank writes the run's record
         self.answers: list[dict[str, float]] = []  # of evaluations since the last step
         self.past = 0, self.answers  # the last step that has some, and those
         self.last_info: StepInfo | None = None
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
+        self._is_over = False  # all have ended
 
     def __enter__(self) -> Self:
+        try:
+            self._enter()
+        except BaseException:
+            self.seat.close()
+            raise
+        return self
+
+    def _enter(self) -> None:
         if self.plan.saves_memory:
             give_back_freed_memory()
-        self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline))
+        self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline), self._check())
         take_size(self, self.mesh)
         self.model.to(self.mesh.device)
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
@@ -90,38 +106,56 @@ class Trainer:
         seeds.use(self.mesh.device)
         self.compute = Compute(self.run, self.plan, self.spread, seeds, self.loss_scale)
         self.model.train()
+        if self.loop is not None:
+            self.loop.watch(self.model)
         try:
             self._settle(self.mesh)
         except GroupLost as lost:  # a newcomer's group may break before it has the state
             self.regroup(lost)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.strategy.detach()
-        if kind is None:
-            self.spread.close()
-        self.prepared.seeds.close()
-        self.batches.close()
-        self.seat.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *where: object
+    ) -> None:
+        leaves = kind is None or (isinstance(error, SystemExit) and not error.code)
+        try:
+            if leaves and self.loop is not None and not self._is_over:
+                self._leave()
+        finally:
+            self.strategy.detach()
+            if kind is None:
+                self.spread.close()
+            self.prepared.seeds.close()
+            self.batches.close()
+            self.seat.close()
 
     def __iter__(self) -> Iterator[StepInfo]:
         while True:
             try:
+                if self.loop is not None:
+                    self.loop.begin(self)
                 if self._unseen is not None:
                     yield self._tell(self._unseen)
-                elif self.step < self.num_steps and not (self.stopped or self.meets):
+                elif self._goes_on():
                     self._try_step()
-                elif self.step < self.num_steps and not self.stopped:
+                elif self.meets and not self.stopped and self.step < self.num_steps:
                     meet(self)
                 elif self._finish():
                     return
             except GroupLost as lost:
                 self.regroup(lost)
 
+    def stop(self) -> None:
+        """End the loop of all ranks after the step that they are at; any rank may call it."""
+        if self.loop is None:
+            raise UsageError("stop() is for the loop of a script, which shoal.trainer(...) gives.")
+        self.loop.wants_stop = True
+
     def evaluate(self, source: Any) -> dict[str, float]:
         """Mean loss and metrics over a source, each sample once. Every rank must call it."""
         while self._num_heard == len(self.answers):
             try:
+                if self.loop is not None:
+                    self.loop.joins_in(self, Next.EVALUATE)
                 self.answers.append(measure(self.run, self.compute, source, self.mesh))
                 self.past = self.step, self.answers
             except GroupLost as lost:
@@ -132,6 +166,8 @@ class Trainer:
     def whole_model(self) -> dict[str, Tensor]:
         """The model's state by name, on rank 0. Every rank must call it."""
         if self.mesh.is_cut or self.plan.zero == 3 or self.plan.num_servers:
+            if self.loop is not None:
+                self.loop.joins_in(self, Next.GATHER)
             held = self.spread.held() | tables_held(self.strategy)
             return gather_model(self.mesh.world, self.model, held)
         return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
@@ -164,13 +200,29 @@ class Trainer:
             self._unseen, self._num_heard = self.last_info, 0
             self._is_fresh = not self.strategy.in_lockstep and self.served < self.step
         self.keeper.restore(self)
+        if self.loop is not None:
+            self.loop.settled(self.optimizer)
         self.seat.formed(self.step)
+
+    def _check(self) -> Check:
+        """What to do in a new group before all else. Ranks that a script makes may be unlike."""
+        if self.loop is None or self.plan.num_ranks == 1:
+            return accept
+        facts = facts_of(self.run, self.plan, self.model)
+        return lambda group: refuse_unlike(group, facts, self.step)
+
+    def _goes_on(self) -> bool:
+        """Whether another step is to be made."""
+        if self.step == self.num_steps or self.stopped or self.meets or self.ended:
+            return False
+        self.ended = self.loop is not None and not self.loop.goes_on(self)
+        return not self.ended
 
     def _try_step(self) -> None:
         """Do the next step, or find that it must be tried again with a smaller loss scale."""
         faultpoint("step.begin", self.step)
         started, sent_before = perf_counter(), self.mesh.bytes_sent
-        batch, tally = self.batches.at(self.step), Tally(asked=self.seat.asked())
+        batch, tally = self.batches.at(self.step), Tally(asked=self._asked())
         data_s, rounds = 0.0, self.compute.rounds
         for number, indices in enumerate(rounds):
             asked = perf_counter()
@@ -194,6 +246,8 @@ class Trainer:
         self.loss_scale.good_step()
         self.step += 1  # committed
         self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
+        if self.loop is not None:
+            self.loop.keep(self)
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -232,20 +286,44 @@ class Trainer:
         self.keeper.await_copy()
         return norm if handover.update(self, scale) else None
 
-    def _finish(self) -> bool:
+    def _asked(self) -> Asked:
+        asked = self.seat.asked()
+        if self.loop is not None and self.loop.wants_stop:
+            asked = asked._replace(stop=True)
+        return asked
+
+    def _leave(self) -> None:
+        """The caller has left its loop before the end, as all must."""
+        while True:
+            try:
+                self._finish(leaves=True)
+                return
+            except GroupLost as lost:
+                self.regroup(lost)
+
+    def _finish(self, leaves: bool = False) -> bool:
         """Save the end and wait for the others; raises GroupLost if one of them was lost."""
+        if self.loop is not None:
+            self.loop.ends(self, leaves)
+            self.ended = self.step < self.num_steps and not self.stopped
         self.keeper.at_end(self)
         if not self.seat.finish():
             raise GroupLost("another rank was lost after the last step")
+        self._is_over = True
         return True
+
+    def save_if_due(self) -> None:
+        """After a step that all made in this group. Every rank must call it."""
+        if self._is_fresh and self.last_info is not None:
+            self.keeper.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
         if self.run.evaluates_after(info.step) and not self._num_heard:
             told = info._replace(evaluation=self.evaluate(self.run.evaluate))
             info = self._unseen = self.last_info = told
-        if self._is_fresh:
-            self.keeper.after_step(self, info)
+        if self.loop is None:  # or else when the body of the loop has run
+            self.save_if_due()
         self._unseen = None
         for hook in (*self.hooks, self.seat.stepped):
             hook(info)

@@ -29,9 +29,12 @@ _NUM_SAMPLES = 64  # of a list
 _MARKS = "glimpse "  # how the part of a source begins of which only some samples are known
 
 
-def content_name(data: Any) -> str:
-    """The same for the same samples; empty if nothing can be told of them cheaply."""
-    return ", ".join(filter(None, _parts(data)))
+def content_name(data: Any, may_sample: bool = True) -> str:
+    """The same for the same samples; empty if nothing can be told of them cheaply.
+
+    Unless it `may_sample`, a part that says nothing of itself is left out.
+    """
+    return ", ".join(filter(None, _parts(data, may_sample)))
 
 
 def is_other(before: str, now: str) -> bool | None:
@@ -63,11 +66,11 @@ def _has_marks(part: str) -> bool:
     return f"{part} ".startswith(_MARKS)
 
 
-def _parts(source: Any) -> Iterator[str]:
+def _parts(source: Any, may_sample: bool = True) -> Iterator[str]:
     inner = below(source)
     if inner:
         for part in inner:
-            yield from _parts(part)
+            yield from _parts(part, may_sample)
         if isinstance(source, Part):
             yield _named("kept", source.kept.tobytes())
         return
@@ -81,7 +84,7 @@ def _parts(source: Any) -> Iterator[str]:
         yield _named("windows", *_rows(source.spans))
     elif isinstance(source, list | tuple):
         yield _named("samples", *_packed(source))
-    else:
+    elif may_sample:
         yield f"{_MARKS}{' '.join(marks_of(source))}".strip()
 
 

@@ -46,7 +46,7 @@ from shoal.elastic.messages import (
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.faults import faultpoint
 from shoal.hooks import StepInfo
-from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Mesh, Servers
+from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Check, Mesh, Servers, accept
 from shoal.plan import Plan
 from shoal.plan_size import Size, can_recover
 from shoal.processes import WORK
@@ -102,8 +102,8 @@ class SupervisedSeat:
         )
         self._thread.start()
 
-    def form(self, axes: Axes) -> Mesh:
-        self._axes = axes
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        self._axes, self._check = axes, check
         self._be_ready()
         return self._take_place(None)
 
@@ -284,6 +284,7 @@ class SupervisedSeat:
                 timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
                 form_group(store, f"generation/{place.generation}", world, timeout)
                 group = Group(dist.group.WORLD, is_lost=self.is_over)
+                self._check(group)
             mesh = Mesh.form(group, self._axes, world.device)
             servers = self._find_servers(store, place) if place.num_servers else None
             return mesh._replace(servers=servers, sizes=sizes)
