@@ -75,6 +75,8 @@ def catch_up(trainer: "Trainer") -> bool:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
     faultpoint("handover.sharing", notes.step)
+    furthest_ranks = [rank for rank, place in enumerate(places) if place[0] == furthest[0]]
+    trainer.consistency.agree_on_state(furthest_ranks, notes.step)
     state = share_state(group, leader, strategy.state_dict(served=False))
     if not strategy.in_lockstep:
         return _join(trainer, notes, Given(state))

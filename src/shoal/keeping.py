@@ -39,7 +39,7 @@ from shoal.remote import StoreError
 from shoal.run import Run
 from shoal.sync.choose import kinds_held, settle
 from shoal.sync.replicas import shared_name
-from shoal.sync.state import Given, share_bytes
+from shoal.sync.state import Given, first_problem, share_bytes
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
@@ -93,7 +93,7 @@ class Keeper:
         shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
         problems = []
         for name in msgspec.msgpack.decode(shared, type=list[str]):
-            problem = _first_problem(world, self._load(trainer, name))
+            problem = first_problem(world, self._load(trainer, name))
             if not problem:
                 if world.rank == 0:
                     self._tell_of_resuming(trainer, name)
@@ -109,7 +109,7 @@ class Keeper:
             )
         if self._beginning is not None:
             source = self._beginning.source(Given(trainer.strategy.state_dict()))
-            problem = _first_problem(world, self._take_over(trainer, source))
+            problem = first_problem(world, self._take_over(trainer, source))
             if problem:
                 raise BadCheckpoint(f"{self._beginning.place}: {problem}")
 
@@ -192,6 +192,7 @@ class Keeper:
     def save(self, trainer: "Trainer") -> str:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
         settle(trainer.strategy)
+        trainer.consistency.check(trainer.step)
         try:
             state = trainer.strategy.state_dict()
         except OSError as error:  # there is no room for what servers hold
@@ -222,7 +223,7 @@ class Keeper:
         except RecipeError as error:  # of one rank perhaps, while the others wait
             own = str(error).partition(". ")[0]
         world = trainer.mesh.world
-        why = _first_problem(world, own)
+        why = first_problem(world, own)
         if why and self._is_asked:
             raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
         if why and not self._holds_nothing and world.rank == 0:
@@ -374,10 +375,3 @@ def _refuse_strange(source: Opened, own: Collection[str]) -> None:
     names = {n.removeprefix("model.") for n in source if n.startswith("model.")}
     for name in sorted(names - set(own)):
         raise UsageError(f"It holds model.{name}, which the model does not have.")
-
-
-def _first_problem(world: Group, own: str) -> str:
-    """The problem of the first rank that has one, on every rank."""
-    rows = world.gather_numbers([bool(own)])
-    found = [rank for rank, row in enumerate(rows) if row[0]]
-    return share_bytes(world, found[0], own.encode()).decode() if found else ""

@@ -39,6 +39,7 @@ from shoal.prepare import Prepared, prepare
 from shoal.resizing import meet, take_size
 from shoal.run import Run, call_model, make_batches
 from shoal.sync.choose import strategy_for, tables_held
+from shoal.sync.consistency import Consistency
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -61,6 +62,7 @@ class Trainer:
         self.model = self.prepared.model
         self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
         self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
+        self.consistency = Consistency(run.check_every, seat.tell)
         self.loss_scale, self.step = LossScale(plan.precision), 0
         self.served = 0  # steps that servers had of all ranks when the group formed
         self.stopped = self.meets = False  # after this step: for good, until the next generation
@@ -152,6 +154,7 @@ class Trainer:
         self.mesh = mesh
         self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
         self.compute.settle(mesh, self.strategy)
+        self.consistency.settle(self.strategy, mesh)
 
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
@@ -166,8 +169,9 @@ class Trainer:
         self.seat.formed(self.step)
 
     def _try_step(self) -> None:
-        """Do the next step, or find that it must be tried again with a smaller loss scale."""
+        """Do the next step, or find that it must be tried again: with a smaller loss scale, say."""
         faultpoint("step.begin", self.step)
+        self.consistency.begin(self.step)
         started, sent_before = perf_counter(), self.mesh.bytes_sent
         batch, tally = self.batches.at(self.step), Tally(asked=self.seat.asked())
         data_s, rounds = 0.0, self.compute.rounds
@@ -180,10 +184,13 @@ class Trainer:
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
         tally.busy_s = perf_counter() - started
+        tally.digest = self.consistency.digest(self.step)
         asked_in, exchange = self.mesh, self.strategy.exchange
         agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
+        if self.consistency.verify(agreed.digests, self.step):
+            return  # what the step was computed with was corrupted here or elsewhere
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
         if norm is None:
             if not self.loss_scale.overflow():
@@ -192,6 +199,7 @@ class Trainer:
         self.loss_scale.good_step()
         self.step += 1  # committed
         self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
+        self.consistency.end(self.step, self.run.meets_after(self.step))
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -243,6 +251,8 @@ class Trainer:
             told = info._replace(evaluation=self.evaluate(self.run.evaluate))
             info = self._unseen = self.last_info = told
         if self._is_fresh:
+            if info.step == self.num_steps:
+                self.consistency.check(info.step)
             self.keeper.after_step(self, info)
         self._unseen = None
         for hook in (*self.hooks, self.seat.stepped):

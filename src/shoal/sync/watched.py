@@ -1,0 +1,117 @@
+"""Which tensors of a strategy replicas hold alike, and which one rank alone holds.
+
+    plan                  alike on all replicas                       held once
+    data                  parameters, buffers, optimizer state
+    zero=1, 2             parameters, buffers                         optimizer state
+    zero=3                what FSDP2 left whole, buffers              shards, and their state
+    servers, in lockstep  the workers' parameters, buffers            on servers (`server/shard.py`)
+    local steps           the last agreement, as the next one comes   parameters, optimizer state
+
+A line of the data axis with one replica holds everything once. Workers that run ahead of each other
+hold nothing alike. Left out are the rows of tables, which are on servers or only reserved, and what
+stands for another rank's (`absent`).
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from shoal.numerics.reserved import Reserved
+from shoal.parallel.fsdp import held_parameters
+from shoal.parallel.striping import tables_of, weights_of
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.fully import FullySharded
+from shoal.sync.guard import Named, tensors_in
+from shoal.sync.local import LocalSGD
+from shoal.sync.outer import trained
+from shoal.sync.rounds import Held
+from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.sharded import Sharded
+from shoal.sync.strategy import Strategy
+
+
+class Watched:
+    """As of an `attach`; buffers and the optimizer's state are those of when they are asked for."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy, self._held = strategy, _held_of(strategy)
+        self._names = {m: n for n, m in self._held.model.named_modules()}
+        several = self._held.mesh.data.num_ranks > 1
+        self._shares = several and strategy.in_lockstep and not isinstance(strategy, LocalSGD)
+        self._alike, self.own_weights = list[Named](), list[Named]()
+        for name, tensor, is_whole in self._parameters():
+            found = self._alike if self._shares and is_whole else self.own_weights
+            found.append((tensor, ("model", name)))
+        self._shared = {id(tensor) for tensor, _ in self._alike}
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether replicas hold anything alike, now or at times."""
+        return self._shares or isinstance(self._strategy, LocalSGD)
+
+    def in_step(self) -> list[Named]:
+        """What replicas hold alike when a step is computed and not made yet."""
+        if isinstance(self._strategy, LocalSGD):
+            return self._strategy.agreed_tensors() if self._strategy.is_ending else []
+        return [*self._alike, *self._state(shared=True), *self._buffers(at_rest=False)]
+
+    def at_rest(self) -> list[Named]:
+        """What they hold alike between two steps."""
+        if isinstance(self._strategy, LocalSGD):
+            return self._alike_after_agreement(self._strategy)
+        return [*self._alike, *self._state(shared=True), *self._buffers(at_rest=True)]
+
+    def own_state(self) -> list[Named]:
+        """Of the optimizer, what this rank alone holds."""
+        return list(self._state(shared=False))
+
+    def everything(self) -> Iterator[Named]:
+        """All that can be corrupted, for tests to do so."""
+        yield from (*self._alike, *self.own_weights)
+        yield from (*self._state(shared=True), *self._state(shared=False))
+        yield from self._buffers(at_rest=True)
+        if isinstance(self._strategy, LocalSGD):
+            yield from self._strategy.agreed_tensors()
+        for parameter, run in self._held.runs.items():
+            if parameter.grad is not None:
+                yield parameter.grad, ("gradient", run.name)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """What is held of each, and whether that is all of it."""
+        held = self._held
+        if isinstance(self._strategy, ThroughServers) and not self._shares:
+            return  # they are the servers', and change whenever these step
+        here = held_parameters(held.model)
+        is_served = isinstance(self._strategy, ThroughServers)
+        tables = weights_of(tables_of(held.model).values()) if is_served else ()
+        for name, p in held.model.named_parameters():
+            if name not in held.holding.absent and p not in tables and not isinstance(p, Reserved):
+                yield name, here[name], here[name] is p
+
+    def _state(self, shared: bool) -> Iterator[Named]:
+        """Of the optimizer: that of parameters which replicas share, or the rest."""
+        if isinstance(self._strategy, ThroughServers):
+            return  # servers have it
+        steps_on_parts, runs = isinstance(self._strategy, Sharded), self._held.runs
+        for p, own in self._held.optimizer.state.items():
+            is_shared = id(p) in self._shared and not steps_on_parts
+            if is_shared == shared and p in runs and not isinstance(p, Reserved):
+                yield from tensors_in(own, ("optimizer", runs[p].name))
+
+    def _buffers(self, at_rest: bool) -> Iterator[Named]:
+        if self._shares:
+            for module, name, value in self._strategy.buffers.values(at_rest):
+                yield value, ("model", *filter(None, (self._names.get(module, ""), name)))
+
+    def _alike_after_agreement(self, strategy: LocalSGD) -> list[Named]:
+        if not strategy.is_alike:
+            return []
+        weights: list[Named] = [(p, ("model", n)) for n, p in trained(strategy.model).items()]
+        return [*weights, *strategy.agreed_tensors()]
+
+
+def _held_of(strategy: Strategy) -> Held:
+    if isinstance(strategy, LocalSGD):
+        return strategy.inner.held
+    assert isinstance(strategy, AllReduce | Sharded | FullySharded | ThroughServers)
+    return strategy.held
