@@ -47,21 +47,24 @@ def _full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# Where a tensor stands, by a part of its name: its address, its bytes, and those of an element.
-_exposed: list[Callable[[str], tuple[int, int, int]]] = []
+# Of a tensor with this in its name: its address, its bytes, and those of an element.
+Find = Callable[[str], tuple[int, int, int] | None]
+_exposed: dict[str, Find] = {}  # by whose they are
 
 
-def expose(find: Callable[[str], tuple[int, int, int]]) -> None:
+def expose(whose: str, find: Find) -> None:
     """Let `flip` corrupt what this finds, from now on."""
-    _exposed[:] = [find]
+    _exposed[whose] = find
 
 
 def _flip(what: str) -> None:
     """In the middle of it, one of the higher bits of a mantissa; nobody is told."""
-    address, num_bytes, size = _exposed[0](what)
+    found = [place for find in _exposed.values() if (place := find(what)) is not None]
+    if not found:
+        raise InjectedError(f"there is no {what!r} to corrupt")
+    address, num_bytes, size = found[0]
     element = address + num_bytes // size // 2 * size
-    place = ctypes.c_ubyte.from_address(element + max(0, size - 2))
-    place.value ^= 0x20
+    ctypes.c_ubyte.from_address(element + max(0, size - 2)).value ^= 0x20
 
 
 ACTIONS: dict[str, Callable[[], None]] = {

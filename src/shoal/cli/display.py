@@ -75,8 +75,8 @@ class Display:
                 self.saved_step = record["step"]
             case "balanced":
                 self.say(_balanced(record))
-            case "slow":
-                self.say(_slow(record))
+            case "slow" | "replica-repaired" as kind:
+                self.say(_slow(record) if kind == "slow" else _repaired(record))
             case "emptied":
                 self._say_once("emptied", _emptied(record))
             case "waiting":
@@ -205,6 +205,16 @@ def _slow(record: dict[str, Any]) -> str:
     return (
         f"[bold yellow]the others wait, after step {record['step']}[/]: {_times(record['slow'])}; "
         f"{escape(record['advice'])}"
+    )
+
+
+def _repaired(record: dict[str, Any]) -> str:
+    ranks = ", ".join(map(str, record["ranks"]))
+    more = record["count"] - len(record["tensors"])
+    names = ", ".join(record["tensors"]) + (f" and {more} more" if more else "")
+    return (
+        f"[bold yellow]rank {ranks} differed from the other replicas after step {record['step']}"
+        f"[/], in {escape(names)}, and took their state; look at its memory"
     )
 
 

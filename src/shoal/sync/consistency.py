@@ -15,7 +15,6 @@ slice has its turn. Cost: `digests.py`; a save reads its state once more.
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,25 +22,25 @@ from xxhash import xxh3_64_intdigest
 
 from shoal import faults
 from shoal.comm.collectives import Group
-from shoal.errors import ShoalError
 from shoal.logs import log
 from shoal.mesh import Mesh
 from shoal.parallel.layout import whole
 from shoal.sync.choose import settle
-from shoal.sync.digests import Reader, as_number, judge, one_nan
-from shoal.sync.guard import Guard, Named
+from shoal.sync.digests import Listing, Reader, as_number, judge, one_nan
+from shoal.sync.guard import (
+    NAMED,
+    CorruptState,
+    Guard,
+    changed_alone,
+    place_among,
+    some_of,
+)
 from shoal.sync.state import State, first_problem, share_state
 from shoal.sync.strategy import Strategy
 from shoal.sync.watched import Watched
-from shoal.tables import plural
 
 Tell = Callable[..., None]  # of an event, by its name and what it needs
 MOST_REPAIRS = 3  # of one rank, before it is not trusted any more
-NAMED = 4  # tensors that a sentence names
-
-
-class CorruptState(ShoalError):
-    """State is not what it was, or not the same on replicas, and nobody can say what is right."""
 
 
 class Consistency:
@@ -68,13 +67,13 @@ class Consistency:
         self._weights, self._state = Guard(self.most_slices), Guard(self.most_slices)
         self._lines = lines_of(mesh)
         self._own_line = next(line for line in self._lines if mesh.rank in line)
-        faults.expose(partial(_place_of, self._watched))
+        faults.expose("rank", lambda what: place_among(self._watched.everything(), what))
 
     def begin(self, step: int) -> None:
         """A step begins, and nobody but the update may write from now on."""
         if self._guards:
             self._state.refresh()
-            if self._watched.own_weights:
+            if self._watched.own_weights.tensors:
                 settle(self._strategy)
                 self._weights.note(self._watched.own_weights, step)
 
@@ -83,13 +82,12 @@ class Consistency:
         if not self._compares:
             return 0.0
         settle(self._strategy)
-        named = self._watched.in_step()
-        if not named:
+        tensors = self._watched.in_step().tensors
+        if not tensors:
             return 0.0
         if not self._alike_after:
             self._alike_after.append(step)
         self._turn += 1
-        tensors = [tensor for tensor, _ in named]
         return as_number(self._reader.digest(tensors, self._turn, self.most_slices))
 
     def verify(self, digests: Sequence[float], step: int) -> bool:
@@ -134,7 +132,7 @@ class Consistency:
         if names:
             rank = self._mesh.rank
             self._tell_of("state-corrupted", step, [rank], names)
-            raise CorruptState(changed_alone(f"rank {rank}", names, f"after step {step}"))
+            raise CorruptState(changed_alone(f"rank {rank}", names, f" after step {step}"))
 
     def _resolve(self, step: int, differs: bool, at_rest: bool) -> bool:
         """Repair what can be, or raise; whether anything was. Every rank must reach this."""
@@ -150,15 +148,14 @@ class Consistency:
         What is wrong, if that cannot be. Every rank of the line must reach this.
         """
         data = self._mesh.data
-        takes_part, named = data.rank in replicas, list[Named]()
+        takes_part, listing = data.rank in replicas, Listing([], [])
         if takes_part:
-            named = self._watched.at_rest() if at_rest else self._watched.in_step()
-        names = [".".join(name) for _, name in named]
+            listing = self._watched.at_rest() if at_rest else self._watched.in_step()
+        tensors, names = listing
         digest = xxh3_64_intdigest("\n".join(names).encode())
         layouts = data.gather_numbers([len(names), as_number(digest)])
         if len({tuple(layouts[replica]) for replica in replicas}) > 1:
             return self._not_alike(replicas, ["the number of tensors"], step)
-        tensors = [tensor for tensor, _ in named]
         numbers, rows = self._different(tensors, int(layouts[replicas[0]][0]), replicas)
         if not numbers:
             self._alike_after.append(step)
@@ -181,7 +178,7 @@ class Consistency:
         return ""
 
     def _different(
-        self, tensors: Sequence[Tensor], count: int, replicas: Sequence[int]
+        self, tensors: list[Tensor], count: int, replicas: Sequence[int]
     ) -> tuple[list[int], list[list[float]]]:
         """The tensors that are not alike, by number, and each rank's digests of them."""
         numbers, rows = self._gather(tensors, list(range(count)), replicas)
@@ -191,7 +188,7 @@ class Consistency:
         return numbers, rows
 
     def _gather(
-        self, tensors: Sequence[Tensor], numbers: list[int], replicas: Sequence[int]
+        self, tensors: list[Tensor], numbers: list[int], replicas: Sequence[int]
     ) -> tuple[list[int], list[list[float]]]:
         own = [as_number(digest) for digest in Reader().digests(tensors)]
         rows = self._mesh.data.gather_numbers(own or [0.0] * len(numbers))
@@ -253,21 +250,6 @@ def lines_of(mesh: Mesh) -> list[list[int]]:
     return [[first + replica * width for replica in range(length)] for first in firsts]
 
 
-def some_of(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
-    told, rest = ", ".join(names[:NAMED]), len(names) - NAMED
-    return f"{told} and {plural(rest, 'other tensor')}" if rest > 0 else told
-
-
-def changed_alone(who: str, names: Sequence[str], when: str) -> str:
-    """Of state that is held once."""
-    return (
-        f"State of {who} was corrupted {when}: {some_of(names)} changed between two updates, when "
-        "nothing may change it. Memory is broken, or code of the recipe writes to it (then set "
-        "check_every=0). It was not saved; go on from the newest checkpoint with --resume."
-    )
-
-
 def _are_alike(digests: Sequence[float], line: Sequence[int]) -> bool:
     first = digests[line[0]]
     return all(digests[rank] == first for rank in line)
@@ -297,11 +279,3 @@ def _again(ranks: Sequence[int], names: Sequence[str], when: str) -> str:
         "code changes it alone. It was not saved; go on from the newest checkpoint with --resume, "
         "on another machine."
     )
-
-
-def _place_of(watched: Watched, what: str) -> tuple[int, int, int]:
-    """Of a tensor whose name has `what` in it: its address, its bytes, and those of an element."""
-    for tensor, name in watched.everything():
-        if what in ".".join(name) and tensor.numel():
-            return tensor.data_ptr(), tensor.nbytes, tensor.itemsize
-    raise ValueError(f"there is no {what!r} to corrupt")

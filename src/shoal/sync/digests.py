@@ -11,12 +11,16 @@ Read next: `consistency.py`.
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_intdigest
+
+Name = tuple[str, ...]
+Named = tuple[Tensor, Name]
 
 SLICE_BYTES = 1 << 18  # that are looked at in a step at least, if there are as many
 TENSOR_BYTES = 1 << 12  # that could be read in the time that it takes to turn to a tensor
@@ -32,62 +36,87 @@ class Part(NamedTuple):
     stop: int
 
 
-class _Seen(NamedTuple):
-    tensor: Tensor
-    place: tuple[int, int] | None  # its address and bytes, if it has any
-    memory: memoryview | None  # None if it is to be brought here each time
-    num_bytes: int  # that count
+class Listing(NamedTuple):
+    """Tensors that have bytes, each with a name."""
+
+    tensors: list[Tensor]
+    names: list[str]
+
+    @classmethod
+    def of(cls, named: Iterable[Named]) -> "Listing":
+        found = [(tensor, name) for tensor, name in named if _is_readable(tensor)]
+        return cls([tensor for tensor, _ in found], [".".join(name) for _, name in found])
+
+
+class KeptListing:
+    """A listing of what an optimizer keeps, and perhaps more, made anew only if that is another."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._listing: Listing | None = None
+
+    def of(self, values: list[Any], named: Callable[[], Iterable[Named]]) -> Listing:
+        """The same as before, if these are the same objects and none of them holds others."""
+        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        if self._listing is None or not is_same:
+            self._values, self._listing = values, Listing.of(named())
+            if any(isinstance(value, dict | list | tuple) for value in values):
+                self._values = [object()]  # like nothing that comes
+        return self._listing
 
 
 class Reader:
-    """Looks at tensors in a fixed order, and keeps from one time to the next where they stand."""
+    """Looks at tensors, and keeps from one time to the next where they stand.
+
+    A list of them that comes again must be the same, and not only equal; into how many slices it is
+    cut, too.
+    """
 
     def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-        self.num_slices = 1  # of what was looked at last
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._memory: list[memoryview | None] = []  # None if it is to be brought here each time
+        self._sizes: list[int] = []  # bytes that count
+        self._slices: dict[int, list[Part]] = {}  # of them
+        self.num_slices = 1
 
-    def digest(self, tensors: Sequence[Tensor], turn: int, most_slices: int) -> int:
-        """Of a slice: the one whose turn it is among at most so many."""
-        seen, state = self._look_at(tensors), xxh3_64()
-        for part in self._slice_of(seen, turn, most_slices):
-            state.update(_bytes_of(seen[part.number])[part.start : part.stop])
+    def parts(self, tensors: list[Tensor], turn: int, most_slices: int) -> list[Part]:
+        """What the slice is made of whose turn it is, of at most so many."""
+        self._look_at(tensors)
+        if not self._slices:
+            self.num_slices = num_slices(self._sizes, most_slices)
+        number = turn % self.num_slices
+        if number not in self._slices:
+            self._slices[number] = list(parts_of(self._sizes, number, self.num_slices))
+        return self._slices[number]
+
+    def digest(self, tensors: list[Tensor], turn: int, most_slices: int) -> int:
+        """Of that slice."""
+        state = xxh3_64()
+        for number, start, stop in self.parts(tensors, turn, most_slices):
+            state.update(self._bytes_of(number)[start:stop])
         return state.intdigest()
 
-    def digests_of_slice(
-        self, tensors: Sequence[Tensor], turn: int, most_slices: int
-    ) -> list[tuple[Part, int]]:
-        """The same, tensor by tensor."""
-        seen = self._look_at(tensors)
+    def digests(self, tensors: list[Tensor], parts: Sequence[Part] | None = None) -> list[int]:
+        """Of each part, or of each tensor."""
+        self._look_at(tensors)
+        if parts is None:
+            return [xxh3_64_intdigest(self._bytes_of(number)) for number in range(len(tensors))]
         return [
-            (part, xxh3_64_intdigest(_bytes_of(seen[part.number])[part.start : part.stop]))
-            for part in self._slice_of(seen, turn, most_slices)
+            xxh3_64_intdigest(self._bytes_of(number)[start:stop]) for number, start, stop in parts
         ]
 
-    def digests(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Of each of them, as a whole."""
-        return [xxh3_64_intdigest(_bytes_of(one)) for one in self._look_at(tensors)]
+    def _look_at(self, tensors: list[Tensor]) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if tensors is self._tensors and addresses == self._addresses:
+            return
+        self._tensors, self._addresses = tensors, addresses
+        seen = [_see(tensor) for tensor in tensors]
+        self._memory, self._sizes = [memory for memory, _ in seen], [size for _, size in seen]
+        self._slices = {}
 
-    def digest_of_part(self, tensor: Tensor, part: Part) -> int:
-        """Of some bytes of a tensor that was looked at under the part's number."""
-        seen = self._seen_as(part.number, tensor)
-        return xxh3_64_intdigest(_bytes_of(seen)[part.start : part.stop])
-
-    def _slice_of(self, seen: Sequence[_Seen], turn: int, most_slices: int) -> Iterator[Part]:
-        sizes = [one.num_bytes for one in seen]
-        self.num_slices = num_slices(sizes, most_slices)
-        return parts_of(sizes, turn % self.num_slices, self.num_slices)
-
-    def _look_at(self, tensors: Sequence[Tensor]) -> list[_Seen]:
-        del self._seen[len(tensors) :]
-        return [self._seen_as(number, tensor) for number, tensor in enumerate(tensors)]
-
-    def _seen_as(self, number: int, tensor: Tensor) -> _Seen:
-        if number == len(self._seen):
-            self._seen.append(_see(tensor))
-        seen = self._seen[number]
-        if seen.tensor is not tensor or (seen.place and seen.place != _place_of(tensor)):
-            seen = self._seen[number] = _see(tensor)
-        return seen
+    def _bytes_of(self, number: int) -> memoryview:
+        return self._memory[number] or _bytes_of(self._tensors[number])
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -144,17 +173,10 @@ def one_nan(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
 
 
-def _see(tensor: Tensor) -> _Seen:
-    if not _is_readable(tensor):
-        return _Seen(tensor, None, memoryview(b""), 0)
+def _see(tensor: Tensor) -> tuple[memoryview | None, int]:
     if tensor.device.type != "cpu":
-        return _Seen(tensor, _place_of(tensor), None, _SUM_BYTES)
-    memory = _memory_of(tensor) if tensor.is_contiguous() else None
-    return _Seen(tensor, _place_of(tensor), memory, tensor.nbytes)
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.nbytes
+        return None, _SUM_BYTES
+    return _memory_of(tensor) if tensor.is_contiguous() else None, tensor.nbytes
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
@@ -163,10 +185,8 @@ def _memory_of(tensor: Tensor) -> memoryview:
     return memoryview(kind.from_address(tensor.data_ptr())).cast("B")
 
 
-def _bytes_of(seen: _Seen) -> memoryview:
-    if seen.memory is not None:
-        return seen.memory
-    brought = seen.tensor.detach().contiguous()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    brought = tensor.detach().contiguous()
     if brought.device.type == "cpu":
         return memoryview(bytes(_memory_of(brought)))
     numbers = torch.view_as_real(brought) if brought.is_complex() else brought

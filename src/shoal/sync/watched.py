@@ -12,16 +12,18 @@ hold nothing alike. Left out are the rows of tables, which are on servers or onl
 stands for another rank's (`absent`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.numerics.reserved import Reserved
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.digests import KeptListing, Listing, Named
 from shoal.sync.fully import FullySharded
-from shoal.sync.guard import Named, tensors_in
+from shoal.sync.guard import tensors_in
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import trained
 from shoal.sync.rounds import Held
@@ -31,45 +33,58 @@ from shoal.sync.strategy import Strategy
 
 
 class Watched:
-    """As of an `attach`; buffers and the optimizer's state are those of when they are asked for."""
+    """As of an `attach`; buffers and the optimizer's state are those of when they are asked for.
+
+    A listing that comes again with the same tensors is the same one, so that a reader knows it.
+    """
 
     def __init__(self, strategy: Strategy):
         self._strategy, self._held = strategy, _held_of(strategy)
         self._names = {m: n for n, m in self._held.model.named_modules()}
         several = self._held.mesh.data.num_ranks > 1
         self._shares = several and strategy.in_lockstep and not isinstance(strategy, LocalSGD)
-        self._alike, self.own_weights = list[Named](), list[Named]()
+        self._alike, own = list[Named](), list[Named]()
         for name, tensor, is_whole in self._parameters():
-            found = self._alike if self._shares and is_whole else self.own_weights
+            found = self._alike if self._shares and is_whole else own
             found.append((tensor, ("model", name)))
+        self.own_weights = Listing.of(own)
         self._shared = {id(tensor) for tensor, _ in self._alike}
+        self._in_step, self._own_state = KeptListing(), KeptListing()
 
     @property
     def is_alike(self) -> bool:
         """Whether replicas hold anything alike, now or at times."""
         return self._shares or isinstance(self._strategy, LocalSGD)
 
-    def in_step(self) -> list[Named]:
+    def in_step(self) -> Listing:
         """What replicas hold alike when a step is computed and not made yet."""
         if isinstance(self._strategy, LocalSGD):
-            return self._strategy.agreed_tensors() if self._strategy.is_ending else []
-        return [*self._alike, *self._state(shared=True), *self._buffers(at_rest=False)]
+            is_due = self._strategy.is_ending
+            return Listing.of(self._strategy.agreed_tensors() if is_due else ())
+        buffers = [value for _, _, value in self._buffer_values(at_rest=False)]
+        return self._in_step.of(
+            [*self._state_values(), *buffers],
+            lambda: [*self._alike, *self._state(shared=True), *self._buffers(at_rest=False)],
+        )
 
-    def at_rest(self) -> list[Named]:
+    def at_rest(self) -> Listing:
         """What they hold alike between two steps."""
         if isinstance(self._strategy, LocalSGD):
-            return self._alike_after_agreement(self._strategy)
-        return [*self._alike, *self._state(shared=True), *self._buffers(at_rest=True)]
+            return Listing.of(_alike_after_agreement(self._strategy))
+        state, buffers = self._state(shared=True), self._buffers(at_rest=True)
+        return Listing.of([*self._alike, *state, *buffers])
 
-    def own_state(self) -> list[Named]:
+    def own_state(self) -> Listing:
         """Of the optimizer, what this rank alone holds."""
-        return list(self._state(shared=False))
+        return self._own_state.of(self._state_values(), lambda: list(self._state(shared=False)))
 
     def everything(self) -> Iterator[Named]:
         """All that can be corrupted, for tests to do so."""
-        yield from (*self._alike, *self.own_weights)
+        own = zip(self.own_weights.tensors, self.own_weights.names, strict=True)
+        yield from (*self._alike, *((tensor, (name,)) for tensor, name in own))
         yield from (*self._state(shared=True), *self._state(shared=False))
-        yield from self._buffers(at_rest=True)
+        yield from self._buffers(at_rest=False)
+        yield from ((b, ("live", *name)) for b, name in self._buffers(at_rest=True))
         if isinstance(self._strategy, LocalSGD):
             yield from self._strategy.agreed_tensors()
         for parameter, run in self._held.runs.items():
@@ -98,16 +113,22 @@ class Watched:
             if is_shared == shared and p in runs and not isinstance(p, Reserved):
                 yield from tensors_in(own, ("optimizer", runs[p].name))
 
-    def _buffers(self, at_rest: bool) -> Iterator[Named]:
-        if self._shares:
-            for module, name, value in self._strategy.buffers.values(at_rest):
-                yield value, ("model", *filter(None, (self._names.get(module, ""), name)))
+    def _state_values(self) -> list[Any]:
+        """By which it is known whether the optimizer has put others in their places."""
+        return [value for own in self._held.optimizer.state.values() for value in own.values()]
 
-    def _alike_after_agreement(self, strategy: LocalSGD) -> list[Named]:
-        if not strategy.is_alike:
-            return []
-        weights: list[Named] = [(p, ("model", n)) for n, p in trained(strategy.model).items()]
-        return [*weights, *strategy.agreed_tensors()]
+    def _buffer_values(self, at_rest: bool) -> Iterable[tuple[nn.Module, str, Tensor]]:
+        return self._strategy.buffers.values(at_rest) if self._shares else ()
+
+    def _buffers(self, at_rest: bool) -> Iterator[Named]:
+        for module, name, value in self._buffer_values(at_rest):
+            yield value, ("model", *filter(None, (self._names.get(module, ""), name)))
+
+
+def _alike_after_agreement(strategy: LocalSGD) -> Iterator[Named]:
+    if strategy.is_alike:
+        yield from ((p, ("model", name)) for name, p in trained(strategy.model).items())
+        yield from strategy.agreed_tensors()
 
 
 def _held_of(strategy: Strategy) -> Held:
