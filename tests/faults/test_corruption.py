@@ -238,6 +238,19 @@ def test_two_survivors_that_differ_do_not_bring_a_newcomer_up(start) -> None:
     check_stopped(trained, "on ranks 0 and 1", "model.0.weight")
 
 
+@pytest.mark.parametrize(
+    "plan", ["data=3", pytest.param("data=2 sync=server", marks=pytest.mark.full)]
+)
+def test_a_newcomer_is_not_suspected(start, undisturbed_under, plan: str) -> None:
+    """Its optimizer has come to the same state in another order."""
+    kills = ["step.computed:kill:member=1:step=20"]
+    if "server" in plan:
+        kills.append("server.apply:kill:member=2:step=30")
+    trained = start(*kills, recipe="regrouped", plan=plan).wait()
+    check_same(trained, undisturbed_under(plan, "regrouped"))
+    assert not trained.events("replica-repaired")
+
+
 @pytest.mark.full
 def test_a_recovered_run_is_compared_like_any_other(start, undisturbed) -> None:
     faults = (

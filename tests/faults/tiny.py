@@ -115,6 +115,16 @@ def many(pause: float = 0.0) -> shoal.Run:
     return dataclasses.replace(run, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
 
 
+def regrouped(pause: float = 0.002) -> shoal.Run:
+    """An optimizer that steps in another order than the model has parameters."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 1e-2} for _, p in reversed(list(named))]
+        return torch.optim.AdamW(groups)
+
+    return run_of(pause, optimizer=optimizer)
+
+
 class Clamped(torch.optim.AdamW):
     """Writes to weights behind torch's back."""
 

@@ -98,12 +98,12 @@ class Guard:
 
 
 def tensors_in(value: Any, name: Name) -> Iterator[Named]:
-    """In what an optimizer keeps for a parameter."""
+    """In what an optimizer keeps for a parameter, in an order that does not depend on its past."""
     if isinstance(value, Tensor):
         yield value, name
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from tensors_in(inner, (*name, str(key)))
+        for key in sorted(value, key=str):
+            yield from tensors_in(value[key], (*name, str(key)))
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             yield from tensors_in(inner, (*name, str(number)))

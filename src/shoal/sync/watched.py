@@ -107,11 +107,11 @@ class Watched:
         """Of the optimizer: that of parameters which replicas share, or the rest."""
         if isinstance(self._strategy, ThroughServers):
             return  # servers have it
-        steps_on_parts, runs = isinstance(self._strategy, Sharded), self._held.runs
-        for p, own in self._held.optimizer.state.items():
+        steps_on_parts, state = isinstance(self._strategy, Sharded), self._held.optimizer.state
+        for p, run in self._held.runs.items():  # whose order is the same on all
             is_shared = id(p) in self._shared and not steps_on_parts
-            if is_shared == shared and p in runs and not isinstance(p, Reserved):
-                yield from tensors_in(own, ("optimizer", runs[p].name))
+            if is_shared == shared and p in state and not isinstance(p, Reserved):
+                yield from tensors_in(state[p], ("optimizer", run.name))
 
     def _state_values(self) -> list[Any]:
         """By which it is known whether the optimizer has put others in their places."""

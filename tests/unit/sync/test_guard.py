@@ -70,6 +70,8 @@ def test_state_is_looked_through() -> None:
     own = {"step": 3, "moments": [torch.ones(1), (torch.ones(2),)], "more": {"a": torch.ones(3)}}
     names = [".".join(name) for _, name in tensors_in(own, ("p",))]
     assert names == ["p.moments.0", "p.moments.1.0", "p.more.a"]
+    again = [".".join(name) for _, name in tensors_in(dict(reversed(own.items())), ("p",))]
+    assert again == names
 
 
 def test_a_few_are_named() -> None:

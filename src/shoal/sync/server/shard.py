@@ -213,8 +213,8 @@ class Shard:
         """Parameters, and what the optimizer keeps of them; of lazy tables nothing."""
         runs = {run: own.name for run, own in self.runs.items() if not isinstance(run, Reserved)}
         weights: list[Named] = [(run, ("model", name)) for run, name in runs.items()]
-        state = self.optimizer.state.items()
-        kept = (tensors_in(own, ("optimizer", runs[p])) for p, own in state if p in runs)
+        state = self.optimizer.state  # which may be in another order after it was loaded
+        kept = (tensors_in(state[p], ("optimizer", name)) for p, name in runs.items() if p in state)
         return [*weights, *chain.from_iterable(kept)]
 
     def place_of(self, what: str) -> tuple[int, int, int] | None:
