@@ -305,7 +305,7 @@ CLEAN = [
     ("data=2 zero=3", "scribbling"),
     ("data=2 local_steps=4", "scribbling"),
     ("data=2 sync=server", "scribbling"),
-    ("tensor=2", "scribbling"),
+    ("data=2 offload=optimizer", "many"),
     ("data=2", "many"),
     ("data=2 zero=3", "many"),
     ("data=2 sync=server", "many"),

@@ -8,8 +8,8 @@
     local steps           the last agreement, as the next one comes   parameters, optimizer state
 
 A line of the data axis with one replica holds everything once. Workers that run ahead of each other
-hold nothing alike. Left out are the rows of tables, which are on servers or only reserved, and what
-stands for another rank's (`absent`).
+hold nothing alike. Left out are the rows of tables, which are on servers or only reserved, what
+stands for another rank's (`absent`), and optimizer state that is kept in files.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.numerics.offload import is_offloaded
 from shoal.numerics.reserved import Reserved
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.striping import tables_of, weights_of
@@ -105,8 +106,8 @@ class Watched:
 
     def _state(self, shared: bool) -> Iterator[Named]:
         """Of the optimizer: that of parameters which replicas share, or the rest."""
-        if isinstance(self._strategy, ThroughServers):
-            return  # servers have it
+        if isinstance(self._strategy, ThroughServers) or is_offloaded(self._held.optimizer):
+            return  # servers have it, or files
         steps_on_parts, state = isinstance(self._strategy, Sharded), self._held.optimizer.state
         for p, run in self._held.runs.items():  # whose order is the same on all
             is_shared = id(p) in self._shared and not steps_on_parts
