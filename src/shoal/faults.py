@@ -1,10 +1,13 @@
 """Named points at which a test can break things.
 
 Nothing is armed in ordinary use, and a point then costs one comparison. A test launcher arms
-points through the environment, as `point:action[:member=N][:step=K]` separated by commas: the
-action (kill, stop, raise, lose, full, exit, segfault) happens once, in that member, at that step.
+points through the environment, as `point:action[:member=N][:step=K][:what=T]` separated by commas:
+the action (kill, stop, raise, lose, full, exit, segfault, flip) happens once, in that member, at
+that step. What `flip` corrupts is a bit of the first tensor that has `what` in its name, of those
+that this process has exposed.
 """
 
+import ctypes
 import errno
 import os
 import signal
@@ -13,7 +16,7 @@ from typing import NamedTuple
 
 from shoal.errors import GroupLost
 
-VARIABLE = "SHOAL_FAULTS"
+VARIABLE, FLIP = "SHOAL_FAULTS", "flip"
 
 
 class Fault(NamedTuple):
@@ -21,6 +24,7 @@ class Fault(NamedTuple):
     action: str
     member: int | None
     step: int | None
+    what: str = ""
 
 
 class InjectedError(RuntimeError):
@@ -43,6 +47,26 @@ def _full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+# Of a tensor with this in its name: its address, its bytes, and those of an element.
+Find = Callable[[str], tuple[int, int, int] | None]
+_exposed: dict[str, Find] = {}  # by whose they are
+
+
+def expose(whose: str, find: Find) -> None:
+    """Let `flip` corrupt what this finds, from now on."""
+    _exposed[whose] = find
+
+
+def _flip(what: str) -> None:
+    """In the middle of it, one of the higher bits of a mantissa; nobody is told."""
+    found = [place for find in _exposed.values() if (place := find(what)) is not None]
+    if not found:
+        raise InjectedError(f"there is no {what!r} to corrupt")
+    address, num_bytes, size = found[0]
+    element = address + num_bytes // size // 2 * size
+    ctypes.c_ubyte.from_address(element + max(0, size - 2)).value ^= 0x20
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
@@ -62,14 +86,15 @@ def parse(text: str) -> list[Fault]:
     faults = []
     for part in filter(None, text.split(",")):
         point, action, *conditions = part.split(":")
-        if action not in ACTIONS:
-            raise ValueError(f"{part!r}: the action is one of {', '.join(ACTIONS)}")
+        if action not in (*ACTIONS, FLIP):
+            raise ValueError(f"{part!r}: the action is one of {', '.join([*ACTIONS, FLIP])}")
         where = dict(condition.split("=", 1) for condition in conditions)
         member, step = where.pop("member", None), where.pop("step", None)
+        what = where.pop("what", "")
         if where:
             raise ValueError(f"{part!r}: unknown condition {', '.join(where)}")
         faults.append(
-            Fault(point, action, int(member) if member else None, int(step) if step else None)
+            Fault(point, action, int(member) if member else None, int(step) if step else None, what)
         )
     return faults
 
@@ -85,5 +110,8 @@ def faultpoint(point: str, step: int | None = None) -> None:
         for fault in _armed:
             if fault.point == point and fault.step in (None, step):
                 _armed.remove(fault)
-                ACTIONS[fault.action]()
+                if fault.action == FLIP:
+                    _flip(fault.what)
+                else:
+                    ACTIONS[fault.action]()
                 return

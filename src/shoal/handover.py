@@ -77,6 +77,8 @@ def catch_up(trainer: "Trainer") -> bool:
         trainer.answers = notes.answers  # all hold the step; some missed an evaluation
         return False
     faultpoint("handover.sharing", notes.step)
+    furthest_ranks = [rank for rank, place in enumerate(places) if place[0] == furthest[0]]
+    trainer.consistency.agree_on_state(furthest_ranks, notes.step)
     own_state = strategy.state_dict(served=False)
     if trainer.loop is not None:
         own_state = trainer.loop.for_newcomer(trainer, own_state)

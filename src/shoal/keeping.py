@@ -39,7 +39,7 @@ from shoal.remote import StoreError
 from shoal.run import Run
 from shoal.sync.choose import kinds_held, settle
 from shoal.sync.replicas import shared_name
-from shoal.sync.state import Given, State, share_bytes
+from shoal.sync.state import Given, State, first_problem, share_bytes
 
 if TYPE_CHECKING:
     from shoal.training import Trainer
@@ -217,6 +217,7 @@ class Keeper:
     def save(self, trainer: "Trainer") -> str:
         """Begin a save; returns why not, if it did not. Every rank must call it."""
         settle(trainer.strategy)
+        trainer.consistency.check(trainer.step)
         try:
             state = trainer.strategy.state_dict()
         except OSError as error:  # there is no room for what servers hold
@@ -249,7 +250,7 @@ class Keeper:
         except RecipeError as error:  # of one rank perhaps, while the others wait
             own = str(error).partition(". ")[0]
         world = trainer.mesh.world
-        why = _first_problem(world, own)
+        why = first_problem(world, own)
         if why and self._is_asked:
             raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
         if why and not self._holds_nothing and world.rank == 0:
@@ -423,10 +424,3 @@ def _worst_problem(world: Group, own: _Problem) -> _Problem:
     first = (undamaged or found)[0]
     why = share_bytes(world, first, own.why.encode()).decode()
     return _Problem(why, not undamaged)
-
-
-def _first_problem(world: Group, own: str) -> str:
-    """The problem of the first rank that has one, on every rank."""
-    rows = world.gather_numbers([bool(own)])
-    found = [rank for rank, row in enumerate(rows) if row[0]]
-    return share_bytes(world, found[0], own.encode()).decode() if found else ""

@@ -22,7 +22,7 @@ from shoal.run import Run
 
 SETTABLE = (
     *("batch_size", "steps", "epochs", "seed", "clip", "end"),
-    *("evaluate_every", "save_every", "loaders"),
+    *("evaluate_every", "save_every", "check_every", "loaders"),
 )
 
 

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "epochs",
     "schedule",
     "save_every",
+    "check_every",
     "evaluate",
     "evaluate_every",
     "metrics",

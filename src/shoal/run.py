@@ -45,6 +45,7 @@ class Run:
     evaluate_every: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     save_every: int | None = None
+    check_every: int = 10  # steps in which all that replicas hold is compared; 0 for never
     plan: str = ""
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
 
@@ -84,6 +85,11 @@ class Run:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+        if type(self.check_every) is not int or self.check_every < 0:
+            raise UsageError(
+                f"check_every={self.check_every!r} must be a whole number of steps, or 0 to "
+                "compare nothing."
+            )
         if type(self.loaders) is not int or not 0 <= self.loaders <= MOST_LOADERS:
             raise UsageError(
                 f"loaders={self.loaders!r} must be a whole number from 0, for none, to "

@@ -43,6 +43,7 @@ from shoal.processes import WORK
 from shoal.resizing import meet, take_size
 from shoal.run import Run, call_model, make_batches
 from shoal.sync.choose import strategy_for, tables_held
+from shoal.sync.consistency import Consistency
 from shoal.sync.strategy import Agreed, Tally
 
 
@@ -68,6 +69,7 @@ class Trainer:
         self.model = self.prepared.model
         self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
         self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
+        self.consistency = Consistency(run.check_every, seat.tell)
         self.loss_scale, self.step = LossScale(plan.precision), 0
         self.served = 0  # steps that servers had of all ranks when the group formed
         self.stopped = self.meets = False  # after this step: for good, until the next generation
@@ -189,6 +191,7 @@ class Trainer:
         self.mesh = mesh
         self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
         self.compute.settle(mesh, self.strategy)
+        self.consistency.settle(self.strategy, mesh)
 
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
@@ -219,8 +222,9 @@ class Trainer:
         return not self.ended
 
     def _try_step(self) -> None:
-        """Do the next step, or find that it must be tried again with a smaller loss scale."""
+        """Do the next step, or find that it must be tried again: with a smaller loss scale, say."""
         faultpoint("step.begin", self.step)
+        self.consistency.begin(self.step)
         started, sent_before = perf_counter(), self.mesh.bytes_sent
         batch, tally = self.batches.at(self.step), Tally(asked=self._asked())
         data_s, rounds = 0.0, self.compute.rounds
@@ -234,10 +238,13 @@ class Trainer:
                 self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
         tally.busy_s = perf_counter() - started
+        tally.digest = self.consistency.digest(self.step)
         asked_in, exchange = self.mesh, self.strategy.exchange
         agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
+        if self.consistency.verify(agreed.digests, self.step):
+            return  # what the step was computed with was corrupted here or elsewhere
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
         if norm is None:
             if not self.loss_scale.overflow():
@@ -248,6 +255,7 @@ class Trainer:
         self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
         if self.loop is not None:
             self.loop.keep(self)
+        self.consistency.end(self.step, self.run.meets_after(self.step))
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
             raise not_finite(self.batches, batch.step, agreed, self.model)
@@ -315,6 +323,8 @@ class Trainer:
     def save_if_due(self) -> None:
         """After a step that all made in this group. Every rank must call it."""
         if self._is_fresh and self.last_info is not None:
+            if self.last_info.step == self.num_steps:
+                self.consistency.check(self.num_steps)
             self.keeper.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:

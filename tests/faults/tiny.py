@@ -109,6 +109,63 @@ def wide(pause: float = 0.0) -> shoal.Run:
     )
 
 
+def many(pause: float = 0.0) -> shoal.Run:
+    """Three megabytes of state: more than is looked at in one step."""
+    run = wide(pause)
+    return dataclasses.replace(run, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
+
+
+def regrouped(pause: float = 0.002) -> shoal.Run:
+    """An optimizer that steps in another order than the model has parameters."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 1e-2} for _, p in reversed(list(named))]
+        return torch.optim.AdamW(groups)
+
+    return run_of(pause, optimizer=optimizer)
+
+
+class Clamped(torch.optim.AdamW):
+    """Writes to weights behind torch's back."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.clamp_(-0.5, 0.5)
+
+
+class Scribbling(nn.Module):
+    """Tied and frozen weights, zeros of either sign, and buffers that evaluations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.tensor([1.0, 0.5, -0.0, 0.0]), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.full((4,), torch.nan))
+        self.register_buffer("mask", torch.ones(300, 300, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.first(x).relu()) * self.frozen
+        self.calls += 1
+        if not self.training:
+            self.last.copy_(x.detach()[0])
+        answer: Tensor = self.head(x)
+        return answer
+
+
+def scribbling(pause: float = 0.002) -> shoal.Run:
+    """Writes, wherever it may, alike on all ranks or to what none of them keeps."""
+    run = judged(pause)
+    return dataclasses.replace(
+        run, model=Scribbling, optimizer=lambda named: Clamped(named, lr=1e-2), clip=None
+    )
+
+
 def sparse(pause: float = 0.002) -> shoal.Run:
     """An embedding whose gradients are sparse, which one rank alone can train."""
     ids = torch.arange(NUM_SAMPLES)

@@ -209,6 +209,16 @@ def _slow(record: dict[str, Any]) -> str:
     )
 
 
+def _repaired(record: dict[str, Any]) -> str:
+    ranks = ", ".join(map(str, record["ranks"]))
+    more = record["count"] - len(record["tensors"])
+    names = ", ".join(record["tensors"]) + (f" and {more} more" if more else "")
+    return (
+        f"[bold yellow]rank {ranks} differed from the other replicas after step {record['step']}"
+        f"[/], in {escape(names)}, and took their state; look at its memory"
+    )
+
+
 def _times(slow: dict[str, float]) -> str:
     return ", ".join(f"replica {r} takes {times}x as long" for r, times in slow.items())
 
@@ -228,4 +238,5 @@ _SAID = {
     "slow": _slow,
     "waiting": _waiting,
     "busy": _busy,
+    "replica-repaired": _repaired,
 }

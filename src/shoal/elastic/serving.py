@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from shoal import faults
 from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
@@ -142,8 +143,10 @@ class Serving:
         if self.plan.local_steps > 1:
             model, optimizer = outer_of(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
-        shard = Shard(model, optimizer, layout, owner, tables, shared=owner == self.number)
+        is_own, every = owner == self.number, self.run.check_every
+        shard = Shard(model, optimizer, layout, owner, tables, shared=is_own, check_every=every)
         shard.step_with(self._crew)
+        faults.expose(f"server {owner}", shard.place_of)
         return shard
 
     def _part(self, server: Server, num_servers: int) -> None:

@@ -64,6 +64,21 @@ class PieceBuffers:
             if mean is not None or self._changed(i):
                 self._put(i, self._held[i])
 
+    def values(self, at_rest: bool) -> list[Tensor]:
+        """The step's values of each buffer, where they stand.
+
+        While a step is computed those of small ones are what is held. At rest they are the buffers
+        themselves, unless somebody has written to one, which the next piece takes back.
+        """
+        return [
+            self._value(i) if self._is_unwritten(i, at_rest) else held
+            for i, held in enumerate(self._held)
+        ]
+
+    def _is_unwritten(self, i: int, at_rest: bool) -> bool:
+        may_be_read = at_rest or self._held[i].numel() > LARGE
+        return may_be_read and self._mark(i) == self._versions[i]
+
     def shapes(self) -> list[torch.Size]:
         """Of what `end_piece` returns."""
         return [_as_real(held).shape for held in self._held]

@@ -36,6 +36,11 @@ def offload_state(optimizer: torch.optim.Optimizer, device: str) -> None:
     vars(optimizer)["step"] = _OffloadedStep(optimizer)
 
 
+def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether to look at its state is to bring it into memory."""
+    return isinstance(vars(optimizer).get("step"), _OffloadedStep)
+
+
 class _OffloadedStep:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer

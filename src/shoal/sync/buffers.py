@@ -8,6 +8,8 @@ changes buffers of its own; they are kept apart, since their pieces come at diff
 Cost: the changed buffers' bytes in double precision, per step; nothing for constants.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -69,6 +71,11 @@ class BufferMeans:
         else:
             sums = self._reduce(self._tree, rows, num_changes, device)
         self._means = means_of(sums, num_changes)
+
+    def values(self, at_rest: bool) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """The step's value of each buffer, by module and name (`PieceBuffers.values`)."""
+        for (module, name), value in zip(self._held.places, self._held.values(at_rest)):
+            yield module, name, value
 
     def restore(self) -> None:
         """Give the step up: its buffers are as they were before it."""

@@ -107,7 +107,7 @@ class LocalSGD:
         stop, meet = tally.asked
         mark = self._mark if self._knows_marks else -1
         asked = stop + _MEET * meet
-        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, asked, mark]
+        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, asked, mark, tally.digest]
         rows = self._tell()
         heard = _heard([int(row[3]) for row in rows])
         self._mine[3] = heard.stop + _BOUND
@@ -117,6 +117,7 @@ class LocalSGD:
             busy_s=[row[2] for row in rows],
             asked=heard,
             mark=None if any(row[4] < 0 for row in rows) else add_marks(row[4] for row in rows),
+            digests=[row[5] for row in rows],
         )
 
     def update(self, scale: float, check: bool = True) -> bool:
@@ -171,6 +172,22 @@ class LocalSGD:
         first = next((f"model.{name}" for name, _ in self.model.named_parameters()), "")
         self._alike = not same or first in source
         self.agreed = self._take_agreed(own, Merged(source), step)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether replicas agree after the step under way, and hold the agreement before alike."""
+        return self._knows_marks and self._averages(self.step + 1)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all replicas have the same weights now, and know what was agreed on."""
+        return self._alike and self._knows_marks
+
+    def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """What each replica keeps of the last agreement, with names."""
+        if self.outer is not None:
+            return self.outer.agreed_tensors()
+        return [(tensor, ("agreed", name)) for name, tensor in self._kept.items()]
 
     def _find_place(self, mesh: Mesh) -> None:
         """Learn what was agreed on last. Every rank must reach this."""

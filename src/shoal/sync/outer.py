@@ -241,6 +241,16 @@ class Outer:
             parcel.leave()
         self._under_way = leaving, step
 
+    def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """The anchors and their momentum, each as it is kept, with names."""
+        return [
+            (part, ("outer", kind, name))
+            for parcel in self._parcels()
+            for kind, flat in (("anchor", parcel.anchor), ("momentum", parcel.momentum))
+            if flat is not None
+            for name, part in parcel.parts(flat).items()
+        ]
+
     def shared_state(self) -> dict[str, list[Slice]]:
         """What all replicas hold alike: the anchor, in the weights' place, and the momentum."""
         found: dict[str, list[Slice]] = {}

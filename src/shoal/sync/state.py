@@ -275,6 +275,13 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
     return payload.numpy().tobytes()
 
 
+def first_problem(group: Group, own: str) -> str:
+    """The problem of the first rank that has one, on every rank. Every rank must call it."""
+    rows = group.gather_numbers([bool(own)])
+    found = [rank for rank, row in enumerate(rows) if row[0]]
+    return share_bytes(group, found[0], own.encode()).decode() if found else ""
+
+
 def pack_state(state: State) -> list[bytes | Tensor]:
     """What is plain, the names and the shapes; then the tensors, of which small ones are joined.
 

@@ -35,6 +35,7 @@ class Tally:
     asked: Asked = NOTHING_ASKED  # of this rank
     mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
     num_samples: int = 0  # in them, without those that were left out
+    digest: float = 0.0  # of state that replicas hold alike, before the step (`consistency.py`)
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Mark and count the samples that were really loaded."""
@@ -67,6 +68,7 @@ class Agreed(NamedTuple):
     is_mean: bool  # so that a rank without samples in a short batch knows it too
     mark: int | None  # of all samples since the last one; None if only own ones are known
     num_samples: int | None  # of the step, loaded by all; None if only own ones are known
+    digests: Sequence[float] = ()  # by rank, of state before the step; none if nobody compares
 
     @property
     def loss(self) -> float:

@@ -1,10 +1,10 @@
 """The small numbers of a step, agreed on by all ranks in one message.
 
-Losses and weights by piece, seconds and marks by rank, samples, requests to stop; and, among the
-ranks that hold the same part of the model, which parameters were touched and which buffers changed.
-Each entry has one contributor or is a count, so that the sum is exact in any order. In a mesh whose
-replicas take several ranks these are two messages, since the second half concerns one line of ranks
-only.
+Losses and weights by piece, seconds, marks and digests by rank, samples, requests to stop; and,
+among the ranks that hold the same part of the model, which parameters were touched and which
+buffers changed. Each entry has one contributor or is a count, so that the sum is exact in any
+order. In a mesh whose replicas take several ranks these are two messages, since the second half
+concerns one line of ranks only.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def tail_lengths(
     num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
 ) -> tuple[list[int], list[int]]:
     """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
-    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, 4]
+    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, num_ranks, 4]
     return of_all, [num_parameters, num_buffers]
 
 
@@ -47,13 +47,13 @@ class Tail:
         self, pieces: range, tally: Tally, touched: list[bool], num_changes: list[float]
     ) -> None:
         parts = [[0.0] * length for length in self._of_all]
-        sums, weights, busy, marks, flags = parts
+        sums, weights, busy, marks, digests, flags = parts
         if tally.losses and self._mesh.tensor.rank == 0:  # one of those who know them
             own = slice(pieces.start, pieces.stop)
             sums[own], weights[own] = tally.numbers()
             marks[self._mesh.rank] = tally.mark
             flags[3] = tally.num_samples
-        busy[self._mesh.rank] = tally.busy_s
+        busy[self._mesh.rank], digests[self._mesh.rank] = tally.busy_s, tally.digest
         flags[:3] = *tally.asked, tally.is_mean
         self._numbers = [*chain(*parts), *touched, *num_changes]
 
@@ -78,10 +78,10 @@ class Tail:
     def read(self) -> tuple[Agreed, list[bool], list[float]]:
         """What all know now; the touched parameters, and the pieces that changed each buffer."""
         numbers = iter(self._numbers)
-        sums, weights, busy, marks, (stop, meet, is_mean, count), used, moved = (
+        sums, weights, busy, marks, digests, (stop, meet, is_mean, count), used, moved = (
             list(islice(numbers, length)) for length in self._of_all + self._of_part
         )
         flags = Asked(stop > 0, meet > 0), is_mean > 0
         known = add_marks(marks), int(count)
-        agreed = Agreed(sums, weights, sum(weights), None, busy, *flags, *known)
+        agreed = Agreed(sums, weights, sum(weights), None, busy, *flags, *known, digests)
         return agreed, [count > 0 for count in used], moved

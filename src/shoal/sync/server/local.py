@@ -16,6 +16,8 @@ buffers, as out of lockstep; samples are counted by the server that closes round
 
 from contextlib import AbstractContextManager
 
+from torch import Tensor
+
 from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
 from shoal.mesh import NOTHING_ASKED, Mesh
@@ -53,6 +55,18 @@ class LocalThroughServers(LocalSGD):
     def settle(self) -> None:
         """Hold the anchor of the window that is due: before anybody looks at weights."""
         self.windows.await_turn()
+
+    @property
+    def is_ending(self) -> bool:
+        return self._meets and super().is_ending
+
+    @property
+    def is_alike(self) -> bool:
+        return self._meets and super().is_alike
+
+    def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        anchor = self.windows.anchor
+        return [(p, ("outer", "anchor", name)) for name, p in anchor.named_parameters()]
 
     def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
         step = self.step + 1

@@ -12,9 +12,10 @@ import msgspec
 from torch import Tensor
 
 from shoal.comm.wire import tensor_of
+from shoal.sync.guard import CorruptState, some_of
 from shoal.sync.server.clock import Clock, ClockRecord
 from shoal.sync.server.messages import Apply
-from shoal.sync.server.shard import Shard
+from shoal.sync.server.shard import Checked, Shard
 from shoal.sync.server.tables import Tables
 from shoal.sync.state import Given, pack_state, unpack_state
 
@@ -67,6 +68,7 @@ class _Update(msgspec.Struct, frozen=True, tag="update"):
     settings: list[dict[str, Any]]
     touched: list[list[bool]]
     told: list[Told]
+    checked: Checked | None = None  # of the state after it
 
 
 class _Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -88,6 +90,7 @@ def update_record(
     touched: Mapping[int, list[bool]],
     told: list[Told],
     tables: Tables,
+    checked: Checked | None = None,
 ) -> Record:
     update = _Update(
         apply.batch,
@@ -98,6 +101,7 @@ def update_record(
         apply.settings,
         list(touched.values()),
         told,
+        checked,
     )
     dense = [sum_ for sum_ in sums.values() if not sum_.is_sparse]
     return msgspec.msgpack.encode(update), [*dense, *tables.frames_of(sums)]
@@ -127,9 +131,25 @@ def redo(
     }
     sums |= shard.tables.sums_of([memoryview(frame) for frame in frames[len(sums) :]])
     touched = dict(zip(sums, record.touched, strict=True))
-    shard.apply(sums, touched, record.scale, record.factor, record.settings)
+    before = record.checked
+    settings = record.scale, record.factor, record.settings
+    after = shard.apply(sums, touched, *settings, turn=before and before.turn)
+    if before is not None and before.digests and after.digests:
+        _refuse_other(shard, before, after, record.batch)
     past.clock.apply(record.batch, range(record.first, record.last))
     return Past(past.clock, past.version + 1, {**past.told, **told})
+
+
+def _refuse_other(shard: Shard, before: Checked, after: Checked, batch: int) -> None:
+    """The same step, made again or on a copy, has the same bits, unless one was corrupted."""
+    pairs = zip(shard.noted(), before.digests, after.digests, strict=False)
+    if names := [name for name, old, new in pairs if old != new]:
+        raise CorruptState(
+            f"The shard of server {shard.number} and what another process made of the same steps "
+            f"differ after batch {batch + 1}, in {some_of(names)}. They hold the same bits, so one "
+            "of them was corrupted, and which cannot be told. It was not saved; go on from the "
+            "newest checkpoint with --resume."
+        )
 
 
 class Copied:

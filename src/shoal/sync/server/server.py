@@ -94,7 +94,7 @@ class Server(Reception):
             # were before it can be asked for.
             self.journal.begin(*self.snapshot())
         try:
-            self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
+            checked = self.shard.apply(sums, touched, apply.scale, apply.factor, apply.settings)
         except ValueError as error:  # nobody goes on from half a step
             raise RuntimeError(f"The optimizer's step failed: {error}") from error
         self.clock.apply(apply.batch, pieces)
@@ -104,7 +104,7 @@ class Server(Reception):
         if self.journal is not None:
             # Before it is answered: an update that a worker knows of outlives this process.
             told = [one for one in self._told.values() if one.batch == apply.batch]
-            record = update_record(apply, sums, touched, told, self.shard.tables)
+            record = update_record(apply, sums, touched, told, self.shard.tables, checked)
             self.journal.append(*record)
         faultpoint("server.applied", apply.batch)
         self._rows.forget(apply.batch, pieces, self.clock.committed)

@@ -8,7 +8,8 @@ hooks and schedules of the workers have changed of its settings, come with every
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_param
 from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of, weights_of
+from shoal.sync.digests import KeptListing, Named
+from shoal.sync.guard import CorruptState, Guard, changed_alone, place_among, tensors_in
 from shoal.sync.server.layout import Layout, lay_out
 from shoal.sync.server.messages import Dump
 from shoal.sync.server.sets import ValueSets
@@ -86,6 +89,13 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | None)
 
 
+class Checked(NamedTuple):
+    """Which slice of the state was looked at after a step, and what its tensors' digests are."""
+
+    turn: int
+    digests: list[int]
+
+
 class Shard:
     def __init__(
         self,
@@ -95,9 +105,13 @@ class Shard:
         number: int,
         tables: Tables | None = None,
         shared: bool = True,
+        check_every: int = 0,
     ):
-        """What server `number` steps on; a copy that no worker reads need not be shared."""
-        self.layout, self.optimizer = layout, optimizer
+        """What server `number` steps on; a copy that no worker reads need not be shared. With
+        `check_every` it is guarded from one step to the next, all of it in so many."""
+        self.layout, self.optimizer, self.number = layout, optimizer, number
+        self._guard, self._num_steps = Guard(check_every, follows=True), 0
+        self._listing = KeptListing()
         self.tables = Tables(nn.Module(), number, 1) if tables is None else tables
         self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
@@ -156,10 +170,17 @@ class Shard:
         scale: float,
         factor: float,
         settings: Settings,
-    ) -> None:
-        """Step on gradients, of which those that no piece touched do not exist."""
+        turn: int | None = None,
+    ) -> "Checked":
+        """Step on gradients, of which those that no piece touched do not exist.
+
+        Another that did so looked at the slice of the state whose `turn` it was.
+        """
+        if len(self.sets.sets) > 1:
+            self.refuse_corruption()  # where workers read
         self._set(settings, factor)
         self._turn()
+        self.refuse_corruption()  # where the step begins
         gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
@@ -173,6 +194,33 @@ class Shard:
         self._crew_for(sums).do(step)
         self._refuse_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
+        turn = self._num_steps + 1 if turn is None else turn
+        self._num_steps = turn
+        values = [value for own in self.optimizer.state.values() for value in own.values()]
+        return Checked(turn, self._guard.note(self._listing.of(values, self._held), turn))
+
+    def refuse_corruption(self) -> None:
+        """Raises CorruptState if what was noted after the last step is not as it was."""
+        if names := self._guard.changed():
+            when = f" after update {self._num_steps}"
+            raise CorruptState(changed_alone(f"server {self.number}", names, when))
+
+    def noted(self) -> list[str]:
+        """The tensors that were looked at after the last step, in the order of their digests."""
+        return self._guard.names()
+
+    def _held(self) -> list[Named]:
+        """Parameters, and what the optimizer keeps of them; of lazy tables nothing."""
+        runs = {run: own.name for run, own in self.runs.items() if not isinstance(run, Reserved)}
+        weights: list[Named] = [(run, ("model", name)) for run, name in runs.items()]
+        state = self.optimizer.state  # which may be in another order after it was loaded
+        kept = (tensors_in(state[p], ("optimizer", name)) for p, name in runs.items() if p in state)
+        return [*weights, *chain.from_iterable(kept)]
+
+    def place_of(self, what: str) -> tuple[int, int, int] | None:
+        """For tests that corrupt it."""
+        whose = f"server-{self.number}"
+        return place_among(((tensor, (whose, *name)) for tensor, name in self._held()), what)
 
     def _crew_for(self, sums: Mapping[int, Tensor]) -> Crew:
         """The crew, or this thread alone where it is done before another one is awake."""
@@ -280,6 +328,7 @@ class Shard:
             raise ValueError(f"a state came that does not fit: {error}") from error
 
     def state_dict(self) -> State:
+        self.refuse_corruption()
         return HeldState({}, self.optimizer, self.runs).state_dict(with_runs=True)
 
     def dump(self, dump: Dump) -> State:
@@ -312,6 +361,7 @@ class Shard:
     @torch.no_grad()
     def load_state_dict(self, source: Source) -> None:
         self.tables.forget()
+        self._guard.forget()
         source = Expanded(source, self._lazy)
         for run, own in self.runs.items():
             parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)

@@ -1,0 +1,137 @@
+"""State that one process alone holds: noted after an update, and looked at before the next.
+
+Nobody can be asked what it should be. But between two updates nothing may change it, so bytes that
+are others by then were corrupted where they stand. A slice is noted at a time (`digests.py`); of
+what is small, that is all of it. What happens to the rest goes unnoticed, and so does a change
+within the update.
+
+A recipe's hooks may write to what they see between two steps. What they wrote through torch is
+known by the tensor's version, and `refresh` lets go of it. Cost: the slice, twice a step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.sync.digests import Listing, Name, Named, Part, Reader
+from shoal.tables import plural
+
+NAMED = 4  # tensors that a sentence names
+
+
+class CorruptState(ShoalError):
+    """State is not what it was, or not the same on replicas, and nobody can say what is right."""
+
+
+class _Note(NamedTuple):
+    """A slice of some tensors, part by part."""
+
+    listing: Listing
+    parts: list[Part]
+    digests: list[int]
+    addresses: list[int]
+    versions: list[int]
+
+
+_NOTHING = _Note(Listing([], []), [], [], [], [])
+
+
+class Guard:
+    """`note`, then any number of `changed`. With `follows`, also if tensors stand elsewhere by
+    then: whoever moved them has copied them as they were."""
+
+    def __init__(self, most_slices: int, follows: bool = False):
+        self._most_slices, self._follows = most_slices, follows
+        self._reader, self._note = Reader(), _NOTHING
+
+    def note(self, listing: Listing, turn: int) -> list[int]:
+        """Remember the slice whose turn it is; its digests, part by part."""
+        if not self._most_slices or not listing.tensors:
+            return []
+        parts = self._reader.parts(listing.tensors, turn, self._most_slices)
+        held = [listing.tensors[part.number] for part in parts]
+        digests = self._reader.digests(listing.tensors, parts)
+        addresses = [tensor.data_ptr() for tensor in held]
+        self._note = _Note(listing, parts, digests, addresses, list(map(version_of, held)))
+        return digests
+
+    def refresh(self) -> None:
+        """Let go of what somebody wrote to since."""
+        note = self._note
+        versions = [version_of(note.listing.tensors[part.number]) for part in note.parts]
+        if versions != note.versions:
+            self._keep([i for i, now in enumerate(versions) if now == note.versions[i]])
+
+    def forget(self) -> None:
+        self._note = _NOTHING
+
+    def changed(self) -> list[str]:
+        """The names of tensors that are not as they were noted."""
+        if not self._note.parts:
+            return []
+        digests = self._reader.digests(self._note.listing.tensors, self._note.parts)
+        if digests == self._note.digests:
+            return []
+        if not self._follows:  # one may have been given other memory, by somebody who knows why
+            held = [self._note.listing.tensors[part.number] for part in self._note.parts]
+            same = [t.data_ptr() == at for t, at in zip(held, self._note.addresses, strict=True)]
+        else:
+            same = [True] * len(digests)
+        pairs = enumerate(zip(digests, self._note.digests, same, strict=True))
+        return [self.names()[i] for i, (now, old, is_there) in pairs if is_there and now != old]
+
+    def names(self) -> list[str]:
+        """Of what was noted last, part by part."""
+        return [self._note.listing.names[part.number] for part in self._note.parts]
+
+    def _keep(self, which: list[int]) -> None:
+        note = self._note
+        self._note = _Note(
+            note.listing,
+            [note.parts[i] for i in which],
+            [note.digests[i] for i in which],
+            [note.addresses[i] for i in which],
+            [note.versions[i] for i in which],
+        )
+
+
+def tensors_in(value: Any, name: Name) -> Iterator[Named]:
+    """In what an optimizer keeps for a parameter, in an order that does not depend on its past."""
+    if isinstance(value, Tensor):
+        yield value, name
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from tensors_in(value[key], (*name, str(key)))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from tensors_in(inner, (*name, str(number)))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch has written to it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def some_of(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    told, rest = ", ".join(names[:NAMED]), len(names) - NAMED
+    return f"{told} and {plural(rest, 'other tensor')}" if rest > 0 else told
+
+
+def changed_alone(who: str, names: Sequence[str], when: str = "") -> str:
+    """Of state that is held once."""
+    return (
+        f"State of {who} was corrupted{when}: {some_of(names)} changed between two updates, when "
+        "nothing may change it. Memory is broken, or code of the recipe writes to it (then set "
+        "check_every=0). It was not saved; go on from the newest checkpoint with --resume."
+    )
+
+
+def place_among(named: Iterable[Named], what: str) -> tuple[int, int, int] | None:
+    """Of the first with `what` in its name: its address, its bytes, and those of an element."""
+    for tensor, name in named:
+        if what in ".".join(name) and tensor.numel():
+            return tensor.data_ptr(), tensor.nbytes, tensor.itemsize
+    return None
