@@ -141,6 +141,7 @@ class Keeper:
         self._look_once(trainer)
         if self._holds_nothing:
             return
+        self._tell("saving", step=step)
         problem = self.save(trainer)
         self.finish(trainer)
         if problem:

@@ -249,3 +249,23 @@ def test_whom_a_stop_waits_for_is_named(start) -> None:
     training.command.send_signal(signal.SIGINT)
     assert is_told(training)
     check_named(interrupt_twice(training), "rank 1")
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_a_run_that_does_not_stop_is_ended(start, plan: str) -> None:
+    training = start(
+        recipe="sticking",
+        plan=plan,
+        where="model",
+        while_stopping=True,
+        options=("--stop-timeout", "1"),
+    )
+    training.wait_for_step(1)
+    time.sleep(0.5)  # in which it comes to where it hangs
+    processes = training.processes()
+    training.command.send_signal(signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 128 + signal.SIGTERM
+    assert "it was told to stop, and rank 0, rank 1 did not within" in trained.errors
+    assert "never_end" in (trained.run_dir / "logs" / "rank-001.log").read_text()
+    assert wait_until(lambda: not any(map(is_alive, processes)), 10)

@@ -7,6 +7,7 @@ live line becomes a plain line every few seconds.
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -73,16 +74,10 @@ class Display:
                     self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
             case "saved":
                 self.saved_step = record["step"]
-            case "balanced":
-                self.say(_balanced(record))
-            case "slow":
-                self.say(_slow(record))
+            case "balanced" | "slow" | "waiting" | "busy" | "standstill" as kind:
+                self.say(_SENTENCES[kind](record))
             case "emptied":
                 self._say_once("emptied", _emptied(record))
-            case "waiting":
-                self.say(_waiting(record))
-            case "busy":
-                self.say(_busy(record))
             case "resized":
                 self.say(f"[bold green]{escape(in_a_sentence(record))}[/]")
             case "not-resized":
@@ -193,6 +188,14 @@ def _waiting(record: dict[str, Any]) -> str:
     )
 
 
+def _standstill(record: dict[str, Any]) -> str:
+    return (
+        f"[bold yellow]nothing was done for {record['seconds']} s[/] after step {record['step']}, "
+        "and no rank says what takes so long: they may wait for each other. Where each stands is "
+        "at the end of its log; Ctrl-C ends the run"
+    )
+
+
 def _busy(record: dict[str, Any]) -> str:
     after = "" if "server" in record else f", after step {record['step']}"
     return (
@@ -218,3 +221,12 @@ def _balanced(record: dict[str, Any]) -> str:
         f"[bold]work moved after step {record['step']}[/]: {slow or 'speeds have changed'}; of "
         f"each batch the replicas take {', '.join(map(str, record['rounds']))} parts"
     )
+
+
+_SENTENCES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "balanced": _balanced,
+    "slow": _slow,
+    "waiting": _waiting,
+    "busy": _busy,
+    "standstill": _standstill,
+}

@@ -70,6 +70,16 @@ heartbeat_timeout = click.option(
     metavar="SECONDS",
     help="A rank that is silent for longer is killed and replaced.",
 )
+stop_timeout = click.option(
+    "--stop-timeout",
+    "stop_timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a run that was told to stop may take without getting further (three times its "
+    "longest step if that is more) before it is ended; ten times that in all, or while it saves.",
+)
 
 
 def refuse_closed_output() -> None:

@@ -44,6 +44,7 @@ class Echo:
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@options.stop_timeout
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
@@ -90,6 +91,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
             form_timeout_s=given["form_timeout_s"],
             scripts=True,
         ),
+        stop_timeout_s=given["stop_timeout_s"],
     )
     display.close()
     echo({"event": "tick"})

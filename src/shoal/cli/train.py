@@ -31,6 +31,7 @@ PREPARED_BY = (
 @options.spares
 @options.form_timeout
 @options.heartbeat_timeout
+@options.stop_timeout
 @click.option(
     "--resume",
     is_flag=True,
@@ -198,6 +199,7 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             run_dir.path,
             watch=display,
             members=members,
+            stop_timeout_s=given["stop_timeout_s"],
             prepared=prepared,
             can_resize=True,
             listening=listening,

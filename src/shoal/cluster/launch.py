@@ -16,6 +16,7 @@ from shoal.comm.reach import LOOPBACK
 from shoal.elastic.actions import how_it_ended
 from shoal.elastic.membership import Membership
 from shoal.elastic.resizes import open_resizes
+from shoal.elastic.standstill import STOP_TIMEOUT_S
 from shoal.elastic.supervise import Outcome, Supervisor, Watch
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
@@ -45,6 +46,7 @@ def launch(
     prepared: Callable[[Facts], None] = lambda facts: None,
     can_resize: bool = False,
     listening: Listening | None = None,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> Outcome:
     """Prepare in a warm process, fork the ranks from it and supervise them to the end.
 
@@ -64,7 +66,9 @@ def launch(
         if can_resize:
             resizes = open_resizes(run_dir, Plan.parse(facts["plan"]), facts["alone"])
         reach = LOOPBACK if hosts is None else hosts.reach
-        outcome = Supervisor(hosts or nursery, members(facts), run_dir, watch, resizes, reach).run()
+        outcome = Supervisor(
+            hosts or nursery, members(facts), run_dir, watch, resizes, reach, stop_timeout_s
+        ).run()
         if hosts is not None:
             how = outcome.cause or f"the run ended after step {outcome.step}"
             hosts.farewell = Farewell(outcome.exit_code, how)

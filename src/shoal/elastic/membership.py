@@ -101,6 +101,14 @@ class Membership:
     def is_resizing(self) -> bool:
         return self._wanted is not None or self._met is not None
 
+    @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    def is_done(self, member: int) -> bool:
+        """Whether a member has said that it has nothing left to do, or ended well."""
+        return member in self._done or member in self._left
+
     def begin(self, now: float) -> list[Action]:
         spawns = [self._roster.spawn(now, self._host_of(seat)) for seat in range(self.num_seats)]
         self.seats = [spawn.member for spawn in spawns]

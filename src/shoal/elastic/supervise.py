@@ -43,6 +43,7 @@ from shoal.elastic.messages import (
     TakeSeat,
 )
 from shoal.elastic.resizes import Resizes
+from shoal.elastic.standstill import STOP_TIMEOUT_S, Standstill
 from shoal.errors import RUN_AGAIN
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
@@ -82,9 +83,10 @@ class Supervisor:
         watch: Watch,
         resizes: Resizes | None = None,
         reach: Reach = LOOPBACK,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
     ):
         """`resizes` are requests for another size, if the run can have one; `reach` is where
-        members find this process."""
+        members find this process; `stop_timeout_s` is what a stop may take without getting on."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -104,6 +106,9 @@ class Supervisor:
         self._logs: dict[int, Path] = {}
         self._resizes = resizes
         self._forming = Forming(members.form_timeout_s)
+        self._standstill = Standstill(stop_timeout_s)
+        self._saves: set[int] = set()  # steps whose save the end waits for
+        self._num_notes = 0  # of something that was done
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -122,6 +127,7 @@ class Supervisor:
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
                 self._name_late()
+                self._tell_of_standstill()
                 if self._resizes is not None:
                     self._act(
                         self._resizes.turn(self.members, bool(self._signals or self._stop_signal))
@@ -143,6 +149,22 @@ class Supervisor:
             told = still_forming(self.members.size, late, self.members.form_timeout_s)
             self._event("warning", text=told)
 
+    def _tell_of_standstill(self) -> None:
+        """Say so if ranks get no further, each of them waiting for another perhaps."""
+        now, members = time.monotonic(), self.members
+        works = bool(members.formed) and not members.scripts  # a script may do as it likes
+        done = (members.generation, members.step, members.num_done, self._num_notes)
+        self._standstill.look(done if works else None, now)
+        if not self._over and works and (seconds := self._standstill.late_s(now)) is not None:
+            self._ask_for_stacks()
+            self._event("standstill", seconds=round(seconds), step=members.step)
+
+    def _ask_for_stacks(self) -> None:
+        """Let each member write into its log where it stands."""
+        for member in self.members.seats if not self.members.scripts else ():
+            if member is not None:
+                self.nursery.kill(member, signal.SIGUSR1)
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
 
@@ -162,6 +184,22 @@ class Supervisor:
                 when = "while a group formed" if self.members.step > 0 else "before the first step"
                 self._give_up(f"it was interrupted {when}", 128 + self._stop_signal)
             self._tell(self.members.seats, Stop())
+            self._end_late_stop(time.monotonic())
+
+    def _end_late_stop(self, now: float) -> None:
+        """A run that was told to stop ends, whatever its ranks do."""
+        seconds = self._standstill.stop_is_late_s(now, bool(self._saves))
+        if seconds is None or self._over:
+            return
+        self._ask_for_stacks()
+        members = self.members
+        late = [s for s, m in enumerate(members.seats) if m is None or not members.is_done(m)]
+        names = ", ".join(members.size.name_of(seat) for seat in late) or "the run"
+        told = "; their logs end with where they stand" if late and not members.scripts else ""
+        self._give_up(
+            f"it was told to stop, and {names} did not within {seconds:.0f} s{told}",
+            128 + self._stop_signal,
+        )
 
     def _hear_nursery(self) -> None:
         while (report := self.nursery.next_report(timeout_s=0)) is not None:
@@ -214,7 +252,7 @@ class Supervisor:
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
             case Note():
-                self._event(message.event, **message.what)
+                self._noted(message)
             case Done():
                 seat = self._seat_of(member)
                 if seat is not None and message.summary:
@@ -230,6 +268,20 @@ class Supervisor:
                 self._act(self.members.met(member, generation, step, now, why))
             case Failed():
                 self._recipe_failed(member, message)
+
+    def _noted(self, note: Note) -> None:
+        match note.event:
+            case "busy" | "waiting":
+                self._standstill.explained(time.monotonic())
+            case "warning":
+                pass
+            case _:
+                self._num_notes += 1
+        if note.event == "saving":
+            self._saves.add(note.what["step"])
+        elif note.event in ("saved", "save-failed", "save-skipped"):
+            self._saves.discard(note.what["step"])
+        self._event(note.event, **note.what)
 
     def _recipe_failed(self, member: int, message: Failed) -> None:
         if self._over or self._has_failed:

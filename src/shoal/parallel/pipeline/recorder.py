@@ -89,7 +89,7 @@ def play(
     try:
         if seeds is not None:
             seeds.enter(0, 0)
-        with recorder.rnn_counted(), recorder.touched, recorder:
+        with recorder.rnn_counted(), recorder.touching(), recorder:
             output = forward()
         tape.signature = seen[0]
         if recorder.unseen is not None:
@@ -117,7 +117,6 @@ class _Recorder(Watch):
         self.written: list[Tensor] = []
         self.asides = Asides()
         self.unseen: Unclear | None = None
-        self.touched = Touched(self._refuse_out_of_sight)
         self.parameters_at = _by_address(gate.model.named_parameters())
         self.buffers_at = _by_address(gate.model.named_buffers())
         self.read_raw: dict[str, str] = {}  # buffer -> the open module whose code read it
@@ -191,6 +190,15 @@ class _Recorder(Watch):
     def _of_model(self, items: Iterable[Any]) -> list[nn.Parameter]:
         """The model's parameters among these, each once; others are nobody's to hold."""
         return list(dict.fromkeys(x for x in items if id(x) in self.names))
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Nothing of it stays: a cycle would keep what units made."""
+        try:
+            with Touched(self._refuse_out_of_sight) as self.touched:
+                yield
+        finally:
+            del self.touched
 
     @contextmanager
     def rnn_counted(self) -> Iterator[None]:
