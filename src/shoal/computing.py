@@ -175,10 +175,11 @@ def _groups_of_tied(spread: Spread, mesh: Mesh) -> list[tuple[Group, list[torch.
     """The parameters that stages of several ranks use, by the ranks that hold them."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, ranks in sorted(spread.holders.items()):
-        if len(ranks) > 1 and mesh.pipeline.rank in ranks:
+        if len(ranks) > 1:
             by_ranks.setdefault(tuple(ranks), []).append(name)
     named = dict(spread.model.named_parameters())
-    return [
+    groups = [
         (mesh.pipeline.part(ranks), [named[n] for n in names if named[n].requires_grad])
-        for ranks, names in sorted(by_ranks.items())
+        for ranks, names in sorted(by_ranks.items())  # also those of others: see `part`
     ]
+    return [found for found, ranks in zip(groups, sorted(by_ranks)) if mesh.pipeline.rank in ranks]

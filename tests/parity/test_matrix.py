@@ -72,6 +72,11 @@ def test_a_plan_trains_what_one_process_would(verify: Any, plan: str, model: str
     same(verify, model, plan, steps=5)
 
 
+def test_a_tied_embedding_has_its_group_beside_the_others(verify: Any) -> None:
+    """Two of four ranks hold it, and all four write the model at the end."""
+    same(verify, "gpt", "pipeline=4", steps=2)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", TEN)

@@ -195,3 +195,17 @@ def test_a_store_that_is_not_there_is_named() -> None:
 def test_a_group_of_one_is_silent() -> None:
     group = Group()
     assert (group.rank, group.num_ranks, group.bytes_sent) == (0, 1, 0)
+
+
+def parts_in_turn(mesh: Mesh) -> list[float]:
+    """A part that only some are in, and then one of all."""
+    found = []
+    for ranks in ([0, 2], [0, 1, 2]):
+        total = torch.ones(())
+        mesh.world.part(ranks).all_reduce(total).wait()
+        found.append(float(total))
+    return found
+
+
+def test_a_part_of_some_is_no_hindrance_to_the_next(pool: Pool) -> None:
+    assert pool.run(parts_in_turn, 3) == [[2.0, 3.0], [1.0, 3.0], [2.0, 3.0]]

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.collectives import Group
 from shoal.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.pipeline.absent import drop_foreign
 from shoal.parallel.pipeline.pipeline import Pipeline
-from shoal.parallel.pipeline.skim import drop_foreign
 from shoal.parallel.pipeline.stages import record, split
 from shoal.run import call_model
 from shoal.testing.ranks import Pool

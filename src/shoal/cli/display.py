@@ -194,6 +194,14 @@ def _waiting(record: dict[str, Any]) -> str:
     )
 
 
+def _standstill(record: dict[str, Any]) -> str:
+    return (
+        f"[bold yellow]nothing was done for {record['seconds']} s[/] after step {record['step']}, "
+        "and no rank says what takes so long: they may wait for each other. Where each stands is "
+        "at the end of its log; Ctrl-C ends the run"
+    )
+
+
 def _busy(record: dict[str, Any]) -> str:
     after = "" if "server" in record else f", after step {record['step']}"
     return (
@@ -239,4 +247,5 @@ _SAID = {
     "waiting": _waiting,
     "busy": _busy,
     "replica-repaired": _repaired,
+    "standstill": _standstill,
 }

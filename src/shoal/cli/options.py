@@ -70,8 +70,6 @@ heartbeat_timeout = click.option(
     metavar="SECONDS",
     help="A rank that is silent for longer is killed and replaced.",
 )
-
-
 stop_timeout = click.option(
     "--stop-timeout",
     "stop_timeout_s",

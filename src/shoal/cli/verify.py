@@ -47,6 +47,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
+    from shoal.cli.display import Display
     from shoal.cluster.launch import NotLoaded
     from shoal.numerics.precision import environment_for
     from shoal.plan import Plan
@@ -61,8 +62,14 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
             load_recipe(recipe, settings), evaluate=None, evaluate_every=None
         )
 
+    display = Display()
+
+    def watch(record: dict[str, Any]) -> None:
+        if record["event"] in ("busy", "waiting", "standstill", "stopping", "warning"):
+            display(record)
+
     try:
-        verdict = verification.verify(load, given["plan"], run_dir.path)
+        verdict = verification.verify(load, given["plan"], run_dir.path, watch)
     except (NotLoaded, verification.RunFailed) as error:
         if error.trace:
             click.echo(error.trace, err=True)

@@ -52,7 +52,7 @@ def launch(
 
     `prepared` is told what the preparation found, before any rank starts. With `can_resize` the
     run hears requests for another size; with `listening` it waits for other hosts first. Told to
-    stop, it ends within a bound (`elastic/stopping.py`). Call this from a process that has not
+    stop, it ends within a bound (`elastic/progress.py`). Call this from a process that has not
     started a thread.
     """
     with ExitStack() as held:

@@ -134,8 +134,13 @@ class Group:
         self._sent.num_bytes = value
 
     def part(self, ranks: Sequence[int]) -> "Group":
-        """A group of some of these ranks, this one among them. All of those must call it."""
+        """A group of some of these ranks; of this one alone if it is not among them.
+
+        All ranks of this group must call it, as often as each other and in the same order: torch
+        names a group by how many a process has, and members of two names would wait for ever.
+        """
         ranks_of_world = dist.get_process_group_ranks(self.handle)
+        ranks = ranks if self.rank in ranks else [self.rank]
         with loss_of_group(f"forming the group of ranks {ranks}"):
             return Group(
                 dist.new_group(

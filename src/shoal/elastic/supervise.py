@@ -45,8 +45,8 @@ from shoal.elastic.messages import (
     Stop,
     TakeSeat,
 )
+from shoal.elastic.progress import Progress, did_not_stop
 from shoal.elastic.resizes import Resizes
-from shoal.elastic.stopping import Stopping, did_not_stop
 from shoal.errors import RUN_AGAIN, Ended
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
@@ -90,7 +90,7 @@ class Supervisor:
         stop_timeout_s: float | None = None,
     ):
         """`reach` is where members find this process; `resizes` are requests for another size, if
-        the run can have one; `stop_timeout_s` is `stopping.py`'s."""
+        the run can have one; `stop_timeout_s` is `progress.py`'s."""
         self.nursery = nursery
         self.members = members
         self.outcome = Outcome()
@@ -110,7 +110,7 @@ class Supervisor:
         self._at: dict[int, str] = {}  # where members work that were told to stop
         self._resizes = resizes
         self._forming = Forming(members.form_timeout_s)
-        self._stopping, self._turned = Stopping(stop_timeout_s), time.monotonic()
+        self._progress, self._turned = Progress(stop_timeout_s), time.monotonic()
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
@@ -131,6 +131,7 @@ class Supervisor:
                 self._hear_members()
                 self._act(self.members.tick(time.monotonic()))
                 self._name_late()
+                self._tell_of_standstill()
                 if self._resizes is not None:
                     self._act(
                         self._resizes.turn(self.members, bool(self._signals or self._stop_signal))
@@ -152,6 +153,22 @@ class Supervisor:
         if not self._over and (late := self._forming.late(*seated, time.monotonic())):
             told = still_forming(self.members.size, late, self.members.form_timeout_s)
             self._event("warning", text=told)
+
+    def _tell_of_standstill(self) -> None:
+        """Say so if ranks get no further, each of them waiting for another perhaps."""
+        now, members = time.monotonic(), self.members
+        works = bool(members.formed) and not members.scripts  # a script may do as it likes
+        if not works:
+            self._progress.done(now)
+        elif not self._over and (seconds := self._progress.standstill_s(now)) is not None:
+            self._ask_for_stacks()
+            self._event("standstill", seconds=round(seconds), step=members.step)
+
+    def _ask_for_stacks(self) -> None:
+        """Let each member write into its log where it stands."""
+        for member in self.members.seats if not self.members.scripts else ():
+            if member in self.nursery.pids:
+                self.nursery.kill(member, signal.SIGUSR1)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
@@ -182,14 +199,12 @@ class Supervisor:
 
     def _end_who_hangs(self, now: float) -> None:
         """Once nobody gets anything done any more on the way to a clean stop."""
-        self._stopping.asked(now)
-        late_s = self._stopping.late_s(now)
+        self._progress.asked(now)
+        late_s = self._progress.late_s(now)
         if late_s is None:
             return
         if not self.members.scripts:  # of which each does with the signal as it likes
-            for member in self.members.seats:
-                if member in self.nursery.pids:
-                    self.nursery.kill(member, signal.SIGUSR1)  # its stacks, into its log
+            self._ask_for_stacks()
             time.sleep(0.5)
         members = self.members
         cause = did_not_stop(members.size, members.seats, members.finished, self._at, late_s)
@@ -249,7 +264,7 @@ class Supervisor:
                 self._event("lost", **self._who(self._seat_of(member)), why=message.why)
                 self.members.lost(member, message.generation, now, message.why)
             case Beat():
-                self._stopping.heard(member, message.step, message.work, now)
+                self._progress.heard(member, message.step, message.work, now)
                 self._at[member] = message.at
                 if message.stops and not self._stop_signal:
                     self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
@@ -257,7 +272,7 @@ class Supervisor:
                 if message.progress:
                     self._watch({"event": "progress", **message.progress})
             case Note():
-                self._event(message.event, **message.what)
+                self._noted(message)
             case Done():
                 seat = self._seat_of(member)
                 if seat is not None and message.summary:
@@ -273,6 +288,13 @@ class Supervisor:
                 self._act(self.members.met(member, generation, step, now, why))
             case Failed():
                 self._recipe_failed(member, message)
+
+    def _noted(self, note: Note) -> None:
+        if note.event in ("busy", "waiting"):
+            self._progress.explained(time.monotonic())
+        elif note.event != "warning":
+            self._progress.done(time.monotonic())
+        self._event(note.event, **note.what)
 
     def _recipe_failed(self, member: int, message: Failed) -> None:
         if self._over or self._has_failed:

@@ -20,9 +20,9 @@ from shoal.numerics.optimizers import Part, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
 from shoal.parallel.layout import Holding, Slice, part_of, slices
+from shoal.parallel.pipeline.absent import drop_foreign
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.scheduled import Around, Hooks
-from shoal.parallel.pipeline.skim import drop_foreign
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split
 from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag

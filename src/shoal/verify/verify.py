@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from shoal.cluster.launch import NotLoaded, await_facts, launch
 from shoal.cluster.nursery import Birth, ChildMain, Nursery
 from shoal.elastic.membership import Membership
-from shoal.elastic.supervise import Outcome
+from shoal.elastic.supervise import Outcome, Watch
 from shoal.elastic.worker import prepare_training, use_one_thread, use_threads
 from shoal.errors import PlanError, ShoalError
 from shoal.files import replacing
@@ -49,7 +49,12 @@ class RunFailed(ShoalError):
         self.trace, self.exit_code = outcome.trace, outcome.exit_code
 
 
-def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
+def verify(
+    load: Callable[[], Run],
+    plan: str | None,
+    run_dir: Path,
+    watch: Watch = lambda record: None,
+) -> Verdict:
     """Train under the plan, and in one process beside it, and compare every step.
 
     `load` is called in the processes that train. `run_dir` is a directory with `logs` in it. Call
@@ -85,7 +90,7 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
         outcome = launch(
             prepare,
             run_dir,
-            watch=lambda record: None,
+            watch=watch,
             members=lambda found: Membership(
                 found["num_ranks"],
                 num_servers=found["num_servers"],
@@ -108,6 +113,8 @@ def verify(load: Callable[[], Run], plan: str | None, run_dir: Path) -> Verdict:
 
 def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
     """What the reference found, also when the plan's run failed after it had gone astray."""
+    if outcome.exit_code and outcome.stopped_by:
+        raise RunFailed(outcome)
     try:
         content = await_facts(beside)["verdict"]
     except NotLoaded:

@@ -1,33 +1,106 @@
-"""What units make while they run, to find tensors that leave one by another door than return."""
+"""What runs inside of a unit, or out of sight: the tensors that it makes and touches.
 
-from typing import Any
+Units are not looked into for cutting, but they may reach what nobody handed them: parameters and
+computed tensors in closures and attributes, and tensors that another unit kept aside. `Inside`
+knows tensors as the objects that Python code handles; `Touched` knows them by their memory, and
+sees compiled code too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.parallel.pipeline.calls import leaves
 
 
-class Inside(TorchFunctionMode):
-    """Notes what is made while a unit runs."""
+class Aside(NamedTuple):
+    """A tensor that a unit made inside. Kept, so that neither its id nor its memory recurs."""
 
-    def __init__(self, made: dict[int, Tensor]):
+    tensor: Tensor
+    event: int
+    unit: str
+
+
+class Asides:
+    """All that units made so far, by object and by memory."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, Aside] = {}
+        self._by_address: dict[int, Aside] = {}
+
+    def add(self, made: Aside, given: Iterable[Tensor]) -> None:
+        """`given` is what it was made of: a view has the memory of one of these."""
+        self._by_object.setdefault(id(made.tensor), made)
+        where = address(made.tensor)
+        if where and all(address(x) != where for x in given):
+            self._by_address.setdefault(where, made)
+
+    def of_object(self, tensor: Tensor) -> Aside | None:
+        return self._by_object.get(id(tensor))
+
+    def at(self, where: int) -> Aside | None:
+        return self._by_address.get(where)
+
+
+class Inside(TorchFunctionMode):
+    """Notes the objects that are used and made while a unit runs."""
+
+    def __init__(self, asides: Asides, event: int, unit: str):
         super().__init__()
-        self._made = made
+        self._asides, self._event, self._unit = asides, event, unit
+        self.used: dict[int, Tensor] = {}  # by id
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {address(x) for x in leaves((args, kwargs), []) if isinstance(x, Tensor)}
+        given = {id(x): x for x in leaves((args, kwargs), []) if isinstance(x, Tensor)}
+        self.used.update(given)
         for x in leaves(result, []):
-            if type(x) is Tensor and x.numel() and address(x) not in given:  # not a view
-                self._made.setdefault(address(x), x)
+            if type(x) is Tensor and x.numel() and id(x) not in given:
+                self._asides.add(Aside(x, self._event, self._unit), given.values())
         return result
 
 
+class Touched(TorchDispatchMode):
+    """Notes the memory that operations read or write, of whatever code they are called."""
+
+    def __init__(self, out_of_sight: Callable[[str, set[int]], None]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._out_of_sight = out_of_sight
+        self._noted: set[int] | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[set[int]]:
+        """The addresses that are touched in here. Elsewhere `out_of_sight` is told of them."""
+        before, self._noted = self._noted, set()
+        try:
+            yield self._noted
+        finally:
+            self._noted = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = (x for x in leaves((args, kwargs), []) if isinstance(x, Tensor))
+        touched = {where for x in tensors if (where := address(x))}
+        if self._noted is not None:
+            self._noted |= touched
+        else:
+            self._out_of_sight(func.overloadpacket.__name__, touched)
+        return func(*args, **(kwargs or {}))
+
+
 def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Of its memory; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or wrapped by a transform
+        return 0
 
 
 def versions(tree: Any) -> list[tuple[Tensor, int]]:

@@ -11,12 +11,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds, generator_of
 from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
-from shoal.parallel.pipeline.inside import Inside, address, versions
+from shoal.parallel.pipeline.inside import Aside, Asides, Inside, Touched, address, versions
 from shoal.parallel.pipeline.tape import (
     Event,
     Made,
@@ -54,7 +56,8 @@ class Unclear(BaseException):
 
 
 class Draws(BaseException):
-    """Something draws random numbers from raw inputs; it has to be an event."""
+    """Something has raw inputs alone and has to be an event: it draws random numbers, or reaches
+    a parameter or a computed tensor that it was not given."""
 
     def __init__(self, name: str):
         self.name = name
@@ -86,9 +89,11 @@ def play(
     try:
         if seeds is not None:
             seeds.enter(0, 0)
-        with recorder.rnn_counted(), recorder:
+        with recorder.rnn_counted(), recorder.touching(), recorder:
             output = forward()
         tape.signature = seen[0]
+        if recorder.unseen is not None:
+            raise recorder.unseen
         recorder.refuse_kept_aside(output)
         recorder.refuse_changes(buffers)
         tape.final = frozenset(recorder.numbers_in(output))
@@ -108,9 +113,14 @@ class _Recorder(Watch):
         self.open_now = [""]
         self.region: FrameType | None = None
         self.known: list[tuple[int, weakref.ref[Tensor]]] = []
-        # Raw tensors that became values, and what units made by address; kept, so none recurs.
+        # Raw tensors that became values; kept, so that no address recurs.
         self.written: list[Tensor] = []
-        self.inside: dict[int, Tensor] = {}
+        self.asides = Asides()
+        self.unseen: Unclear | None = None
+        self.parameters_at = _by_address(gate.model.named_parameters())
+        self.buffers_at = _by_address(gate.model.named_buffers())
+        self.read_raw: dict[str, str] = {}  # buffer -> the open module whose code read it
+        self.read_by: list[tuple[int, set[str]]] = []  # events with the buffers that they read
         self.rnn_flops = 0
         self.num_sets = 0 if self.seeds is None else self.seeds.num_sets
         self.event_drew = False
@@ -125,11 +135,12 @@ class _Recorder(Watch):
             finally:
                 self.open_now.pop()
         module = self.gate.model.get_submodule(name)
-        parameters = self._of_model(module.parameters())
+        owns = any(True for _ in module.parameters())  # asked so by a stage too
 
         def note(*args: Any, **kwargs: Any) -> Any:
-            if name in self.drawing or parameters or self.numbers_in((args, kwargs)):
-                return self._note(name, module, parameters, call, args, kwargs)
+            if name in self.drawing or owns or self.numbers_in((args, kwargs)):
+                own = self._of_model([*module.parameters(), *reach((args, kwargs))])
+                return self._note(name, module, own, call, args, kwargs)
             return self.raw(name, call, args, kwargs)
 
         return self.gate.unwatched(note, args, kwargs)
@@ -149,7 +160,12 @@ class _Recorder(Watch):
     ) -> Any:
         self.refuse_kept_aside((args, kwargs))
         state, before = self.generator.get_state(), versions((args, kwargs))
-        result = call(*args, **kwargs)
+        with self.touched.noted() as touched:
+            result = call(*args, **kwargs)
+        if self._reaches_computed(touched, (args, kwargs)):
+            raise Draws(name)
+        read = self._named(self.buffers_at, touched)
+        self.read_raw.update(dict.fromkeys(read, self.open_now[-1]))
         changed = self._names((), [x for x, version in before if x._version != version])
         if changed and self.tape.events:  # stages that have ended by then would not see it
             raise Unclear(self.open_now[-1], f"it changes the buffer {changed[0]} on the way")
@@ -174,6 +190,15 @@ class _Recorder(Watch):
     def _of_model(self, items: Iterable[Any]) -> list[nn.Parameter]:
         """The model's parameters among these, each once; others are nobody's to hold."""
         return list(dict.fromkeys(x for x in items if id(x) in self.names))
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Nothing of it stays: a cycle would keep what units made."""
+        try:
+            with Touched(self._refuse_out_of_sight) as self.touched:
+                yield
+        finally:
+            del self.touched
 
     @contextmanager
     def rnn_counted(self) -> Iterator[None]:
@@ -211,12 +236,19 @@ class _Recorder(Watch):
         is_fresh = self.seeds is None or self._can_repeat()
         num_sets = 0 if self.seeds is None else self.seeds.num_sets
         buffers = PieceBuffers(nn.Module() if module is None else module)
-        with nullcontext() if module is None else Inside(self.inside):
+        inside = None if module is None else Inside(self.asides, len(self.tape.events), name)
+        with self.touched.noted() as touched, inside or nullcontext():
             result, flops = self._drawn(call, args, kwargs)
+        if inside is not None:
+            parameters = self._of_model([*parameters, *inside.used.values()])
+            uses |= self._unhanded(inside, touched, (args, kwargs))
+        self.read_by.append((len(self.tape.events), self._named(self.buffers_at, touched)))
+        names = [self.names[id(p)] for p in parameters]
+        names += sorted(self._named(self.parameters_at, touched) - set(names))
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
         changed = [x for x, version in before if x._version != version]
         grows = torch.is_grad_enabled() or self.region is not None
-        needs = grows and name != "detach" and self._needs(uses, parameters, tensors)
+        needs = grows and name != "detach" and self._needs(uses, names, tensors)
         adopts = self._adopt(changed, items, needs)
         made, result, spec = self._take(name, result, items, needs, module is not None)
         self._mutated(changed, needs)
@@ -225,7 +257,7 @@ class _Recorder(Watch):
             name=name,
             is_unit=module is not None,
             where=self.open_now[-1],
-            parameters=tuple(self.names[id(p)] for p in parameters),
+            parameters=tuple(names),
             buffers=self._names(buffers.places, changed),
             changes=self._names(buffers.changed(), changed),
             uses=frozenset(uses),
@@ -271,10 +303,10 @@ class _Recorder(Watch):
             result = call(*args, **kwargs)
         return result, max(counter.get_total_flops(), self.rnn_flops - before)
 
-    def _needs(self, uses: set[int], parameters: list[nn.Parameter], tensors: list[Tensor]) -> bool:
+    def _needs(self, uses: set[int], parameters: list[str], tensors: list[Tensor]) -> bool:
         return (
             not uses.isdisjoint(self.tape.need_gradient)
-            or any(is_trained(p) for p in parameters)
+            or any(self.tape.parameters[name] for name in parameters)
             or any(x.requires_grad and not isinstance(x, nn.Parameter) for x in tensors)
         )
 
@@ -284,15 +316,21 @@ class _Recorder(Watch):
         """Number the tensors of a result and cut them off from the graph."""
         flat, spec = tree_flatten(result)
         made: list[Made | Passed | Plain] = []
+        handed: dict[int, Tensor] = {}
         for i, item in enumerate(flat):
             place = next((j for j, x in enumerate(items) if x is item), None)
             if isinstance(item, Tensor) and (tag := self.tag(item)) is not None:
                 made.append(Made(tag.number))
             elif place is not None and not is_plain(item):
                 made.append(Passed(place))
+            elif id(item) in handed:
+                flat[i] = handed[id(item)]
+                made.append(Made(getattr(flat[i], TAG).number))
             elif isinstance(item, Tensor):
-                flat[i] = item.detach() if item.requires_grad else item
+                # A unit's is handed on as another object: it may have kept the one that it made.
+                flat[i] = item.detach() if is_unit or item.requires_grad else item
                 made.append(Made(self._number(flat[i], needs)))
+                handed[id(item)] = flat[i]
             elif is_plain(item):
                 made.append(Plain(item))
             else:
@@ -365,13 +403,80 @@ class _Recorder(Watch):
             if address(x) in written:
                 reason = "it reads a view of a tensor that computed numbers were written into"
                 raise Unclear(self.open_now[-1], reason)
-            if address(x) in self.inside:  # kept on the submodule, or taken by a hook
-                reason = "it uses a tensor that a submodule made and did not return"
+            if aside := self.asides.of_object(x) or self.asides.at(address(x)):
+                reason = (
+                    f"it uses {self._described(x)}, which its submodule {aside.unit} made and did "
+                    "not return (let it return what others use)"
+                )
                 raise Unclear(self.open_now[-1], reason)
+
+    def _described(self, tensor: Tensor) -> str:
+        """A tensor by the attribute that holds it, if one does, and by its form."""
+        form = f"a tensor of shape {tuple(tensor.shape)} and {str(tensor.dtype)[6:]}"
+        for path, module in self.gate.model.named_modules():
+            for key, value in vars(module).items():
+                if any(x is tensor for x in reach(value, 3)):
+                    return f"{path}.{key}, {form}".lstrip(".")
+        return form
+
+    def _unhanded(self, inside: Inside, touched: set[int], given: Any) -> set[int]:
+        """The values that a unit reached without being given them.
+
+        What another unit kept aside is carried by nobody: no cut may fall between the two.
+        """
+        event, found = len(self.tape.events), set()
+        makers: list[Aside | None] = []
+        known = {address(x) for x in reach(given)}
+        for x in inside.used.values():
+            tag, aside = self.tag(x), self.asides.of_object(x)
+            if tag is not None:
+                found.add(tag.number)
+            elif aside is not None and aside.event < event:
+                makers.append(aside)
+            else:
+                continue
+            known.add(address(x))
+        for where in touched - known:  # as compiled code reaches them
+            found |= self._values_at(where)
+            makers.append(self.asides.at(where))
+        for maker in makers:
+            if maker is not None:
+                self.tape.uncut.update(range(maker.event + 1, event + 1))
+        return found
+
+    def _values_at(self, where: int) -> set[int]:
+        alive = ((number, tensor) for number, ref in self.known if (tensor := ref()) is not None)
+        return {number for number, tensor in alive if address(tensor) == where}
+
+    def _reaches_computed(self, touched: set[int], given: Any) -> bool:
+        """Whether memory that holds parameters or computed numbers was touched out of `given`."""
+        known = {address(x) for x in reach(given)}
+        return any(
+            where in self.parameters_at or self.asides.at(where) or self._values_at(where)
+            for where in touched
+            if where in self.parameters_at or where not in known
+        )
+
+    def _refuse_out_of_sight(self, operation: str, touched: set[int]) -> None:
+        """An operation of an open module that no watch was told of would run on every stage."""
+        if _get_current_function_mode() is self and self._reaches_computed(touched, ()):
+            reason = f"compiled code, such as torch.jit.script's, calls {operation} unseen"
+            # Told at the end: compiled code makes an error of its own of any.
+            self.unseen = self.unseen or Unclear(self.open_now[-1], reason)
+
+    def _named(self, at: dict[int, list[str]], touched: set[int]) -> set[str]:
+        return {name for where in touched for name in at.get(where, ())}
 
     def refuse_changes(self, buffers: PieceBuffers) -> None:
         """Buffers are followed where a submodule changes them, and nowhere else."""
         seen = {name for event in self.tape.events for name in event.changes}
+        for name in seen & self.read_raw.keys():  # on every stage, also on those that are behind
+            reason = f"it reads the buffer {name}, which its submodule changes"
+            raise Unclear(self.read_raw[name], reason)
+        for index, names in self.read_by:
+            event = self.tape.events[index]
+            if others := sorted(names & seen - set(event.buffers)):
+                self.tape.events[index] = replace(event, buffers=(*event.buffers, *others))
         for module, name in buffers.changed():
             path, now = self.buffer_names[id(module), name], leaves(module._buffers[name], [])
             computed = [t for t in now if self.is_computed(t) or any(t is w for w in self.written)]
@@ -394,3 +499,12 @@ class _Recorder(Watch):
         is_inside = found is not None and found is self.region
         self.region = found
         return is_inside
+
+
+def _by_address(named: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
+    """Names by where the memory of their tensors is; several may share one."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in named:
+        if where := address(tensor):
+            found.setdefault(where, []).append(name)
+    return found

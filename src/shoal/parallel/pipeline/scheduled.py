@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from shoal.parallel.pipeline.absent import in_use_by
 from shoal.parallel.pipeline.cuts import StagePlan
 from shoal.parallel.pipeline.messages import Arriving, Form, Messages
 from shoal.parallel.pipeline.orders import Kind
@@ -195,7 +196,8 @@ class ScheduledStage:
 
     def _loss(self, output: Any, number: int) -> Tensor:
         assert self.round.loss is not None
-        loss = self.round.loss(output, number)
+        with in_use_by("The loss"):
+            loss = self.round.loss(output, number)
         # A split backward detaches it in place.
         return loss.clone() if loss._is_view() or loss.is_leaf else loss
 

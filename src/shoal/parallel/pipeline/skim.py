@@ -11,18 +11,19 @@ Cost: a few microseconds per skipped unit and per operation of an open module.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import PlanError
+from shoal.parallel.pipeline.absent import in_use_by, stand_in
 from shoal.parallel.pipeline.calls import HOOKS, LAYOUT, TAG, Gate, Tag, Watch, leaves
 from shoal.parallel.pipeline.cuts import StageSpec
-from shoal.parallel.pipeline.tape import Event, Made, Passed, Tape, Value, reach, units_of
+from shoal.parallel.pipeline.tape import Event, Made, Passed, Tape, reach, units_of
 
 
 class Leave(BaseException):
@@ -41,7 +42,9 @@ class Stage:
             for name in self.units
         }
         skipped = [n for n, at in tape.made_at.items() if at < spec.start]
-        self.stand_ins = {n: stand_in(tape.values[n]) for n in skipped if n not in spec.received}
+        self.stand_ins = {
+            n: stand_in(tape.values[n], n) for n in skipped if n not in spec.received
+        }
         # None: as it is.
         self.orders_in = [_back(tape.values[n].order) for n in spec.received]
         self.orders_out = [_unless_same(tape.values[n].order) for n in spec.sent]
@@ -54,7 +57,7 @@ class Stage:
             received = self._as_made(received)
         skim = _Skim(self, dict(zip(self.spec.received, received, strict=True)))
         try:
-            with skim:
+            with in_use_by(f"Stage {self.spec.index} of the pipeline"), skim:
                 skim.start()
                 output = forward()
         except Leave:
@@ -279,26 +282,3 @@ def _unless_same(order: tuple[int, ...]) -> tuple[int, ...] | None:
 def _back(order: tuple[int, ...]) -> tuple[int, ...] | None:
     """The order that undoes this one."""
     return _unless_same(tuple(sorted(range(len(order)), key=order.__getitem__)))
-
-
-def stand_in(value: Value) -> Tensor:
-    """A tensor of this form without memory. Not a number where it can be: misuse shows."""
-    wrong = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
-    return torch.full((), wrong, dtype=value.dtype, device=value.device).expand(value.shape)
-
-
-def drop_foreign(model: nn.Module, owned: Collection[str]) -> None:
-    """Let go of the memory of all parameters but the owned. Names, shapes and types stay."""
-    parameters = dict(model.named_parameters())  # kept to the end, so that no id recurs
-    names = {id(p): name for name, p in parameters.items()}
-    dropped: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or names.get(id(parameter), "") in owned:
-                continue
-            if id(parameter) not in dropped:
-                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-                empty = nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
-                empty.trained_elsewhere = parameter.requires_grad  # type: ignore[attr-defined]
-                dropped[id(parameter)] = empty
-            module._parameters[key] = dropped[id(parameter)]

@@ -136,6 +136,9 @@ def _agree(
     ]
     for other in tapes[1:]:
         _compare(tapes[0], other)
+        # What a unit left for others in one forward and not in the next is a cache, which each
+        # stage makes for itself.
+        tapes[0].uncut &= other.uncut
     return tapes[0]
 
 
