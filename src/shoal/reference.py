@@ -9,7 +9,7 @@ time, on purpose (`reference_outer.py`). Under `local_steps` each replica is pla
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,15 +37,15 @@ class Snapshot(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-def train(run: Run, plan: Plan) -> Iterator[list[Snapshot]]:
-    """The replicas after each step; one, which stands for all, when they agree on every step."""
+def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[Snapshot]]:
+    """The replicas after each step; one, which stands for all, when they agree on every step.
+    `make` takes the place of Replica."""
     num_replicas = plan.num_replicas if plan.local_steps > 1 else 1
     shares = [share(r, num_replicas, plan.num_pieces) for r in range(num_replicas)]
-    replicas = [Replica(run, plan, pieces) for pieces in shares]
+    replicas = [(make or Replica)(run, plan, pieces) for pieces in shares]
     batches = make_batches(run, plan.num_pieces)
-    outer = None
-    if plan.local_steps > 1 and plan.has_anchor:
-        outer = Outer([replica.model for replica in replicas], plan, run.num_steps())
+    moves_anchor = plan.local_steps > 1 and plan.has_anchor
+    outer = Outer([r.model for r in replicas], plan, run.num_steps()) if moves_anchor else None
     for step in range(run.num_steps()):
         batch = batches.at(step)
         told = [replica.step(batch) for replica in replicas]

@@ -1,12 +1,14 @@
 """Bugs that a distributed trainer may have, each put into the product where the reference has no
 part of it."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from shoal import computing, prepare, training
 from shoal.comm.buckets import Buckets
@@ -141,6 +143,60 @@ def parameter_left_out() -> None:
 
     AllReduce.attach = attach_and_keep  # type: ignore[method-assign]
     AllReduce._agree = agree_but_for_one  # type: ignore[method-assign]
+
+
+def last_gradient_times(factor: float) -> Callable[[], None]:
+    """The last parameter's gradient, a small one, is not what it was."""
+
+    def bug() -> None:
+        original = AllReduce._agree
+
+        def agree(self: AllReduce, tally: Tally) -> Agreed:
+            agreed = original(self, tally)
+            gradient = self.parameters[-1].grad
+            assert gradient is not None
+            gradient.mul_(factor)
+            return agreed
+
+        AllReduce._agree = agree  # type: ignore[method-assign]
+
+    return bug
+
+
+def sample_lost() -> None:
+    """The last sample of every piece does not count."""
+    original = computing.objective
+
+    def objective(run: Any, output: Any, piece: Piece) -> Objective:
+        few = dataclasses.replace(run, loss=lambda out, target: run.loss(out[:-1], target[:-1]))
+        return original(few, output, piece)
+
+    computing.objective = objective
+
+
+def last_bits_off() -> None:
+    """No bug: ranks round otherwise than one process."""
+    original = computing.objective
+
+    def objective(run: Any, output: Any, piece: Piece) -> Objective:
+        goal = original(run, output, piece)
+        return goal._replace(tensor=goal.tensor * (1 + 2**-22))
+
+    computing.objective = objective
+
+
+def mask_as_numbers() -> None:
+    """On ranks what a mask of yes and no lets through is added as 0 and 1."""
+    settle, attend = training.Trainer._settle, F.scaled_dot_product_attention
+
+    def added(*given: Any, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attend(*given, attn_mask=attn_mask.to(given[0].dtype), **options)
+
+    def settle_with_it(self: training.Trainer, mesh: Any) -> None:
+        F.scaled_dot_product_attention = added
+        settle(self, mesh)
+
+    training.Trainer._settle = settle_with_it  # type: ignore[method-assign]
 
 
 def weight_as_a_mean() -> None:
@@ -328,6 +384,11 @@ BUGS: dict[str, Callable[[], None]] = {
     "buffers of one rank": buffers_of_one_rank,
     "buffers stay local": buffers_stay_local,
     "parameter left out": parameter_left_out,
+    "small gradient off": last_gradient_times(1.01),
+    "small gradient missing": last_gradient_times(0.0),
+    "sample lost": sample_lost,
+    "last bits off": last_bits_off,
+    "mask as numbers": mask_as_numbers,
     "weight as a mean": weight_as_a_mean,
     "last piece lost": last_piece_lost,
     "rate of the rank": rate_of_the_rank,

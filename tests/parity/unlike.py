@@ -105,6 +105,43 @@ def tied() -> shoal.Run:
     return over_tokens(Tied)
 
 
+class Attends(nn.Module):
+    """Attention over sentences of unlike lengths, with a mask of yes and no."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(TOKENS, 8), nn.Linear(8, 24)
+        self.head = nn.Linear(8, TOKENS)
+
+    def forward(self, read: Tensor) -> Tensor:
+        lengths = 2 + read[:, :1] % 4
+        there = torch.arange(read.shape[1])[None] < lengths
+        query, key, value = self.mix(self.embed(read)).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=there[:, None])
+        written: Tensor = self.head(mixed)
+        return written
+
+
+def attends() -> shoal.Run:
+    return over_tokens(Attends)
+
+
+class Faint(nn.Module):
+    """Ends in a part whose gradient is a millionth of the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.faint = layers(), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed: Tensor = self.loud(inputs) + 1e-6 * self.faint(inputs)
+        return mixed
+
+
+def faint() -> shoal.Run:
+    return run_of(Faint, clip=None)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -292,3 +329,22 @@ class Lonely(nn.Module):
 
 def lonely() -> shoal.Run:
     return run_of(Lonely)
+
+
+class Chaotic(nn.Module):
+    """A logistic map after a layer: it doubles a difference again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = self.read(inputs).sigmoid()
+        for _ in range(18):
+            state = 3.99 * state * (1 - state)
+        written: Tensor = self.write(state)
+        return written
+
+
+def chaotic() -> shoal.Run:
+    return run_of(Chaotic, clip=None, batch_size=12)

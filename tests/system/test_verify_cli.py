@@ -32,7 +32,8 @@ def test_the_same_result(pool: Pool, tmp_path: Path) -> None:
     assert "under 'data=2 pieces=2' against one process, 3 steps" in done.errors
     assert "SAME: losses, gradients, weights and buffers are identical" in done.last_words
     result = done.result
-    assert result["passed"] and result["identical"] and result["plan"] == "data=2 pieces=2"
+    assert result["verdict"] == "SAME" and result["passed"] and result["identical"]
+    assert result["plan"] == "data=2 pieces=2" and result["exit_code"] == 0
     assert msgspec.json.encode(result), "one JSON object"
     (run_dir,) = done.run_dir.iterdir()
     assert run_dir.name == "verify-tiny-line-1"

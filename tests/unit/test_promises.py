@@ -133,9 +133,9 @@ def told(weight: torch.Tensor, rows: slice) -> Step:
 def test_a_part_that_no_rank_holds_is_missed(last: int, complaint: str) -> None:
     weight = torch.randn(4, 3)
     own = Snapshot(loss=0.0, gradients={"w": weight}, weights={"w": weight}, buffers={})
-    verdict = Verdict(1e-4, 1e-4)
+    verdict = Verdict()
     ranks = {0: told(weight, slice(0, 2)), 1: told(weight, slice(2, last))}
-    Comparison(verdict, Plan.parse("data=1 tensor=2")).step(1, ranks, own)
+    Comparison(verdict, Plan.parse("data=1 tensor=2"), 1, ranks).whole(own)
     assert complaint in verdict.complaint and bool(verdict.complaint) == bool(complaint)
     assert verdict.first is None, "what is held is right"
 

@@ -32,8 +32,9 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
     \b
     shoal verify recipes/charlm.py:small --plan data=2 --steps 5
 
-    Compares losses, gradients, weights and buffers of every rank. Exit codes: 0 the same result,
-    1 another result (the first step and module that differ are named), 2 usage, plan or input.
+    Compares losses, gradients, weights and buffers of every rank. Exit codes: 0 the same result
+    (SAME, or WITHIN ROUNDING: the model's own), 1 another (DIFFERENT, with the first step and
+    tensor) or a plan that did not do what it says (NOT AS PLANNED), 2 usage, plan or input.
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
@@ -77,10 +78,12 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
         return error.exit_code
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     click.echo(in_words(verdict, recipe), err=True)
+    code = 0 if verdict.passed else 1
     if given["as_json"]:
-        result = {"passed": verdict.passed, **msgspec.to_builtins(verdict)}
+        result = {"exit_code": code, "verdict": verdict.verdict, "passed": verdict.passed}
+        result |= msgspec.to_builtins(verdict)
         print(msgspec.json.encode(result).decode(), flush=True)
-    return 0 if verdict.passed else 1
+    return code
 
 
 def in_words(verdict: Any, recipe: str) -> str:
@@ -97,19 +100,16 @@ def in_words(verdict: Any, recipe: str) -> str:
         lines.append(f"SAME: {what} are identical, bit for bit.")
         return "\n".join(lines)
     for what, relative in verdict.worst.items():
-        lines.append(f"  {what:<9} differs by at most {relative:.2e}")
-    if verdict.num_noise:
-        lines.append(
-            f"  {verdict.num_noise} of {verdict.num_elements} weights are not judged: their "
-            "gradient is no more than rounding"
-        )
-    tolerance = f"{verdict.tolerance:g}"
-    if verdict.tolerance_of_weights != verdict.tolerance:
-        tolerance += f", of {verdict.tolerance_of_weights:g} for weights"
+        own = verdict.rounding.get(what)
+        words = "" if own is None else f"; an ulp in the weights makes {own:.2e} in one step"
+        lines.append(f"  {what:<9} differs by at most {relative:.2e}{words}")
     if verdict.passed:
-        lines.append(f"SAME within the tolerance of {tolerance}.")
-    elif verdict.first is not None:
-        lines.append(f"DIFFERENT (tolerance {tolerance}): first at {verdict.first}.")
+        lines.append(
+            "WITHIN ROUNDING: no step, done from where the plan stood, differs by more than "
+            f"{verdict.times:.2g} times the model's own rounding (allowed: {verdict.allowed})."
+        )
+    if verdict.first is not None:
+        lines.append(f"DIFFERENT: first at {verdict.first}.")
     if verdict.complaint:
         lines.append(f"NOT AS PLANNED: {verdict.complaint}.")
     return "\n".join(lines)

@@ -79,16 +79,6 @@ def environment_for(precision: str) -> dict[str, str]:
     return bf16_environment() if Precision(precision) is Precision.BF16 else {}
 
 
-def tolerance(precision: str) -> float:
-    """The largest relative difference that counts as the same result."""
-    return 1e-4 if Precision(precision) is Precision.FP32 else 2e-2
-
-
-def noise(precision: str) -> float:
-    """Of a whole gradient's norm: an element smaller than this may be rounding and nothing else."""
-    return {"fp32": 1e-7, "fp16": 1e-3, "bf16": 1e-2}[Precision(precision)]
-
-
 class ScaleState(NamedTuple):
     """What a checkpoint keeps of a loss scale, and what a new member copies."""
 

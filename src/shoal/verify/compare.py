@@ -1,19 +1,15 @@
 """Comparing what ranks wrote down of their steps with the reference, one step after another.
 
 Every rank writes the parts that it holds, with their places in the whole, so any plan is compared
-alike, and that all parts together cover the model is checked too. Gradients are compared relative
-to the norm of the whole gradient, everything else relative to the largest element of its tensor.
-The weight of an element whose gradient fell below the rounding of the norm (1e-7 in fp32, 1e-3 in
-fp16, 1e-2 in bf16), and is not the same, is noise that Adam magnifies (a bias before BatchNorm): it
-is counted, not judged, and buffers may differ by as much as such weights do. Where a plan adds in
-another order than one process (`tensor`, `zero=3`, `sums=ring`), weights get ten times the
-tolerance, since a rounding that tips a ReLU is magnified likewise. A plan that did not do what it
-says fails too.
+alike, and that all parts together cover the model is checked too. As long as the bits are the same,
+that is all. From the first bit that is not, each step is judged by itself, tensor by tensor,
+against the model's own rounding (`rounding.py`), and how far the run has come from the reference's
+is told, not judged. A plan that did not do what it says fails too (`promises.py`).
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,43 +21,56 @@ from torch import Tensor
 from shoal import reference
 from shoal.errors import RecipeError
 from shoal.numerics.fragments import Timetable
-from shoal.numerics.precision import noise, tolerance
-from shoal.parallel.boxes import Box
+from shoal.numerics.precision import Precision
+from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
+from shoal.verify.rounding import TIMES, Follower, apart, reach
 
-CLOSE = 10  # times the tolerance: weights whose gradients are summed in another order
 PATIENCE_S = 120.0
 
 
+class Place(NamedTuple):
+    """Of a tensor, in a rank's step."""
+
+    step: int
+    rank: int
+    what: str
+    name: str
+
+
 class Divergence(msgspec.Struct, frozen=True):
-    """The first place at which a rank differs by more than the tolerance."""
+    """The first place at which a rank differs by more than rounding."""
 
     step: int
     rank: int
     what: str  # loss, gradient, weight, buffer
     name: str
-    relative: float
+    relative: float  # to the largest element of the tensor
+    times: float = math.inf  # the model's own rounding
+    allowed: int = 0  # times of it
 
     def __str__(self) -> str:
         module, _, _ = self.name.rpartition(".")
         place = f"the {self.what}" if not self.name else f"the {self.what} of {self.name}"
-        where = f", in module {module}" if module else ""
-        return f"step {self.step}, rank {self.rank}: {place}{where} differs by {self.relative:.2e}"
+        where = f", in module {module}," if module else ""
+        much = f"step {self.step}, rank {self.rank}: {place}{where} differs by {self.relative:.2e}"
+        if not math.isfinite(self.times):
+            return much
+        return f"{much}, {self.times:,.0f} times the model's own rounding (allowed: {self.allowed})"
 
 
 class Verdict(msgspec.Struct):
     """What a comparison found."""
 
-    tolerance: float  # of losses and gradients
-    tolerance_of_weights: float
     num_steps: int = 0
     identical: bool = True
-    worst: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: loss, gradient, ...
-    num_noise: int = 0  # elements not judged
-    num_elements: int = 0
+    worst: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: from one process
+    times: float = 0.0  # the model's own rounding: the most that a step differs by
+    allowed: int = 0  # times of it
+    rounding: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: what an ulp makes
     held_share: float = 1.0  # of the parameters, by the rank that holds the most
     first: Divergence | None = None
     complaint: str = ""  # the plan did not do what it says
@@ -71,6 +80,26 @@ class Verdict(msgspec.Struct):
     @property
     def passed(self) -> bool:
         return self.first is None and not self.complaint
+
+    def weigh(self, place: Place, difference: float, rounding: float, largest: float) -> None:
+        """Judge a tensor with such a largest element by what rounding makes of it."""
+        if not difference or not self.passed:
+            return
+        times = difference / rounding if rounding else math.inf
+        if not times <= self.allowed:  # true for NaN too
+            _diverge(self, place, difference / (largest or 1.0), times)
+            return
+        self.times = max(self.times, times)
+        own = self.rounding.get(place.what, 0.0)
+        self.rounding[place.what] = max(own, rounding / (largest or 1.0))
+
+    @property
+    def verdict(self) -> str:
+        if self.first is not None:
+            return "DIFFERENT"
+        if self.complaint:
+            return "NOT AS PLANNED"
+        return "SAME" if self.identical else "WITHIN ROUNDING"
 
 
 def name_slices(kind: str, slices: Mapping[str, Sequence[Slice]]) -> dict[str, Tensor]:
@@ -102,6 +131,9 @@ class Step:
     def parts(self, kind: str, name: str) -> list[tuple[Box, Tensor]]:
         return self._parts.get((kind, name), [])
 
+    def names(self, kind: str) -> list[str]:
+        return [name for of, name in self._parts if of == kind]
+
     def num_held(self, names: Sequence[str]) -> int:
         """Elements of these parameters that the rank holds."""
         return sum(part.numel() for name in names for _, part in self.parts("held", name))
@@ -109,19 +141,16 @@ class Step:
 
 def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     """Run the reference and compare every rank with it, up to the first divergence."""
-    limit = tolerance(plan.precision)
-    verdict = Verdict(limit, limit if plan.sums_in_order else CLOSE * limit)
-    comparisons: list[Comparison] = []
+    verdict, following = Verdict(allowed=TIMES[Precision(plan.precision)]), None
     timetable = Timetable(plan.local_steps, plan.fragments, run.num_steps())
     try:
         excused = excused_from_cuts(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
-            comparisons = comparisons or [Comparison(verdict, plan) for _ in snapshots]
             paths = [path_of(directory, step, rank) for rank in range(plan.num_ranks)]
             told = [Step(_await(path)) for path in paths]
-            for number, (own, comparison) in enumerate(zip(snapshots, comparisons, strict=True)):
-                ranks = {r: t for r, t in enumerate(told) if r % len(snapshots) == number}
-                comparison.step(step, ranks, own)
+            replicas = by_replica(told, len(snapshots))
+            for ranks, own in zip(replicas, snapshots, strict=True):
+                Comparison(verdict, plan, step, ranks).whole(own)
             if not verdict.complaint:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
                 verdict.held_share = held_share(told, shapes)
@@ -129,6 +158,9 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 idle = shapes.keys() - snapshots[0].gradients.keys()
                 broken = broken_promise(plan, told, shapes, speaks, idle, excused)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
+            if not verdict.identical and verdict.passed:
+                following = following or Following(run, plan, step - 1)
+                following.judge(verdict, step, replicas)
             for path in paths:
                 path.unlink()
             verdict.num_steps = step
@@ -136,59 +168,47 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
                 break
     finally:
         finished(directory).touch()
-    masks = comparisons[0].judged.values() if comparisons else ()
-    verdict.num_noise = sum(int((~mask).sum()) for mask in masks)
-    verdict.num_elements = sum(mask.numel() for mask in masks)
     return verdict
 
 
-class Place(NamedTuple):
-    """Of a tensor, in a rank's step."""
-
-    step: int
-    rank: int
-    what: str
-    name: str
+def by_replica(told: Sequence[Step], num_replicas: int) -> list[dict[int, Step]]:
+    """The steps of the ranks that are compared with each replica of the reference."""
+    return [
+        {rank: step for rank, step in enumerate(told) if rank % num_replicas == number}
+        for number in range(num_replicas)
+    ]
 
 
 class Comparison:
-    """Of the ranks of one replica with the reference, step after step."""
+    """Of a step of one replica's ranks with the reference's: is all there, and the same?"""
 
-    def __init__(self, verdict: Verdict, plan: Plan):
-        self.verdict, self.plan = verdict, plan
-        self.judged: dict[str, Tensor] = {}  # by weight: which elements are not noise
+    def __init__(self, verdict: Verdict, plan: Plan, step: int, ranks: Mapping[int, Step]):
+        self.verdict, self.plan, self.step, self.ranks = verdict, plan, step, ranks
 
     @torch.no_grad()
-    def step(self, step: int, ranks: Mapping[int, Step], own: reference.Snapshot) -> None:
-        for rank, told in ranks.items():
-            loss = torch.tensor([own.loss], dtype=torch.float64)
-            if not (loss.isnan() & told.loss.isnan()):  # no loss: all samples were left out
-                note(self.verdict, Place(step, rank, "loss", ""), told.loss, loss)
-        norm = torch.sqrt(
-            sum((_wide(g).abs().square().sum() for g in own.gradients.values()), torch.zeros(()))
-        )
+    def whole(self, own: reference.Snapshot) -> None:
+        for place, block, theirs in self.parts(own):
+            whole = whole_of(own, place)
+            note(self.verdict, place, theirs, block.of(whole), reach(whole))
+
+    def parts(self, own: reference.Snapshot) -> Iterator[tuple[Place, Box, Tensor]]:
+        """All that ranks wrote down, with its place; complains of what is missing."""
+        for rank, told in self.ranks.items():
+            if not (math.isnan(own.loss) and told.loss.isnan()):  # no loss: no sample was left
+                yield Place(self.step, rank, "loss", ""), whole_box(told.loss.shape), told.loss
         for name, weight in own.weights.items():
-            self.judged.setdefault(name, torch.ones(weight.shape, dtype=torch.bool))
-            self._gradient(step, name, ranks, own, norm)
-        slack = 0.0  # by which weights that are not judged differ
+            yield from self._gradient(name, weight, own.gradients.get(name))
         for name, weight in own.weights.items():
-            slack = max(slack, self._weight(step, name, ranks, weight))
+            yield from self._held("weight", name, weight)
         for name, buffer in own.buffers.items():
-            for place, block, theirs in self._held(step, "buffer", name, ranks, buffer):
-                note(self.verdict, place, theirs, block.of(buffer), slack=slack)
+            yield from self._held("buffer", name, buffer)
 
     def _gradient(
-        self,
-        step: int,
-        name: str,
-        ranks: Mapping[int, Step],
-        own: reference.Snapshot,
-        norm: Tensor,
-    ) -> None:
-        gradient, mask = own.gradients.get(name), self.judged[name]
-        covered = torch.zeros(mask.shape, dtype=torch.bool)
-        for rank, told in ranks.items():
-            place, parts = Place(step, rank, "gradient", name), told.parts("gradient", name)
+        self, name: str, weight: Tensor, gradient: Tensor | None
+    ) -> Iterator[tuple[Place, Box, Tensor]]:
+        covered = torch.zeros(weight.shape, dtype=torch.bool)
+        for rank, told in self.ranks.items():
+            place, parts = Place(self.step, rank, "gradient", name), told.parts("gradient", name)
             expected = gradient is not None and told.parts("held", name)
             if self.plan.zero in (1, 2) or self.plan.num_servers:  # its parts are not the weight's
                 expected = gradient is not None and parts
@@ -196,78 +216,112 @@ class Comparison:
                 _diverge(self.verdict, place, math.inf)
                 return
             for block, theirs in parts:
-                assert gradient is not None
-                mine, here = block.of(gradient), block.of(mask)
-                here &= (mine.abs() >= noise(self.plan.precision) * norm) | (mine == theirs)
                 block.of(covered).fill_(True)
-                note(self.verdict, place, theirs, mine, scale=norm)
+                yield place, block, theirs
         if gradient is not None and not bool(covered.all()):
-            self._miss(step, f"gradient of {name}")
+            self._miss(f"gradient of {name}")
 
-    def _weight(self, step: int, name: str, ranks: Mapping[int, Step], weight: Tensor) -> float:
-        """Compare a weight; the largest difference of what is not judged of it."""
-        slack = 0.0
-        for place, block, theirs in self._held(step, "weight", name, ranks, weight):
-            mine, mask = block.of(weight), block.of(self.judged[name])
-            if mine.numel():
-                difference = (_wide(theirs) - _wide(mine)).abs()
-                slack = max(slack, float(torch.where(mask, 0.0, difference).max()))
-            note(self.verdict, place, theirs, mine, mask=mask)
-        return slack
-
-    def _held(
-        self, step: int, what: str, name: str, ranks: Mapping[int, Step], whole: Tensor
-    ) -> Iterator[tuple[Place, Box, Tensor]]:
+    def _held(self, what: str, name: str, whole: Tensor) -> Iterator[tuple[Place, Box, Tensor]]:
         """The parts of a tensor that ranks hold; complains if together they are not all of it."""
         covered = torch.zeros(whole.shape, dtype=torch.bool)
-        for rank, told in ranks.items():
+        for rank, told in self.ranks.items():
             for block, theirs in told.parts("held", name):
                 block.of(covered).fill_(True)
-                yield Place(step, rank, what, name), block, theirs
+                yield Place(self.step, rank, what, name), block, theirs
         if not bool(covered.all()):
-            self._miss(step, f"{what} {name}")
+            self._miss(f"{what} {name}")
 
-    def _miss(self, step: int, what: str) -> None:
+    def _miss(self, what: str) -> None:
         if not self.verdict.complaint:
-            self.verdict.complaint = f"at step {step} no rank holds all of the {what}"
+            self.verdict.complaint = f"at step {self.step} no rank holds all of the {what}"
 
 
-def note(
-    verdict: Verdict,
-    place: Place,
-    theirs: Tensor,
-    own: Tensor,
-    *,
-    scale: Tensor | None = None,
-    mask: Tensor | None = None,
-    slack: float = 0.0,
-) -> None:
-    """Compare one tensor and keep the largest difference."""
+def whole_of(own: reference.Snapshot, place: Place) -> Tensor:
+    if place.what == "loss":
+        return torch.tensor([own.loss], dtype=torch.float64)
+    kinds = {"gradient": own.gradients, "weight": own.weights, "buffer": own.buffers}
+    return kinds[place.what][place.name].detach()
+
+
+class Following:
+    """Followers of a plan's replicas: judges each of its steps by what rounding makes of it."""
+
+    def __init__(self, run: Run, plan: Plan, num_same: int):
+        self.plan, self.followers = plan, list[Follower]()
+        self._theirs: list[dict[str, Tensor]] = []
+        self._steps = reference.train(run, plan, self._make)
+        for _ in range(num_same):  # steps with the same bits
+            next(self._steps)
+
+    def _make(self, run: Run, plan: Plan, pieces: range) -> Follower:
+        number = len(self.followers)
+        self.followers.append(
+            Follower(run, plan, pieces, lambda: self._theirs[number] if self._theirs else {})
+        )
+        return self.followers[-1]
+
+    def judge(self, verdict: Verdict, step: int, replicas: Sequence[Mapping[int, Step]]) -> None:
+        """Do the step from where the plan stood, compare, and go where the plan is now."""
+        self._theirs = [joined(ranks.values(), "gradient") for ranks in replicas]
+        snapshots = next(self._steps)
+        for follower, ranks, own in zip(self.followers, replicas, snapshots, strict=True):
+            own = own._replace(gradients=follower.gradients)
+            for place, block, theirs in Comparison(verdict, self.plan, step, ranks).parts(own):
+                if verdict.passed:
+                    self._judge(verdict, follower, place, theirs, block, whole_of(own, place))
+            follower.become(joined(ranks.values(), "held"))
+
+    def _judge(
+        self,
+        verdict: Verdict,
+        follower: Follower,
+        place: Place,
+        theirs: Tensor,
+        block: Box,
+        own: Tensor,
+    ) -> None:
+        difference, largest, rounding = apart(theirs, block.of(own)), reach(own), 0.0
+        if not difference:
+            return
+        for rounding in follower.rounding((place.what, place.name), own):
+            if difference <= verdict.allowed * rounding:
+                break
+        verdict.weigh(place, difference, rounding, largest)
+
+
+def joined(steps: Iterable[Step], kind: str) -> dict[str, Tensor]:
+    """The whole tensors that parts of this kind make."""
+    found: dict[str, list[tuple[Box, Tensor]]] = {}
+    for step in steps:
+        for name in step.names(kind):
+            found.setdefault(name, []).extend(step.parts(kind, name))
+    made = {}
+    for name, parts in found.items():
+        ends = ([a + n for a, n in zip(box.offset, box.shape)] for box, _ in parts)
+        made[name] = torch.zeros([max(of_dim) for of_dim in zip(*ends)], dtype=parts[0][1].dtype)
+        for box, tensor in parts:
+            box.of(made[name]).copy_(tensor)
+    return made
+
+
+def note(verdict: Verdict, place: Place, theirs: Tensor, own: Tensor, largest: float) -> None:
+    """Keep the largest difference relative to a tensor's largest element; one that is not finite
+    is an error."""
     verdict.worst.setdefault(place.what, 0.0)
     if torch.equal(theirs, own):
         return
     verdict.identical = False
-    difference, unit = (_wide(theirs) - _wide(own)).abs(), _wide(own).abs()
-    if mask is not None:
-        difference = torch.where(mask | ~difference.isfinite(), difference, 0.0)
-    reach = float(unit.max() if scale is None else scale) or 1.0
-    relative = float((difference - slack).clamp(min=0.0).max()) / reach  # NaN stays NaN
+    relative = apart(theirs, own) / (largest or 1.0)
     _keep_worst(verdict, place.what, relative)
-    is_weight = place.what in ("weight", "buffer")
-    limit = verdict.tolerance_of_weights if is_weight else verdict.tolerance
-    if not relative <= limit:  # true for NaN too
+    if not math.isfinite(relative):
         _diverge(verdict, place, relative)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _diverge(verdict: Verdict, place: Place, relative: float) -> None:
+def _diverge(verdict: Verdict, place: Place, relative: float, times: float = math.inf) -> None:
     verdict.identical = False
     _keep_worst(verdict, place.what, relative)
     if verdict.first is None:
-        verdict.first = Divergence(*place, relative)
+        verdict.first = Divergence(*place, relative, times, verdict.allowed)
 
 
 def _keep_worst(verdict: Verdict, what: str, relative: float) -> None:

@@ -6,10 +6,15 @@ in that order, every loss and every weight must come out the same. Each worker i
 reference that computes and does not step; each server is a model and an optimizer that step on what
 they are given, of which only the server's own elements count. Under local steps a worker steps for
 itself and gives a server what a window came to.
+
+If the bits are not the same, the run is played twice more, as it was and with its first weights
+moved by an ulp: how far the two come apart is the model's own rounding (`rounding.py`).
 """
 
+import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +25,8 @@ from torch import Tensor, nn
 from shoal.data.split import share
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
-from shoal.numerics.precision import tolerance
+from shoal.numerics.precision import Precision
+from shoal.parallel.boxes import whole_box
 from shoal.plan import Plan
 from shoal.reference import Replica
 from shoal.reference_outer import Outer
@@ -28,6 +34,9 @@ from shoal.run import Run, make_batches
 from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.shard import layout_of, trained
 from shoal.verify.compare import PATIENCE_S, Place, Step, Verdict, finished, note, path_of
+from shoal.verify.rounding import TIMES, apart, last_bits, move, reach
+
+NUM_TWINS = 3
 
 
 class Played(NamedTuple):
@@ -80,11 +89,112 @@ class Master:
             del self.versions[version]
 
 
+class Trace(NamedTuple):
+    """The versions that servers gave a worker, made of its step, and gave next."""
+
+    pulled: list[int]
+    applied: list[int]
+    next: list[int]
+
+
+Trail = Callable[[int, int], Trace | None]  # of a rank's step; None if it is not done yet
+
+
+class Made(NamedTuple):
+    """A loss or a weight that came out of a replay."""
+
+    place: Place
+    value: Tensor
+
+
+class Records:
+    """What ranks wrote down, read as it is asked for, compared, and deleted."""
+
+    def __init__(self, plan: Plan, directory: Path):
+        self.plan, self.directory = plan, directory
+        self.traces: dict[tuple[int, int], Trace] = {}
+        self.verdict = Verdict(allowed=TIMES[Precision(plan.precision)], is_replay=True)
+        self.differences: dict[Place, float] = {}
+        self._told: dict[tuple[int, int], Step] = {}
+        self._deadline = time.monotonic() + PATIENCE_S
+
+    def __call__(self, rank: int, step: int) -> Trace | None:
+        if self._told.pop((rank, step - 1), None) is not None:  # all of it is compared
+            path_of(self.directory, step - 1, rank).unlink()
+        path = path_of(self.directory, step, rank)
+        if (rank, step) not in self.traces and path.exists():
+            told = self._told[rank, step] = Step(load_file(path))
+            self.traces[rank, step] = Trace(told.pulled, told.applied, told.next)
+            self._deadline = time.monotonic() + PATIENCE_S
+        return self.traces.get((rank, step))
+
+    def wait(self) -> None:
+        if finished(self.directory).exists() or time.monotonic() > self._deadline:
+            raise RecipeError("The plan's run ended or hangs before all steps were written.")
+        time.sleep(0.002)
+
+    def compare(self, made: Made) -> None:
+        place, value = made
+        told = self._told[place.rank, place.step]
+        parts = told.parts("held", place.name)
+        if place.what == "loss":
+            parts = [(whole_box(told.loss.shape), told.loss)]
+        for block, theirs in parts:
+            note(self.verdict, place, theirs, block.of(value), reach(value))
+            known = self.differences.get(place, 0.0)
+            self.differences[place] = max(known, apart(theirs, block.of(value)))
+
+
+def compare_replay(run: Run, plan: Plan, directory: Path) -> Verdict:
+    """Play a run again beside it, and judge what is not the same by its rounding."""
+    try:
+        records = Records(plan, directory)
+        replay = Replay(run, plan, records)
+        for made in replay.play(records.wait):
+            records.compare(made)
+            if not records.verdict.passed:
+                break
+        records.verdict.num_steps = min(replay.next_step) - 1
+    finally:
+        finished(directory).touch()
+    if records.verdict.passed and not records.verdict.identical:
+        _judge(run, plan, records)
+    return records.verdict
+
+
+def _judge(run: Run, plan: Plan, records: Records) -> None:
+    """Find the first difference that is more than what moving weights makes."""
+    precision, verdict = Precision(plan.precision), records.verdict
+    plain, *twins = [
+        Replay(run if not seed else _moved(run, precision, seed), plan, _kept(records))
+        for seed in range(1 + NUM_TWINS)
+    ]
+    weights = plain.workers[0].parameters
+    for (place, own), *others in zip(plain.play(), *(twin.play() for twin in twins), strict=True):
+        difference = records.differences.get(place, 0.0)
+        spread = max(apart(other.value, own) for other in others)
+        rounding = spread + last_bits(place.what, own, weights, precision)
+        verdict.weigh(place, difference, rounding, reach(own))
+
+
+def _kept(records: Records) -> Trail:
+    return lambda rank, step: records.traces.get((rank, step))
+
+
+def _moved(run: Run, precision: Precision, seed: int) -> Run:
+    def model() -> nn.Module:
+        made = run.model()
+        move(made, precision, 1, seed)
+        return made
+
+    return dataclasses.replace(run, model=model)
+
+
 class Replay:
-    def __init__(self, run: Run, plan: Plan, directory: Path):
-        self.run, self.plan, self.directory = run, plan, directory
-        limit = tolerance(plan.precision)
-        self.verdict = Verdict(limit, limit, is_replay=True)
+    """Of a run, along the trail that it left."""
+
+    def __init__(self, run: Run, plan: Plan, trail: Trail):
+        self.run, self.plan, self.trail = run, plan, trail
         self.masters = [Master(run, plan) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
@@ -97,39 +207,40 @@ class Replay:
         self.layout = layout_of(first.model, first.optimizer, plan.num_servers)
         self.next_step = [1] * plan.num_ranks
         self.played: dict[int, Played] = {}
-        self.told: dict[int, Step] = {}
+        self.told: dict[int, Trace] = {}
+        self.made: list[Made] = []  # and not looked at yet
         self.seen = [[0] * plan.num_servers for _ in self.workers]  # versions, last by each rank
 
-    def play(self) -> Verdict:
-        """Until all ranks are at the end, or one differs."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.verdict.passed and (self.played or min(self.next_step) <= self.run.num_steps()):
-            moved = [self._compute(rank) for rank in range(self.plan.num_ranks)]
-            moved += [self._apply(server) for server in range(self.plan.num_servers)]
-            if any(moved):
-                deadline = time.monotonic() + PATIENCE_S
-            elif finished(self.directory).exists() or time.monotonic() > deadline:
-                raise RecipeError("The plan's run ended or hangs before all steps were written.")
-            else:
-                time.sleep(0.002)
-        return self.verdict
+    def play(self, wait: Callable[[], None] = lambda: None) -> Iterator[Made]:
+        """All that comes of it, until every rank is at the end; waits where no step is there."""
+        turns = [functools.partial(self._compute, rank) for rank in range(self.plan.num_ranks)]
+        turns += [functools.partial(self._apply, server) for server in range(len(self.masters))]
+        while self.played or min(self.next_step) <= self.run.num_steps():
+            moved = False
+            for turn in turns:
+                moved = turn() or moved
+                yield from self.made
+                self.made.clear()
+            if not moved:
+                wait()
 
     def _compute(self, rank: int) -> bool:
         """Play a worker's next step. The parameters that it saw are what it pulled last."""
         step = self.next_step[rank]
-        path = path_of(self.directory, step, rank)
-        if rank in self.played or step > self.run.num_steps() or not path.exists():
+        if rank in self.played or step > self.run.num_steps():
             return False
-        told = self.told.setdefault(rank, Step(load_file(path)))
-        worker = self.workers[rank]
+        told = self.trail(rank, step)
+        if told is None:
+            return False
+        self.told[rank], worker = told, self.workers[rank]
         if (step - 1) % self.plan.local_steps == 0:
             self._set(worker, self.seen[rank])
             self.outers[rank].begin()
         loss, weight = worker.step(self.batches.at(step - 1))
-        mine = torch.tensor([loss / weight], dtype=torch.float64)
-        note(self.verdict, Place(step, rank, "loss", ""), told.loss, mine)
+        value = torch.tensor([loss / weight], dtype=torch.float64)
+        self.made.append(Made(Place(step, rank, "loss", ""), value))
         if step % self.plan.local_steps and step < self.run.num_steps():
-            self._compare_weights(rank, step, told, worker.parameters)
+            self._tell_weights(rank, step, (p.detach().clone() for p in worker.parameters))
             self._leave(rank, self.seen[rank])
             return True
         gradients = [None if p.grad is None else p.grad.clone() for p in worker.parameters]
@@ -150,13 +261,13 @@ class Replay:
                 played.waiting.discard(server)
                 moved = True
             if not played.waiting and self._are_there(told.next):
-                self._compare_weights(rank, played.step, told, self._composed(told.next))
+                self._tell_weights(rank, played.step, self._composed(told.next))
                 self._leave(rank, told.next)
                 del self.played[rank]
                 moved = True
         return moved
 
-    def _factor(self, rank: int, told: Step, server: int) -> float:
+    def _factor(self, rank: int, told: Trace, server: int) -> float:
         """Of the learning rate: the share of the batch, and what the plan says beside."""
         share = self.plan.rate_factors[rank] * len(self.shares[rank]) / self.plan.num_pieces
         if self.plan.damping == "none":
@@ -164,14 +275,11 @@ class Replay:
         num_updates = told.applied[server] - told.pulled[server]
         return share / (1 + num_updates / self.plan.num_ranks)
 
-    def _compare_weights(self, rank: int, step: int, told: Step, weights: Iterable[Tensor]) -> None:
-        for name, mine in zip(self.names, weights, strict=True):
-            for block, theirs in told.parts("held", name):
-                note(self.verdict, Place(step, rank, "weight", name), theirs, block.of(mine))
-        self.verdict.num_steps = min(self.next_step)
+    def _tell_weights(self, rank: int, step: int, weights: Iterable[Tensor]) -> None:
+        for name, value in zip(self.names, weights, strict=True):
+            self.made.append(Made(Place(step, rank, "weight", name), value))
 
     def _leave(self, rank: int, seen: list[int]) -> None:
-        path_of(self.directory, self.next_step[rank], rank).unlink()
         self.next_step[rank] += 1
         self.seen[rank] = seen
         del self.told[rank]

@@ -34,7 +34,7 @@ from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
 from shoal.training import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
-from shoal.verify.replay import Replay
+from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
 STOP_S = 5.0  # that ranks may hang when told to stop: they have nothing to save
@@ -68,13 +68,8 @@ def verify(
         use_threads()
         run = load()
         resolved = resolve(run, plan, None)
-        if resolved.bound == 0:
-            verdict = compare(run, resolved, directory)
-        else:
-            try:
-                verdict = Replay(run, resolved, directory).play()
-            finally:
-                finished(directory).touch()
+        judge = compare if resolved.bound == 0 else compare_replay
+        verdict = judge(run, resolved, directory)
         return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
 
     def prepare() -> tuple[dict[str, Any], ChildMain]:
