@@ -32,7 +32,7 @@ from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch
 from shoal.errors import FailedElsewhere, RecipeError, ShoalError, UsageError
 from shoal.hooks import StepInfo
-from shoal.logs import warn_once
+from shoal.logs import warn_on_screen, warn_once
 from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
 from shoal.remote import StoreError
@@ -275,6 +275,10 @@ class Keeper:
             pieces=before.num_pieces,
             pieces_now=trainer.plan.num_pieces,
         )
+        if jump := _jump_of_rate(trainer):
+            had = [n for n in ("steps", "epochs") if before.run.get(n)]
+            began = " and ".join(f"{name}={before.run[name]}" for name in had) or "others"
+            warn_on_screen(f"{jump}; when the checkpoint was made, the run had {began}.")
 
     def _progress(self, trainer: "Trainer") -> Progress:
         run, info = trainer.run, trainer.last_info
@@ -397,6 +401,22 @@ def cannot_hold(why: str, asked: str) -> UsageError:
         "whole numbers, floats of 8 to 64 bits and complex64. Keep this one in such a form (a "
         "complex128 as torch.view_as_real gives it, say), or ask for no checkpoints."
     )
+
+
+def _jump_of_rate(trainer: "Trainer") -> str:
+    """What to say if the schedule now is not the one that the run has followed; empty if it is."""
+    step, steps = trainer.step, trainer.num_steps
+    if trainer.schedule is None or not 0 < step < steps:
+        return ""
+    followed, coming = (trainer.schedule(at, steps) for at in (step - 1, step))
+    for group in trainer.optimizer.param_groups:
+        before, first = float(group["lr"]), float(group["initial_lr"])
+        if not math.isclose(before, first * followed, rel_tol=1e-5, abs_tol=1e-9 * abs(first)):
+            return (
+                f"The learning rate was {before:.3g} at step {step} and is {first * coming:.3g} at "
+                f"step {step + 1}: the schedule runs over {steps} steps now"
+            )
+    return ""
 
 
 def _refuse_strange(source: Opened, own: Collection[str]) -> None:

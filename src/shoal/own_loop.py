@@ -13,7 +13,8 @@ as well. Not used by `shoal train`, whose loop has no body.
 Cost: a message of a few numbers a step. Read next: `loop_state.py`, `handover.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,6 +105,7 @@ class OwnLoop:
 
     def keep(self, trainer: "Trainer") -> None:
         """Note what the body of a step that was just made begins with."""
+        trainer.optimizer._opt_called = True  # type: ignore[attr-defined] # or schedulers warn
         if self.recovers and trainer.mesh.num_ranks > 1:
             groups = group_values(trainer.optimizer)
             state = trainer.state.pack().kept()
@@ -118,6 +120,7 @@ class OwnLoop:
 
     def goes_on(self, trainer: "Trainer") -> bool:
         """Whether all make another step; saves what is due. Every rank must call it."""
+        self._refuse_other_parameters(trainer)
         every, step = trainer.run.save_every, trainer.step
         is_due = every is not None and step % every == 0 and step != self._saved
         if is_due or _meet_in(trainer, step + 1):
@@ -133,10 +136,16 @@ class OwnLoop:
         """All end their loops here, or it is said who does not. Every rank must call it."""
         self._agree(trainer, Next.LEAVE if leaves else Next.FINISH, True)
 
-    def joins_in(self, trainer: "Trainer", what: Next) -> None:
-        """All are about to do the same. Every rank must call it."""
-        rows = trainer.mesh.world.gather_numbers([what, trainer.step, *[0] * 4])
+    def joins_in(self, trainer: "Trainer", what: Next, size: int = 0) -> None:
+        """All are about to do the same, with as many samples. Every rank must call it."""
+        rows = trainer.mesh.world.gather_numbers([what, trainer.step, 0, 0, size, 0])
         _refuse_unlike_acts([(Next(int(row[0])), int(row[1])) for row in rows])
+        for rank, row in enumerate(rows):
+            if row[4] != rows[0][4]:
+                raise Diverged(
+                    f"Rank {rank} evaluates {int(row[4])} samples after step {trainer.step}, and "
+                    f"rank 0 {int(rows[0][4])}. All ranks must give evaluate the same source."
+                )
 
     def _agree(self, trainer: "Trainer", what: Next, is_full: bool) -> bool:
         """Compare what all do and hold; True if that is the end."""
@@ -165,16 +174,62 @@ class OwnLoop:
         found = [name for name, p in self._parameters.items() if not p.requires_grad]
         return [name for name in found if name not in self._first_frozen] if since_start else found
 
+    @contextmanager
+    def as_at_first(self) -> Iterator[None]:
+        """What the loop has frozen is not, in this block: a strategy's layout is for all that the
+        run began to train, since a newcomer does not know yet what is frozen."""
+        still = self._frozen()
+        self._freeze(self._first_frozen)
+        try:
+            yield
+        finally:
+            self._freeze(still)
+
     def _freeze(self, names: Sequence[str]) -> None:
         for name, p in self._parameters.items():
             if p.requires_grad == (name in names):
                 p.requires_grad_(name not in names)
 
+    def _refuse_other_parameters(self, trainer: "Trainer") -> None:
+        """What the trainer does not know of would not be trained, or not alike on all ranks."""
+        for name, p in self._parameters.items():
+            if p.requires_grad and name in self._first_frozen:
+                raise _not_trained(
+                    f"{name} was frozen when the trainer began and requires a gradient now"
+                )
+        can_freeze = not (trainer.mesh.is_cut or _is_own(trainer))
+        for name in [] if can_freeze else self._frozen(since_start=True):
+            raise _not_trained(
+                f"requires_grad of {name} was turned off, and under {str(trainer.plan)!r} ranks "
+                "exchange its gradient in every step"
+            )
+        now = _parameters_of(trainer.optimizer)
+        if self._stepped is not None and list(map(len, now)) != list(map(len, self._stepped)):
+            raise self._other_in_optimizer(now)
+        if trainer.step % CHECK_EVERY == 0 or self._is_first:
+            self._refuse_other_model(trainer.model)
+
+    def _other_in_optimizer(self, now: list[list[nn.Parameter]]) -> RecipeError:
+        known = {id(p) for group in self._stepped or () for p in group}
+        names = {id(p): name for name, p in self._parameters.items()}
+        new = [p for group in now for p in group if id(p) not in known]
+        if not new:
+            return _not_trained("parameters were taken out of the optimizer's groups")
+        name = names.get(id(new[0]), f"a tensor of shape {list(new[0].shape)}")
+        return _not_trained(f"{name} was added to the optimizer")
+
+    def _refuse_other_model(self, model: nn.Module) -> None:
+        now = dict(model.named_parameters())
+        for name in now.keys() | self._parameters.keys():
+            if now.get(name) is not self._parameters.get(name):
+                how = "was put into the model" if name in now else "was taken out of the model"
+                raise _not_trained(f"another {name} {how}")
+
     def _told(self, trainer: "Trainer", is_full: bool) -> tuple[dict[str, str], dict[str, str]]:
         """What all ranks must hold alike, and what those must that hold the same of the model."""
         has_schedule = trainer.schedule is not None
         rates = groups_in_words(trainer.optimizer, has_schedule)
-        rates |= {f"{name}.requires_grad": "False" for name in self._frozen()}
+        rates |= {f"{name}.requires_grad": "False" for name in self._frozen(since_start=True)}
         if _is_own(trainer):
             return rates, {}
         return rates, trainer.state.described(is_full)
@@ -299,6 +354,15 @@ def groups_in_words(optimizer: torch.optim.Optimizer, has_schedule: bool) -> dic
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     return [[*group["params"]] for group in optimizer.param_groups]
+
+
+def _not_trained(what: str) -> RecipeError:
+    return RecipeError(
+        f"{what[0].upper()}{what[1:]}. The trainer trains the parameters that the model and the "
+        "optimizer had when it began, and no others. Give those that are to be trained later a "
+        "group of their own from the start, with lr=0 until then; or save, and begin another run "
+        "with these weights."
+    )
 
 
 def _meet_in(trainer: "Trainer", step: int) -> bool:

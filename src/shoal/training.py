@@ -11,6 +11,7 @@ Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newc
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Self
 
@@ -157,7 +158,7 @@ class Trainer:
         while self._num_heard == len(self.answers):
             try:
                 if self.loop is not None:
-                    self.loop.joins_in(self, Next.EVALUATE)
+                    self.loop.joins_in(self, Next.EVALUATE, len(source))
                 self.answers.append(measure(self.run, self.compute, source, self.mesh))
                 self.past = self.step, self.answers
             except GroupLost as lost:
@@ -189,7 +190,8 @@ class Trainer:
     def take_place(self, mesh: Mesh) -> None:
         """Work in this mesh from now on."""
         self.mesh = mesh
-        self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
+        with nullcontext() if self.loop is None else self.loop.as_at_first():
+            self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
         self.compute.settle(mesh, self.strategy)
         self.consistency.settle(self.strategy, mesh)
 
