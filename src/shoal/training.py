@@ -255,6 +255,7 @@ class Trainer:
                 self.consistency.check(info.step)
             self.keeper.after_step(self, info)
         self._unseen = None
+        self.consistency.release()
         for hook in (*self.hooks, self.seat.stepped):
             hook(info)
         return info
