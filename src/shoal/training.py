@@ -337,6 +337,7 @@ class Trainer:
         if self.loop is None:  # or else when the body of the loop has run
             self.save_if_due()
         self._unseen = None
+        self.consistency.release()
         for hook in (*self.hooks, self.seat.stepped):
             hook(info)
         return info

@@ -193,7 +193,7 @@ def test_state_is_compared_before_it_is_saved(start, plan: str, what: str) -> No
     flip = f"step.committed:flip:member=1:step=24:what={what}"
     trained = start(flip, plan=plan, save_every=8).wait()
     assert trained.exit_code == 1 and what.removeprefix("live.") in trained.last_words
-    assert max(steps_saved(trained)) == 16
+    assert max(steps_saved(trained), default=0) < 24
 
 
 @pytest.mark.full

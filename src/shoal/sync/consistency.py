@@ -47,8 +47,8 @@ class Consistency:
     """Of one rank. With `most_slices` 0 nothing is looked at.
 
     `settle` comes first and for each new mesh; then, for each step: `begin`, `digest`, `verify`,
-    and `end` when it was made. `check` is for a state at rest. Every rank must call `verify` and
-    `check`, and as often.
+    and `end` when it was made, then `release`. `check` is for a state at rest. Every rank must call
+    `verify` and `check`, and as often.
     """
 
     def __init__(self, most_slices: int, tell: Tell):
@@ -110,6 +110,11 @@ class Consistency:
             self._weights.forget()
             if meets:
                 self._weights.note(self._watched.own_weights, step)
+
+    def release(self) -> None:
+        """Hooks and loops of the user's own may write to weights, until the next step begins."""
+        if self._guards:
+            self._weights.forget()
 
     def check(self, step: int) -> None:
         """All of the state after `step`, before it is saved or given away."""

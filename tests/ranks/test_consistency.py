@@ -1,0 +1,116 @@
+"""What a loop of one's own may write between two steps, and what it may not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint.manifest import Origin
+from shoal.checkpoint.storage import Directory
+from shoal.keeping import Keeper, Keeping
+from shoal.mesh import Axes, Mesh
+from shoal.run import resolve
+from shoal.sync.consistency import lines_of
+from shoal.sync.guard import CorruptState
+from shoal.testing.ranks import Pool
+from shoal.training import Trainer
+from tests.parity.runs import GivenSeat, network
+
+
+def write(trainer: Trainer, how: str, step: int) -> None:
+    """What the body of a loop does after a step."""
+    first = next(trainer.model.parameters())
+    moments = [own["exp_avg"] for own in trainer.optimizer.state.values()]
+    is_odd = trainer.mesh.rank == 1 and step == 5
+    with torch.no_grad():
+        if how == "clamp":
+            for p in trainer.model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+        elif how == "decay":
+            first.mul_(0.99)
+        elif how == "reset" and step % 3 == 0:
+            for moment in moments:
+                moment.zero_()
+        elif how == "replace" and step % 3 == 0:
+            for own in trainer.optimizer.state.values():
+                own["exp_avg"] = torch.zeros_like(own["exp_avg"])
+        elif how == "buffers":
+            for buffer in trainer.model.buffers():
+                buffer.add_(trainer.mesh.rank + 1)  # which the next piece takes back
+        elif how == "one rank's weights" and is_odd:
+            first.mul_(2)
+        elif how == "one rank's moments" and is_odd:
+            moments[0].numpy()[:] += 1  # torch does not see it
+
+
+def train(mesh: Mesh, plan: str, how: str, folder: str) -> str:
+    """Train in such a loop, with checkpoints; what was told of corruption, or the error."""
+    run = network(save_every=2)
+    resolved = resolve(run, plan, mesh.num_ranks)
+    seat, told = GivenSeat(mesh), list[str]()
+
+    def tell(event: str, **what: Any) -> None:
+        if event in ("replicas-differ", "replica-repaired", "state-corrupted"):
+            told.append(event)
+
+    seat.tell = tell  # type: ignore[method-assign]
+    origin = Origin("r.py:f", {}, str(resolved), 1, len(run.data), {})
+    keeper = Keeper(Keeping(Directory(Path(folder)), origin, others_may_write=True), tell)
+    try:
+        with Trainer(run, resolved, seat, keeper=keeper) as trainer:
+            for info in trainer:
+                write(trainer, how, info.step)
+    except CorruptState as error:
+        return str(error)
+    return " ".join(told)
+
+
+PLANS = [
+    "data=2",
+    "data=2 zero=1",
+    "data=2 zero=3",
+    "data=2 local_steps=2",
+    "data=2 local_steps=4 outer=nesterov",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "clamp",
+        *(
+            pytest.param(how, marks=pytest.mark.full)
+            for how in ("decay", "reset", "replace", "buffers")
+        ),
+    ],
+)
+def test_what_all_ranks_write_alike_is_theirs(pool: Pool, tmp_path, plan: str, how: str) -> None:
+    assert pool.run(train, 2, plan, how, str(tmp_path)) == ["", ""]
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=2"])
+def test_what_one_of_two_ranks_writes_alone_ends_the_run(pool: Pool, tmp_path, plan: str) -> None:
+    told = pool.run(train, 2, plan, "one rank's weights", str(tmp_path))
+    for words in told:
+        assert "0.weight became unlike on ranks 0 and 1 between steps 4 and 5" in words
+
+
+def test_of_three_ranks_the_one_that_writes_alone_is_repaired(pool: Pool, tmp_path) -> None:
+    told = pool.run(train, 3, "data=3", "one rank's moments", str(tmp_path))
+    assert told == ["replica-repaired", "", ""]
+
+
+def lines(mesh: Mesh, tensor: int, pipeline: int) -> tuple[list[list[int]], list[int]]:
+    """As they are counted, and as the group of this rank's line has them."""
+    formed = Mesh.form(mesh.world, Axes(tensor, pipeline), "cpu")
+    told = [int(row[0]) for row in formed.data.gather_numbers([formed.rank])]
+    formed.world.gather_numbers([0])  # nobody leaves while others still form
+    return lines_of(formed), told
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])
+def test_lines_of_replicas_are_those_of_the_mesh(pool: Pool, tensor: int, pipeline: int) -> None:
+    for rank, (counted, told) in enumerate(pool.run(lines, 4, tensor, pipeline)):
+        assert next(line for line in counted if rank in line) == told
