@@ -74,6 +74,7 @@ def attacked(
     files = {"output": folder / "attack.out", "errors": errors, "directory": folder}
     command: Command = pool.start(attack, user, targets, count, 7, **files)
     assert command.wait(max(50.0, count / 200)) == 0, errors.read_text()
+    assert training.command.is_running(), "the run ended under the attack"
     for pid, size in sizes(training).items():
         assert size - before.get(pid, size) < MOST_MORE_BYTES, f"process {pid} grew"
     return attempts_of(files["output"])
@@ -89,12 +90,23 @@ def check_unimpressed(trained: Trained, undisturbed: Trained) -> None:
     assert not (trained.run_dir / NAME).exists()
 
 
-def under_attack(start: Callable[..., Training], run_dir: Path, plan: str, many: int) -> Training:
-    """A run that lasts for as long as so many messages take."""
-    pause = 0.03 + many / 60 / 1_000
-    training = start(plan=plan, run_dir=run_dir, pause=pause, options=("--heartbeat-timeout", "60"))
+def under_attack(start: Callable[..., Training], run_dir: Path, plan: str) -> Training:
+    """A run that lasts until `let_end`."""
+    training = start(
+        recipe="lasting",
+        plan=plan,
+        run_dir=run_dir,
+        pause=0.02,
+        file=str(run_dir.with_name("over")),
+        options=("--heartbeat-timeout", "60"),
+    )
     training.wait_for_step(1, 60.0)
     return training
+
+
+def let_end(training: Training) -> Trained:
+    training.run_dir.with_name("over").touch()
+    return training.wait()
 
 
 LONG = pytest.mark.timeout(900)
@@ -112,7 +124,7 @@ LONG = pytest.mark.timeout(900)
 def test_another_user_is_not_let_in(
     pool: Pool, start, undisturbed_under, run_dir: Path, plan: str, count: int
 ) -> None:
-    training = under_attack(start, run_dir, plan, count)
+    training = under_attack(start, run_dir, plan)
     found = targets_of(training)
     unix = [target for target in found if not target.startswith("tcp")]
     assert len(unix) == (3 if plan == "data=3" else 7)  # control, store, supervisor; and servers
@@ -120,7 +132,7 @@ def test_another_user_is_not_let_in(
     told = attacked(pool, training, OTHER, count // 2, unix)
     assert told.keys() == {"forbidden"}, told
     attacked(pool, training, OTHER, count // 2, found)
-    check_unimpressed(training.wait(600.0), undisturbed_under("data=3"))
+    check_unimpressed(let_end(training), undisturbed_under("data=3"))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +148,10 @@ def test_who_knows_no_secret_is_not_heard(
     pool: Pool, start, undisturbed_under, run_dir: Path, plan: str, count: int
 ) -> None:
     """A process of the same user, at every socket."""
-    training = under_attack(start, run_dir, plan, count)
+    training = under_attack(start, run_dir, plan)
     told = attacked(pool, training, os.getuid(), count)
     assert told["frames"] > count / 4 and told["bytes"] > count / 50 and not told["forbidden"], told
-    check_unimpressed(training.wait(600.0), undisturbed_under("data=3"))
+    check_unimpressed(let_end(training), undisturbed_under("data=3"))
 
 
 @pytest.mark.parametrize(
@@ -149,12 +161,17 @@ def test_between_hosts_only_keys_open(
     pool: Pool,
     start,
     undisturbed_under,
+    tmp_path: Path,
     count: int,
 ) -> None:
     """Ports of a run that spans hosts can be reached by everybody."""
-    options = ("--listen", "127.0.0.1", "--heartbeat-timeout", "60")
-    plan, pause = "data=4 sync=server servers=2 hosts=2", 0.03 + count / 60 / 1_000
-    training = start(plan=plan, pause=pause, options=options)
+    training = start(
+        recipe="lasting",
+        plan="data=4 sync=server servers=2 hosts=2",
+        pause=0.02,
+        file=str(tmp_path / "over"),
+        options=("--listen", "127.0.0.1", "--heartbeat-timeout", "60"),
+    )
     assert wait_until((training.run_dir / INVITATION).exists, 60.0)
     joining = join(pool, training.run_dir)
     training.wait_for_step(1, 60.0)
@@ -163,7 +180,7 @@ def test_between_hosts_only_keys_open(
     assert len(ports) >= 5  # hosts, supervisor, store and two servers; and Gloo's
     told = attacked(pool, training, user, count, ports)
     assert told["bytes"] > count / 50 and told["frames"] > count / 4, told
-    trained = training.wait(600.0)
+    trained = let_end(training)
     code, said = joining.wait()
     assert code == 0, said
     check_unimpressed(trained, undisturbed_under("data=4"))

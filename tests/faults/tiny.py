@@ -62,6 +62,18 @@ def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
     return run_of(pause, loss=loss)
 
 
+def lasting(pause: float = 0.002, file: str = "over", calls: int = 30) -> shoal.Run:
+    """Each rank goes slowly, and after so many pieces waits until there is a file."""
+    numbers = count()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        while next(numbers) > calls and not Path(file).exists():
+            time.sleep(0.05)
+        return slow_loss(output, target, pause)
+
+    return dataclasses.replace(run_of(pause), loss=loss)
+
+
 def dawdling(pause: float = 0.002, spare: int = 5) -> shoal.Run:
     """A spare that becomes a server takes long over every step, and so over those of another."""
 
