@@ -4,7 +4,8 @@
 the caller's terminal, directory and environment, and leaves after an hour without work. The
 caller passes signals on and gets the exit code; if it dies, the command dies with it. The socket
 is in a directory that only its owner can enter, under a name that changes with the code, so a
-stale process is not used.
+stale process is not used. A command with a closed stream, or in a locale other than UTF-8, is no
+command for it: it runs by itself.
 
 This module is also what the client side imports, so it loads nothing heavy.
 """
@@ -16,18 +17,21 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TypedDict
 
+from shoal.files import private_directory, write_private
 from shoal.processes import readable
 
 IDLE_S = 3600.0
 Command = Callable[[list[str]], int]
+_PEER = struct.Struct("3i")  # process, user, group
 _PRELOADED = (
     "numpy",
     "torch",
@@ -45,6 +49,16 @@ _PRELOADED = (
 )
 
 
+class _Request(TypedDict):
+    """A command, and what it has from its caller."""
+
+    arguments: list[str]
+    cwd: str
+    environment: dict[str, str]
+    umask: int
+    streams: list[tuple[str, str]]  # the encoding of output and of errors, and what it cannot hold
+
+
 def socket_path() -> Path:
     """Where the warm process for this interpreter and this code listens."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/shoal-{os.getuid()}"
@@ -55,25 +69,62 @@ def socket_path() -> Path:
 
 
 def run_warm(arguments: list[str]) -> int | None:
-    """Have the warm process run a command; None if there is none."""
-    connection = _connect()
-    if connection is None:
+    """Have the warm process run a command; None if there is none, or none that could."""
+    content = _request(arguments)
+    connection = None if content is None else _connect()
+    if content is None or connection is None:
         return None
-    request = {"arguments": arguments, "cwd": os.getcwd(), "environment": dict(os.environ)}
-    content = json.dumps(request).encode()
     with connection:
-        socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(content)
-        answers = connection.makefile("r")
-        pid = int(json.loads(answers.readline())["pid"])
-        passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in passed_on:
-            signal.signal(number, lambda n, _: os.kill(pid, n))
-        line = answers.readline()
-        if not line:
-            print("shoal: the warm process ended under this command.", file=sys.stderr)
-            return 1
-        return int(json.loads(line)["status"])
+        try:
+            socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+            connection.sendall(content)
+        except OSError:  # it has just ended, before it knew what to do
+            return None
+        answers = connection.makefile("rb")
+        pid = _told(answers.readline(), "pid")
+        if pid is not None:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda n, _: os.kill(pid, n))
+            status = _told(answers.readline(), "status")
+            if status is not None:
+                return status
+        print("shoal: the warm process ended under this command.", file=sys.stderr)
+        return 1
+
+
+def _request(arguments: list[str]) -> bytes | None:
+    """A command with all that is its caller's; None if it had better run by itself."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        return None  # the names of its files would be others there
+    if any(stream is None or stream.closed for stream in streams):
+        return None  # what is opened next would take the place of it
+    try:
+        request = _Request(
+            arguments=arguments,
+            cwd=os.getcwd(),
+            environment=dict(os.environ),
+            umask=_umask(),
+            streams=[(stream.encoding, stream.errors or "strict") for stream in streams[1:]],
+        )
+    except OSError:  # the directory is gone
+        return None
+    return json.dumps(request).encode()
+
+
+def _umask() -> int:
+    """The system tells it only to who sets one; nothing else runs here meanwhile."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _told(line: bytes, name: str) -> int | None:
+    """A number that the warm process tells; None if it is gone."""
+    try:
+        return int(json.loads(line)[name])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def start(idle_s: float = IDLE_S) -> bool:
@@ -81,10 +132,12 @@ def start(idle_s: float = IDLE_S) -> bool:
     path = socket_path()
     if is_up(path):
         return False
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_open_directory(path.parent)
+    private_directory(path.parent, "Remove it and try again, or set XDG_RUNTIME_DIR.")
     log = path.with_suffix(".log")
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    # In UTF-8 whatever the locale is here: commands of other locales do not come to it.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    log.unlink(missing_ok=True)
+    write_private(log, b"")
     with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "shoal.cli.warm", str(path), str(idle_s)],
@@ -99,7 +152,8 @@ def start(idle_s: float = IDLE_S) -> bool:
     while not is_up(path):
         if child.poll() is not None or time.monotonic() > deadline:
             child.kill()
-            raise OSError(f"the warm process did not come up:\n{log.read_text()}")
+            said = log.read_text(errors="replace")
+            raise OSError(f"the warm process did not come up:\n{said}")
         time.sleep(0.02)
     return True
 
@@ -126,16 +180,17 @@ def _connect(path: Path | None = None) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(str(path or socket_path()))
-        return connection
+        if _user_behind(connection) == os.geteuid():  # it will see our environment
+            return connection
     except OSError:
-        connection.close()
-        return None
+        pass
+    connection.close()
+    return None
 
 
-def _refuse_open_directory(path: Path) -> None:
-    facts = path.stat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise OSError(f"{path} can be entered by others; remove it and try again")
+def _user_behind(connection: socket.socket) -> int:
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(told)[1])
 
 
 class Warm:
@@ -151,6 +206,7 @@ class Warm:
     def serve(self) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.bind(str(self._path))
+        os.chmod(self._path, 0o600)  # before it listens, so nobody comes in between
         self._listener.listen(16)
         try:
             while self._serve_one():
@@ -186,8 +242,13 @@ class Warm:
             content = b""
             while len(content) < length and (part := caller.recv(length - len(content))):
                 content += part
-            request = json.loads(content)
-        except (OSError, ValueError):
+        except OSError:
+            caller.close()
+            return True
+        request = _read(content)
+        if request is None or len(descriptors) != 3:
+            for descriptor in descriptors:
+                os.close(descriptor)
             caller.close()
             return True
         caller.settimeout(None)
@@ -203,7 +264,7 @@ class Warm:
 
     def _become(
         self,
-        request: dict[str, Any],
+        request: _Request,
         descriptors: list[int],
         caller: socket.socket,
         parent: int,
@@ -224,9 +285,13 @@ class Warm:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
+        os.umask(request["umask"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+            for number, (encoding, errors) in enumerate(request["streams"], 1)
+        )
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = ["shoal", *request["arguments"]]
 
@@ -239,6 +304,24 @@ class Warm:
         code = os.waitstatus_to_exitcode(status)
         _tell(caller, status=code if code >= 0 else 128 - code)
         caller.close()
+
+
+def _read(content: bytes) -> _Request | None:
+    """Python's own JSON, which keeps names that are not UTF-8; None if it is no request."""
+    from shoal.decoding import UNREADABLE
+
+    try:
+        found: _Request = json.loads(content)
+        environment = found["environment"]
+        return _Request(
+            arguments=[str(word) for word in found["arguments"]],
+            cwd=str(found["cwd"]),
+            environment={str(name): str(value) for name, value in dict(environment).items()},
+            umask=int(found["umask"]) & 0o777,
+            streams=[(str(encoding), str(errors)) for encoding, errors in found["streams"][:2]],
+        )
+    except UNREADABLE:
+        return None
 
 
 def _tell(caller: socket.socket, **what: int) -> None:
