@@ -13,11 +13,11 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, sendable
 
 T = TypeVar("T")
 
@@ -67,6 +67,22 @@ def json_or_none(content: bytes, kind: type[T]) -> T | None:
         return msgspec.json.decode(content, type=kind)
     except UNREADABLE:
         return None
+
+
+def in_utf8(value: Any) -> bytes:
+    """A value as JSON, although a text in it, the name of a file mostly, may not be UTF-8."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_sendable(msgspec.to_builtins(value)))
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, str):
+        return sendable(value)
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(part) for key, part in value.items()}
+    return [_sendable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def reason(bad: BaseException) -> str:

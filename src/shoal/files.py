@@ -91,12 +91,16 @@ def private_directory(path: Path, way_out: str) -> None:
     """Make a directory that only this user can enter, whatever the umask; refuse another's.
 
     Those above it are made alike. One that is there must be this user's, closed to others, and no
-    link; and nobody but this user and root may own the one that it lies in, or he could put another
-    in its place. OSError if it cannot be made.
+    link; and nobody but this user and root may put another in its place, so the one that it lies in
+    must be theirs, and writable by others only as /tmp is. OSError if it cannot be made.
     """
     if not path.parent.exists():
         private_directory(path.parent, way_out)
-    _refuse_other_owner(path.parent, os.stat(path.parent), way_out, or_root=True)
+    above = os.stat(path.parent)
+    _refuse_other_owner(path.parent, above, way_out, or_root=True)
+    if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+        mode = stat.S_IMODE(above.st_mode)
+        raise UsageError(f"{path.parent} can be written by others (mode {mode:04o}). {way_out}")
     try:
         os.mkdir(path, 0o700)
         os.chmod(path, 0o700)  # a umask may have taken more

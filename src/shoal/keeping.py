@@ -44,6 +44,7 @@ from shoal.sync.state import Given, State, first_problem, share_bytes
 if TYPE_CHECKING:
     from shoal.training import Trainer
 
+BATCH_LOSS = "batch_loss"  # of a step, where `loss` is that of an evaluation
 Tell = Callable[..., None]  # of an event, by its name and what it needs
 
 
@@ -286,7 +287,7 @@ class Keeper:
         per_epoch = batches_per_epoch(num_samples, run.batch_size, run.end)
         epoch, batch = divmod(step, per_epoch)
         of_epoch = per_epoch * run.batch_size if run.end != "pad" else num_samples
-        told = {} if info is None else {"loss": info.loss, **(info.evaluation or {})}
+        told = {} if info is None else _measured(run, info)
         metrics = {name: value for name, value in told.items() if math.isfinite(value)}
         return Progress(
             step=step,
@@ -392,6 +393,32 @@ def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Orig
     """What a checkpoint says of where it comes from."""
     versions = {"shoal": version("shoal"), "torch": str(torch.__version__)}
     return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
+
+
+def _measured(run: Run, info: StepInfo) -> dict[str, float]:
+    """What a checkpoint is compared by: the loss of a batch and one of an evaluation, which say
+    unlike things, never have the same name in a run."""
+    if run.evaluate is None:
+        return {"loss": info.loss}
+    return {BATCH_LOSS: info.loss, **(info.evaluation or {})}
+
+
+def refuse_unmeasured(keep: Keep, run: Run) -> None:
+    """Refuse to keep the best by a number that no checkpoint will have.
+
+    Of a run that evaluates, only what is saved after an evaluation can be the best.
+    """
+    keep.refuse_unknown(run.measures(), "this run measures no such number")
+    if keep.best is None or run.evaluate is None or run.save_every is None:
+        return
+    saves = range(run.save_every, run.num_steps(), run.save_every)
+    if saves and not any(map(run.evaluates_after, saves)):
+        often = "only at the end" if run.evaluate_every is None else f"every {run.evaluate_every}"
+        raise UsageError(
+            f"best={keep.best} goes by evaluations, and after none of the steps that are saved "
+            f"(save_every={run.save_every}) the run evaluates ({often}). Let evaluate_every divide "
+            f"save_every, as with --set evaluate_every={run.save_every}, or leave best out."
+        )
 
 
 def cannot_hold(why: str, asked: str) -> UsageError:

@@ -16,8 +16,8 @@ from typing import IO, Annotated, Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 
-from shoal.decoding import decode_json
-from shoal.errors import UsageError
+from shoal.decoding import decode_json, in_utf8
+from shoal.errors import UsageError, sendable
 from shoal.files import read_plain, write_whole
 from shoal.processes import hold, let_go
 
@@ -38,6 +38,8 @@ class RunDir:
     """
 
     def __init__(self, path: Path | None, recipe: str, *, resume: bool = False):
+        _refuse_unwritable(recipe, "recipe")
+        _refuse_unwritable(str(path or ""), "run directory")
         if resume:
             path = _last_of(recipe) if path is None else path
         self._made: list[Path] = []  # what there was not before, in the order of making
@@ -89,7 +91,7 @@ class RunDir:
     def describe(self, **facts: Any) -> None:
         """The run begins: write run.json, the resolved run and plan, and whence each value came."""
         self._began = True
-        text = msgspec.json.format(msgspec.json.encode(facts), indent=2)
+        text = msgspec.json.format(in_utf8(facts), indent=2)
         write_whole(self.path / RUN, text + b"\n")  # or who goes on would find half of it
 
     def _release(self) -> None:
@@ -174,6 +176,15 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(environment["SHOAL_CACHE"])
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
+def _refuse_unwritable(name: str, what: str) -> None:
+    """Names go into records and messages, which are in UTF-8."""
+    if sendable(name) != name:
+        raise UsageError(
+            f"The name of the {what}, {sendable(name)}, cannot be written in UTF-8, as the records "
+            "of a run are. Rename it, or set a locale of UTF-8, such as LC_ALL=C.UTF-8."
+        )
 
 
 def _stem(recipe: str) -> str:

@@ -15,6 +15,7 @@ from shoal.testing.ranks import Pool
 
 SHOAL = Path(sys.executable).with_name("shoal")
 RECIPE = f"{Path(__file__).with_name('bad_recipes.py')}:fine"
+FAULTS_TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")
 
 
 def shoal(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -65,7 +66,54 @@ def test_tensorboard_events_are_written(pool: Pool, tmp_path: Path) -> None:
     options = ["--tensorboard"]
     trained = start(pool, RECIPE, tmp_path / "run", plan="data=2", options=options).wait()
     assert trained.exit_code == 0, trained.errors
-    assert list((trained.run_dir / "tensorboard").glob("events*"))
+    before = set((trained.run_dir / "tensorboard").glob("events*"))
+    assert len(before) == 1
+    more = {"steps": trained.result["steps"] + 2}
+    again = start(
+        pool, RECIPE, trained.run_dir, plan="data=2", settings=more, options=["--resume"]
+    ).wait()
+    assert again.exit_code == 0, again.errors
+    assert set((trained.run_dir / "tensorboard").glob("events*")) > before, "it was forgotten"
+
+
+def test_every_evaluation_is_shown_and_the_best_is_the_best_of_them(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """However quick the steps are; and the loss of a batch is never compared with theirs."""
+    settings = {"steps": 24, "save": 4, "save_every": 2}
+    keep = ["--keep", "last=1 best=loss"]
+    judged = f"{FAULTS_TINY}:judged"
+    trained = start(
+        pool, judged, tmp_path / "run", plan="data=2", settings=settings, options=keep
+    ).wait()
+    assert trained.exit_code == 0, trained.errors
+    losses = {r["step"]: r["evaluation"]["loss"] for r in trained.steps() if "evaluation" in r}
+    assert list(losses) == [4, 8, 12, 16, 20, 24]
+    for step, loss in losses.items():
+        assert f"step {step}: evaluation  loss {loss:.4f}" in trained.errors
+    assert [event["step"] for event in trained.events("evaluated")] == list(losses)
+    batches = [record["loss"] for record in trained.steps()]
+    assert min(batches) < min(losses.values()), "a batch would have been the best"
+    kept = sorted(path.name for path in (trained.run_dir / "checkpoints").iterdir())
+    best = min(losses, key=lambda step: losses[step])
+    assert kept == sorted({f"step-{best:08d}", "step-00000024"})
+
+
+def test_the_best_of_what_is_not_measured_is_refused(pool: Pool, tmp_path: Path) -> None:
+    settings, keep = {"steps": 9, "save_every": 2, "evaluate_every": 5}, ["--keep", "best=loss"]
+    refused = start(
+        pool,
+        f"{FAULTS_TINY}:evaluated",
+        tmp_path / "run",
+        plan="data=1",
+        settings=settings,
+        options=keep,
+    ).wait()
+    assert refused.exit_code == 2 and "Let evaluate_every divide save_every" in refused.errors
+    told = start(
+        pool, RECIPE, tmp_path / "told", plan="data=1", settings={"steps": 4}, options=keep
+    ).wait()
+    assert told.exit_code == 0 and "this run does not evaluate" in told.errors
 
 
 def test_killing_the_command_leaves_no_process(tmp_path: Path) -> None:

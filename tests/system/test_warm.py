@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -48,13 +50,13 @@ class Warm:
         )
 
     def pid(self) -> int:
-        (socket,) = (Path(self.environment["XDG_RUNTIME_DIR"]) / "shoal").glob("*.sock")
+        (address,) = (Path(self.environment["XDG_RUNTIME_DIR"]) / "shoal").glob("*.sock")
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = entry.read_bytes().split(b"\0")
             except OSError:
                 continue  # it has ended
-            if str(socket).encode() in words and is_alive(int(entry.parent.name)):
+            if str(address).encode() in words and is_alive(int(entry.parent.name)):
                 return int(entry.parent.name)
         raise AssertionError("the warm process is not running")
 
@@ -162,6 +164,69 @@ def test_killing_the_caller_ends_its_ranks(warm: Warm, tmp_path: Path) -> None:
     command.kill()
     command.communicate(timeout=LIMIT_S)
     assert all_ended(pids), "ranks outlived their caller"
+    assert warm.shoal("warm", "status").stdout == "warm\n"
+
+
+def test_what_a_command_writes_follows_its_callers_umask(warm: Warm, tmp_path: Path) -> None:
+    """And not that of who started the warm process; its socket and log are for its owner."""
+    words = ("train", f"{TINY}:line", "--plan", "data=1", "--run-dir", "r", "--set", "steps=2")
+    assert warm.shoal(*words, cwd=tmp_path, umask=0o027).returncode == 0
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "r").rglob("*.json*")}
+    assert modes == {0o640}
+    place = Path(warm.environment["XDG_RUNTIME_DIR"]) / "shoal"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "told"),
+    [("0<&-", 2, "no recipe file"), (">&-", 2, "Standard output is closed"), ("2>&-", 2, "")],
+)
+def test_a_closed_stream_is_no_traceback(
+    warm: Warm, tmp_path: Path, closed: str, code: int, told: str
+) -> None:
+    """Nor does the socket to the warm process take its place."""
+    words = ["bash", "-c", f'"$0" train none.py:line {closed}', SHOAL]
+    done = subprocess.run(
+        words, env=warm.environment, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == code and told in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+# A locale whose names are not in UTF-8, as Python takes the C locale if it is told to.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_any_locale_may_start_it_and_come_to_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = Warm(tmp_path_factory.mktemp("w"))
+    assert made.shoal("warm", "start", variables=ASCII).stdout == "warm\n"
+    pid = made.pid()
+    try:
+        told = [
+            made.shoal("train", "n\u00e4he.py:line", variables=variables)
+            for variables in ({}, ASCII, {"PYTHONIOENCODING": "ascii"})
+        ]
+        for done in told:
+            assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert "no recipe file n\u00e4he.py" in told[0].stderr
+        assert "cannot be written in UTF-8" in told[1].stderr
+    finally:
+        made.shoal("warm", "stop")
+        assert all_ended([pid])
+
+
+def test_nonsense_does_not_end_it(warm: Warm) -> None:
+    (address,) = (Path(warm.environment["XDG_RUNTIME_DIR"]) / "shoal").glob("*.sock")
+    with open(os.devnull, "rb") as nothing:
+        for content in (b"[" * 50_000, b"\xff", b"{}", b'{"environment": 3}', b"null"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                line.settimeout(LIMIT_S)
+                line.connect(str(address))
+                head = len(content).to_bytes(8, "big")
+                socket.send_fds(line, [head], [nothing.fileno()] * 3)
+                line.sendall(content)
+                assert line.recv(100) == b""
     assert warm.shoal("warm", "status").stdout == "warm\n"
 
 

@@ -108,3 +108,20 @@ def test_who_is_busy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _flat(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
+
+
+def test_an_evaluation_is_shown_once_and_again_after_a_restart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = Display()
+    told = [{"event": "evaluated", "step": step, "evaluation": {"[a]": 0.5}} for step in (5, 10)]
+    for record in (told[0], told[0], told[1]):  # who took over from the dead one tells it as well
+        display(record)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 5: evaluation  [a] 0.5000",
+        "step 10: evaluation  [a] 0.5000",
+    ]
+    resumed = {"event": "resumed", "step": 5, "plan": "data=2", "pieces": 2, "pieces_now": 2}
+    for record in (resumed, told[1]):
+        display(record)
+    assert "step 10: evaluation" in capsys.readouterr().err

@@ -164,7 +164,7 @@ class DirectoryDraft:
 
     def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
         unfinished = self.path / f"{file}.part"
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for part in parts:
                 view = memoryview(part)

@@ -31,7 +31,7 @@ class Display:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = self.console.is_terminal
         self._shown_at = 0.0
-        self._last_evaluation: dict[str, float] | None = None
+        self._evaluated = 0  # the last step whose evaluation was shown
         self._width = 0
         self.saved_step: int | None = None
         self.unsaved: dict[int, list[str]] = {}
@@ -53,8 +53,12 @@ class Display:
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"
                 )
+            case "evaluated" if record["step"] > self._evaluated:  # two ranks may tell of one
+                self._evaluated = record["step"]
+                self.say(f"step {record['step']}: evaluation  {_numbers(record['evaluation'])}")
             case "resumed":
                 self.saved_step = record["step"]
+                self._evaluated = min(self._evaluated, record["step"])
                 self.say(_going_on(record))
             case "checkpoint-refused":
                 name, why = escape(record["name"]), escape(record["why"])
@@ -128,11 +132,6 @@ class Display:
         self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
 
     def _progress(self, record: dict[str, Any]) -> None:
-        evaluation = record.get("evaluation")
-        if evaluation is not None and evaluation != self._last_evaluation:
-            self._last_evaluation = evaluation
-            told = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.items())
-            self.say(f"step {record['step']}: evaluation  {told}")
         line = self._line(record)
         now = time.monotonic()
         if self._live:
@@ -157,6 +156,11 @@ class Display:
         if self._live and self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             self._width = 0
+
+
+def _numbers(evaluation: dict[str, float]) -> str:
+    """A metric may have any name, and be no number."""
+    return escape("  ".join(f"{name} {value:.4f}" for name, value in evaluation.items()))
 
 
 def _who(record: dict[str, Any]) -> str:

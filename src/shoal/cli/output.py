@@ -6,6 +6,8 @@ from typing import Any
 import click
 import msgspec
 
+from shoal.decoding import in_utf8
+
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
 )
@@ -19,7 +21,7 @@ def in_json(value: Any) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON object; numbers that are not finite become null."""
-    click.echo(msgspec.json.encode(value).decode())
+    click.echo(in_utf8(value).decode())
 
 
 def say(text: str, is_error: bool = False) -> None:

@@ -321,7 +321,7 @@ def prepare_run(
     plain = {name: field["value"] for name, field in fields.items()}
     store = open_store(given["checkpoints"] or run_dir / FOLDER)
     keep = Keep.parse(given["keep"])
-    keep.refuse_unknown(run.measures(), "this run measures no such number")
+    _refuse_unmeasured(keep, run, is_new=not given["resume"])
     if not given["resume"] and not joins:
         refuse_used(store)
     plan, has_checkpoint = _to_go_on(recipe, run, plain, given, run_dir, store)
@@ -391,6 +391,25 @@ def _to_go_on(
     own = plain if NEW_ORDER in origin.run else _known_by_marks(plain, run, run_dir)
     refuse_changes(own, run, origin)
     return plan_to_go_on(run, given["plan"], given["ranks"], origin), found is not None
+
+
+def _refuse_unmeasured(keep: Any, run: Any, is_new: bool) -> None:
+    """What is said of --keep best=METRIC; a run that goes on is only warned."""
+    from shoal.keeping import refuse_unmeasured
+    from shoal.logs import warn_on_screen
+
+    try:
+        refuse_unmeasured(keep, run)
+    except UsageError as wrong:
+        if is_new:
+            raise
+        warn_on_screen(str(wrong))
+    if keep.best is not None and run.evaluate is None:
+        warn_on_screen(
+            f"best={keep.best} goes by the loss of one batch, that of the step before each save: "
+            "this run does not evaluate. Give it evaluate= and evaluate_every= to compare models "
+            "by the same samples."
+        )
 
 
 def _on_new_data(

@@ -5,7 +5,7 @@ the caller's terminal, directory and environment, and leaves after an hour witho
 caller passes signals on and gets the exit code; if it dies, the command dies with it. The socket
 is in a directory that only its owner can enter, under a name that changes with the code, so a
 stale process is not used. Both sides look whose process the other one is: a caller hands over its
-environment.
+environment. A command with a closed stream, or in a locale other than UTF-8, runs by itself.
 
 This module is also what the client side imports, so it loads nothing heavy.
 """
@@ -24,9 +24,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TypedDict
 
 from shoal.comm.unix import is_own
+from shoal.files import private_directory, write_private
 from shoal.processes import readable
 
 IDLE_S = 3600.0
@@ -50,6 +51,16 @@ _PRELOADED = (
 )
 
 
+class _Request(TypedDict):
+    """A command, and what it has from its caller."""
+
+    arguments: list[str]
+    cwd: str
+    environment: dict[str, str]
+    umask: int
+    streams: list[tuple[str, str]]  # the encoding of output and of errors, and what it cannot hold
+
+
 def socket_path() -> Path:
     """Where the warm process for this interpreter and this code listens."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/shoal-{os.getuid()}"
@@ -60,25 +71,62 @@ def socket_path() -> Path:
 
 
 def run_warm(arguments: list[str]) -> int | None:
-    """Have the warm process run a command; None if there is none."""
-    connection = _connect()
-    if connection is None:
+    """Have the warm process run a command; None if there is none, or none that could."""
+    content = _request(arguments)
+    connection = None if content is None else _connect()
+    if content is None or connection is None:
         return None
-    request = {"arguments": arguments, "cwd": os.getcwd(), "environment": dict(os.environ)}
-    content = json.dumps(request).encode()
     with connection:
-        socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(content)
-        answers = connection.makefile("r")
-        pid = int(json.loads(answers.readline())["pid"])
-        passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in passed_on:
-            signal.signal(number, lambda n, _: os.kill(pid, n))
-        line = answers.readline()
-        if not line:
-            print("shoal: the warm process ended under this command.", file=sys.stderr)
-            return 1
-        return int(json.loads(line)["status"])
+        try:
+            socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+            connection.sendall(content)
+        except OSError:  # it has just ended, before it knew what to do
+            return None
+        answers = connection.makefile("rb")
+        pid = _told(answers.readline(), "pid")
+        if pid is not None:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda n, _: os.kill(pid, n))
+            status = _told(answers.readline(), "status")
+            if status is not None:
+                return status
+        print("shoal: the warm process ended under this command.", file=sys.stderr)
+        return 1
+
+
+def _request(arguments: list[str]) -> bytes | None:
+    """A command with all that is its caller's; None if it had better run by itself."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        return None  # the names of its files would be others there
+    if any(stream is None or stream.closed for stream in streams):
+        return None  # what is opened next would take the place of it
+    try:
+        request = _Request(
+            arguments=arguments,
+            cwd=os.getcwd(),
+            environment=dict(os.environ),
+            umask=_umask(),
+            streams=[(stream.encoding, stream.errors or "strict") for stream in streams[1:]],
+        )
+    except OSError:  # the directory is gone
+        return None
+    return json.dumps(request).encode()
+
+
+def _umask() -> int:
+    """The system tells it only to who sets one; nothing else runs here meanwhile."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _told(line: bytes, name: str) -> int | None:
+    """A number that the warm process tells; None if it is gone."""
+    try:
+        return int(json.loads(line)[name])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def start(idle_s: float = IDLE_S) -> bool:
@@ -86,11 +134,12 @@ def start(idle_s: float = IDLE_S) -> bool:
     path = socket_path()
     if is_up(path):
         return False
-    for folder, closed_to in ((path.parent.parent, 0o022), (path.parent, 0o077)):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_open_directory(folder, closed_to)
+    private_directory(path.parent, "Remove it and try again, or set XDG_RUNTIME_DIR.")
     log = path.with_suffix(".log")
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    # In UTF-8 whatever the locale is here: commands of other locales do not come to it.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    log.unlink(missing_ok=True)
+    write_private(log, b"")
     with open(log, "wb") as output, open(os.devnull, "rb") as nothing:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "shoal.cli.warm", str(path), str(idle_s)],
@@ -105,7 +154,8 @@ def start(idle_s: float = IDLE_S) -> bool:
     while not is_up(path):
         if child.poll() is not None or time.monotonic() > deadline:
             child.kill()
-            raise OSError(f"the warm process did not come up:\n{log.read_text()}")
+            said = log.read_text(errors="replace")
+            raise OSError(f"the warm process did not come up:\n{said}")
         time.sleep(0.02)
     return True
 
@@ -140,13 +190,6 @@ def _connect(path: Path | None = None) -> socket.socket | None:
     return None
 
 
-def _refuse_open_directory(path: Path, closed_to: int) -> None:
-    """`closed_to`: the rights that nobody but this user may have there."""
-    facts = path.lstat()
-    if facts.st_uid != os.getuid() or facts.st_mode & closed_to:
-        raise OSError(f"{path} can be entered or changed by others; remove it and try again")
-
-
 class Warm:
     """The process itself: single-threaded, so that it may fork."""
 
@@ -160,7 +203,7 @@ class Warm:
     def serve(self) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.bind(str(self._path))
-        os.chmod(self._path, 0o600)
+        os.chmod(self._path, 0o600)  # before it listens, so nobody comes in between
         self._listener.listen(16)
         try:
             while self._serve_one():
@@ -215,7 +258,7 @@ class Warm:
 
     def _become(
         self,
-        request: dict[str, Any],
+        request: _Request,
         descriptors: list[int],
         caller: socket.socket,
         parent: int,
@@ -236,9 +279,13 @@ class Warm:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
+        os.umask(request["umask"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+            for number, (encoding, errors) in enumerate(request["streams"], 1)
+        )
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = ["shoal", *request["arguments"]]
 
@@ -253,7 +300,7 @@ class Warm:
         caller.close()
 
 
-def _read_request(caller: socket.socket, head: bytes) -> dict[str, Any]:
+def _read_request(caller: socket.socket, head: bytes) -> _Request:
     """What a caller wants to be run; ValueError if that is nothing that a command is made of."""
     length = int.from_bytes(head, "big")
     if len(head) < 8 or length > MOST_BYTES:
@@ -261,16 +308,28 @@ def _read_request(caller: socket.socket, head: bytes) -> dict[str, Any]:
     content = b""
     while len(content) < length and (part := caller.recv(length - len(content))):
         content += part
-    found = json.loads(content)
-    request: dict[str, Any] = found if isinstance(found, dict) else {}
-    environment, words = request.get("environment"), request.get("arguments")
-    if not (isinstance(environment, dict) and isinstance(words, list)):
+    found = _read(content)
+    if found is None:
         raise ValueError("no request")
-    texts = (request.get("cwd"), *environment, *environment.values(), *words)
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("no request")
-    return request
+    return found
 
+
+def _read(content: bytes) -> _Request | None:
+    """Python's own JSON, which keeps names that are not UTF-8; None if it is no request."""
+    from shoal.decoding import UNREADABLE
+
+    try:
+        found: _Request = json.loads(content)
+        environment = found["environment"]
+        return _Request(
+            arguments=[str(word) for word in found["arguments"]],
+            cwd=str(found["cwd"]),
+            environment={str(name): str(value) for name, value in dict(environment).items()},
+            umask=int(found["umask"]) & 0o777,
+            streams=[(str(encoding), str(errors)) for encoding, errors in found["streams"][:2]],
+        )
+    except UNREADABLE:
+        return None
 
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:

@@ -66,12 +66,9 @@ class Control:
         self._path = run_dir / NAME
         self._path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
-        try:
-            with _short(run_dir) as path:
-                self._socket.bind(path)
-        finally:
-            os.umask(before)
+        with _short(run_dir) as path:
+            self._socket.bind(path)
+            os.chmod(path, 0o600)  # whatever the umask, and before anybody can come in
         self._socket.listen(MOST_CALLERS)
         self._socket.setblocking(False)
         self._callers: list[Caller] = []

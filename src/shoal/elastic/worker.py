@@ -213,6 +213,8 @@ def _train(
         if info.left_out == info.samples and trainer.is_scribe:
             seat.tell("emptied", step=info.step, left_out=info.left_out)
 
+    evaluations = _Evaluations(seat, lambda: trainer.is_scribe)
+
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:
             try:
@@ -233,7 +235,7 @@ def _train(
     }
     seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
     seat.before_meeting = scribe.flush
-    own: list[Hook] = [totals.add, scribe, tell_of_emptied]
+    own: list[Hook] = [totals.add, scribe, tell_of_emptied, evaluations]
     trainer.hooks += [*own, *more_hooks(trainer, run_dir), keep_model]
     try:
         with trainer:
@@ -245,6 +247,22 @@ def _train(
         scribe.close()
 
 
+class _Evaluations:
+    """Tells of each evaluation, by whoever is the scribe; and of the last one again by who becomes
+    it, since the one before may have died before it did."""
+
+    def __init__(self, seat: SupervisedSeat, tells: Callable[[], bool]):
+        self._seat, self._tells = seat, tells
+        self._untold: StepInfo | None = None
+
+    def __call__(self, info: StepInfo) -> None:
+        if info.evaluation is not None:
+            self._untold = info
+        if self._untold is not None and self._tells():
+            self._seat.tell("evaluated", step=self._untold.step, evaluation=self._untold.evaluation)
+            self._untold = None
+
+
 def _progress(totals: Totals) -> dict[str, Any] | None:
     last = totals.last
     if last is None:
@@ -254,7 +272,6 @@ def _progress(totals: Totals) -> dict[str, Any] | None:
         "loss": last.loss,
         "samples_per_s": totals.samples_per_s,
         "communication": totals.share_in_communication,
-        "evaluation": last.evaluation,
     }
 
 

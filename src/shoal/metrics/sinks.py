@@ -27,6 +27,8 @@ from shoal.optional import require
 
 Record = Mapping[str, Any]
 
+# Of a record, what is a number and no figure to draw: where it stands, and the ledger's mark.
+NO_SCALARS = ("step", "time", "mark")
 _PERIOD_S = 0.2
 _AT_ONCE = 64  # records in one write
 
@@ -106,7 +108,7 @@ class TensorBoard:
             self._writer = self._module.SummaryWriter(str(self.directory))
         step, time = int(record["step"]), record.get("time")
         for name, value in scalars(record):
-            if name not in ("step", "time"):
+            if name not in NO_SCALARS:
                 self._writer.add_scalar(name, value, step, walltime=time)
 
     def close(self) -> None:

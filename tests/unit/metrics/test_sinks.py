@@ -94,12 +94,13 @@ def test_tensorboard_writes_events(tmp_path):
     pytest.importorskip("tensorboardX")
     sink = TensorBoard(tmp_path)
     assert not list(tmp_path.iterdir())
-    sink.write({"step": 1, "loss": 2.0, "times": {"data": 0.1}, "time": 1.0})
+    sink.write({"step": 1, "loss": 2.0, "times": {"data": 0.1}, "time": 1.0, "mark": 77})
     with pytest.raises(UsageError, match="has no step"):
         sink.write({"event": "seat"})
     sink.close()
     (events,) = tmp_path.iterdir()
     assert b"times/data" in events.read_bytes() and b"loss" in events.read_bytes()
+    assert b"mark" not in events.read_bytes(), "which means nothing to people"
 
 
 def test_background_writes_in_order_and_encodes_in_its_thread():

@@ -28,6 +28,7 @@ from shoal.data.cache.area import LAYOUT, Area, geometry, geometry_of, lay_out
 from shoal.data.cache.layers import Content
 from shoal.decoding import json_or_none
 from shoal.errors import UsageError
+from shoal.files import private_directory
 from shoal.logs import log, warn_once
 from shoal.tables import in_units
 
@@ -196,7 +197,10 @@ def _directory() -> Path:
     chosen = os.environ.get("SHOAL_CACHE") or os.environ.get("XDG_RUNTIME_DIR")
     directory = Path(chosen or f"/tmp/shoal-{os.getuid()}") / "shared"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if chosen is None:
+            private_directory(directory, "Remove it, or name another with SHOAL_CACHE.")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.stat()
     except OSError as error:
         raise UsageError(

@@ -188,7 +188,7 @@ def blaming(index: int) -> Iterator[None]:
 def _append(path: Path, line: bytes) -> None:
     """One write to the end: lines of several processes do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if os.write(file, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
