@@ -83,7 +83,7 @@ def test_to_resume_takes_the_last_run_or_begins_one(
             assert not run_dir.goes_on
             run_dir.describe(recipe="r.py:f", number=number)
     with RunDir(None, "r.py:f", resume=True) as run_dir:
-        assert run_dir.goes_on and run_dir.described()["number"] == 2
+        assert run_dir.goes_on and run_dir.record()["number"] == 2
     with RunDir(None, "other.py:f", resume=True) as run_dir:
         assert not run_dir.goes_on and run_dir.path == Path("runs/other-f-1")
     assert not Path("runs/other-f-1").exists(), "no run began there"
