@@ -17,6 +17,7 @@ from shoal.explain import outer
 from shoal.explain.rank import Facts, Rank
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plan import Plan
+from shoal.sync.local import NUM_TOLD
 from shoal.sync.rounds import blocks_by_rank, most_rounds
 from shoal.sync.tail import tail_lengths
 
@@ -194,7 +195,7 @@ def _averages(rank: Rank) -> list[Message]:
     what, times = "buffers" if plan.has_anchor else "weights", f"once in {plan.local_steps} steps"
     sent = [
         _in_tree(f"{what}, {times}", rows, blocks_by_rank(n, n), rank),
-        _all_reduce("losses and flags", "data", [5 * n * DOUBLE], rank),
+        _all_reduce("losses and flags", "data", [NUM_TOLD * n * DOUBLE], rank),
     ]
     if plan.has_anchor:
         sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))

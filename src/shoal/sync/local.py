@@ -40,6 +40,7 @@ from shoal.sync.replicas import REPLICAS, Merged, of_replica
 from shoal.sync.state import Source, State
 from shoal.sync.strategy import Agreed, Tally
 
+NUM_TOLD = 6  # numbers that a replica tells the others as a window ends
 _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
 
 
