@@ -129,6 +129,10 @@ def test_another_user_is_not_let_in(
     unix = [target for target in found if not target.startswith("tcp")]
     assert len(unix) == (3 if plan == "data=3" else 7)  # control, store, supervisor; and servers
     assert stat.S_IMODE((run_dir / NAME).stat().st_mode) == 0o700
+    servers = [pid for seat, pid in training.wait_for_seats().items() if seat > 2]
+    for pid in (training.command.pid, *servers):  # only ranks do, by Gloo, and on loopback
+        assert not listening_ports(pid)
+    assert all(target.startswith("tcp://127.0.0.1:") for target in found if target not in unix)
     told = attacked(pool, training, OTHER, count // 2, unix)
     assert told.keys() == {"forbidden"}, told
     attacked(pool, training, OTHER, count // 2, found)

@@ -41,7 +41,7 @@ def socket_directory(run_dir: Path) -> Iterator[Path]:
         os.chmod(path, 0o700)  # whatever the umask
         _try_out(str(path))
         usable = True
-    except (OSError, UsageError):  # a file system without sockets, or without owners
+    except (OSError, UsageError, UnicodeEncodeError):  # no sockets or owners there, or no text
         usable = False
     if not usable:
         with suppress(OSError):
@@ -55,6 +55,7 @@ def socket_directory(run_dir: Path) -> Iterator[Path]:
 
 
 def _try_out(directory: str) -> None:
+    directory.encode()  # as others are told of it
     path = reachable(new_path(directory))
     with socket.socket(socket.AF_UNIX) as trial:
         trial.bind(path)

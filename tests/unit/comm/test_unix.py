@@ -64,6 +64,13 @@ def test_where_there_can_be_no_socket_temporary_files_are_used(
     assert not found.exists()
 
 
+def test_a_name_that_is_no_text_cannot_be_told(tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    odd.mkdir()
+    with socket_directory(odd) as found:
+        assert str(found).isascii() and not list(odd.iterdir())
+
+
 def test_a_path_may_be_as_deep_as_it_likes(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 120) / ("b" * 120)
     deep.mkdir(parents=True)
