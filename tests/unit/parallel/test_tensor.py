@@ -264,8 +264,8 @@ class Between(nn.Module):
     [
         (lambda x: x.softmax(-1), "softmax is taken over the dim that is cut"),
         (lambda x: F.layer_norm(x, (64,)), "a norm is taken over the dim that is cut"),
-        (lambda x: Cube.apply(x), "Cube is an autograd function of its own"),
-        (lambda x: x.flip(-1), "flip has no rule for parts"),
+        (lambda x: x * x.count_nonzero(), "count_nonzero has no rule for parts"),
+        (lambda x: Cube.apply(x).sum(-1, keepdim=True) + x, "sum is taken over the dim"),
         (lambda x: x * torch.ones(3, 64), "its result meets a whole activation (a residual)"),
     ],
 )
@@ -284,6 +284,11 @@ def test_what_cannot_be_cut_has_a_reason(step: Callable[[Tensor], Tensor], reaso
         lambda x: x.view(3, 4, 16).transpose(1, 2)[:, :16].mT.reshape(3, 64),
         lambda x: torch.cat([x[:1], x[1:]]).clamp(min=0),
         lambda x: torch.where(x > 0, x, torch.zeros(())).to(torch.float64).float(),
+        Cube.apply,
+        lambda x: x.flip(-1),
+        lambda x: torch.fft.fft(x).real,
+        lambda x: torch.cat([torch.tensor([]), x, x])[:3],
+        lambda x: x.repeat(1, 1).scatter(0, torch.zeros(1, 64).long(), 0.5),
         lambda x: x[torch.tensor([2, 1, 0])].unsqueeze(1).squeeze(1).movedim(0, 1).movedim(1, 0),
     ],
 )

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.nn.modules import module as hooks
 from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_leaves
@@ -231,15 +230,58 @@ class Probe(CutForward):
             if for_parts is not None:
                 return follow_rule(for_parts, self.region, func, args, kwargs)
             if has_parts:
-                raise Refused(f"{name} has no rule for parts")
-        except (Refused, PlanError) as error:
-            if isinstance(error, PlanError) or has_parts or self.region.new:
+                raise Refused(f"{name} has no rule for parts", gathers=True)
+        except Refused as refused:
+            if has_parts and refused.gathers:
+                return self._gathered(func, args, kwargs, refused.reason)
+            if has_parts or self.region.new:
                 raise
+        except PlanError:
+            raise
         except Exception as error:
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise Refused(f"{name} failed on parts: {line}") from error
+            reason = f"{name} failed on parts: {_first_line(error)}"
+            if not has_parts:
+                raise Refused(reason) from error
+            return self._gathered(func, args, kwargs, reason)
         result = func(*args, **kwargs)
         self._track(func, args, result, name)
+        return result
+
+    def _gathered(self, func: Any, args: Args, kwargs: Kwargs, reason: str) -> Any:
+        """Computed on whole values, as the forward will; refused if nothing goes on cut."""
+        try:
+            result = self.on_whole_values(func, args, kwargs, cuts_again=True)
+        except Exception as error:
+            raise Refused(f"{reason}, nor for the whole: {_first_line(error)}") from error
+        is_written = result is None and func is Tensor.__setitem__ and type(args[0]) is Part
+        if not is_written and not any(type(leaf) is Part for leaf in tree_leaves(result)):
+            raise Refused(reason)
+        return result
+
+    def _watched_apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what computes again outside; leave whole what is handed to a function's code."""
+        region, leaves = self.region, tree_leaves((args, kwargs))
+        if cls is checkpoints.CheckpointFunction:
+            raise _computed_again("with use_reentrant=True")
+        reason = f"{cls.__name__} is an autograd function of its own"
+        given = {region.views[id(leaf)].name for leaf in leaves if id(leaf) in region.views}
+        for name in given - region.knowledge.whole.keys():
+            region.knowledge.keep_whole(name, reason)
+        parts = [leaf for leaf in leaves if type(leaf) is Part]
+        origin = frozenset().union(*(part.origin for part in parts))
+        apply = self._apply.__get__(None, cls)
+        try:
+            if given & region.cuts.keys():
+                raise Refused(reason)
+            if not parts:
+                return apply(*args, **kwargs)
+            result = self._gathered(apply, args, kwargs, reason)
+        except Refused as refused:
+            refused.blame = origin | given & region.cuts.keys()  # type: ignore[attr-defined]
+            raise
+        for leaf in tree_leaves(result):
+            if type(leaf) is Part:
+                leaf.origin = origin
         return result
 
     def _track(self, func: Any, args: Args, result: Any, name: str) -> None:
@@ -255,6 +297,10 @@ class Probe(CutForward):
         for value in tree_leaves(args):
             if isinstance(value, Tensor) and id(value) in views and rule_free(func):
                 self.region.notes.setdefault(views[id(value)].name, f"{name} cannot use parts")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def rule_free(func: Any) -> bool:
@@ -311,7 +357,7 @@ def _computed_again(how: str) -> PlanError:
 
 @contextmanager
 def _watched(region: ProbeRegion) -> Iterator[None]:
-    """Know which module runs, and refuse parts in custom autograd functions."""
+    """Know which module runs, and whether it would run again without the mode."""
 
     def begin(module: nn.Module, _: Any) -> None:
         region.running.append(module)
@@ -320,26 +366,6 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
         region.running.pop()
         if any(type(leaf) is Part for leaf in tree_leaves((inputs, output))):
             region.open.add(module)
-
-    original = Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoints.CheckpointFunction:
-            raise _computed_again("with use_reentrant=True")
-        leaves, reason = (
-            tree_leaves((args, kwargs)),
-            f"{cls.__name__} is an autograd function of its own",
-        )
-        blame = frozenset().union(*(leaf.origin for leaf in leaves if type(leaf) is Part))
-        given = {region.views[id(leaf)].name for leaf in leaves if id(leaf) in region.views}
-        for name in given - region.knowledge.whole.keys():  # its code would be given a part
-            region.knowledge.keep_whole(name, reason)
-        blame |= given & region.cuts.keys()
-        if blame:
-            refused = Refused(reason)
-            refused.blame = blame  # type: ignore[attr-defined]
-            raise refused
-        return original.__get__(None, cls)(*args, **kwargs)
 
     begin_checkpoint = checkpoints._checkpoint_without_reentrant_generator
 
@@ -355,13 +381,11 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
         hooks.register_module_forward_pre_hook(begin),
         hooks.register_module_forward_hook(end, always_call=True),
     ]
-    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     checkpoints._checkpoint_without_reentrant_generator = checkpointed  # type: ignore[assignment]
     try:
         yield
     finally:
         checkpoints._checkpoint_without_reentrant_generator = begin_checkpoint
-        Function.apply = original  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()
 
@@ -382,9 +406,10 @@ def search(
         except Exception as error:
             if not region.columns:
                 raise
-            line = next(iter(str(error).splitlines()), "")
-            refused = error if isinstance(error, Refused) else Refused(f"it fails on parts: {line}")
+            line = f"it fails on parts: {_first_line(error)}"
+            refused = error if isinstance(error, Refused) else Refused(line)
             blame: frozenset[str] = getattr(refused, "blame", frozenset())
             blamed = [name for name in region.columns if name in blame]
             knowledge.learn(refused, blamed or list(region.columns)[-1:], region.columns)
+            del refused  # with its frames, and all that they computed
     raise AssertionError("the probe does not end")

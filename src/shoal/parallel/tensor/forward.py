@@ -2,8 +2,9 @@
 
 A `TensorForward` is entered around each forward. It sees every torch function; those that meet a
 cut parameter or a part go to a rule (`matrix.py`, `rules.py`, `shapes.py`), all
-others run as they are. A function without a rule is given whole values instead, gathered from all
-ranks: slower, never wrong. So the result does not depend on which matrices were cut.
+others run as they are. A function without a rule, or an autograd function of the model's own, is
+given whole values instead, gathered from all ranks, and what comes out is cut again: slower, never
+wrong. So the result does not depend on which matrices were cut.
 
 Parameters stay plain and local. What they are a part of is an attribute (`part.TAG`),
 because FSDP puts other parameter objects into a module for the time of its forward.
@@ -16,7 +17,9 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
+from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn import functional as F
@@ -25,10 +28,31 @@ from torch.utils._pytree import tree_map
 
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError, ShoalError
+from shoal.parallel.layout import Cut
 from shoal.parallel.tensor.matrix import MATRICES
-from shoal.parallel.tensor.part import ABOUT, TAG, Part, Refused, Region, about, make_part
+from shoal.parallel.tensor.part import (
+    ABOUT,
+    TAG,
+    Part,
+    Refused,
+    Region,
+    about,
+    make_part,
+    strides_of_whole,
+)
 from shoal.parallel.tensor.rules import RULES, cast, made_whole, pointwise
-from shoal.parallel.tensor.shapes import SHAPES, Args, Kwargs, Rule, cat, stack
+from shoal.parallel.tensor.shapes import (
+    SHAPES,
+    Args,
+    Kwargs,
+    Rule,
+    cat,
+    expand_as,
+    pick_along,
+    setitem,
+    stack,
+    view_as,
+)
 
 # Rules that want a part as an argument.
 PARTS: dict[Any, Rule] = {
@@ -36,7 +60,7 @@ PARTS: dict[Any, Rule] = {
     **SHAPES,
     Tensor.data.__get__: pointwise,  # type: ignore[attr-defined]
 }
-_MIXED = {pointwise, cast, made_whole, cat, stack}
+_MIXED = {pointwise, cast, made_whole, cat, stack, expand_as, view_as, pick_along, setitem}
 # What concerns a tensor as an object of this rank.
 _OWN = {
     *(getattr(Tensor, name).__get__ for name in ("grad", "_backward_hooks", "_base")),
@@ -78,14 +102,25 @@ class CutForward(TorchFunctionMode):
         self._depth = 0
 
     def __enter__(self) -> Self:
+        if not self._depth:
+            self._apply = Function.__dict__["apply"]
+            Function.apply = classmethod(self._watched_apply)  # type: ignore[assignment,method-assign]
         self._depth += 1
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            Function.apply = self._apply  # type: ignore[method-assign]
             self.region.forget()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _watched_apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """An autograd function of the model's own, of which torch tells no mode."""
+        apply = self._apply.__get__(None, cls)
+        if not has_part((*args, *kwargs.values())) and not holds_cut((*args, *kwargs.values())):
+            return apply(*args, **kwargs)
+        return self.on_whole_values(apply, args, kwargs, cuts_again=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -100,6 +135,10 @@ class CutForward(TorchFunctionMode):
 
     def meet(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function that is given something cut, or a tensor of a foreign class."""
+        cuts_again = True
+        for value in args:
+            if type(value) is Part and value.viewed is not None:
+                _check_views(value)
         try:
             rule = MATRICES.get(func)
             if rule is not None:
@@ -116,23 +155,68 @@ class CutForward(TorchFunctionMode):
             cut_kwargs = {name: self._as_part(value) for name, value in kwargs.items()}
             if rule is not None and has_part((*cut_args, *cut_kwargs.values())):
                 return follow_rule(rule, self.region, func, cut_args, cut_kwargs)
+        except Refused as refused:
+            cuts_again = refused.gathers
         except Exception as error:
-            # Refused, or a use of the function that the rule does not know. If the model is wrong
+            # A use of the function that the rule does not know. If it is the model that is wrong,
             # it fails again on whole values, in its own terms.
             if isinstance(error, ShoalError) and not isinstance(error, RecipeError):
                 raise
-        return self.on_whole_values(func, args, kwargs)
+        return self.on_whole_values(func, args, kwargs, cuts_again)
 
-    def on_whole_values(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The way that is always right: gather, then compute as the uncut model does."""
-        whole_args, whole_kwargs = tree_map(self._whole, (args, kwargs))
+    def on_whole_values(self, func: Any, args: Args, kwargs: Kwargs, cuts_again: bool) -> Any:
+        """The way that is always right: gather, then compute as the uncut model does.
+
+        What comes out stays whole, or is cut as what went in was, where it has such a dim.
+        """
+        gathered: dict[int, tuple[Part, Tensor, int]] = {}
+
+        def whole(value: Any) -> Any:
+            if type(value) is not Part:
+                return self.region.whole(value) if isinstance(value, Tensor) else value
+            if id(value) not in gathered:
+                made = self.region.whole(value)
+                if func in _LAYS_OUT:
+                    made = _laid_out(made, value)
+                gathered[id(value)] = value, made, 0 if made.is_inference() else made._version
+            return gathered[id(value)][1]
+
+        whole_args, whole_kwargs = tree_map(whole, (args, kwargs))
         result = func(*whole_args, **whole_kwargs)
-        if args and type(args[0]) is Part and result is whole_args[0]:  # written in place
-            args[0].local = self.region.local(result, args[0].cut)
-            return args[0]
-        if args and type(args[0]) is Part and func is Tensor.__setitem__:
-            args[0].local = self.region.local(whole_args[0], args[0].cut)
-        return result
+        for part, made, version in gathered.values():
+            if made.is_inference() or made._version != version:
+                self._write(part, made)
+        if not gathered:
+            return result
+        written = {id(made): part for part, made, _ in gathered.values()}
+        like = next(iter(gathered.values()))[0] if cuts_again else None
+        return tree_map(lambda leaf: self._returned(leaf, written, like), result)
+
+    def _returned(self, leaf: Any, written: dict[int, Part], like: Part | None) -> Any:
+        """What a function on whole values gave, as the model goes on with it."""
+        if id(leaf) in written:
+            return written[id(leaf)]
+        if not isinstance(leaf, Tensor) or type(leaf) is Part:
+            return leaf
+        base = written.get(id(leaf._base)) if leaf._is_view() else None
+        cut = None if like is None else _cut_like(leaf, like)
+        if cut is not None:
+            part = self.region.cut_again(leaf, cut)
+            part.is_apart = base is not None
+            return part
+        if base is not None and leaf._base is not None and not leaf.is_inference():
+            base.viewed = leaf._base, leaf._version
+        return leaf
+
+    def _write(self, part: Part, whole: Tensor) -> None:
+        """A function wrote into the whole that was made of a part."""
+        if part.is_apart or whole.shape != part.shape:
+            raise _written_through_view()
+        share = self.region.local(whole, part.cut)
+        if part.local.is_leaf and part.local.requires_grad:
+            part.local = share
+        else:
+            part.local.copy_(share)  # in place, since others may be views of it
 
     def _as_part(self, value: Any) -> Any:
         if type(value) is Parameter and hasattr(value, TAG):
@@ -140,9 +224,6 @@ class CutForward(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._as_part, value))
         return value
-
-    def _whole(self, value: Any) -> Any:
-        return self.region.whole(value) if isinstance(value, Tensor) else value
 
 
 class TensorForward(CutForward):
@@ -161,15 +242,53 @@ class TensorForward(CutForward):
     def whole(self, value: Any) -> Any:
         """An output with its parts made whole; gradients flow back into the parts."""
 
-        def gather(leaf: Any) -> Any:
-            if type(leaf) is Part:
-                return self.region.whole(leaf)
-            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-                fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
-                return dataclasses.replace(leaf, **tree_map(gather, fields))
-            return leaf
+        return tree_map(self._whole, value)
 
-        return tree_map(gather, value)
+    def _whole(self, leaf: Any) -> Any:
+        if type(leaf) is Part:
+            _check_views(leaf)
+            return self.region.whole(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            return dataclasses.replace(leaf, **self.whole(fields))
+        return leaf
+
+
+_LAYS_OUT = {torch.as_strided, Tensor.as_strided}  # that see how a value lies in memory
+
+
+def _laid_out(whole: Tensor, part: Part) -> Tensor:
+    """A gathered value as it would lie in memory if it had never been cut."""
+    order = sorted(range(part.ndim), key=lambda dim: -strides_of_whole(part)[dim])
+    back = [order.index(dim) for dim in range(part.ndim)]
+    return whole.permute(order).contiguous().permute(back)
+
+
+def _check_views(part: Part) -> None:
+    """What was written through a view of a copy is missing in the part itself."""
+    if part.viewed is not None and part.viewed[0]._version != part.viewed[1]:
+        raise _written_through_view()
+
+
+def _written_through_view() -> RecipeError:
+    return RecipeError(
+        "The model writes in place through a view of a value of which each rank of the tensor axis "
+        "holds a part, or changes its shape in place. Such writes do not reach what was viewed. "
+        "Use a function that returns a new tensor, or leave the matrices before it whole with "
+        'cuts={"module": "whole"} in the Run.'
+    )
+
+
+def _cut_like(value: Tensor, part: Part) -> Cut | None:
+    """Along which dim a value goes on cut that was made of a part. Pure."""
+    size, (dim, packs) = part.shape[part.cut.dim], part.cut
+    if value.ndim < min(part.ndim, 2):
+        return None
+    same = [at for at in range(value.ndim) if value.shape[at] == size]
+    for at in (dim if value.ndim == part.ndim else -1, value.ndim + dim - part.ndim, dim, *same):
+        if at in same:
+            return Cut(at, packs)
+    return None
 
 
 def _local(value: Any) -> Any:

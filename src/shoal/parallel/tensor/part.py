@@ -38,11 +38,15 @@ class Held(NamedTuple):
 
 
 class Refused(Exception):
-    """A rule cannot keep a value cut. `repack`: another way of packing might help."""
+    """A rule cannot keep a value cut.
 
-    def __init__(self, reason: str, repack: bool = False):
+    `repack`: another way of packing might help; `gathers`: the function is computed on whole values
+    and what comes out is cut again, since nothing but a missing rule speaks against it.
+    """
+
+    def __init__(self, reason: str, repack: bool = False, gathers: bool = False):
         super().__init__(reason)
-        self.reason, self.repack = reason, repack
+        self.reason, self.repack, self.gathers = reason, repack, gathers
 
 
 class Part(Tensor):
@@ -51,6 +55,9 @@ class Part(Tensor):
     local: Tensor
     cut: Cut
     origin: frozenset[str]  # the matrices it comes from; kept by the probe alone
+    made_of: tuple[Tensor, int] | None = None  # the whole that it was cut from, at this version
+    is_apart = False  # a copy of what is a view of another value in the uncut model
+    viewed: tuple[Tensor, int] | None = None  # a copy of this one that has views, at this version
     _sizes: torch.Size
 
     # Asked all the time; torch's own answers go through a mode and back.
@@ -68,6 +75,22 @@ class Part(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         return self._sizes if dim is None else self._sizes[dim]
+
+    def __len__(self) -> int:
+        return self._sizes[0]
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = strides_of_whole(self)
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self.local.is_contiguous(memory_format=memory_format)
+
+    def become(self, other: "Part") -> "Part":
+        """Take another's place, after a function that changes a shape in place."""
+        self.local, self.cut, self._sizes = other.local, other.cut, other._sizes
+        self.made_of = None
+        return self
 
     @classmethod
     def __torch_function__(
@@ -95,7 +118,7 @@ _GET = (
 )
 _CALL = (
     *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
-    *("stride", "is_contiguous", "ndimension", "__len__", "is_signed", "get_device", "__hash__"),
+    *("ndimension", "is_signed", "get_device", "__hash__"),
 )
 _LOCAL = ("requires_grad", "grad_fn", "is_leaf", "_version")
 # Questions about a tensor that a part answers without looking at its values.
@@ -135,6 +158,16 @@ def make_part(local: Tensor, cut: Cut, num_ranks: int) -> Part:
     return part
 
 
+def strides_of_whole(part: Part) -> tuple[int, ...]:
+    """How the uncut model's value would lie in memory."""
+    steps = part.local.stride()
+    order = sorted(range(part.ndim), key=lambda dim: -steps[dim])
+    strides, step = [0] * part.ndim, 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * part.shape[dim]
+    return tuple(strides)
+
+
 def share_of(whole: Tensor, cut: Cut, rank: int, num_ranks: int) -> Tensor:
     """The view (or, of several packs, the copy) that one rank holds; gradients flow."""
     dim, packs = cut
@@ -156,7 +189,12 @@ def joined(parts: Tensor, cut: Cut) -> Tensor:
     return whole
 
 
-class _Enter(Function):
+class _Move(Function):
+    # As it is before a forward that watches the functions of the model replaces it.
+    apply = Function.__dict__["apply"]
+
+
+class _Enter(_Move):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -167,12 +205,12 @@ class _Enter(Function):
         # The gradient may be another node's too, so it is not summed in place.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         if torch.is_grad_enabled():  # to be differentiated again
-            return _Leave.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+            return _Leave.apply(grad, ctx.group), None
         ctx.group.all_reduce(grad).wait()
         return grad, None
 
 
-class _Leave(Function):
+class _Leave(_Move):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -183,24 +221,29 @@ class _Leave(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
-            return _Enter.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+            return _Enter.apply(grads[0], ctx.group), None
         return grads[0], None
 
 
-class _Gather(Function):
+class _Gather(_Move):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut, group: Group) -> Tensor:
         ctx.cut, ctx.group = cut, group
         parts = local.new_empty((group.num_ranks, *local.shape))
         parts[group.rank] = local
         group.gather_shards(list(parts)).wait()
-        return joined(parts, cut).contiguous()
+        whole = joined(parts, cut).contiguous()
+        if not whole._is_view():
+            return whole
+        # Under its own name, since torch lets no view that a function returns be written in place.
+        own = whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride()
+        return whole.new_empty(0).set_(*own)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         whole = grads[0]
         if torch.is_grad_enabled():
-            whole = _Enter.apply(whole, ctx.group)  # type: ignore[no-untyped-call]
+            whole = _Enter.apply(whole, ctx.group)
         part = share_of(whole, ctx.cut, ctx.group.rank, ctx.group.num_ranks)
         return part.contiguous(), None, None
 
@@ -225,7 +268,7 @@ class Region:
             return known[2]
         if len(self._entered) >= 8:  # keeps few activations alive
             del self._entered[next(iter(self._entered))]
-        entered: Tensor = _Enter.apply(x, self.group)  # type: ignore[no-untyped-call]
+        entered: Tensor = _Enter.apply(x, self.group)
         self._entered[id(x)] = x, x._version, entered
         return entered
 
@@ -234,7 +277,7 @@ class Region:
         y = y.contiguous()
         if y._is_view() or (y.is_leaf and y.requires_grad):
             y = y.clone()
-        whole: Tensor = _Leave.apply(y, self.group)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Leave.apply(y, self.group)
         return whole
 
     def whole(self, value: Tensor) -> Tensor:
@@ -242,12 +285,22 @@ class Region:
         cut = cut_of(value)
         if cut is None:
             return value
+        known = value.made_of if type(value) is Part else None
+        if known is not None and known[1] == value.local._version:  # type: ignore[attr-defined]
+            return known[0]
         local = value.local if type(value) is Part else value
-        gathered: Tensor = _Gather.apply(local, cut, self.group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(local, cut, self.group)
         return gathered
 
     def part(self, local: Tensor, cut: Cut) -> Part:
         return make_part(local, cut, self.num_ranks)
+
+    def cut_again(self, whole: Tensor, cut: Cut) -> Part:
+        """A part of a whole value, which is remembered for who wants it whole."""
+        part = self.part(self.local(whole, cut).clone(), cut)
+        if not whole.is_inference():  # where nobody counts what is written in place
+            part.made_of = whole, part.local._version
+        return part
 
     def local(self, value: Tensor, cut: Cut) -> Tensor:
         """This rank's share of a value that is cut so or whole."""

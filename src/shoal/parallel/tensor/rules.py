@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of
+from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of, strides_of_whole
 from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
 
 _POINTWISE = """
@@ -36,12 +36,15 @@ __lt__ __le__ __gt__ __ge__ rsub xlogy
 def pointwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Element by element, with torch's broadcasting."""
     first = args[0] if args else None
-    if _is_in_place(func) and type(first) is not Part:  # before it is written, not after
-        raise Refused("a part is written into a whole value")
+    if _is_in_place(func):  # to be refused before it is written, not after
+        if type(first) is not Part:
+            raise Refused("a part is written into a whole value")
+        if first.is_apart:
+            raise Refused("it is written through a view")
     if type(first) is Part and not kwargs and not any(isinstance(a, Tensor) for a in args[1:]):
         return _result(region, func, args, func(first.local, *args[1:]), first.cut)
     if "out" in kwargs:
-        raise Refused("it is written into another tensor")
+        raise Refused("it is written into another tensor", gathers=True)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     parts = [value for value in values if type(value) is Part]
     ndim = max(value.ndim for value in values)
@@ -92,7 +95,7 @@ def _along(at: int, default: int | None) -> Rule:
     def along(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0] if args else kwargs["input"]
         if type(x) is not Part or any(isinstance(value, Tensor) for value in args[1:]):
-            raise Refused(f"{_name(func)} is given several tensors")
+            raise Refused(f"{_name(func)} is given several tensors", gathers=True)
         given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
         if given is None or isinstance(given, bool):
             raise Refused(f"{_name(func)} is taken over the dim that is cut")
@@ -183,13 +186,8 @@ def glu(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
 
 def ones_of_whole(part: Part) -> Tensor:
     """Ones of the whole's shape, laid out in memory as the uncut model's value would be."""
-    steps = part.local.stride()
-    order = sorted(range(part.ndim), key=lambda dim: -steps[dim])
-    strides, step = [0] * part.ndim, 1
-    for dim in reversed(order):
-        strides[dim], step = step, step * part.shape[dim]
     blank = torch.empty_strided(
-        tuple(part.shape), strides, dtype=part.local.dtype, device=part.local.device
+        tuple(part.shape), strides_of_whole(part), dtype=part.local.dtype, device=part.local.device
     )
     return blank.fill_(1)
 

@@ -77,12 +77,15 @@ def _view_as(region: Region, x: Part, shape: list[int]) -> Part:
 def view(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     given = args[1:] or tuple(kwargs.values())
     if given and isinstance(given[0], torch.dtype):
-        raise Refused("it is viewed as another type")
+        raise Refused("it is viewed as another type", gathers=True)
     return _view_as(region, args[0], _as_shape(args[0], given))
 
 
-def view_as(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
-    return _view_as(region, args[0], list(args[1].shape))
+def view_as(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, other = args[0], argument(args, kwargs, "other", 1)
+    if type(x) is not Part:  # of the other no more than its shape is wanted
+        return x.reshape(other.shape) if func is Tensor.reshape_as else x.view(other.shape)
+    return _view_as(region, x, list(other.shape))
 
 
 def flatten(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
@@ -155,11 +158,19 @@ def squeeze(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     return region.part(x.local.reshape(shape), Cut(x.cut.dim - before, x.cut.packs))
 
 
+def expand_as(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, other = args[0], argument(args, kwargs, "other", 1)
+    if type(x) is Part:
+        return expand(region, func, (x, other.shape), {})
+    dim = x.ndim + other.cut.dim - other.ndim  # of a whole value, along the cut of the other
+    if dim >= 0 and x.shape[dim] != 1:
+        return x.expand(other.shape)
+    return region.part(region.enter(x).expand(other.local.shape), other.cut)
+
+
 def expand(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     x = args[0]
     given = args[1:] or tuple(kwargs.values())
-    if isinstance(given[0], Tensor):
-        given = (given[0].shape,)
     sizes = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     dim = x.cut.dim + len(sizes) - x.ndim
     if sizes[dim] not in (-1, x.shape[x.cut.dim]):
@@ -173,9 +184,9 @@ def repeat(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     given = args[1:] or tuple(kwargs.values())
     times = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     dim = x.cut.dim + len(times) - x.ndim
-    if times[dim] != 1:
-        raise Refused("it is repeated along the dim that is cut")
-    return region.part(x.local.repeat(times), Cut(dim, x.cut.packs))
+    if not times[dim]:
+        raise Refused("nothing of it is kept", gathers=True)
+    return region.part(x.local.repeat(times), Cut(dim, x.cut.packs * times[dim]))
 
 
 def repeat_interleave(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
@@ -183,7 +194,7 @@ def repeat_interleave(region: Region, func: Any, args: Args, kwargs: Kwargs) -> 
     times = argument(args, kwargs, "repeats", 1)
     dim = argument(args, kwargs, "dim", 2)
     if not isinstance(times, int) or not isinstance(dim, int):
-        raise Refused("it is repeated unevenly")
+        raise Refused("it is repeated unevenly", gathers=True)
     return region.part(x.local.repeat_interleave(times, dim), x.cut)
 
 
@@ -242,11 +253,17 @@ def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     x, index = args
     if isinstance(index, Tensor) and type(index) is not Part:
         return _pick(region, x, index)
+    items, dim = _local_index(x, index)
+    return region.part(x.local[items], Cut(dim, x.cut.packs))
+
+
+def _local_index(x: Part, index: Any) -> tuple[tuple[Any, ...], int]:
+    """An index of the part that leaves the dim that is cut as it is, and where that comes out."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, bool) for i in items):
-        raise Refused("it is indexed by True or False, which make a dim")
+        raise Refused("it is indexed by True or False, which make a dim", gathers=True)
     if not all(i is None or i is ... or isinstance(i, int | slice) for i in items):
-        raise Refused("it is indexed by several tensors")
+        raise Refused("it is indexed by several tensors", gathers=True)
     taken = sum(i is not None and i is not ... for i in items)
     if ... not in items:
         items.append(...)
@@ -265,34 +282,68 @@ def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     # The slice that keeps the cut dim may name the whole's size.
     kept = [i for i, item in enumerate(items) if item is not None][x.cut.dim]
     items[kept] = slice(None)
-    return region.part(x.local[tuple(items)], Cut(before, x.cut.packs))
+    return tuple(items), before
+
+
+def setitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Writes into a part what is cut alike, or of the whole its share."""
+    x, index, value = args
+    if type(x) is not Part:
+        raise Refused("a part is written into a whole value")
+    if x.is_apart:
+        raise Refused("it is written through a view")
+    items: Any = index
+    if isinstance(index, Tensor) and type(index) is not Part:
+        dim = _picked_dim(x, index)
+    else:
+        items, dim = _local_index(x, index)
+    if isinstance(value, Tensor):
+        at = value.ndim + dim - x.local[items].ndim
+        if type(value) is Part:
+            if value.cut != Cut(at, x.cut.packs):
+                raise Refused("it is written into a value that is cut differently", gathers=True)
+            value = value.local
+        elif at >= 0 and value.shape[at] != 1:
+            value = region.local(value, Cut(at, x.cut.packs))
+        else:
+            value = region.enter(value)
+    x.local[items] = value
 
 
 def _pick(region: Region, x: Part, index: Tensor) -> Part:
-    """Rows of the first dims, by numbers or by a mask, which bytes are too."""
+    """Rows of the first dims, by numbers or by a mask."""
+    return region.part(x.local[index], Cut(_picked_dim(x, index), x.cut.packs))
+
+
+def _picked_dim(x: Part, index: Tensor) -> int:
+    """Where the dim that is cut comes out behind rows of the first ones."""
     is_mask = index.dtype in (torch.bool, torch.uint8)
     used, made = (index.ndim, 1) if is_mask else (1, index.ndim)
     if x.cut.dim < used:
-        raise Refused("the dim that is cut is indexed by a tensor")
-    return region.part(x.local[index], Cut(x.cut.dim - used + made, x.cut.packs))
+        raise Refused("the dim that is cut is indexed by a tensor", gathers=True)
+    return x.cut.dim - used + made
 
 
 def cat(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     values = list(argument(args, kwargs, "tensors", 0))
     first = next(value for value in values if type(value) is Part)
     dim = int(argument(args, kwargs, "dim", 1, 0)) % first.ndim
+    # torch lets one be of no dim and no element, as a cache is that holds nothing yet.
+    filled = [value for value in values if value.shape != (0,)]
     if dim != first.cut.dim:
-        for value in values:
+        for value in filled:
             if cut_of(value) is None:
                 region.joins(value, first)
-        local = func([region.local(value, first.cut) for value in values], dim)
-        return region.part(local, first.cut)
-    cuts = [cut_of(value) for value in values]
-    sizes = {value.shape[dim] // cut.packs for value, cut in zip(values, cuts) if cut is not None}
+        local = [
+            value if value.shape == (0,) else region.local(value, first.cut) for value in values
+        ]
+        return region.part(func(local, dim), first.cut)
+    cuts = [cut_of(value) for value in filled]
+    sizes = {value.shape[dim] // cut.packs for value, cut in zip(filled, cuts) if cut is not None}
     if None in cuts or len(sizes) != 1 or {cut.dim for cut in cuts if cut is not None} != {dim}:
         raise Refused("it is joined with a whole or differently cut value")
-    local = func([value.local for value in values], dim)
-    return region.part(local, Cut(dim, sum(cut.packs for cut in cuts if cut is not None)))
+    joint = func([value if value.shape == (0,) else value.local for value in values], dim)
+    return region.part(joint, Cut(dim, sum(cut.packs for cut in cuts if cut is not None)))
 
 
 def stack(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
@@ -301,6 +352,73 @@ def stack(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     dim = int(argument(args, kwargs, "dim", 1, 0)) % (first.ndim + 1)
     local = func([region.local(value, first.cut) for value in values], dim)
     return region.part(local, Cut(first.cut.dim + (dim <= first.cut.dim), first.cut.packs))
+
+
+def in_place(rule: Rule) -> Rule:
+    """`x.unsqueeze_(...)`: as without the dash, and `x` is what comes out."""
+
+    def changes(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+        x: Part = args[0]
+        return x.become(rule(region, func, args, kwargs))
+
+    return changes
+
+
+def pick_along(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    """`gather`: along a dim that is not cut, by numbers for each element."""
+    x, index = args[0], argument(args, kwargs, "index", 2)
+    part = x if type(x) is Part else index
+    cut, dim = part.cut, int(argument(args, kwargs, "dim", 1)) % part.ndim
+    if dim == cut.dim or x.ndim != index.ndim or x.shape[cut.dim] != index.shape[cut.dim]:
+        raise Refused("it is picked along the dim that is cut", gathers=True)
+    sparse = bool(argument(args, kwargs, "sparse_grad", 3, False))
+    picked = torch.gather(region.local(x, cut), dim, region.local(index, cut), sparse_grad=sparse)
+    return region.part(picked, cut)
+
+
+def along_dims(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    """`flip` and `roll`: the order of elements along some dims."""
+    x, given = args[0], args[1:] or tuple(kwargs.values())
+    if func.__name__ == "roll":
+        dims: Any = argument(args, kwargs, "dims", 2, range(x.ndim))
+    else:
+        dims = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    if x.cut.dim in [int(d) % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]:
+        raise Refused(f"{func.__name__} has no rule for the dim that is cut", gathers=True)
+    return region.part(func(x.local, *args[1:], **kwargs), x.cut)
+
+
+def unfold(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    """Windows along a dim, in a new last one."""
+    x, dim = args[0], int(argument(args, kwargs, "dimension", 1)) % args[0].ndim
+    if dim == x.cut.dim:
+        raise Refused("unfold has no rule for the dim that is cut", gathers=True)
+    return region.part(func(x.local, *args[1:], **kwargs), x.cut)
+
+
+def as_pairs(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+    """Complex numbers from pairs in the last dim, and back."""
+    x = args[0]
+    if func is torch.view_as_complex and x.cut.dim == x.ndim - 1:
+        raise Refused("the two parts of complex numbers are cut", gathers=True)
+    return region.part(func(x.local), x.cut)
+
+
+def pack_sequence(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, Tensor]:
+    """Features of sequences of unlike length, step by step in one first dim."""
+    x = args[0]
+    if x.cut.dim < 2:
+        raise Refused("it is packed along the dim that is cut", gathers=True)
+    data, sizes = func(x.local, *args[1:], **kwargs)
+    return region.part(data, Cut(x.cut.dim - 1, x.cut.packs)), sizes
+
+
+def pad_sequence(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, Tensor]:
+    x = args[0]
+    if x.cut.dim < 1:
+        raise Refused("it is padded along the dim that is cut", gathers=True)
+    padded, lengths = func(x.local, *args[1:], **kwargs)
+    return region.part(padded, Cut(x.cut.dim + 1, x.cut.packs)), lengths
 
 
 def new_like(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -320,7 +438,8 @@ SHAPES: dict[Any, Rule] = {
         ("movedim moveaxis", movedim),
         ("unsqueeze", unsqueeze),
         ("squeeze", squeeze),
-        ("expand expand_as broadcast_to", expand),
+        ("expand broadcast_to", expand),
+        ("expand_as", expand_as),
         ("repeat", repeat),
         ("repeat_interleave", repeat_interleave),
         ("split split_with_sizes", split),
@@ -328,10 +447,21 @@ SHAPES: dict[Any, Rule] = {
         ("unbind", unbind),
         ("narrow select index_select", narrow),
         ("__getitem__", getitem),
+        ("__setitem__", setitem),
+        ("unsqueeze_", in_place(unsqueeze)),
+        ("squeeze_", in_place(squeeze)),
+        ("transpose_ swapaxes_ swapdims_", in_place(transpose)),
+        ("t_", in_place(transpose_last)),
+        ("gather", pick_along),
+        ("flip roll", along_dims),
+        ("view_as_complex view_as_real", as_pairs),
+        ("_pack_padded_sequence", pack_sequence),
+        ("_pad_packed_sequence", pad_sequence),
         ("cat concat concatenate", cat),
         ("stack", stack),
         ("new_zeros new_ones new_full new_empty new_tensor", new_like),
     ),
     Tensor.T.__get__: transpose_last,  # type: ignore[attr-defined]
     Tensor.mT.__get__: transpose_last,  # type: ignore[attr-defined]
+    Tensor.unfold: unfold,  # and not the other one, of torch.nn.functional
 }
