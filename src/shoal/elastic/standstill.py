@@ -4,13 +4,14 @@ Who works without end says so itself (`asides.py`). Who waits for another does n
 wait for each other would wait for ever without a word. So the supervisor looks at what all of them
 get done: steps, groups, saves and ends.
 
-It is told after a minute and ten times the longest pause so far, then at doubling times. Nothing
+It is told somewhat later than who works would tell: after 75 s and ten times the longest pause so
+far, then at doubling times. Nothing
 is ended then, since a step may take that long. A run that was told to stop has one more step to
 make and a state to save: it is given `stop_timeout_s` without getting further and three times the
 longest pause, ten times as much while it saves, and ten times as much in all.
 """
 
-PAUSE_S, TIMES_LONGEST = 60.0, 10.0
+PAUSE_S, TIMES_LONGEST = 75.0, 10.0
 STOP_TIMEOUT_S = 60.0
 STOP_TIMES_LONGEST = 3.0
 WHILE_SAVING = 10.0

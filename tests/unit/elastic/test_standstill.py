@@ -13,14 +13,14 @@ def standstill() -> Standstill:
     return found
 
 
-def test_it_is_told_after_a_minute_and_then_at_doubling_times(standstill: Standstill) -> None:
-    assert standstill.late_s(559.0) is None
-    assert standstill.late_s(561.0) == 61.0
+def test_it_is_told_after_a_while_and_then_at_doubling_times(standstill: Standstill) -> None:
+    assert standstill.late_s(574.0) is None
+    assert standstill.late_s(576.0) == 76.0
     assert standstill.late_s(600.0) is None
-    assert standstill.late_s(622.0) == 122.0
-    standstill.look("a step", 623.0)
-    assert standstill.late_s(684.0) is None  # since the longest pause was of two minutes
-    assert standstill.late_s(623.0 + 10 * 123.0) == 1230.0
+    assert standstill.late_s(652.0) == 152.0
+    standstill.look("a step", 653.0)
+    assert standstill.late_s(729.0) is None  # since the longest pause was of two minutes and more
+    assert standstill.late_s(653.0 + 10 * 153.0) == 1530.0
 
 
 def test_what_somebody_explained_is_not_told_again(standstill: Standstill) -> None:
