@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.data.batches import Batches
 from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
+from shoal.numerics.compiled import compiled_in
 from shoal.numerics.reserved import Reserved, touched_rows
 from shoal.plan import Plan
 from shoal.sync.server.combining import combine_losses
@@ -112,7 +113,8 @@ def refuse_writes(model: nn.Module, plan: Plan) -> Iterator[None]:
 
     for module in names:
         note(module, None)
-    handles = [module.register_forward_pre_hook(note) for module in names]
+    looks = names if plan.zero == 3 and not any(compiled_in(model)) else ()
+    handles = [module.register_forward_pre_hook(note) for module in looks]
     try:
         yield
     finally:

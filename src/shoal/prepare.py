@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.blame import refuse_writes, written_in_forward
 from shoal.data.batches import Batches
 from shoal.errors import PlanError, RecipeError
+from shoal.numerics.compiled import compiled_in
 from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
@@ -44,6 +45,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
     _refuse_tables(run, plan, model)
     _refuse_too_many_fragments(plan, model)
     _refuse_complex(plan, model)
+    _refuse_compiled(plan, model)
     _lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed)
@@ -96,6 +98,20 @@ def _refuse_complex(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{names[0]} is complex, and {key}={getattr(plan, key)} {why}. Leave out {key}, or "
                 "train real and imaginary parts as two parameters."
+            )
+
+
+def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
+    """What a plan does between the modules of a model would be lost in a compiled graph."""
+    name = next(compiled_in(model), None)
+    unfit = {"tensor": 1, "pipeline": 1, "recompute": "none"}
+    for key, usual in unfit.items():
+        if name is not None and getattr(plan, key) != usual:
+            who = f"{name} is compiled" if name else "The model is compiled"
+            raise PlanError(
+                f"{who} (torch.compile), and {key}={getattr(plan, key)} works between the modules "
+                "of a model, which a compiled graph does not show. Compiled models train under "
+                "data and zero. Leave out the compilation, or use such a plan."
             )
 
 

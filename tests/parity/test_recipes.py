@@ -94,6 +94,30 @@ def test_a_model_unlike_the_recipes(verify: Any, model: str, plan: str) -> None:
     check_same(verify(f"{UNLIKE}:{model}", plan), plan, 5)
 
 
+COMPILED = ["whole", "whole-in-place", "blocks", "blocks-in-place"]
+QUICK_COMPILED = {("whole", "data=2"), ("blocks-in-place", "data=2 zero=1")}
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    cases(COMPILED, ["data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3"], QUICK_COMPILED),
+)
+def test_a_compiled_model(verify: Any, how: str, plan: str) -> None:
+    settings = {"how": how, "backend": "aot_eager" if "zero=2" in plan else "eager"}
+    check_same(verify(f"{UNLIKE}:compiled", plan, steps=3, settings=settings), plan, 3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"),
+    cases(
+        ["gaps"], ["data=2", "pipeline=2", "data=2 zero=3", "tensor=2"], {("gaps", "pipeline=2")}
+    ),
+)
+def test_a_list_with_empty_places(verify: Any, recipe: str, plan: str) -> None:
+    found = verify(f"{UNLIKE}:{recipe}", plan, steps=3)
+    assert found.exit_code == 0 and found.verdict["passed"], found.errors
+
+
 @pytest.mark.parametrize(
     ("pair", "plan"),
     cases(

@@ -348,3 +348,45 @@ class Chaotic(nn.Module):
 
 def chaotic() -> shoal.Run:
     return run_of(Chaotic, clip=None, batch_size=12)
+
+
+class Gaps(nn.Module):
+    """Some places of its list are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(3)]
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList([None, block[0], None, *block[1:]])  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x if block is None else x + block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def gaps() -> shoal.Run:
+    return run_of(Gaps)
+
+
+def compiled(how: str, backend: str = "eager") -> shoal.Run:
+    """As a whole (torch.compile, or the model's own method), or block by block."""
+
+    def model() -> nn.Module:
+        made = Gaps()
+        blocks = [block for block in made.blocks if block is not None]
+        match how:
+            case "whole":
+                return torch.compile(made, backend=backend)  # type: ignore[return-value]
+            case "whole-in-place":
+                made.compile(backend=backend)
+            case "blocks":
+                made.blocks = nn.ModuleList(torch.compile(b, backend=backend) for b in blocks)  # type: ignore[misc]
+            case "blocks-in-place":
+                for block in blocks:
+                    block.compile(backend=backend)
+        return made
+
+    return run_of(model)

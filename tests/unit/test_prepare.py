@@ -113,3 +113,20 @@ def test_a_first_piece_that_quarantine_emptied_is_no_example(tmp_path: Path) -> 
         prepared.seeds.close()
     with pytest.raises(RecipeError, match="Quarantine leaves out all samples"):
         prepare(broken(len(run.data)), resolved(run, "tensor=2"))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "data=2 recompute=blocks"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_refused_where_its_modules_count(plan: str, whole: bool) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, zoo.KINDS))
+        if whole:
+            return torch.compile(made, backend="eager")  # type: ignore[return-value]
+        made[1].compile(backend="eager")
+        return made
+
+    run = dataclasses.replace(zoo.mlp(), model=model)
+    who = "The model is compiled" if whole else "1 is compiled"
+    with pytest.raises(PlanError, match=rf"^{who} \(torch.compile\), and {plan.split()[-1]} works"):
+        prepare(run, resolved(run, plan))
+    prepare(run, resolved(run, "data=2 zero=1")).seeds.close()

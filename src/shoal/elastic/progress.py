@@ -4,8 +4,8 @@ Who works without end says so itself (`asides.py`). Who waits for another does n
 wait for each other would wait for ever without a word. So members say with each beat how much they
 have done (a piece computed, a chunk written: `processes.WORK`), and the supervisor looks at all.
 
-A standstill is told after a minute and ten times the longest pause so far, then at doubling times;
-nothing is ended, since a step may take that long. A run that was told to stop finishes a step and
+A standstill is told after 75 s, somewhat later than who works would tell, and ten times the longest
+pause so far, then at doubling times; nothing is ended, since a step may take that long. A run that was told to stop finishes a step and
 saves it, which may take long too: it is left alone as long as somebody gets something done. Once
 nothing was done for a minute, and for twice the longest pause, somebody hangs: the run is ended,
 and who had not come is named.
@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from shoal.elastic.meeting import Seats
 from shoal.plan_size import Size
 
-PAUSE_S = 60.0
+STANDSTILL_S, PAUSE_S = 75.0, 60.0
 TIMES_LONGEST, STOP_TIMES_LONGEST = 10.0, 2.0
 
 
@@ -56,7 +56,7 @@ class Progress:
     def standstill_s(self, now: float) -> float | None:
         """For how long nothing was done, if that is to be told now."""
         pause_s = self._pause_s(now)
-        if pause_s < max(PAUSE_S, TIMES_LONGEST * self._longest_s, 2 * self._told_s):
+        if pause_s < max(STANDSTILL_S, TIMES_LONGEST * self._longest_s, 2 * self._told_s):
             return None
         self._told_s = pause_s
         return pause_s

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.numerics.compiled import is_compiled
+
 _MASK = (1 << 64) - 1
 
 
@@ -37,9 +39,12 @@ def generator_of(device: str) -> torch.Generator:
 
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists and sequences of a model, in order."""
+    """The members of the outermost lists and sequences of a model, in order; none of a compiled
+    module, whose inside is torch's."""
+    if is_compiled(module):
+        return
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        yield from module
+        yield from (member for member in module if member is not None)
         return
     for child in module.children():
         yield from blocks_in(child)

@@ -53,7 +53,9 @@ def survey(
         recompute(blocks_to_recompute(model), again)
     if plan.pipeline > 1:
         num_stages = plan.pipeline * plan.num_stages
-        stages = split(record(model, forwards, num_stages, seeds), num_stages)
+        rank_of = partial(rank_of_stage, num_ranks=plan.pipeline, schedule=plan.schedule)
+        tape = record(model, forwards, num_stages, seeds, rank_of=rank_of)
+        stages = split(tape, num_stages, rank_of)
     if plan.tensor > 1:
         tensor = find_cuts(model, forwards, plan.tensor, overrides)
     if plan.zero == 3:

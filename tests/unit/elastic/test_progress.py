@@ -38,21 +38,21 @@ def test_who_works_is_named_and_else_all_who_wait() -> None:
     assert "rank 0, rank 1 waited for each other" in did_not_stop(size, [4, 5, 6], {6}, {}, 60.0)
 
 
-def test_a_standstill_is_told_after_a_minute_and_then_at_doubling_times() -> None:
+def test_a_standstill_is_told_after_a_while_and_then_at_doubling_times() -> None:
     progress = Progress()
     progress.done(500.0)
-    assert progress.standstill_s(559.0) is None
-    assert progress.standstill_s(561.0) == 61.0
-    assert progress.standstill_s(600.0) is None
-    assert progress.standstill_s(622.0) == 122.0
-    progress.heard(0, step=1, work=1, now=623.0)
-    assert progress.standstill_s(684.0) is None  # since the longest pause was of two minutes
-    assert progress.standstill_s(623.0 + 10 * 123.0) == 1230.0
+    assert progress.standstill_s(574.0) is None
+    assert progress.standstill_s(576.0) == 76.0
+    assert progress.standstill_s(650.0) is None
+    assert progress.standstill_s(652.0) == 152.0
+    progress.heard(0, step=1, work=1, now=653.0)
+    assert progress.standstill_s(800.0) is None  # since the longest pause was of 153 s
+    assert progress.standstill_s(653.0 + 10 * 153.0) == 1530.0
 
 
 def test_what_somebody_explained_is_not_told_again() -> None:
     progress = Progress()
     progress.done(500.0)
-    progress.explained(550.0)
-    assert progress.standstill_s(599.0) is None
-    assert progress.standstill_s(600.0) == 100.0
+    progress.explained(560.0)
+    assert progress.standstill_s(619.0) is None
+    assert progress.standstill_s(620.0) == 120.0

@@ -23,6 +23,16 @@ def test_blocks_are_the_members_of_the_outermost_lists() -> None:
     assert list(blocks_in(nn.Linear(1, 1))) == []
 
 
+def test_empty_places_and_the_inside_of_compiled_modules_are_no_blocks() -> None:
+    first, last = nn.Dropout(), nn.Sequential(nn.ModuleList([nn.Dropout()]))
+    model = nn.ModuleList([first, None, last])  # type: ignore[list-item]
+    assert list(blocks_in(model)) == [first, last]
+    PieceSeeds(model, seed=0).close()
+    assert list(blocks_in(torch.compile(model, backend="eager"))) == []  # type: ignore[arg-type]
+    model.compile(backend="eager")
+    assert list(blocks_in(model)) == []
+
+
 def masks(model: nn.Module, seeds: PieceSeeds, step: int, piece: int) -> torch.Tensor:
     seeds.enter(step, piece)
     out: torch.Tensor = model(torch.ones(1, 200))

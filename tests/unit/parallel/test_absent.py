@@ -299,6 +299,22 @@ def test_compiled_code_stays_whole_below() -> None:
     assert plan.tape.open == {""}
 
 
+class Compiled(Layers):
+    """A function of the model's own that torch.compile has taken over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squashed = torch.compile(lambda x: torch.tanh(x) * 2, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.d(self.c(self.squashed(self.b(self.squashed(self.a(x))))))
+        return out
+
+
+def test_a_compiled_function_runs_as_it_was_written() -> None:
+    compare(made(Compiled), examples(2), 3, squares)
+
+
 class Sometimes(Tabled):
     """Reaches the table for large inputs only, which no recording saw."""
 

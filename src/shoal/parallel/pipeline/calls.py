@@ -10,10 +10,13 @@ Computed tensors carry a tag with their number; parameters never do, since an op
 its argument. Cost: a few microseconds per operation of an open module and per unit.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
@@ -171,6 +174,14 @@ class Gate:
         return call
 
 
+def _as_written() -> AbstractContextManager[Any]:
+    """Functions that the model has compiled run as they were written: a graph shows no calls."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
 class Watch(TorchFunctionMode, ABC):
     """Is told of the calls of one forward, which runs in it: `with watch: model(x)`.
 
@@ -185,11 +196,14 @@ class Watch(TorchFunctionMode, ABC):
 
     def __enter__(self) -> Self:
         self.gate.watch = self
+        self._eagerly = _as_written()
+        self._eagerly.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._eagerly.__exit__(None, None, None)
         self.gate.watch = None
 
     @abstractmethod

@@ -7,7 +7,7 @@ was drawn since the random generator was last set, no checkpointed call is open,
 of one memory would be sent apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -61,9 +61,29 @@ class StagePlan:
         return {name for name, users in self.holders.items() if not set(users).isdisjoint(stages)}
 
 
-def split(tape: Tape, num_stages: int) -> StagePlan:
-    """Cut a tape into stages of about the same cost, each with a parameter of its own."""
+def split(
+    tape: Tape, num_stages: int, rank_of: Callable[[int], int] = lambda stage: stage
+) -> StagePlan:
+    """Cut a tape into stages of about the same cost, each with a parameter of its own.
+
+    `rank_of` says which rank runs a stage: none may hold the whole model, so a module that is used
+    again and again stays on one stage if need be.
+    """
     places = cut_places(tape)
+    plan = _split_at(tape, num_stages, places)
+    if not _holds_all(plan, rank_of):
+        return plan
+    again = _used_again(tape)
+    for spans in (list(again.values()), *([span] for span in again.values())):
+        outside = [p for p in places if not any(first < p <= last for first, last in spans)]
+        if most_stages(tape, outside) >= num_stages:
+            around = _split_at(tape, num_stages, outside)
+            if not _holds_all(around, rank_of):
+                return around
+    raise PlanError(_whole_on_one(tape, num_stages, list(again)))
+
+
+def _split_at(tape: Tape, num_stages: int, places: Sequence[int]) -> StagePlan:
     most = most_stages(tape, places)
     if num_stages > most:
         advice = f"Use at most {most} stages (pipeline ranks x stages per rank)."
@@ -78,6 +98,33 @@ def split(tape: Tape, num_stages: int) -> StagePlan:
     sent[-1] = 0.0  # what the model returns stays where it is
     cuts = balance(costs, owns, sent, [0, *places, len(tape.events)], num_stages)
     return _plan(tape, cuts)
+
+
+def _holds_all(plan: StagePlan, rank_of: Callable[[int], int]) -> bool:
+    """Whether some rank would hold every parameter."""
+    ranks: dict[int, list[int]] = {}
+    for stage in plan.stages:
+        ranks.setdefault(rank_of(stage.index), []).append(stage.index)
+    return any(plan.held_by(stages) == set(plan.tape.parameters) for stages in ranks.values())
+
+
+def _used_again(tape: Tape) -> dict[str, tuple[int, int]]:
+    """What uses parameters several times, with the first and the last event of it."""
+    found: dict[str, list[int]] = {}
+    for index, event in enumerate(tape.events):
+        for name in [event.name] if event.is_unit else event.parameters:
+            if event.parameters:
+                found.setdefault(name, []).append(index)
+    return {name: (at[0], at[-1]) for name, at in found.items() if len(at) > 1}
+
+
+def _whole_on_one(tape: Tape, num_stages: int, again: Sequence[str]) -> str:
+    what = f"It uses {', '.join(again[:3])} several times" if again else "Its parameters are shared"
+    return (
+        f"{tape.model} cannot be cut into {num_stages} stages so that no rank holds all of its "
+        f"parameters. {what}, and every stage that does holds them. Use data or zero, or fewer "
+        "stages."
+    )
 
 
 def recut(tape: Tape, owners: Sequence[set[str]]) -> StagePlan:

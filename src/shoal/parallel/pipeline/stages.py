@@ -36,18 +36,19 @@ def record(
     num_stages: int,
     seeds: PieceSeeds | None = None,
     like: Tape | None = None,
+    rank_of: Callable[[int], int] = lambda stage: stage,
 ) -> Tape:
     """Write down what a forward does; each of `forwards` runs the model once, on data of its own.
 
-    `like` is an earlier tape of the same model: the same modules are opened. The model, its
-    buffers and the random state are left as found.
+    `like` is an earlier tape of the same model: the same modules are opened; `rank_of` is for
+    `split`. The model, its buffers and the random state are left as found.
     """
     gate = Gate(model)
     try:
         with _untouched(model, seeds):
             if like is not None:
                 return _record_like(gate, forwards, like)
-            return _Recording(gate, forwards, num_stages, seeds).run()
+            return _Recording(gate, forwards, num_stages, seeds, rank_of).run()
     finally:
         gate.close()
 
@@ -68,7 +69,9 @@ class _Recording:
         forwards: Sequence[Callable[[], Any]],
         num_stages: int,
         seeds: PieceSeeds | None,
+        rank_of: Callable[[int], int],
     ):
+        self.rank_of = rank_of
         self.gate, self.forwards, self.num_stages, self.seeds = gate, forwards, num_stages, seeds
         self.closed: set[str] = set()
         self.drawing: frozenset[str] = frozenset()
@@ -78,7 +81,7 @@ class _Recording:
         while larger := self._too_large(tape):
             tape = self._settle(tape.open | larger)
         try:
-            plan = split(tape, self.num_stages)
+            plan = split(tape, self.num_stages, self.rank_of)
         except PlanError:
             return tape  # whoever cuts it will say why not
         needed = _open_across(plan)
