@@ -49,7 +49,7 @@ def pool(
         made.run(_nothing, 4)  # so that the ranks stand before any test is compared
         _pools.append(made)
         yield made
-        _pools.clear()
+        _pools.remove(made)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,12 @@ def no_stacks_of_long_tests(request: pytest.FixtureRequest) -> None:
     That is done without the interpreter's lock, and can crash Python 3.11 while threads run."""
     if request.node.get_closest_marker("timeout"):
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def pools() -> list[Pool]:
+    """Those whose processes no test is blamed for."""
+    return _pools
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,11 @@ def verify_broken(bug: str, words: list[str]) -> int:
 @pytest.fixture
 def verify(pool: Pool, tmp_path: Path) -> Verify:
     """Verify a recipe under a plan, after a bug was put into the product if one is named."""
+    return verify_in(pool, tmp_path)
+
+
+def verify_in(pool: Pool, directory: Path) -> Verify:
+    """A function that verifies in forks of the pool's warm process."""
 
     def run(
         recipe: str,
@@ -44,14 +49,14 @@ def verify(pool: Pool, tmp_path: Path) -> Verify:
         settings: Mapping[str, object] | None = None,
     ) -> Verified:
         words = ["verify", recipe, "--plan", plan, "--steps", str(steps), "--json"]
-        words += ["--run-dir", str(tmp_path / "run")]
+        words += ["--run-dir", str(directory / "run")]
         for name, value in (settings or {}).items():
             words += ["--set", f"{name}={value}"]
-        output, errors = tmp_path / "output", tmp_path / "errors"
+        output, errors = directory / "output", directory / "errors"
         for path in (output, errors):
             path.write_bytes(b"")
         command = pool.start(
-            verify_broken, bug, words, output=output, errors=errors, directory=tmp_path
+            verify_broken, bug, words, output=output, errors=errors, directory=directory
         )
         code = command.wait()
         lines = output.read_text().splitlines()

@@ -264,4 +264,4 @@ def test_what_only_looks_bad_trains_what_one_process_would(
 ) -> None:
     code, errors = shoal("verify", f"{RECIPES}:{recipe}", "--plan", plan, "--steps", "3")
     assert code == 0, errors
-    assert "SAME" in errors
+    assert "SAME" in errors or "WITHIN ROUNDING" in errors

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,14 +108,22 @@ class Command(NamedTuple):
 
 
 class Pool:
-    """Make it before this process starts a thread; use it in a `with` block."""
+    """Make it before this process starts a thread; use it in a `with` block.
 
-    def __init__(self, directory: Path, num_ranks: int = NUM_RANKS):
+    `warm_up` is called in the warm process: what it imports, no rank and no command need import.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        num_ranks: int = NUM_RANKS,
+        warm_up: Callable[[], object] = lambda: None,
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._address = f"\0shoal-pool-{secrets.token_hex(16)}"
         self._key = secrets.token_hex(16)
-        self._nursery = Nursery(_prepare, directory / "nursery.log")
+        self._nursery = Nursery(partial(_prepare, warm_up), directory / "nursery.log")
         self._next_number = 0
         self._num_calls = 0
         self._exits: dict[int, int] = {}
@@ -304,7 +313,7 @@ def _raise_first(answers: Mapping[int, _Answer], num_ranks: int) -> None:
     raise RankError(told + also)
 
 
-def _prepare() -> tuple[dict[str, Any], ChildMain]:
+def _prepare(warm_up: Callable[[], object]) -> tuple[dict[str, Any], ChildMain]:
     """In the warm process."""
     # A test runner's capture put streams of its own in place of these.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (kept for good)
@@ -313,6 +322,7 @@ def _prepare() -> tuple[dict[str, Any], ChildMain]:
     torch.set_num_threads(1)
     importlib.import_module("torch.distributed.tensor")
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports hundreds of modules
+    warm_up()
     return {}, _live
 
 

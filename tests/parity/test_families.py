@@ -1,0 +1,86 @@
+"""Models that people take from packages train under every kind of plan what one process would.
+
+Each cell is a `shoal verify`, and ends the same or within the model's own rounding; what a plan
+cannot do with a model it refuses, in a sentence.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shoal.testing.ranks import Pool
+from tests.parity import families
+from tests.parity.conftest import verify_in
+from tests.parity.families import OTHERS, TRANSFORMERS
+
+RECIPES = str(Path(__file__).with_name("families.py"))
+NAMES = (*TRANSFORMERS, *OTHERS)
+PLANS = (
+    "data=2 accumulate=2",
+    "data=2 zero=2",
+    "data=2 zero=3",
+    "tensor=2",
+    "pipeline=2",
+    "tensor=2 pipeline=2",
+    "data=2 local_steps=2 outer=nesterov",
+    "data=2 sync=server servers=2",
+    "data=2 precision=bf16 recompute=blocks",
+)
+# What is refused, and in which words.
+REFUSED: dict[tuple[str, str], str] = {}
+# A dozen cells for the quick suite.
+QUICK: set[tuple[str, str]] = set()
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(TRANSFORMERS) == 25 and len(OTHERS) == 10
+    assert all(callable(getattr(families, name)) for name in NAMES)
+
+
+@pytest.fixture(scope="module")
+def warm_pool(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    pools: list[Pool],
+    private_temporary_directory: object,
+) -> Iterator[Pool]:
+    """A pool whose warm process has imported the packages, and the models of this test run."""
+    cells = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {cell["model"] for cell in cells if cell.get("model") in NAMES}
+    with Pool(tmp_path_factory.mktemp("warm"), warm_up=partial(families.warm_up, names)) as made:
+        pools.append(made)
+        yield made
+        pools.remove(made)
+
+
+@pytest.mark.timeout(240)  # the first of them waits for the packages
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(
+            model,
+            plan,
+            id=f"{model}-{plan.replace(' ', '-')}",
+            marks=() if (model, plan) in QUICK else pytest.mark.full,
+        )
+        for model in NAMES
+        for plan in PLANS
+    ],
+)
+def test_a_model_under_a_plan(warm_pool: Pool, tmp_path: Path, model: str, plan: str) -> None:
+    found = verify_in(warm_pool, tmp_path)(f"{RECIPES}:{model}", plan, steps=3)
+    if refusal := REFUSED.get((model, plan)):
+        assert found.exit_code == 2 and refusal in found.errors, found.errors
+        return
+    assert found.exit_code == 0, found.errors
+    assert found.verdict["verdict"] in ("SAME", "WITHIN ROUNDING")
+    assert found.verdict["num_steps"] == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", NAMES)
+def test_none_is_large(model: str) -> None:
+    made = getattr(families, model)().make_model()
+    assert sum(p.numel() for p in made.parameters()) <= 1_000_000
