@@ -5,10 +5,10 @@ wait for each other would wait for ever without a word. So members say with each
 have done (a piece computed, a chunk written: `processes.WORK`), and the supervisor looks at all.
 
 A standstill is told after 75 s, somewhat later than who works would tell, and ten times the longest
-pause so far, then at doubling times; nothing is ended, since a step may take that long. A run that was told to stop finishes a step and
-saves it, which may take long too: it is left alone as long as somebody gets something done. Once
-nothing was done for a minute, and for twice the longest pause, somebody hangs: the run is ended,
-and who had not come is named.
+pause so far, then at doubling times; nothing is ended, since a step may take that long. A run that
+was told to stop finishes a step and saves it, which may take long too: it is left alone as long as
+somebody gets something done. Once nothing was done for a minute, and for twice the longest pause,
+somebody hangs: the run is ended, and who had not come is named.
 """
 
 from collections.abc import Collection, Mapping
