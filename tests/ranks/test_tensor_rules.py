@@ -213,6 +213,8 @@ OTHERS: dict[str, Case] = {
     "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=2),
     "fft": lambda x: torch.fft.rfft(x, dim=2).abs(),
     "prelu": lambda x: F.prelu(x, draw(4).abs()),
+    "einsum of a tuple": lambda x: torch.einsum("bhqd,bhkd->bhqk", (x, x.tanh())),
+    "einsum": lambda x: torch.einsum("bhqd,bhkd->bqk", x, x.tanh()),
     "cdist": lambda x: torch.cdist(x, x.tanh()),
     "two of them in a row": lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2), dim=2).real,
     "random numbers": lambda x: x * torch.rand_like(x) + F.alpha_dropout(x, 0.3, True),

@@ -12,7 +12,7 @@ from shoal.plan import Plan
 from shoal.reference import Snapshot
 from shoal.run import resolve
 from shoal.verify.compare import Comparison, Step, Verdict
-from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
+from shoal.verify.promises import broken_promise, held_share, in_words, is_excused, left_whole
 from tests import zoo
 
 MATRICES = {f"layers.{i}.weight": (100, 100) for i in range(10)}
@@ -81,10 +81,27 @@ def test_attention_must_be_cut() -> None:
 
 
 def test_what_is_excused_may_stay_whole() -> None:
-    plan, excused = Plan.parse("data=1 tensor=2"), list(ATTENTION)[:5]
-    assert broken_promise(plan, [Rank(85_000)] * 2, ATTENTION, speaks=True, excused=excused) == ""
-    words = broken_promise(plan, [Rank(85_001)] * 2, ATTENTION, speaks=True, excused=excused)
+    plan = Plan.parse("data=1 tensor=2")
+    whole = dict.fromkeys(list(ATTENTION)[:5], "a norm is taken over the dim that is cut")
+    assert broken_promise(plan, [Rank(85_000)] * 2, ATTENTION, speaks=True, whole=whole) == ""
+    words = broken_promise(plan, [Rank(85_001)] * 2, ATTENTION, speaks=True, whole=whole)
     assert words.endswith("allows 85000")
+    whole = dict.fromkeys(whole, "sort has no rule for parts")
+    words = broken_promise(plan, [Rank(85_000)] * 2, ATTENTION, speaks=True, whole=whole)
+    assert words.endswith("allows 60000")
+
+
+def test_what_is_excused_is_said() -> None:
+    plan = Plan.parse("data=1 tensor=2")
+    whole = dict.fromkeys(list(MATRICES)[:8], "its result meets a whole activation (a residual)")
+    words = in_words(plan, MATRICES, whole | {"layers.9.weight": "2 ranks do not divide 7 columns"})
+    assert words == (
+        "tensor=2 leaves 90% of the parameters whole on every rank (80% layers.*.weight: its "
+        "result meets a whole activation (a residual); 10% layers.*.weight: 2 ranks do not divide "
+        "7 columns). shoal explain lists all"
+    )
+    assert in_words(plan, MATRICES, dict.fromkeys(list(MATRICES)[:1], "it is small")) == ""
+    assert in_words(plan, MATRICES, {}) == ""
 
 
 def test_a_projection_alone_is_no_attention() -> None:
@@ -102,13 +119,14 @@ def test_what_is_overridden_is_excused_and_what_has_no_rule_is_not() -> None:
             self.mlp = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, zoo.KINDS))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            named: torch.Tensor = self.mlp(self.out(torch.special.erfcx(self.attn(x))))
+            x = self.attn(x)
+            named: torch.Tensor = self.mlp(self.out(x * x.count_nonzero()))
             return named
 
     run = dataclasses.replace(zoo.mlp(), model=Odd, cuts={"out": "whole"})
-    excused = excused_from_cuts(run, resolve(run, "tensor=2", None))
-    assert "out.weight" in excused and "attn.weight" not in excused
-    assert excused_from_cuts(run, resolve(run, "data=2", None)) == frozenset()
+    whole = left_whole(run, resolve(run, "tensor=2", None))
+    assert is_excused(whole["out.weight"]) and not is_excused(whole["attn.weight"])
+    assert left_whole(run, resolve(run, "data=2", None)) == {}
 
 
 def test_the_share_is_of_the_rank_that_holds_the_most() -> None:

@@ -93,6 +93,8 @@ def in_words(verdict: Any, recipe: str) -> str:
     lines = [f"{recipe} under {verdict.plan!r} against {other}, {verdict.num_steps} steps:"]
     if verdict.held_share < 1:
         lines.append(f"  no rank holds more than {verdict.held_share:.0%} of the parameters")
+    if verdict.left_whole:
+        lines.append(f"  {verdict.left_whole}")
     if verdict.passed and verdict.identical:
         what = (
             "losses and weights" if verdict.is_replay else "losses, gradients, weights and buffers"

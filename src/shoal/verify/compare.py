@@ -26,7 +26,7 @@ from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.run import Run
-from shoal.verify.promises import broken_promise, excused_from_cuts, held_share
+from shoal.verify.promises import broken_promise, held_share, in_words, left_whole
 from shoal.verify.rounding import TIMES, Follower, apart, reach
 
 PATIENCE_S = 120.0
@@ -76,6 +76,7 @@ class Verdict(msgspec.Struct):
     complaint: str = ""  # the plan did not do what it says
     plan: str = ""  # as it was resolved
     is_replay: bool = False  # compared with what was pushed and pulled, played again
+    left_whole: str = ""  # what `tensor` did not cut, and why
 
     @property
     def passed(self) -> bool:
@@ -144,7 +145,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     verdict, following = Verdict(allowed=TIMES[Precision(plan.precision)]), None
     timetable = Timetable(plan.local_steps, plan.fragments, run.num_steps())
     try:
-        excused = excused_from_cuts(run, plan)
+        whole = left_whole(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
             paths = [path_of(directory, step, rank) for rank in range(plan.num_ranks)]
             told = [Step(_await(path)) for path in paths]
@@ -154,9 +155,10 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
             if not verdict.complaint:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
                 verdict.held_share = held_share(told, shapes)
+                verdict.left_whole = in_words(plan, shapes, whole)
                 speaks = timetable.speaks(step)
                 idle = shapes.keys() - snapshots[0].gradients.keys()
-                broken = broken_promise(plan, told, shapes, speaks, idle, excused)
+                broken = broken_promise(plan, told, shapes, speaks, idle, whole)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
             if not verdict.identical and verdict.passed:
                 following = following or Following(run, plan, step - 1)

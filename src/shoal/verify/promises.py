@@ -3,7 +3,7 @@
 A model with attention must be cut almost whole by `tensor`, since all of its large matrices can be:
 what was left whole must be small or have a reason that lies in the model (query, key and value in
 one matrix of uneven parts) or in the run (an override). That Shoal knows no rule for a function
-between two matrices is no such reason.
+between two matrices is no such reason. What has a reason is no failure, but it is said.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.comm.buckets import BUCKET_BYTES
 from shoal.numerics.norms import BLOCK
+from shoal.parallel.tensor.known import kind_of
 from shoal.plan import Plan
 from shoal.prepare import prepare
 from shoal.run import Run
@@ -22,6 +23,7 @@ ATTENTION = ("attn", "attention", "in_proj_weight")  # in the names of its param
 # In what the search for cuts says of a matrix that it left whole for want of a rule.
 OWN_LIMITS = ("has no rule for parts", "failed on parts", "fails on parts", "cannot use parts")
 UNSEEN = "does not multiply by it"
+MOST_REASONS = 3  # that are told
 
 
 class Told(Protocol):
@@ -45,12 +47,12 @@ def broken_promise(
     shapes: Mapping[str, Sequence[int]],
     speaks: bool | None,
     idle: Container[str] = (),
-    excused: Container[str] = (),
+    whole: Mapping[str, str] = {},
 ) -> str:
     """A sentence on what a plan did not do; empty if it did all.
 
     `speaks`: replicas agree in this step (None: they may); `idle`: parameters that it did not
-    train; `excused`: those that `tensor` may leave whole.
+    train; `whole`: those that `tensor` leaves whole, and why.
     """
     total = sum(math.prod(shape) for shape in shapes.values())
     largest = max(math.prod(shape) for shape in shapes.values())
@@ -66,7 +68,7 @@ def broken_promise(
             return f"rank {rank} of a pipeline holds {held} of {total} parameters"
         if plan.tensor > 1 and held >= total:
             return f"rank {rank} holds all {total} parameters, so tensor={plan.tensor} cut nothing"
-        most_held = _most_of_cut(plan, shapes, excused)
+        most_held = _most_of_cut(plan, shapes, whole)
         if plan.tensor > 1 and held > most_held and _has_attention(shapes):
             return (
                 f"rank {rank} holds {held} of {total} parameters, where tensor={plan.tensor} of a "
@@ -86,27 +88,49 @@ def broken_promise(
     return ""
 
 
-def excused_from_cuts(run: Run, plan: Plan) -> frozenset[str]:
-    """The matrices that `tensor` leaves whole for a reason that is not Shoal's own.
+def left_whole(run: Run, plan: Plan) -> dict[str, str]:
+    """The matrices that `tensor` leaves whole, and why.
 
     Builds the model and looks for cuts as the plan's own process does.
     """
     if plan.tensor == 1:
-        return frozenset()
+        return {}
     prepared = prepare(run, plan)
     prepared.seeds.close()
     assert prepared.survey.tensor is not None
-    whole = prepared.survey.tensor.whole
-    return frozenset(
-        name for name, why in whole.items() if not any(m in why for m in (*OWN_LIMITS, UNSEEN))
+    return dict(prepared.survey.tensor.whole)
+
+
+def is_excused(why: str) -> bool:
+    """Whether a matrix stays whole for a reason that is not Shoal's own."""
+    return not any(limit in why for limit in (*OWN_LIMITS, UNSEEN))
+
+
+def in_words(plan: Plan, shapes: Mapping[str, Sequence[int]], whole: Mapping[str, str]) -> str:
+    """A sentence on what `tensor` leaves whole, if it is more than norms and positions."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    shares: dict[str, float] = {}
+    for name, why in whole.items():
+        key = f"{kind_of(name)}: {why}"
+        shares[key] = shares.get(key, 0.0) + math.prod(shapes.get(name, (0,))) / total
+    if sum(shares.values()) <= UNCUT:
+        return ""
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:MOST_REASONS]
+    reasons = "; ".join(f"{share:.0%} {key}" for key, share in largest)
+    return (
+        f"tensor={plan.tensor} leaves {sum(shares.values()):.0%} of the parameters whole on every "
+        f"rank ({reasons}). shoal explain lists all"
     )
 
 
-def _most_of_cut(plan: Plan, shapes: Mapping[str, Sequence[int]], excused: Container[str]) -> float:
+def _most_of_cut(
+    plan: Plan, shapes: Mapping[str, Sequence[int]], whole: Mapping[str, str]
+) -> float:
     """Under `tensor`: a share of what must be cut, and what is excused."""
     total = sum(math.prod(shape) for shape in shapes.values())
-    whole = sum(math.prod(shape) for name, shape in shapes.items() if name in excused)
-    return total * UNCUT + whole + (total - whole) / plan.tensor
+    excused = {name for name, why in whole.items() if is_excused(why)}
+    kept = sum(math.prod(shape) for name, shape in shapes.items() if name in excused)
+    return total * UNCUT + kept + (total - kept) / plan.tensor
 
 
 def _most_held(plan: Plan, shapes: Mapping[str, Sequence[int]], idle: Container[str]) -> float:

@@ -82,13 +82,13 @@ OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward
 
 
 def holds_cut(values: Any) -> bool:
-    """Whether a cut parameter is among some arguments."""
+    """Whether a cut parameter is among some arguments, or a part that torch did not look for."""
     for value in values:
         kind = type(value)
         if kind is Parameter:
             if hasattr(value, TAG):
                 return True
-        elif (kind is list or kind is tuple) and holds_cut(value):
+        elif kind is Part or ((kind is list or kind is tuple) and holds_cut(value)):
             return True
     return False
 
@@ -118,7 +118,7 @@ class CutForward(TorchFunctionMode):
     def _watched_apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """An autograd function of the model's own, of which torch tells no mode."""
         apply = self._apply.__get__(None, cls)
-        if not has_part((*args, *kwargs.values())) and not holds_cut((*args, *kwargs.values())):
+        if not holds_cut((*args, *kwargs.values())):
             return apply(*args, **kwargs)
         return self.on_whole_values(apply, args, kwargs, cuts_again=True)
 
