@@ -104,12 +104,11 @@ def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
     facts["the plan"] = repr(str(plan))
     facts["the number of steps"] = str(run.num_steps())
     facts |= {f"Run.{f.name}": in_words(getattr(run, f.name)) for f in dataclasses.fields(run)}
-    facts |= _of_data(run)
+    facts |= _of_data(run) | _of_model(model) | _of_optimizer(run.make_optimizer(model))
     for name in ("loss", "schedule", "collate", "optimizer", *run.metrics):
         used = run.metrics[name] if name in run.metrics else getattr(run, name)
         facts |= dict(_of_function(used, f"Run.{name}", _DEPTH))
-    facts |= _of_model(model)
-    return facts | _of_optimizer(run.make_optimizer(model))
+    return facts
 
 
 def _of_data(run: Run) -> dict[str, str]:
