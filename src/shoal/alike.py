@@ -50,7 +50,15 @@ def digest(told: Mapping[str, str]) -> float:
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    return f"{digest_of([bytes_of(tensor.detach().cpu().contiguous())]):016x}"
+    """Of its elements."""
+    return f"{digest_of([bytes_of(in_order(tensor.detach().cpu()))]):016x}"
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The same elements, one after another. What was expanded from one counts as contiguous."""
+    if tensor.is_contiguous() and 0 not in tensor.stride():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def unlike_pair(digests: Sequence[float], ranks: Sequence[int]) -> tuple[int, int] | None:
@@ -104,12 +112,11 @@ def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
     facts["the plan"] = repr(str(plan))
     facts["the number of steps"] = str(run.num_steps())
     facts |= {f"Run.{f.name}": in_words(getattr(run, f.name)) for f in dataclasses.fields(run)}
-    facts |= _of_data(run)
+    facts |= _of_data(run) | _of_model(model) | _of_optimizer(run.make_optimizer(model))
     for name in ("loss", "schedule", "collate", "optimizer", *run.metrics):
         used = run.metrics[name] if name in run.metrics else getattr(run, name)
         facts |= dict(_of_function(used, f"Run.{name}", _DEPTH))
-    facts |= _of_model(model)
-    return facts | _of_optimizer(run.make_optimizer(model))
+    return facts
 
 
 def _of_data(run: Run) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.alike import digest_of_tensor
+from shoal.alike import digest_of_tensor, in_order
 from shoal.checkpoint.types import why_not
 from shoal.errors import RecipeError, UsageError
 from shoal.sync.state import DICT, LIST, NUMBER, TENSOR, TUPLE, Source, read_whole
@@ -186,7 +186,7 @@ def _own_part(tensor: Tensor, path: str) -> Tensor:
             f"{path} is a tensor that is {why}, which no checkpoint can hold. trainer.state holds "
             "dense tensors of bool, whole numbers, floats of 8 to 64 bits and complex64."
         )
-    return own.detach()
+    return in_order(own.detach())
 
 
 def _take(value: Any, source: Source, name: str) -> Any:

@@ -22,9 +22,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.alike import digest, first_difference, in_words, unlike_pair
+from shoal.alike import digest, digest_of_tensor, first_difference, in_words, unlike_pair
 from shoal.checkpoint.load import Opened
-from shoal.comm.wire import bytes_of, digest_of
+from shoal.comm.wire import digest_of
 from shoal.errors import RecipeError, UsageError
 from shoal.loop_state import LoopState, Packed
 from shoal.mesh import Mesh
@@ -200,8 +200,8 @@ class OwnLoop:
         can_freeze = not (trainer.mesh.is_cut or _is_own(trainer))
         for name in [] if can_freeze else self._frozen(since_start=True):
             raise _not_trained(
-                f"requires_grad of {name} was turned off, and under {str(trainer.plan)!r} ranks "
-                "exchange its gradient in every step"
+                f"{name} was frozen after the trainer began (requires_grad=False), and under "
+                f"{str(trainer.plan)!r} ranks exchange its gradient in every step"
             )
         now = _parameters_of(trainer.optimizer)
         if self._stepped is not None and list(map(len, now)) != list(map(len, self._stepped)):
@@ -395,7 +395,7 @@ def _named(tensors: Sequence[Tensor], part: str) -> dict[str, list[Slice]]:
 def _digest_of_state(state: State) -> float:
     """Of every element, and of what is plain."""
     parts = [part.tensor for name in sorted(state.tensors) for part in state.tensors[name]]
-    content = [bytes_of(tensor.detach().cpu().contiguous()) for tensor in parts]
+    content = [digest_of_tensor(tensor).encode() for tensor in parts]
     return float(digest_of([msgspec.msgpack.encode(state.plain), *content]) >> 11)
 
 

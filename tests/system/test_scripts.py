@@ -28,13 +28,17 @@ def starter(pool: Pool, tmp_path: Path) -> Start:
     """What starts `shoal run` with 2 ranks."""
 
     def begin(
-        *words: str, ranks: int = 2, options: tuple[str, ...] = (), run_dir: Path | None = None
+        *words: str,
+        ranks: int = 2,
+        options: tuple[str, ...] = (),
+        run_dir: Path | None = None,
+        **variables: str,
     ) -> Training:
         run_dir = run_dir or tmp_path / f"run-{sum(1 for _ in tmp_path.glob('run-*.out'))}"
         command = pool.start(
             run_here,
             ["run", "--ranks", str(ranks), "--run-dir", str(run_dir), *options, SCRIPT, *words],
-            environment={"OMP_NUM_THREADS": "1"},
+            environment={"OMP_NUM_THREADS": "1", **variables},
             output=run_dir.with_name(run_dir.name + ".out"),
             errors=run_dir.with_name(run_dir.name + ".err"),
             directory=tmp_path,
@@ -101,6 +105,94 @@ def all_told(trained: Trained) -> list[dict[str, Any]]:
     """By any process that sat in the first seat."""
     logs = sorted((trained.run_dir / "logs").glob("*-*.log"))
     return [line for log in logs for line in told(log.read_text())]
+
+
+@pytest.fixture(scope="module")
+def kept(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a loop that keeps and changes things ends with, on 2 ranks."""
+    trained = starter(pool, tmp_path_factory.mktemp("kept"))("keeps").wait()
+    assert trained.exit_code == 0, trained.errors
+    ends = all_told(trained)
+    assert ends[0] == ends[1] and ends[0]["count"] == 8
+    assert ends[0]["groups"][0]["lr"] < 0.1, "the plateau was met"
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("faults", "kill"),
+    [
+        ("step.computed:kill:member=1:step=4", ""),
+        ("", "evaluate:0:5"),
+        pytest.param("step.committed:kill:member=1:step=4", "", marks=pytest.mark.full),
+        pytest.param("step.exchanged:kill:member=0:step=4", "", marks=pytest.mark.full),
+        pytest.param("step.committed:kill:member=0:step=8", "", marks=pytest.mark.full),
+        pytest.param("", "evaluated:1:3", marks=pytest.mark.full),
+        pytest.param("", "evaluated:0:8", marks=pytest.mark.full),
+        pytest.param(
+            "step.computed:kill:member=0:step=4,handover.sharing:kill:member=2",
+            "",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_what_a_loop_keeps_and_changes_outlives_a_rank(
+    start: Start, kept: list[dict[str, Any]], faults: str, kill: str
+) -> None:
+    trained = start("keeps", SHOAL_FAULTS=faults, KILL=kill).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert trained.events("recovered")
+    assert all_told(trained) == kept
+
+
+@pytest.mark.parametrize("how", ["break", "stop-on-one"])
+def test_an_early_end_is_a_success_and_saved(start: Start, tmp_path: Path, how: str) -> None:
+    trained = start("ends", how).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert told(trained.output) == [{"steps": 3, "stopped": False}]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("break-on-one", "Rank 1 left its loop after step 3, and rank 0 goes on to step 4."),
+        ("rate-on-one", "param_groups[0]['lr'] is 0.05 on rank 1 and 0.1 on rank 0."),
+        pytest.param(
+            "evaluate-on-one",
+            "Rank 1 evaluates after step 3, and rank 0 goes on to step 4.",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "state-on-one",
+            "trainer.state['seen'][1]['rank'] is 1 on rank 1 and 0 on rank 0.",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "freeze-on-one", "0.weight.requires_grad is False on rank 1", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_ranks_that_act_unlike_are_named(start: Start, how: str, said: str) -> None:
+    trained = start("ends", how).wait()
+    assert trained.exit_code == 1, trained.errors
+    assert said in trained.last_words
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("width", "shape of 0.weight is absent on rank 1 and float32 [4, 1] on rank 0."),
+        pytest.param("rate", "is 0.2 on rank 1 and 0.1 on rank 0.", marks=pytest.mark.full),
+        pytest.param("loss", "of Run.loss is that of l1_loss", marks=pytest.mark.full),
+        pytest.param("seed", "Run.seed is 3 on rank 1 and 0 on rank 0.", marks=pytest.mark.full),
+        pytest.param("plan", "the plan is 'data=1 tensor=2", marks=pytest.mark.full),
+    ],
+)
+def test_unlike_ranks_are_refused_before_the_first_step(start: Start, what: str, said: str) -> None:
+    trained = start("unlike", what).wait()
+    assert trained.exit_code == 2, trained.errors
+    assert "Ranks are about to train unlike things: " in trained.last_words
+    assert said in trained.last_words and "reset by peer" not in trained.errors
 
 
 def test_a_script_that_fails_on_one_rank(start: Start) -> None:
@@ -214,6 +306,7 @@ def test_a_script_is_run_again_in_its_directory(start: Start, tmp_path: Path) ->
 def torchrun(directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, *words],
+        cwd=directory,
         # It leaves its logs among the temporary files.
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory), **variables},
         capture_output=True,
@@ -234,3 +327,21 @@ def test_under_torchrun_a_rank_that_does_not_come_is_named(tmp_path: Path) -> No
     done = torchrun(tmp_path, "lacks-a-rank", SHOAL_FORM_TIMEOUT_S="1")
     assert done.returncode != 0
     assert "did not form within 1 s: rank 1 did not come" in done.stderr
+
+
+@pytest.mark.full
+def test_under_torchrun_an_early_end_is_a_success(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "ends", "break")
+    assert done.returncode == 0, done.stderr
+    assert told(done.stdout) == [{"steps": 3, "stopped": False}]
+    (tmp_path / "kept").rename(tmp_path / "kept-before")
+    done = torchrun(tmp_path, "ends", "break-on-one")
+    assert done.returncode == 1
+    assert "Rank 1 left its loop after step 3, and rank 0 goes on to step 4." in done.stderr
+
+
+@pytest.mark.full
+def test_under_torchrun_unlike_ranks_are_refused(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "unlike", "width")
+    assert done.returncode == 1
+    assert "shape of 0.weight is absent on rank 1 and float32 [4, 1] on rank 0." in done.stderr
