@@ -2,11 +2,13 @@
 half-way.
 
 `make demo` runs this. It starts `shoal train` as you would, watches the run directory, sends one
-rank a SIGKILL in the middle, and tells what came of it.
+rank a SIGKILL in the middle, and tells what came of it. `--svg FILE` draws what was on the screen
+as well: the picture in the README is made by `python examples/demo.py --svg docs/images/run.svg`.
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,22 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = 220
 RECIPE = "recipes/charlm.py:small"
 SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
+WORDS = ["shoal", "train", RECIPE, "--plan", "data=2", *SETTINGS]
+COLOURS = {"rank ": "bold red", "a spare ": "bold green"}  # of lines in the picture, as they begin
 
 
-def main() -> int:
+def main(svg: Path | None = None) -> int:
     run_dir = next_run_dir()
-    command = [
-        Path(sys.executable).parent / "shoal",
-        "train",
-        RECIPE,
-        "--plan",
-        "data=2",
-        *SETTINGS,
-    ]
-    print(f"$ shoal {' '.join(str(part) for part in command[1:])}\n", flush=True)
-    with tempfile.TemporaryFile("w+") as answer:
+    command = [Path(sys.executable).parent / WORDS[0], *WORDS[1:]]
+    print(f"$ {' '.join(WORDS)}\n", flush=True)
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as screen:
         training = subprocess.Popen(
-            [*command, "--json", "--run-dir", run_dir.relative_to(ROOT)], cwd=ROOT, stdout=answer
+            [*command, "--json", "--run-dir", run_dir.relative_to(ROOT)],
+            cwd=ROOT,
+            stdout=answer,
+            stderr=None if svg is None else screen,
         )
         try:
             victim = kill_half_way(training, run_dir)
@@ -41,9 +41,14 @@ def main() -> int:
         except KeyboardInterrupt:
             return training.wait()  # it heard the Ctrl-C too, and stops cleanly
         answer.seek(0)
-        content = answer.read()
+        screen.seek(0)
+        content, shown = answer.read(), screen.read()
     if code or not content:
+        print(shown, file=sys.stderr)
         return code or 1
+    if svg is not None:
+        lines = [f"$ {' '.join(WORDS)}", *thinned(shown.splitlines())]
+        svg.write_text(picture(lines), encoding="utf-8")
     tell(json.loads(content.splitlines()[-1]), victim, run_dir)
     return 0
 
@@ -69,6 +74,32 @@ def process_of_rank(run_dir: Path, rank: int) -> int:
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     seats = [e for e in events if e["event"] == "seat" and e["rank"] == rank]
     return seats[-1]["pid"]
+
+
+def thinned(lines: list[str]) -> list[str]:
+    """What was on the screen; of the lines that only tell the step, those of a quick machine."""
+    kept, next_step = [], 0
+    for line in lines:
+        told = re.match(rf"step ([0-9]+)/{STEPS} ", line)
+        if told is None:
+            kept.append(line)
+        elif int(told[1]) >= next_step:
+            kept.append(line)
+            next_step = int(told[1]) + STEPS // 6
+    return kept
+
+
+def picture(lines: list[str]) -> str:
+    """A terminal with these lines in it, as SVG."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=120, file=nowhere)
+        for line in lines:
+            style = next((c for start, c in COLOURS.items() if line.startswith(start)), "")
+            console.print(Text(line, style))
+        return console.export_svg(title="make demo")
 
 
 def tell(result: dict, victim: int | None, run_dir: Path) -> None:
@@ -98,4 +129,6 @@ def next_run_dir() -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) not in (1, 3) or sys.argv[1:2] not in ([], ["--svg"]):
+        sys.exit("usage: demo.py [--svg FILE]")
+    sys.exit(main(Path(sys.argv[2]) if sys.argv[2:] else None))

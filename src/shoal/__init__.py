@@ -1,6 +1,7 @@
 """Shoal: train any PyTorch model on many processes and machines.
 
-The public names, loaded when first used, so that `import shoal` costs next to nothing.
+The public names, loaded when first used, so that `import shoal` costs next to nothing. Type
+checkers see them all the same (`py.typed`).
 """
 
 import importlib
@@ -37,9 +38,11 @@ _MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which knows the names above, and should find those that are misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -5,11 +5,13 @@ directory. Commands are the lines of unlabelled and shell blocks that start with
 (after `$` in a `console` block, where the rest is output).
 """
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -240,3 +242,20 @@ def test_a_wrong_command_is_seen(line: str, is_right: bool, root: Path) -> None:
     train = click.Command("train", params=options)
     group = click.Group("shoal", commands={"train": train})
     assert (wrong_with(line.split(), root, group) == []) == is_right
+
+
+def test_the_picture_of_a_run_is_that_of_the_demo(root: Path) -> None:
+    """Made by `python examples/demo.py --svg docs/images/run.svg`."""
+    spec = importlib.util.spec_from_file_location("demo", root / "examples" / "demo.py")
+    assert spec is not None and spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    drawn = ElementTree.fromstring((root / "docs/images/run.svg").read_text("utf-8"))
+    lines = [
+        "".join(element.itertext()).replace("\xa0", " ").strip()
+        for element in drawn.iter()
+        if element.tag.endswith("text")
+    ]
+    assert f"$ {' '.join(demo.WORDS)}" in lines
+    assert any(line.startswith(f"done: {demo.STEPS} steps") for line in lines)
+    assert any("was killed by SIGKILL" in line for line in lines)

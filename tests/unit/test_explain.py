@@ -1,5 +1,6 @@
 """What a plan does to a model, worked out without ranks: shares, formulas, rows, words, picture."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
@@ -313,5 +314,15 @@ def test_the_record_travels_and_the_picture_is_sound(plan: str) -> None:
     drawn = [word for word in words if word.startswith("rank ")]
     assert len(drawn) == min(found.num_ranks, 8)
     assert ("Not drawn: 8 more ranks." in words) == (found.num_ranks == 16)
+    # The total of a box is that of the table, and what stands in the box adds up to it.
+    for rank in found.ranks[: 1 if found.num_ranks > 8 else None]:
+        at = words.index(f"rank {rank.rank}")  # its total stands beside it
+        assert words[at + 1] == in_units(rank.memory.num_bytes)
+        assert any(f"about {in_units(rank.memory.extra.num_bytes)} extra" in w for w in words) == (
+            rank.memory.extra.num_bytes > 0
+        )
+    table = in_words(found, "recipe")
+    heaviest = max(rank.memory.num_bytes for rank in found.ranks)
+    assert re.search(rf"in all +{re.escape(in_units(heaviest))}\b", table)
     width = float(root.attrib["width"])
     assert all(float(e.attrib.get("x", 0)) < width for e in root.iter())

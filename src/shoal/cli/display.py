@@ -53,12 +53,10 @@ class Display:
                     f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
                     f"at step {record['step']}, generation {record['generation']}"
                 )
-            case "evaluated" if record["step"] > self._evaluated:  # two ranks may tell of one
-                self._evaluated = record["step"]
-                self.say(f"step {record['step']}: evaluation  {_numbers(record['evaluation'])}")
+            case "evaluated":
+                self._show_evaluation(record)
             case "resumed":
-                self.saved_step = record["step"]
-                self._evaluated = min(self._evaluated, record["step"])
+                self.saved_step = self._evaluated = record["step"]
                 self.say(_going_on(record))
             case "checkpoint-refused":
                 name, why = escape(record["name"]), escape(record["why"])
@@ -70,11 +68,7 @@ class Display:
             case "unholdable" if not self.unholdable:
                 self._no_checkpoints(record["why"])
             case "save-failed" | "save-skipped":
-                told = self.unsaved.setdefault(record["step"], [])
-                told.append(record["why"])
-                if len(told) == 1:  # each rank says so
-                    why = escape(record["why"])
-                    self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
+                self._not_saved(record)
             case "saved":
                 self.saved_step = record["step"]
             case "emptied":
@@ -130,6 +124,18 @@ class Display:
     def _no_checkpoints(self, why: str) -> None:
         self.unholdable = why
         self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
+
+    def _not_saved(self, record: dict[str, Any]) -> None:
+        told = self.unsaved.setdefault(record["step"], [])
+        told.append(record["why"])
+        if len(told) == 1:  # each rank says so
+            why = escape(record["why"])
+            self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
+
+    def _show_evaluation(self, record: dict[str, Any]) -> None:
+        if record["step"] > self._evaluated:  # two ranks may tell of one
+            self._evaluated = record["step"]
+            self.say(f"step {record['step']}: evaluation  {_numbers(record['evaluation'])}")
 
     def _progress(self, record: dict[str, Any]) -> None:
         line = self._line(record)

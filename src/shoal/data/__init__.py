@@ -70,12 +70,14 @@ _NAMES = {  # by the module that has them
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"shoal.data.{_MODULE_OF[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"shoal.data.{name}")
-    raise AttributeError(f"module 'shoal.data' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which knows the names above, and should find those that are misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            return getattr(importlib.import_module(f"shoal.data.{_MODULE_OF[name]}"), name)
+        if name in _MODULES:
+            return importlib.import_module(f"shoal.data.{name}")
+        raise AttributeError(f"module 'shoal.data' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,10 @@
 """An explanation as a picture: ranks as boxes, bars for what each holds, arrows for what is sent.
 
 Columns are the places on the data and tensor axes, rows those on the pipeline axis. A full bar is
-what one process alone would hold. Plain SVG text, on a light card of its own, so that it can be
-read on a white page and on a dark one. Of very many ranks some are drawn and the rest counted.
+what one process alone would hold; what has no bar, buffers and what a step needs on top, stands
+below, so that a box adds up to its total, which is that of the table. Plain SVG text, on a light
+card of its own, so that it can be read on a white page and on a dark one. Of very many ranks some
+are drawn and the rest counted.
 """
 
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ class _Picture:
         self.rows = min(self.num_rows, MOST_ROWS)
         per_rank = max((len(rank.stages) for rank in found.ranks), default=0)
         self.stage_lines = min(per_rank, MOST_STAGES)
-        self.box_height = 2 * PAD + LINE * (1 + self.stage_lines + len(BARS))
+        self.box_height = 2 * PAD + LINE * (1 + self.stage_lines + len(BARS) + 1)
         self.foot = self._foot()
         ways = [abs(end - start) for start, end in self._sent()]
         self.goes_round = max(ways, default=0) > 1
@@ -97,7 +99,7 @@ class _Picture:
         )
         at = y + PAD + 10
         yield _text(x + PAD, at, f"rank {rank.rank}", bold=True)
-        total = in_units(rank.memory.num_bytes - rank.memory.extra.num_bytes)
+        total = in_units(rank.memory.num_bytes)
         yield _text(x + BOX - PAD, at, total, fill=FAINT, anchor="end")
         for line in self._stages_of(rank):
             at += LINE
@@ -112,6 +114,7 @@ class _Picture:
             yield _bar(left, at - 9, BAR * min(part, 1.0), colour, 1.0)
             told = f"{part:.0%}  {in_units(held)}" if alone else "none"
             yield _text(left + BAR + 8, at, told, size=11)
+        yield _text(x + PAD, at + LINE, _rest_of(rank), size=11, fill=FAINT)
 
     def _stages_of(self, rank: RankRow) -> list[str]:
         told = [_stage_line(self.found.stages[index]) for index in rank.stages]
@@ -184,6 +187,14 @@ class _Picture:
 
     def _y(self, row: int) -> int:
         return TOP + row * (self.box_height + GAP_Y)
+
+
+def _rest_of(rank: RankRow) -> str:
+    """What a rank holds and no bar shows."""
+    buffers, extra = rank.memory.buffers.num_bytes, rank.memory.extra.num_bytes
+    told = [f"{in_units(buffers)} of buffers"] if buffers else []
+    told += [f"about {in_units(extra)} extra"] if extra else []
+    return f"and {', '.join(told)}" if told else ""
 
 
 def _stage_line(stage: StageRow) -> str:

@@ -2,8 +2,10 @@
 
 A `Traces` is a snapshot of this process's surroundings: its descendants (orphans too, since they
 are handed to this process), its threads, its listening ports, shared-memory segments, environment
-variables and temporary files. Import `no_leaks` and `private_temporary_directory` in a
-`conftest.py` and every test is compared with the moment before it.
+variables and temporary files. /dev/shm is shared with the whole machine, so a segment counts if
+this process or a descendant has it open or mapped when it is first seen, or if its name has the
+number of one. Import `no_leaks` and `private_temporary_directory` in a `conftest.py` and every test
+is compared with the moment before it.
 
 Linux only. Cost: two milliseconds a test, and some more while there are child processes. What a
 test keeps on purpose (a pool of ranks) is named by the fixture `kept_processes`, which a
@@ -12,10 +14,12 @@ test keeps on purpose (a pool of ranks) is named by the fixture `kept_processes`
 
 import ctypes
 import os
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +31,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LISTENING = "0A"
 _NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_", "CRC32C_")  # set by the runner and by libraries
 _CACHES = ("torchinductor_",)  # torch's own, made once and kept
-_SERVERS = ("PostgreSQL.",)  # of servers that a session keeps, or another session of tests
+_SERVERS = ("PostgreSQL.",)  # of servers that a session keeps
+_NUMBERED = re.compile(r"torch_([0-9]+)_")  # what torch shares between processes, by its maker
+_known_processes: set[int] = set()  # this one and all descendants that were ever seen
+_is_ours: dict[tuple[str, int], bool] = {}  # what was found out of a segment, by name and inode
 
 
 class Traces(NamedTuple):
@@ -43,12 +50,12 @@ class Traces(NamedTuple):
 
 def traces(kept: frozenset[int] = frozenset()) -> Traces:
     """A snapshot, without the processes `kept` on purpose."""
-    segments = os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.exists() else ()
+    below = descendants()
     return Traces(
-        processes=frozenset(f"{pid} {_title(pid)}" for pid in descendants() if pid not in kept),
+        processes=frozenset(f"{pid} {_title(pid)}" for pid in below if pid not in kept),
         threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.is_alive()),
         ports=frozenset(listening_ports()),
-        segments=frozenset(name for name in segments if not name.startswith(_SERVERS)),
+        segments=frozenset(own_segments({os.getpid(), *below})),
         variables=frozenset(
             f"{name}={value}"
             for name, value in os.environ.items()
@@ -86,6 +93,35 @@ def descendants(pid: int | None = None) -> set[int]:
         found.update(children)
         queue += children
     return found
+
+
+def own_segments(processes: set[int]) -> set[str]:
+    """The files of /dev/shm that these processes made, as far as it can be known: what nobody of
+    them holds may be anybody's."""
+    _known_processes.update(processes)
+    found = {}
+    with suppress(FileNotFoundError), os.scandir(_SHARED_MEMORY) as entries:
+        found = {(e.name, e.inode()): e for e in entries if not e.name.startswith(_SERVERS)}
+    if not found.keys() <= _is_ours.keys():
+        held = set().union(*map(_held_segments, processes))
+        for name, inode in found.keys() - _is_ours.keys():
+            maker = _NUMBERED.match(name)
+            of_known = maker is not None and int(maker[1]) in _known_processes
+            _is_ours[name, inode] = of_known or name in held
+    return {name for name, inode in found if _is_ours[name, inode]}
+
+
+def _held_segments(pid: int) -> set[str]:
+    """The files of /dev/shm that a process has open or mapped."""
+    held = []
+    with suppress(OSError):  # it has ended, or is another user's
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed since it was listed
+                held.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        held += [line[line.index("/") :] for line in maps.splitlines() if "/dev/shm/" in line]
+    prefix = f"{_SHARED_MEMORY}/"
+    return {path.removeprefix(prefix) for path in held if path.startswith(prefix)}
 
 
 def is_alive(pid: int) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from shoal.comm import shared_memory
 from shoal.comm.shared_memory import NotShared, Place, Segment
+from shoal.testing.leaks import traces
 
 MOST = 1 << 30
 
@@ -100,8 +101,7 @@ def test_a_forked_child_holds_it_and_lets_go_of_it_alone(segment: Segment) -> No
 
 
 def test_a_killed_creator_leaves_nothing() -> None:
-    shared = Path("/dev/shm")
-    before = set(os.listdir(shared)) if shared.exists() else set()
+    before = traces().segments
     mouth, ear = socket.socketpair()
     child = os.fork()
     if not child:
@@ -120,7 +120,7 @@ def test_a_killed_creator_leaves_nothing() -> None:
     assert holders(place.name)
     opened.close()
     assert not holders(place.name)
-    assert before == (set(os.listdir(shared)) if shared.exists() else set())
+    assert before == traces().segments and not Path("/dev/shm", place.name).exists()
 
 
 def holders(name: str) -> list[str]:
