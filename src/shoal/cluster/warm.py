@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.processes import readable
+from shoal.processes import readable, stop_signals
 
 IDLE_S = 3600.0
 Command = Callable[[list[str]], int]
@@ -66,8 +66,7 @@ def run_warm(arguments: list[str]) -> int | None:
         connection.sendall(content)
         answers = connection.makefile("r")
         pid = int(json.loads(answers.readline())["pid"])
-        passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in passed_on:
+        for number in stop_signals():
             signal.signal(number, lambda n, _: os.kill(pid, n))
         line = answers.readline()
         if not line:
