@@ -6,7 +6,7 @@ writes to, and parameters read where `zero=3` holds a shard of them. Cost: nothi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.data.batches import Batches
 from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
+from shoal.mesh import Mesh
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.reserved import Reserved, touched_rows
 from shoal.plan import Plan
@@ -39,8 +40,11 @@ def _present(p: nn.Parameter) -> Tensor:
     return p._local_tensor if isinstance(p, DTensor) else p
 
 
-def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) -> NotFinite:
-    """The error for a step whose loss or gradient is not finite.
+def not_finite(
+    batches: Batches, step: int, agreed: Agreed, model: nn.Module, ranks: Sequence[int] = ()
+) -> NotFinite:
+    """The error for a step whose loss or gradient is not finite, as `ranks` computed it; empty if
+    only this one knows of it.
 
     If the weights are spoilt already, it was the gradient of the step before.
     """
@@ -55,10 +59,28 @@ def not_finite(batches: Batches, step: int, agreed: Agreed, model: nn.Module) ->
     named = ", ".join(map(str, ids[:_NAMED]))
     if len(ids) > _NAMED:
         named += f" and {len(ids) - _NAMED} more"
+    if ranks and known:
+        named += f" on rank {', '.join(map(str, ranks))}"
     return NotFinite(
         f"Step {step + 1} is not finite: {what}. It saw the samples {named}. Look at those "
-        "samples, lower the learning rate, or clip the gradient (clip=1.0)."
+        "samples, lower the learning rate, or clip the gradient (clip=1.0).",
+        tuple(ranks),
     )
+
+
+def computed_by(agreed: Agreed, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
+    """The ranks that computed losses which are not finite, all of each replica's; if there are
+    none, or nobody knows whose they are, all ranks."""
+    bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
+    if not bad or len(agreed.sums) != plan.num_pieces:
+        return tuple(range(mesh.num_ranks))
+    size = plan.num_microbatches
+    dealt = shares(plan.num_pieces // size, mesh.data.num_ranks, mesh.counts)
+    rounds = {piece // size for piece in bad}
+    replicas = {number for number, own in enumerate(dealt) if rounds & {*own}}
+    # Ranks count by tensor, data, pipeline.
+    num_tensor, num_data = mesh.tensor.num_ranks, mesh.data.num_ranks
+    return tuple(r for r in range(mesh.num_ranks) if r // num_tensor % num_data in replicas)
 
 
 def judged(agreed: Agreed, plan: Plan) -> Agreed:

@@ -33,7 +33,14 @@ class RecipeError(ShoalError):
 
 
 class NotFinite(RecipeError):
-    """A loss or a gradient is not finite and no smaller loss scale can cure it."""
+    """A loss or a gradient is not finite and no smaller loss scale can cure it.
+
+    All ranks find it at once; `ranks` are those that computed it, empty if that is who raises it.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class GroupLost(ShoalError):

@@ -36,6 +36,7 @@ from shoal.logs import warn_on_screen, warn_once
 from shoal.numerics.precision import ScaleState
 from shoal.plan import Plan
 from shoal.remote import StoreError
+from shoal.rescue import rescue
 from shoal.run import Run
 from shoal.sync.choose import kinds_held, settle
 from shoal.sync.replicas import shared_name
@@ -66,10 +67,11 @@ class Keeping(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """Why a checkpoint is passed over. If it is `damaged`, nobody could go on from it."""
+    """Why a checkpoint is passed over, `minor` if it is damaged, so that nothing is lost by that;
+    or why one was not made, `minor` if only because another rank could not."""
 
     why: str = ""
-    damaged: bool = False
+    minor: bool = False
 
 
 class Keeper:
@@ -86,7 +88,7 @@ class Keeper:
         self._holds_nothing = False  # since no checkpoint can hold this state
         self._has_looked = False  # at the state after a step of this group
         self._resumed: Origin | None = None  # of the checkpoint that it went on from
-        self._failure = ""  # of the last save, as far as this rank knows
+        self._failure = _Problem()  # of the last save, as far as this rank knows
         self._ended: deque[Saved] = deque()  # filled by the saver's thread
         self._saver = Saver(self.store, self._has_ended)
 
@@ -114,7 +116,7 @@ class Keeper:
                     self._tell_of_resuming(trainer, name)
                 return
             problems.append(f"{name}: {problem.why}")
-            damaged &= problem.damaged
+            damaged &= problem.minor
             self._bad.add(name)
             if world.rank == 0:
                 self._tell("checkpoint-refused", name=name, why=problem.why)
@@ -170,12 +172,18 @@ class Keeper:
         problem = self.save(trainer)
         self.finish(trainer)
         if problem:
-            self._failure = problem
+            self._failure = _Problem(problem)
             self._tell("save-skipped", step=step, why=problem)
+        if self.saved_step_of(world) == step:
+            return
+        why = _worst_problem(world, self._failure).why
+        place = rescue(trainer, self.save)
+        if place and world.rank == 0:
+            self._tell("rescued", step=step, place=place)
         # A command looks at what was saved when it is over; a script would end as if all were well.
-        if self.saved_step_of(world) != step and self._others_may_write:
-            why = self._failure or "another rank could not write; its log says why"
-            raise NotSaved(f"Step {step}, the last, could not be saved: {why.rstrip('.')}.")
+        if self._others_may_write:
+            kept = f" It is in {place} instead: give that as checkpoints." if place else ""
+            raise NotSaved(f"Step {step}, the last, could not be saved: {why.rstrip('.')}.{kept}")
 
     def finish(self, trainer: "Trainer") -> None:
         """Until the save under way has ended. Every rank must call it."""
@@ -196,8 +204,8 @@ class Keeper:
             saved = self._ended.popleft()
             step = step_of(saved.name)
             if saved.problem:
-                self._failure = saved.problem
-                self._tell("save-failed", step=step, why=saved.problem)
+                self._failure = _Problem(saved.problem, saved.is_echo)
+                self._tell("save-failed", step=step, why=saved.problem, echo=saved.is_echo)
                 warn_once(f"The checkpoint of step {step} could not be written: {saved.problem}.")
             elif saved.is_committed:
                 self.saved_step = step
@@ -215,8 +223,9 @@ class Keeper:
         self.saved_step = int(known) if known >= 0 else None
         return self.saved_step
 
-    def save(self, trainer: "Trainer") -> str:
-        """Begin a save; returns why not, if it did not. Every rank must call it."""
+    def save(self, trainer: "Trainer", saver: Saver | None = None) -> str:
+        """Begin a save, by default where this run keeps its own; returns why not, if it did not.
+        Every rank must call it."""
         settle(trainer.strategy)
         trainer.consistency.check(trainer.step)
         try:
@@ -230,7 +239,7 @@ class Keeper:
         # A forward may change buffers, and weights that no update does (a teacher's, say).
         frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
-        problem = self._saver.save(
+        problem = (saver or self._saver).save(
             trainer.mesh.world,
             name_of(trainer.step),
             state.tensors,
@@ -327,7 +336,7 @@ class Keeper:
         try:
             opened = Opened(self.store, name)
         except BadCheckpoint as bad:
-            return _Problem(str(bad), not isinstance(bad, MayBeGood))
+            return _Problem(str(bad), minor=not isinstance(bad, MayBeGood))
         problem = self._take_over(trainer, opened)
         if not problem.why:
             self.saved_step = trainer.step
@@ -349,7 +358,7 @@ class Keeper:
             raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:
             damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, MayBeGood)
-            return _Problem(str(wrong), damaged)
+            return _Problem(str(wrong), minor=damaged)
         except OSError as error:
             return _Problem(f"{error.strerror}.")
         except (KeyError, TypeError, ValueError) as error:
@@ -462,8 +471,8 @@ def _copy_of(state: State) -> State:
 
 
 def _worst_problem(world: Group, own: _Problem) -> _Problem:
-    """The problem of the first rank for which it may be good, else of the first that has one."""
-    rows = world.gather_numbers([bool(own.why), own.damaged])
+    """The problem of the first rank whose problem is not minor, else of the first that has one."""
+    rows = world.gather_numbers([bool(own.why), own.minor])
     found = [rank for rank, row in enumerate(rows) if row[0]]
     if not found:
         return _Problem()

@@ -65,6 +65,13 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask a command to stop. Who started it under nohup wants it to outlive the
+    terminal."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
+
+
 @contextmanager
 def giving_way() -> Iterator[None]:
     """Let this thread, if it sleeps here, interrupt nobody when it is woken.

@@ -53,10 +53,9 @@ class RunDir:
                 self._made += _make(self.path / "logs")
             self._lock = _lock(self.path)
         except OSError as error:
-            raise UsageError(
-                f"The run directory {path or 'runs/'} cannot be written: {error.strerror}. "
-                "Choose another with --run-dir DIR."
-            ) from error
+            raise _unwritable(path or Path("runs"), error) from error
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._place = self._now()
         self.goes_on = (self.path / RUN).exists()
         if self.goes_on and not resume:
             self._release()
@@ -90,12 +89,43 @@ class RunDir:
 
     def describe(self, **facts: Any) -> None:
         """The run begins: write run.json, the resolved run and plan, and whence each value came."""
-        self._began = True
         text = msgspec.json.format(in_utf8(facts), indent=2)
-        write_whole(self.path / RUN, text + b"\n")  # or who goes on would find half of it
+        try:
+            write_whole(self.path / RUN, text + b"\n")  # or who goes on would find half of it
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._began = True
+
+    def where(self) -> Path:
+        """Where the directory is now, as far as it is anywhere."""
+        now = Path(self._now())
+        return now if self._now() != self._place and now.is_dir() else self.path
+
+    def moved(self) -> str:
+        """What to say if the directory is not any more where it was; empty if it is."""
+        now = self._now()
+        if now == self._place:
+            return ""
+        if not Path(now).is_dir():
+            return (
+                f"The run directory {self.path} was removed while the run went on, and its record "
+                "with it. Checkpoints and the model of later steps are put there anew."
+            )
+        return (
+            f"The run directory {self.path} was moved to {now} while the run went on. Its record "
+            f"is there; checkpoints and the model of later steps are in {self.path}. Put them "
+            "together, and leave the directory where it is while a run goes on."
+        )
+
+    def _now(self) -> str:
+        """The path of the directory that was opened, as the kernel knows it."""
+        return os.readlink(f"/proc/self/fd/{self._descriptor}")
 
     def _release(self) -> None:
-        _unlock(self.path, self._lock)
+        with suppress(OSError):  # of a disk that cannot be written any more
+            os.unlink(OWNER, dir_fd=self._descriptor)
+        os.close(self._descriptor)
+        _unlock(self._lock)
 
     def _discard(self) -> None:
         """Remove what was made here; what others put there stays."""
@@ -155,6 +185,13 @@ def read_description(run_dir: Path) -> Description:
     return decode_json(content, Description, str(path), way_out=way_out)
 
 
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"The run directory {path} cannot be written: {error.strerror}. Choose another with "
+        "--run-dir DIR."
+    )
+
+
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Hold a directory that is not the run's own, so that no other run uses it meanwhile."""
@@ -166,7 +203,9 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _unlock(path, lock)
+        with suppress(OSError):
+            (path / OWNER).unlink(missing_ok=True)
+        _unlock(lock)
         _remove_empty(made)
 
 
@@ -272,9 +311,7 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-def _unlock(path: Path, file: IO[str]) -> None:
-    with suppress(OSError):  # of a disk that cannot be written any more
-        (path / OWNER).unlink(missing_ok=True)
+def _unlock(file: IO[str]) -> None:
     let_go(file.fileno())
     file.close()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal import handover
 from shoal.alike import facts_of, refuse_unlike
 from shoal.balancing import balance_of, rebalance
-from shoal.blame import judged, no_weight, not_finite, weights_are_finite
+from shoal.blame import computed_by, judged, no_weight, not_finite, weights_are_finite
 from shoal.checkpoint.export import canonical_tensors, gather_model
 from shoal.computing import Compute
 from shoal.errors import GroupLost, UsageError
@@ -250,7 +250,9 @@ class Trainer:
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
         if norm is None:
             if not self.loss_scale.overflow():
-                raise not_finite(self.batches, batch.step, agreed, self.model)
+                known = self.strategy.in_lockstep  # and so every rank finds the same
+                who = computed_by(agreed, self.plan, self.mesh) if known else ()
+                raise not_finite(self.batches, batch.step, agreed, self.model, who)
             return
         self.loss_scale.good_step()
         self.step += 1  # committed

@@ -367,6 +367,7 @@ def test_an_end_that_was_not_saved_is_no_success(train, tmp_path: Path) -> None:
     assert trained.result["checkpoint"] is None and trained.result["steps"] == 8
     assert trained.result["model"] == str(tmp_path / "run" / "model.safetensors")
     assert trained.model() and checkpoints(trained.run_dir) == []
+    shutil.rmtree(Path(trained.result["rescued"]).parent)
 
 
 def test_a_model_that_does_not_fit_leaves_no_half_of_it(train) -> None:

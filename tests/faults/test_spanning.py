@@ -309,6 +309,35 @@ def test_a_run_that_spans_hosts_goes_on(pool: Pool, begin, start, alone: Trained
     check_same(trained, alone)
 
 
+def test_a_third_host_is_told_that_the_run_is_full(pool: Pool, begin) -> None:
+    """Also once there are checkpoints, which are none of its business."""
+    spanning = begin(pause=0.1, save_every=2)
+    spanning.training.wait_for_step(5)
+    assert wait_until(lambda: bool(events(spanning.training.run_dir, "saved")), 30.0)
+    code, said = join(pool, spanning.training.run_dir).wait()
+    assert code == 2 and "The run has all of its 2 hosts already" in said, said
+    assert "--resume" not in said
+    spanning.training.command.send_signal(signal.SIGINT)
+    assert spanning.wait()[0].exit_code == 75
+
+
+def test_a_run_that_lost_a_host_before_its_first_checkpoint_begins_anew(
+    pool: Pool, begin, start
+) -> None:
+    spanning = begin(pause=0.05, options=IMPATIENT)
+    spanning.training.wait_for_step(2)
+    spanning.joining.command.send_signal(signal.SIGKILL)
+    trained = spanning.training.wait()
+    assert trained.exit_code == 1 and "Go on with --resume" in trained.last_words
+    options, run_dir = ("--listen", "127.0.0.1", "--resume"), trained.run_dir
+    again = start(plan=SPANNING, options=options, run_dir=run_dir, steps=6, pause=0.05)
+    wait_for_invitation(run_dir)
+    second = join(pool, run_dir)
+    trained = again.wait()
+    assert (trained.exit_code, second.wait()[0]) == (0, 0), trained.errors
+    assert "begins at step 0" in trained.errors and len(trained.steps()) == 6
+
+
 def test_ctrl_c_while_waiting_leaves_nothing(start) -> None:
     training = start(plan=SPANNING, options=("--listen", "127.0.0.1"))
     wait_for_invitation(training.run_dir)

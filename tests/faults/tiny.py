@@ -5,6 +5,7 @@ state does.
 """
 
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -211,6 +212,18 @@ def raises(pause: float = 0.002, at_id: int = 5) -> shoal.Run:
         return slow_loss(output, target, pause)
 
     return run_of(pause, loss=loss)
+
+
+def poisoned(pause: float = 0.0, call: int = 3) -> shoal.Run:
+    """The loss of odd ranks is not a number when they compute it for this time."""
+    calls = count(1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        value = slow_loss(output, target, pause)
+        is_bad = next(calls) == call and torch.distributed.get_rank() % 2 == 1
+        return value * math.nan if is_bad else value
+
+    return run_of(pause, loss=loss, clip=None)
 
 
 _KEPT: list[object] = []

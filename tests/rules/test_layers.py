@@ -32,6 +32,7 @@ LAYERS = {
             "handover",
             "beginning",
             "keeping",
+            "rescue",
             "resume",
             "balancing",
             "resizing",

@@ -61,6 +61,7 @@ class Saved(NamedTuple):
     seconds: float
     problem: str = ""
     is_committed: bool = False  # True on rank 0 alone, which commits
+    is_echo: bool = False  # the problem is another rank's, which gave the draft up
 
 
 class Saver:
@@ -159,7 +160,7 @@ class Saver:
     def _run(self, work: "_Work", snapshot: Snapshot) -> None:
         """In the thread."""
         started = time.monotonic()
-        problem, size, committed = "", 0, False
+        problem, size, committed, is_echo = "", 0, False, False
         draft = self.store.join(work.name, work.token)
         try:
             snapshot.copy()
@@ -170,6 +171,9 @@ class Saver:
                 size, committed = work.commit(draft, self._given_up), True
         except (GroupLost, TimeoutError) as error:
             problem = str(error)
+        except FileNotFoundError as error:  # whoever has a reason of its own says it
+            gone = f"what was to become {self.store}/{work.name} is gone"
+            problem, is_echo = gone if error.filename else str(error.strerror), True
         except OSError as error:
             problem = error.strerror or str(error)
         except Exception as error:  # noqa: BLE001 (a defect must not look like a save that worked)
@@ -181,7 +185,7 @@ class Saver:
         if problem:
             draft.discard()
         seconds = time.monotonic() - started
-        self._told(Saved(work.name, size, seconds, problem, committed))
+        self._told(Saved(work.name, size, seconds, problem, committed, is_echo))
 
     def _begin(self, work: "_Work", draft: Draft) -> None:
         """Rank 0 opens the draft; the others wait until it has."""

@@ -13,28 +13,40 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from shoal.cli.output import silence, steady
 from shoal.cli.resize import in_a_sentence
 from shoal.tables import plural
 
 PLAIN_EVERY_S = 5.0
 
 
+class _Screen(Console):
+    """A terminal, or what stands in its place."""
+
+    def on_broken_pipe(self) -> None:
+        """Whoever read it has left, which is no reason to end."""
+        silence(2)
+
+
 class Display:
     """Told of progress and events by the supervisor.
 
     `saved_step` is the newest that was saved, `unsaved` why others were not, as ranks said;
+    `rescued` is where the last one is instead;
     `unholdable` what no checkpoint can hold; `model_problem` why the model was not written.
     """
 
     def __init__(self, num_steps: int | None = None):
         self.num_steps = num_steps
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = _Screen(stderr=True, highlight=False, soft_wrap=True)
         self._live = self.console.is_terminal
         self._shown_at = 0.0
         self._evaluated = 0  # the last step whose evaluation was shown
         self._width = 0
         self.saved_step: int | None = None
         self.unsaved: dict[int, list[str]] = {}
+        self._echoes: dict[int, str] = {}  # of steps for which no rank has given a reason yet
+        self.rescued = ""
         self.unholdable = ""
         self.model_problem = ""
         self._said: set[str] = set()
@@ -69,6 +81,8 @@ class Display:
                 self._no_checkpoints(record["why"])
             case "save-failed" | "save-skipped":
                 self._not_saved(record)
+            case "rescued":
+                self.rescued = record["place"]
             case "saved":
                 self.saved_step = record["step"]
             case "emptied":
@@ -109,11 +123,17 @@ class Display:
             self.say(escape(facts["cuts"]))
 
     def say(self, text: str) -> None:
-        self._clear()
-        self.console.print(text)
+        with steady():
+            self._clear()
+            self.console.print(text)
 
     def close(self) -> None:
-        self._clear()
+        for step, why in self._echoes.items():
+            if step not in self.unsaved:
+                self._not_saved({"step": step, "why": why})
+        with steady():
+            self._clear()
+            sys.stderr.flush()
 
     def _say_once(self, kind: str, text: str) -> None:
         """Several ranks may have the same to say, and one of them many times."""
@@ -121,16 +141,20 @@ class Display:
             self._said.add(kind)
             self.say(text)
 
+    def _not_saved(self, record: dict[str, Any]) -> None:
+        """Each rank says so; one that only heard of it from another is not what a person asks."""
+        step, why = record["step"], record["why"]
+        if record.get("echo"):
+            self._echoes.setdefault(step, why)
+            return
+        told = self.unsaved.setdefault(step, [])
+        told.append(why)
+        if len(told) == 1:
+            self.say(f"[bold yellow]step {step} was not saved[/]: {escape(why)}")
+
     def _no_checkpoints(self, why: str) -> None:
         self.unholdable = why
         self.say(f"no checkpoint will be made, since none can hold it: {escape(why)}")
-
-    def _not_saved(self, record: dict[str, Any]) -> None:
-        told = self.unsaved.setdefault(record["step"], [])
-        told.append(record["why"])
-        if len(told) == 1:  # each rank says so
-            why = escape(record["why"])
-            self.say(f"[bold yellow]step {record['step']} was not saved[/]: {why}")
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         if record["step"] > self._evaluated:  # two ranks may tell of one
@@ -141,13 +165,15 @@ class Display:
         line = self._line(record)
         now = time.monotonic()
         if self._live:
-            self._clear()
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            with steady():
+                self._clear()
+                sys.stderr.write(line)
+                sys.stderr.flush()
             self._width = len(line)
         elif now - self._shown_at > PLAIN_EVERY_S:
             self._shown_at = now
-            self.console.print(Text(line))
+            with steady():
+                self.console.print(Text(line))
 
     def _line(self, record: dict[str, Any]) -> str:
         of = f"/{self.num_steps}" if self.num_steps else ""

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import say
+from shoal.cli.output import say, tell
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
             await_facts(nursery)
         except NotLoaded as error:
             if error.trace:
-                click.echo(error.trace, err=True)
+                tell(error.trace)
             say(f"shoal: {error}", is_error=True)
             return error.exit_code
         finally:

@@ -1,5 +1,6 @@
 """The command line: one file per verb, loaded when the verb is used."""
 
+import errno
 import importlib
 import os
 import signal
@@ -7,7 +8,9 @@ import sys
 
 import click
 
+from shoal.cli.output import say, tell
 from shoal.errors import Ended, ShoalError, nearest
+from shoal.processes import stop_signals
 
 _VERBS = {
     "train": "Train a recipe under a plan.",
@@ -24,6 +27,12 @@ _VERBS = {
 
 
 _WARM = ("train", "run", "verify", "explain")
+
+# Of a disk or a directory: a traceback says no more.
+_OF_THE_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.EPIPE, errno.EMFILE, errno.ENFILE),
+}
 
 # They leave others their cores: at once, but for 0.1 ms in which more work mostly comes.
 _IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
@@ -82,7 +91,7 @@ def run_here(arguments: list[str]) -> int:
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and policy == "passive":
         for name, value in _IDLE_THREADS.items():  # read when torch is loaded
             os.environ.setdefault(name, value)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals()[1:]:
         signal.signal(number, _leave)  # through every `with` and `finally`
     try:
         verbs.main(arguments, prog_name="shoal", standalone_mode=False)
@@ -93,13 +102,17 @@ def run_here(arguments: list[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         when = " before the run began" if arguments[:1] in (["train"], ["run"]) else ""
-        click.echo(f"shoal: interrupted{when}.", err=True)
+        tell(f"shoal: interrupted{when}.")
         return 130
     except ShoalError as error:
-        from shoal.cli.output import say
-
         say(f"shoal: {error}", is_error=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        named = f": {error.filename}" if error.filename is not None else ""
+        say(f"shoal: {error.strerror}{named}. The command ended there.", is_error=True)
+        return 1
     return 0
 
 

@@ -4,10 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
-from shoal.cli.output import say
+from shoal.cli.output import say, tell
 from shoal.errors import RUN_AGAIN, UsageError
 from shoal.tables import plural
 
@@ -18,11 +17,13 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
 
     own = outcome.summaries.get(0, {})
     lost = _not_saved(outcome, facts, own)
-    record = run_dir / "metrics.jsonl"
+    record = facts.get("record", run_dir) / "metrics.jsonl"
     num_samples, num_left_out = samples_on_record(record)
     is_whole = last_step(record) >= outcome.step  # or the disk was full
-    problem = lost or _nothing_trained(outcome, num_samples, num_left_out)
+    problem = lost or _nothing_trained(outcome, num_samples, num_left_out) or facts.get("moved", "")
     code = int(outcome.exit_code) or (1 if problem else 0)
+    if code == RUN_AGAIN and facts.get("moved", ""):
+        code = 1  # the same command would not find it
     model = run_dir / "model.safetensors"
     result = {
         "steps": outcome.step,
@@ -37,6 +38,7 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         ),
         "checkpoint": own.get("checkpoint"),
         "not_saved": lost or None,
+        "rescued": facts.get("rescued") or None,
         "model": str(model) if model.exists() and not facts["model_problem"] else None,
         "recoveries": outcome.num_recoveries,
         "staleness": _staleness(outcome),
@@ -47,13 +49,15 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         "exit_code": code,
     }
     if outcome.exit_code == 0:
-        click.echo(_in_words(result, own, facts), err=True)
+        tell(_in_words(result, own, facts))
         if problem:
             say(f"shoal: {problem}", is_error=True)
     else:
         if outcome.trace:
-            click.echo(outcome.trace, err=True)
-        say(_why_it_ended(outcome, run_dir, facts["saved_step"]), is_error=True)
+            tell(outcome.trace)
+        say(_why_it_ended(outcome, run_dir, facts), is_error=True)
+        if facts.get("moved", ""):
+            say(f"shoal: {facts['moved']}", is_error=True)
     if as_json:
         _print_result(result)
     return code
@@ -84,9 +88,19 @@ def _not_saved(outcome: Any, facts: dict[str, Any], own: dict[str, Any]) -> str:
         return ""
     told = facts["unsaved"].get(outcome.step, ["nobody said why"])
     reasons = dict.fromkeys(why.rstrip(".") for why in told)
+    kept = _rescued(facts) or (
+        "Mend that, and go on from the checkpoint before it (--resume), if there is one."
+    )
+    return f"Step {outcome.step}, the last, could not be saved: {'; '.join(reasons)}. {kept}"
+
+
+def _rescued(facts: dict[str, Any]) -> str:
+    """Where the last step is, if not where it should be; empty if nowhere."""
+    if not facts.get("rescued"):
+        return ""
     return (
-        f"Step {outcome.step}, the last, could not be saved: {'; '.join(reasons)}. Mend that, and "
-        "go on from the checkpoint before it (--resume), if there is one."
+        f"It is in {facts['rescued']} instead. Put it among the run's checkpoints once they can be "
+        "written, or go on with --resume and --checkpoints, given the directory that it lies in."
     )
 
 
@@ -148,14 +162,16 @@ def _why_no_model(result: dict[str, Any], facts: dict[str, Any]) -> str:
     return f"model.safetensors was not written: {facts['model_problem'].rstrip('.')}{held}"
 
 
-def _why_it_ended(outcome: Any, run_dir: Path, saved_step: int | None) -> str:
+def _why_it_ended(outcome: Any, run_dir: Path, facts: dict[str, Any]) -> str:
+    saved_step = facts["saved_step"]
     if outcome.stopped_by and not outcome.cause:
-        saved = (
-            f"It is saved; go on with the same command and --resume --run-dir {run_dir}"
-            if outcome.exit_code == RUN_AGAIN
-            else f"It could not be saved. Its record is in {run_dir}"
-        )
-        return f"shoal: stopped after step {outcome.step}, as asked. {saved}."
+        saved = f"It is saved; go on with the same command and --resume --run-dir {run_dir}."
+        if outcome.exit_code != RUN_AGAIN:
+            told = facts["unsaved"].get(outcome.step, [])
+            why = f": {told[0].rstrip('.')}" if told else ""
+            saved = f"It could not be saved{why}. {_rescued(facts)}".rstrip()
+            saved += f" Its record is in {run_dir}."
+        return f"shoal: stopped after step {outcome.step}, as asked. {saved}"
     newest = ""
     if saved_step is not None:
         again = f"the same command with --resume --run-dir {run_dir}"

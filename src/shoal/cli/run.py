@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say
+from shoal.cli.output import say, steady, tell
 from shoal.errors import UsageError
 
 
@@ -33,13 +33,17 @@ class Echo:
             self._log = log
 
     def _show(self, log: Path) -> None:
-        with log.open("rb") as file:
-            file.seek(self._shown)
-            new = file.read()
+        try:
+            with log.open("rb") as file:
+                file.seek(self._shown)
+                new = file.read()
+        except OSError:  # it was moved away, which is told of elsewhere
+            return
         self._shown += len(new)
         if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+            with steady(1):  # all of it is in the log
+                sys.stdout.buffer.write(new)
+                sys.stdout.buffer.flush()
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -92,6 +96,8 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     def watch(record: dict[str, Any]) -> None:
         display(record)
         echo(record)
+        if record["event"] == "tick" and (moved := run_dir.moved()):
+            display({"event": "warning", "text": moved})
 
     outcome = launch(
         lambda: prepare_script(script, arguments),
@@ -110,7 +116,9 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     echo({"event": "tick"})
     if outcome.exit_code:
         if outcome.trace:
-            click.echo(outcome.trace, err=True)
+            tell(outcome.trace)
         cause = outcome.cause.rstrip(".")
         say(f"shoal: {cause}. Logs are in {run_dir.path / 'logs'}.", is_error=True)
-    return int(outcome.exit_code)
+    elif moved := run_dir.moved():
+        say(f"shoal: {moved}", is_error=True)
+    return int(outcome.exit_code) or int(bool(run_dir.moved()))

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import say
+from shoal.cli.output import say, tell
 from shoal.cli.report import report
 from shoal.errors import UsageError
 
@@ -228,13 +228,18 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
             num_hosts=1 if listening is None else Plan.parse(found["plan"]).hosts,
         )
 
+    def watch(record: dict[str, Any]) -> None:
+        display(record)
+        if record["event"] == "tick" and (moved := run_dir.moved()):
+            display({"event": "warning", "text": moved})
+
     asked = {name: given.get(name) for name in Options.__struct_fields__}
     listening = None if given["listen"] is None else _listening(recipe, settings, given, asked)
     try:
         outcome = launch(
             lambda: prepare_run(recipe, settings, asked, run_dir.path),
             run_dir.path,
-            watch=display,
+            watch=watch,
             members=members,
             prepared=prepared,
             can_resize=True,
@@ -246,6 +251,8 @@ def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir
     display.close()
     facts["unsaved"], facts["model_problem"] = display.unsaved, display.model_problem
     facts["unholdable"], facts["saved_step"] = display.unholdable, display.saved_step
+    facts["rescued"], facts["moved"] = display.rescued, run_dir.moved()
+    facts["record"] = run_dir.where()
     return report(outcome, facts, run_dir.path, as_json=given["as_json"])
 
 
@@ -267,7 +274,7 @@ def _listening(
 def tell_not_loaded(error: Any) -> int:
     """Say why a recipe could not be prepared; the exit code that this means."""
     if error.trace:
-        click.echo(error.trace, err=True)
+        tell(error.trace)
     say(f"shoal: {error}", is_error=True)
     return int(error.exit_code)
 

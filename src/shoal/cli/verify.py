@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import say
+from shoal.cli.output import say, tell
 from shoal.errors import UsageError
 
 
@@ -73,11 +73,11 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
         verdict = verification.verify(load, given["plan"], run_dir.path, watch)
     except (NotLoaded, verification.RunFailed) as error:
         if error.trace:
-            click.echo(error.trace, err=True)
+            tell(error.trace)
         say(f"shoal: {error}", is_error=True)
         return error.exit_code
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
-    click.echo(in_words(verdict, recipe), err=True)
+    tell(in_words(verdict, recipe))
     code = 0 if verdict.passed else 1
     if given["as_json"]:
         result = {"exit_code": code, "verdict": verdict.verdict, "passed": verdict.passed}

@@ -6,6 +6,7 @@ a file system that all hosts see, under the same path; a host on which it does n
 """
 
 import ipaddress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,7 +81,8 @@ def invite(invitation: Invitation, run_dir: Path) -> None:
 def withdraw(run_dir: Path) -> None:
     """Remove what was left for hosts."""
     for name in (INVITATION, KEYS):
-        (run_dir / name).unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that cannot be written any more
+            (run_dir / name).unlink(missing_ok=True)
 
 
 def read_invitation(run_dir: Path) -> Invitation:

@@ -37,8 +37,8 @@ from shoal.cluster.post import (
 from shoal.comm.reach import address_towards, told_of
 from shoal.comm.wire import BadFrame, Context, Keys, connect, decode, load_keys
 from shoal.elastic.actions import how_it_ended
-from shoal.elastic.supervise import STOPPING
 from shoal.errors import ShoalError, UsageError
+from shoal.processes import stop_signals
 
 POLL_MS = 50
 ANSWER_S = 10.0  # for the first host's first answer
@@ -91,7 +91,7 @@ class _Joined:
 
     def obey(self, hello: Hello) -> Farewell:
         """Do as the first host says until the run is over. Nothing is left running afterwards."""
-        handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
+        handlers = {s: signal.signal(s, self._on_signal) for s in stop_signals()}
         try:
             self._write(hello)
             while self._farewell is None:

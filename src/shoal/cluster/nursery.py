@@ -26,7 +26,7 @@ import msgspec
 
 from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError, sendable
-from shoal.processes import die_with_parent, handing_on, readable
+from shoal.processes import die_with_parent, handing_on, readable, stop_signals
 
 _MOST_BYTES = 1 << 20
 _SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen to it
@@ -161,10 +161,17 @@ class Nursery:
 
 
 def redirect_output(log: str | Path) -> None:
-    """Send standard output and error to a file, and take input from nowhere."""
+    """Send standard output and error to a file, and take input from nowhere.
+
+    A disk that takes no more files must not cost a run its ranks: their output is lost then.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with open(log, "ab", buffering=0) as file, open(os.devnull, "rb") as nothing:
+    try:
+        output = open(log, "ab", buffering=0)  # noqa: SIM115
+    except OSError:
+        output = open(os.devnull, "ab", buffering=0)  # noqa: SIM115
+    with output as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -194,7 +201,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whoever signals all processes of a job at once asks for a clean stop, which takes ranks; the
     # parent ends this process. Not ignored: what a recipe starts would ignore it too.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals()[1:]:
         signal.signal(number, lambda *_: None)
     redirect_output(log)
     faulthandler.register(_SAY_WHERE, file=2)
@@ -283,7 +290,7 @@ class _Bearing:
 
     def _live(self, birth: Birth, parent: int) -> int:
         die_with_parent(parent)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in stop_signals()[1:]:
             signal.signal(number, signal.SIG_DFL)
         self._control.close()
         for _, pidfd in self._children.values():

@@ -28,7 +28,7 @@ from typing import TypedDict
 
 from shoal.comm.unix import is_own
 from shoal.files import private_directory, write_private
-from shoal.processes import readable
+from shoal.processes import readable, stop_signals
 
 IDLE_S = 3600.0
 ANSWER_S = 5.0  # for a caller to say what it wants
@@ -85,7 +85,7 @@ def run_warm(arguments: list[str]) -> int | None:
         answers = connection.makefile("rb")
         pid = _told(answers.readline(), "pid")
         if pid is not None:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in stop_signals():
                 signal.signal(number, lambda n, _: os.kill(pid, n))
             status = _told(answers.readline(), "status")
             if status is not None:

@@ -104,7 +104,8 @@ class Control:
         for caller in self._callers:
             caller.refuse("The run is over.")
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that cannot be written any more
+            self._path.unlink(missing_ok=True)
 
 
 def ask(run_dir: Path, what: Request) -> Answer:

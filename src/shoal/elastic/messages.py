@@ -82,12 +82,13 @@ class Met(FromMember, frozen=True, tag="met"):
 
 
 class Failed(FromMember, frozen=True, tag="failed"):
-    """The recipe's own code failed here."""
+    """The recipe's own code failed here, or on `ranks`: who finds it need not be who did it."""
 
     step: int
     message: str
     trace: str
     exit_code: int
+    ranks: tuple[int, ...] = ()
 
 
 class FromSupervisor(msgspec.Struct, frozen=True, tag_field="say"):

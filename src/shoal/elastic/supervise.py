@@ -50,9 +50,9 @@ from shoal.elastic.resizes import Resizes
 from shoal.errors import RUN_AGAIN, Ended
 from shoal.logs import warn_once
 from shoal.metrics.sinks import JsonLines
+from shoal.processes import stop_signals
 
 POLL_MS = 100
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 2.0
 STUCK_S = 10.0  # without a turn of its loop, a supervisor that was told to stop is ended
 MOST_BYTES = 16 << 20  # that a member says at once
@@ -114,7 +114,7 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Until the run is over, one way or another. Nothing is left running afterwards."""
-        handlers = {s: signal.signal(s, self._on_signal) for s in STOPPING}
+        handlers: dict[int, Any] = {s: signal.signal(s, self._on_signal) for s in stop_signals()}
         handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -301,7 +301,11 @@ class Supervisor:
             return  # an echo of the first failure
         self._has_failed = True
         seat = self._seat_of(member)
-        who = "a spare" if seat is None else self.members.size.name_of(seat)
+        size = self.members.size
+        who = "a spare" if seat is None else size.name_of(seat)
+        if message.ranks:
+            is_all = 1 < size.num_ranks <= len(message.ranks)
+            who = "every rank" if is_all else ", ".join(map(size.name_of, message.ranks))
         self.outcome.trace = message.trace
         # Who is new has made no step, and a server makes none of its own.
         step = message.step or self.members.step

@@ -24,7 +24,7 @@ from shoal.comm.wire import bytes_of, digest_of
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.serving import Serving, serve_host
-from shoal.errors import FailedElsewhere, ShoalError, StopNow, sendable
+from shoal.errors import FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
 from shoal.explain.tensor import grouped
 from shoal.explain.words import cuts_in_words
 from shoal.hooks import Hook, StepInfo
@@ -187,7 +187,8 @@ def _tell_failure(birth: Birth, step: int, error: Exception) -> int:
     message = str(error) if own else f"{type(error).__name__}: {error}"
     trace = "" if says_all(error) else traceback.format_exc()
     code = error.exit_code if isinstance(error, ShoalError) else 1
-    failed = Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code)
+    ranks = error.ranks if isinstance(error, NotFinite) else ()
+    failed = Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code, ranks)
     keys = reach_from(birth.told).keys
     report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed, keys)
     with suppress(OSError):  # the disk may be what failed
@@ -220,6 +221,7 @@ def _train(
             try:
                 tensors = trainer.whole_model()
                 if trainer.mesh.rank == 0:
+                    run_dir.mkdir(parents=True, exist_ok=True)  # which may have been moved away
                     write_tensors(tensors, run_dir / "model.safetensors")
             except (OSError, SafetensorError, FailedElsewhere) as error:
                 # The checkpoint may lie elsewhere.

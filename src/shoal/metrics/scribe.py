@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from shoal.decoding import json_or_none
+from shoal.errors import UsageError
 from shoal.files import write_whole
 from shoal.hooks import StepInfo
+from shoal.logs import warn_once
 from shoal.metrics.sinks import Background, JsonLines, Sink
 
 REMEMBERED = 4096
@@ -71,7 +73,12 @@ class Scribe:
 
     def _take_over(self) -> None:
         self._written = last_step(self._path)
-        sinks: list[Sink] = [JsonLines(self._path), *(make() for make in self._more_sinks)]
+        try:
+            record = JsonLines(self._path)
+        except UsageError as error:  # by now the disk may be full, or gone
+            warn_once(f"{error} Training goes on without that record.", on_screen=True)
+            return
+        sinks: list[Sink] = [record, *(make() for make in self._more_sinks)]
         self._sinks = [Background(s, type(s).__name__, encode=as_record) for s in sinks]
         for info in self._recent:
             self._write(info)

@@ -1,6 +1,7 @@
 """What a save must not do to training, and what it must keep of it, whatever the store does."""
 
 import errno
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -209,10 +210,16 @@ def test_a_model_that_no_checkpoint_can_hold(tmp_path: Path, kind: str, told: st
 def test_a_script_does_not_end_as_if_its_end_were_saved(tmp_path: Path) -> None:
     run = run_of(lambda: nn.Linear(3, 1))
     with (
-        pytest.raises(NotSaved, match=r"Step 6, the last, could not be saved: .*: No space"),
+        pytest.raises(
+            NotSaved, match=r"Step 6, the last, could not be saved: .*: No space"
+        ) as told,
         trainer_of(run, Full(tmp_path), others_may_write=True) as trainer,
     ):
         assert len(list(trainer)) == 6
+    place = Path(str(told.value).partition("It is in ")[2].partition(" instead")[0])
+    with trainer_of(run, Directory(place.parent)) as trainer:
+        assert trainer.step == 6, "what was rescued can be gone on from"
+    shutil.rmtree(place.parent)
 
 
 class Odd(torch.optim.SGD):
