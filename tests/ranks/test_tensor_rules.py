@@ -183,6 +183,7 @@ OTHERS: dict[str, Case] = {
     "setitem by two tensors": written((torch.tensor([0, 1]), torch.tensor([3, 2])), 2.0),
     "setitem into the whole": lambda x: changed(draw(*SHAPE), lambda y: y.__setitem__(0, x[1])),
     "through a view": through_view,
+    "a piece, then a write": lambda x: changed(x, lambda y: y.add_(x[:, :2].sum() + y[0, 0, 0, 0])),
     "unsqueeze_": lambda x: changed(x, lambda y: y.unsqueeze_(1)) * 2,
     "squeeze_": lambda x: changed(x, lambda y: y.unsqueeze_(0).squeeze_()) * 2,
     "transpose_": lambda x: changed(x, lambda y: y.transpose_(1, 3)).sum(0),
@@ -206,6 +207,9 @@ OTHERS: dict[str, Case] = {
     "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.unflatten(3, (4, 2))) * torch.complex(draw(6, 4), draw(6, 4))
     ).flatten(3),
+    "split unevenly": lambda x: [p.tanh() for p in x.split([2, 4, 2], 3)],
+    "split unevenly, heads": lambda x: x.split([1, 3], 1),
+    "pieces of unlike size": lambda x: (x[..., :4], x[:, :, 4:, 4:], x[:, 1:] * 2, x[..., ::2]),
     "diagonal": lambda x: x.diagonal(dim1=2, dim2=3).tanh(),
     "tensor_split": lambda x: torch.tensor_split(x, 3, dim=2),
     "cummax": lambda x: x.cummax(2).values,
@@ -288,7 +292,8 @@ def test_functions_on_parts_give_what_they_give_on_the_whole(pool: Pool, table: 
 
 def refusals(mesh: Mesh) -> list[str]:
     """What is said of writes that do not reach the value they are meant for."""
-    return [refusal(mesh, write, cut) for write in (by_diagonal, by_piece) for cut in (1, 2)]
+    writes = (by_diagonal, by_piece, under_piece)
+    return [refusal(mesh, write, cut) for write in writes for cut in (1, 2)]
 
 
 def by_diagonal(x: Tensor) -> Tensor:
@@ -299,6 +304,12 @@ def by_diagonal(x: Tensor) -> Tensor:
 def by_piece(x: Tensor) -> Tensor:
     x[:, :2, :3].mul_(3)
     return x
+
+
+def under_piece(x: Tensor) -> Tensor:
+    piece = x[:, :2, :3]
+    x.mul_(3)
+    return piece * 2
 
 
 def refusal(mesh: Mesh, write: Case, dim: int) -> str:

@@ -95,6 +95,9 @@ class ProbeRegion(Region):
             return value
         return torch.cat([value.local] * self.num_ranks, value.cut.dim)
 
+    def may_gather(self, part: Part) -> bool:
+        return part.origin <= self.knowledge.gathered
+
     def matrix_cut(self, matrix: Tensor, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
         view = self.views.get(id(matrix))
         if view is None:

@@ -199,24 +199,32 @@ class CutForward(TorchFunctionMode):
         if not isinstance(leaf, Tensor) or type(leaf) is Part:
             return leaf
         base = written.get(id(leaf._base)) if leaf._is_view() else None
-        cut = None if like is None else _cut_like(leaf, like)
+        cut = None if like is None else _cut_like(leaf, like, self.region.num_ranks)
         if cut is not None:
             part = self.region.cut_again(leaf, cut)
-            part.is_apart = base is not None
+            if base is not None:
+                part.is_apart = True
+                base.has_copy(part)
             return part
         if base is not None and leaf._base is not None and not leaf.is_inference():
             base.viewed = leaf._base, leaf._version
+            base.has_copy(leaf)
         return leaf
 
     def _write(self, part: Part, whole: Tensor) -> None:
         """A function wrote into the whole that was made of a part."""
-        if part.is_apart or whole.shape != part.shape:
+        try:
+            part.check_write()
+        except Refused:
+            raise _written_through_view() from None
+        if whole.shape != part.shape:
             raise _written_through_view()
         share = self.region.local(whole, part.cut)
         if part.local.is_leaf and part.local.requires_grad:
             part.local = share
         else:
             part.local.copy_(share)  # in place, since others may be views of it
+        part.viewed = None
 
     def _as_part(self, value: Any) -> Any:
         if type(value) is Parameter and hasattr(value, TAG):
@@ -273,13 +281,14 @@ def _check_views(part: Part) -> None:
 def _written_through_view() -> RecipeError:
     return RecipeError(
         "The model writes in place through a view of a value of which each rank of the tensor axis "
-        "holds a part, or changes its shape in place. Such writes do not reach what was viewed. "
+        "holds a part, or into one that has such views, or changes its shape in place. Such writes "
+        "do not reach the other. "
         "Use a function that returns a new tensor, or leave the matrices before it whole with "
         'cuts={"module": "whole"} in the Run.'
     )
 
 
-def _cut_like(value: Tensor, part: Part) -> Cut | None:
+def _cut_like(value: Tensor, part: Part, num_ranks: int) -> Cut | None:
     """Along which dim a value goes on cut that was made of a part. Pure."""
     size, (dim, packs) = part.shape[part.cut.dim], part.cut
     if value.ndim < min(part.ndim, 2):
@@ -288,7 +297,8 @@ def _cut_like(value: Tensor, part: Part) -> Cut | None:
     for at in (dim if value.ndim == part.ndim else -1, value.ndim + dim - part.ndim, dim, *same):
         if at in same:
             return Cut(at, packs)
-    return None
+    is_shared = value.ndim == part.ndim and value.shape[dim] % num_ranks == 0
+    return Cut(dim) if is_shared and value.shape[dim] else None
 
 
 def _local(value: Any) -> Any:

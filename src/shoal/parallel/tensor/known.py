@@ -40,6 +40,7 @@ class Knowledge:
         self.order: dict[str, int] = {}  # in which matrices are first met
         self.num_reviews = 0
         self.failed: dict[str, set[int]] = {}  # packs that did not work
+        self.gathered: set[str] = set()  # of whose results pieces of unlike size are taken
         self._liked: dict[str, int] = {}  # packs that similar names ended with
 
     def packs_of(self, name: str, size: int) -> int | None:
@@ -65,6 +66,11 @@ class Knowledge:
                 if after is not None:
                     self._liked[kind_of(name)] = after
                     return
+        if refusal.uneven and not self.gathered.issuperset(blamed):
+            self.gathered.update(blamed)
+            for name in blamed:
+                self.failed.pop(name, None)
+            return
         # Where several met, the first and those beside it (query, key, value) are tried as whole.
         blamed = [name for name in blamed if _owner(name) == _owner(blamed[0])]
         for name in blamed:

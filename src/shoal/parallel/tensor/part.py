@@ -17,6 +17,7 @@ backward again. Read next: `forward.py`.
 """
 
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,12 +42,15 @@ class Refused(Exception):
     """A rule cannot keep a value cut.
 
     `repack`: another way of packing might help; `gathers`: the function is computed on whole values
-    and what comes out is cut again, since nothing but a missing rule speaks against it.
+    and what comes out is cut again, since nothing but a missing rule speaks against it; `uneven`:
+    so are pieces of unlike size, if no packing helps.
     """
 
-    def __init__(self, reason: str, repack: bool = False, gathers: bool = False):
+    def __init__(
+        self, reason: str, repack: bool = False, gathers: bool = False, uneven: bool = False
+    ):
         super().__init__(reason)
-        self.reason, self.repack, self.gathers = reason, repack, gathers
+        self.reason, self.repack, self.gathers, self.uneven = reason, repack, gathers, uneven
 
 
 class Part(Tensor):
@@ -58,6 +62,7 @@ class Part(Tensor):
     made_of: tuple[Tensor, int] | None = None  # the whole that it was cut from, at this version
     is_apart = False  # a copy of what is a view of another value in the uncut model
     viewed: tuple[Tensor, int] | None = None  # a copy of this one that has views, at this version
+    copies: tuple["ref[Tensor]", ...] = ()  # of it, which are views of it in the uncut model
     _sizes: torch.Size
 
     # Asked all the time; torch's own answers go through a mode and back.
@@ -85,6 +90,14 @@ class Part(Tensor):
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         return self.local.is_contiguous(memory_format=memory_format)
+
+    def has_copy(self, copy: Tensor) -> None:
+        self.copies = (*(known for known in self.copies if known() is not None), ref(copy))
+
+    def check_write(self) -> None:
+        """What is written must be seen by all that are views of it, and by what it is a view of."""
+        if self.is_apart or any(known() is not None for known in self.copies):
+            raise Refused("it is written in place, and views of it are copies")
 
     def become(self, other: "Part") -> "Part":
         """Take another's place, after a function that changes a shape in place."""
@@ -313,7 +326,30 @@ class Region:
             raise Refused(f"a value cut by {found} meets one cut by {cut}", repack=True)
         return value.local if type(value) is Part else value
 
+    def gathered(self, part: Part) -> Tensor:
+        """The whole value, which is remembered: others will take pieces of it too."""
+        whole = self.whole(part)
+        if not part.local.is_inference():
+            part.made_of = whole, part.local._version
+        return whole
+
+    def piece(self, of: Part, view: Tensor, dim: int) -> Tensor:
+        """A view of what was gathered of a part, cut again where the ranks divide it."""
+        if view.shape[dim] % self.num_ranks == 0:
+            part = self.cut_again(view, Cut(dim))
+            part.is_apart = True
+            of.has_copy(part)
+            return part
+        of.has_copy(view)
+        if view._base is not None and not view.is_inference():
+            of.viewed = view._base, view._version
+        return view
+
     # What is cut, and how, was decided before; the probe decides instead.
+
+    def may_gather(self, part: Part) -> bool:
+        """Whether pieces of unlike size are taken of the whole value."""
+        return True
 
     def matrix_cut(self, matrix: Tensor, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
         """How a matrix is cut that is about to meet `x`, `into` against `x_dim`."""

@@ -39,8 +39,7 @@ def pointwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if _is_in_place(func):  # to be refused before it is written, not after
         if type(first) is not Part:
             raise Refused("a part is written into a whole value")
-        if first.is_apart:
-            raise Refused("it is written through a view")
+        first.check_write()
     if type(first) is Part and not kwargs and not any(isinstance(a, Tensor) for a in args[1:]):
         return _result(region, func, args, func(first.local, *args[1:]), first.cut)
     if "out" in kwargs:
@@ -204,6 +203,7 @@ def dropout(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
         mask = func(ones_of_whole(x), p, True)
         mask = share_of(mask, x.cut, region.rank, region.num_ranks)
     if in_place:
+        x.check_write()
         x.local.mul_(mask)
         return x  # type: ignore[no-any-return]
     return region.part(x.local * mask, x.cut)

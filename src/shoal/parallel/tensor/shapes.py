@@ -202,7 +202,7 @@ def _dim_of(x: Part, args: Args, kwargs: Kwargs, at: int, default: int = 0) -> i
     return int(argument(args, kwargs, "dim", at, default)) % x.ndim
 
 
-def split(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, ...]:
+def split(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     x, dim = args[0], _dim_of(args[0], args, kwargs, 2)
     size = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if k != "dim")
     whole = x.shape[dim]
@@ -211,7 +211,7 @@ def split(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, 
     return _split(region, x, dim, list(size))
 
 
-def chunk(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, ...]:
+def chunk(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     x, dim = args[0], _dim_of(args[0], args, kwargs, 2)
     count = int(argument(args, kwargs, "chunks", 1))
     size = -(-x.shape[dim] // count)
@@ -219,12 +219,14 @@ def chunk(region: Region, func: Any, args: Args, kwargs: Kwargs) -> tuple[Part, 
     return _split(region, x, dim, sizes)
 
 
-def _split(region: Region, x: Part, dim: int, sizes: list[int]) -> tuple[Part, ...]:
+def _split(region: Region, x: Part, dim: int, sizes: list[int]) -> tuple[Tensor, ...]:
     if dim != x.cut.dim:
         return tuple(region.part(piece, x.cut) for piece in x.local.split(sizes, dim))
     pack = x.shape[dim] // x.cut.packs
     if any(size % pack for size in sizes):
-        raise Refused(f"{x.shape[dim]} columns are split into {sizes}", repack=True)
+        if not region.may_gather(x):
+            raise Refused(f"{x.shape[dim]} columns are split into {sizes}", True, uneven=True)
+        return tuple(region.piece(x, v, dim) for v in region.gathered(x).split(sizes, dim))
     pieces = x.local.split([size // region.num_ranks for size in sizes], dim)
     return tuple(
         region.part(piece, Cut(dim, size // pack))
@@ -249,15 +251,21 @@ def narrow(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     return region.part(local, Cut(x.cut.dim - (gone if dim < x.cut.dim else 0), x.cut.packs))
 
 
-def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def getitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     x, index = args
     if isinstance(index, Tensor) and type(index) is not Part:
         return _pick(region, x, index)
-    items, dim = _local_index(x, index)
+    try:
+        items, dim = _local_index(x, index)
+    except Refused as refused:
+        if not refused.uneven or not region.may_gather(x):
+            raise
+        _, dim = _local_index(x, index, takes_pieces=True)
+        return region.piece(x, region.gathered(x)[index], dim)
     return region.part(x.local[items], Cut(dim, x.cut.packs))
 
 
-def _local_index(x: Part, index: Any) -> tuple[tuple[Any, ...], int]:
+def _local_index(x: Part, index: Any, takes_pieces: bool = False) -> tuple[tuple[Any, ...], int]:
     """An index of the part that leaves the dim that is cut as it is, and where that comes out."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, bool) for i in items):
@@ -275,8 +283,10 @@ def _local_index(x: Part, index: Any) -> tuple[tuple[Any, ...], int]:
             new += 1
             continue
         if old == x.cut.dim:
-            if not isinstance(item, slice) or item.indices(x.shape[old]) != (0, x.shape[old], 1):
-                raise Refused("a piece of the dim that is cut is taken", repack=True)
+            is_slice = isinstance(item, slice)
+            is_whole = is_slice and item.indices(x.shape[old]) == (0, x.shape[old], 1)
+            if not is_whole and not (is_slice and takes_pieces):
+                raise Refused("a piece of the dim that is cut is taken", True, uneven=is_slice)
             before = new
         old, new = old + 1, new + (not isinstance(item, int))
     # The slice that keeps the cut dim may name the whole's size.
@@ -290,8 +300,7 @@ def setitem(region: Region, func: Any, args: Args, kwargs: Kwargs) -> None:
     x, index, value = args
     if type(x) is not Part:
         raise Refused("a part is written into a whole value")
-    if x.is_apart:
-        raise Refused("it is written through a view")
+    x.check_write()
     items: Any = index
     if isinstance(index, Tensor) and type(index) is not Part:
         dim = _picked_dim(x, index)
