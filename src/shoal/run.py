@@ -4,10 +4,14 @@ A recipe returns one. It holds functions and numbers only; models, optimizers an
 from it later, under a plan. What is wrong with it is said when it is made.
 """
 
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -136,8 +140,8 @@ class Run:
 
     def make_model(self) -> nn.Module:
         """The model with its first weights: the same for every plan."""
-        torch.manual_seed(self.seed)
-        model = self.model()
+        with _as_the_first(self.seed):
+            model = self.model()
         if not isinstance(model, nn.Module):
             raise RecipeError(f"Run.model returned a {type(model).__name__}, not an nn.Module.")
         if not any(p.requires_grad for p in model.parameters()):
@@ -161,6 +165,26 @@ class Run:
             )
         fuse(optimizer, weights_of(tables_of(model).values()))
         return optimizer
+
+
+@contextmanager
+def _as_the_first(seed: int) -> Iterator[None]:
+    """Whatever a process made before, a model gets the same weights and names.
+
+    Keras draws from Python and numpy as well, and numbers its layers for a whole process.
+    """
+    naming = sys.modules.get("keras.src.utils.naming")
+    if naming is not None:
+        naming.reset_uids()
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:

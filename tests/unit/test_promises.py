@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.parallel.layout import Slice
 from shoal.plan import Plan
 from shoal.reference import Snapshot
 from shoal.run import resolve
-from shoal.verify.compare import Comparison, Step, Verdict
+from shoal.verify.compare import Comparison, Step, Verdict, name_slices
 from shoal.verify.promises import broken_promise, held_share, in_words, is_excused, left_whole
 from tests import zoo
 
@@ -145,6 +146,16 @@ def told(weight: torch.Tensor, rows: slice) -> Step:
             f"gradient/w/{place}": weight[rows].clone(),
         }
     )
+
+
+def test_names_may_have_slashes() -> None:
+    part = Slice(torch.ones(2, 3), (3, 3), (1, 0))
+    content = name_slices("held", {"dense/kernel": [part], "a/b/c": [part]})
+    common = {name: torch.zeros(1) for name in ("loss", "bytes_sent", "stepped")}
+    step = Step({**common, **content})
+    assert step.num_held(["dense/kernel"]) == step.num_held(["a/b/c"]) == 6
+    (block, _), *none = step.parts("held", "a/b/c")
+    assert block.offset == (1, 0) and not none
 
 
 @pytest.mark.parametrize(("last", "complaint"), [(4, ""), (3, "no rank holds all of the gradient")])

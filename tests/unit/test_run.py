@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,3 +135,20 @@ def test_nothing_to_evaluate_is_told_before_the_run() -> None:
 def test_a_number_of_loaders_that_no_machine_bears_is_refused(loaders: Any) -> None:
     with pytest.raises(UsageError, match=rf"loaders={loaders} must be a whole number from 0"):
         dataclasses.replace(run_on(Broken(range(0))), loaders=loaders)
+
+
+def test_a_model_is_the_same_whatever_was_drawn_before() -> None:
+    """Some libraries take first weights from Python's or numpy's generator."""
+
+    def model() -> nn.Module:
+        made = nn.Linear(2, 1)
+        made.weight.data.fill_(random.random())
+        made.bias.data.fill_(float(np.random.rand()))
+        return made
+
+    run = dataclasses.replace(run_on(Broken(range(0))), model=model)
+    first = run.make_model()
+    drawn = random.getstate(), np.random.rand()
+    second = run.make_model()
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
+    assert drawn[0] == random.getstate() and drawn[1] != np.random.rand()

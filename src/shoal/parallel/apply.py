@@ -25,6 +25,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.scheduled import Around, Hooks
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split
 from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
+from shoal.parallel.replaced import retire_replaced
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
 from shoal.plan import Plan
 
@@ -101,6 +102,7 @@ class Spread:
         if plan.zero == 3:
             self._shard_parameters(mesh, found.tensor)
         swap_parameters(optimizer, partial(self._stand_in, {p: n for n, p in true.items()}))
+        retire_replaced(model, true, plan)
 
     def settle(
         self,

@@ -124,7 +124,8 @@ class Step:
         self.pulled, self.applied, self.next = trace
         self._parts: dict[tuple[str, str], list[tuple[Box, Tensor]]] = {}
         for key, tensor in content.items():
-            kind, name, place = key.split("/")
+            kind, _, rest = key.partition("/")
+            name, _, place = rest.rpartition("/")  # Keras has "/" in names
             offset = tuple(int(number) for number in place.split(",") if number)
             block = Box(offset, tuple(tensor.shape))
             self._parts.setdefault((kind, name), []).append((block, tensor))
