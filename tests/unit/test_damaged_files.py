@@ -228,9 +228,11 @@ def going_on(folder: Path) -> Case:
         (folder / NAME / manifests.SEAL).write_bytes(manifests.seal(path.read_bytes()))
 
     def read() -> None:
-        origin = newest(Directory(folder)).origin
-        refuse_changes(own, run, origin)
-        plan_to_go_on(run, None, None, origin)
+        found = newest(Directory(folder))
+        if found is None:
+            raise UsageError("There is no good one, and the run begins anew.")
+        refuse_changes(own, run, found.origin)
+        plan_to_go_on(run, None, None, found.origin)
 
     reseal()
     return Case([path], read, reseal)

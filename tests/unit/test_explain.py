@@ -224,7 +224,7 @@ def test_stages_cover_the_model_and_say_what_they_send() -> None:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 
 from shoal.cluster import warm
 from shoal.cluster.warm import Warm
+from shoal.errors import UsageError
 from shoal.testing.leaks import wait_until
 
 REQUEST = {"arguments": ["--help"], "cwd": "/", "environment": {"A": "b"}}
@@ -104,9 +105,9 @@ def test_a_directory_of_others_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "base"))
     folder = warm.socket_path().parents[1 - depth]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o777)
     started: Callable[..., object] = mock.Mock(side_effect=AssertionError("started"))
     monkeypatch.setattr("shoal.cluster.warm.subprocess.Popen", started)
-    with pytest.raises(OSError, match="by others"):
+    with pytest.raises(UsageError, match="by others"):
         warm.start()
