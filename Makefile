@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full servers lint bench clean
+.PHONY: help setup demo test test-full servers lint bench compare clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,10 @@ lint: .venv/.ready ## ruff on everything, mypy strict on src
 
 bench: .venv/.ready ## measure Shoal against its peers, in one run
 	@$(BIN)/python -m bench
+
+# What only moves or renames code must train the same bits and print the same fields.
+compare: .venv/.ready ## does this tree train what the commit BASE trained?
+	@$(BIN)/python tests/compare_commits.py $(or $(BASE),HEAD)
 
 clean: ## remove .venv and what tools leave behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
