@@ -133,3 +133,9 @@ def test_nothing_to_evaluate_is_told_before_the_run() -> None:
 def test_a_number_of_loaders_that_no_machine_bears_is_refused(loaders: Any) -> None:
     with pytest.raises(UsageError, match=rf"loaders={loaders} must be a whole number from 0"):
         dataclasses.replace(run_on(Broken(range(0))), loaders=loaders)
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, None])
+def test_steps_in_which_all_is_compared_are_a_number(every: Any) -> None:
+    with pytest.raises(UsageError, match=f"check_every={every} must be a whole number of steps"):
+        dataclasses.replace(run_on(Broken(range(0))), check_every=every)
