@@ -134,7 +134,7 @@ def compare_cell(before: Tree, after: Tree, cell: Cell, number: int) -> Iterator
     name = f"run-{number}"
     old, new = before.train(cell, name), after.train(cell, name)
     if not cell.is_exact:
-        old, new = ({key: None for key in answer} for answer in (old, new))
+        old, new = (dict.fromkeys(answer) for answer in (old, new))
     yield from differences(without_loose(old), without_loose(new), f"{cell.plan}: --json")
     yield from compare_runs(before, after, name, cell.is_exact)
 

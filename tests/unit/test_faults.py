@@ -1,6 +1,7 @@
 """Fault points: armed by text, hit once, silent otherwise."""
 
 import pytest
+import torch
 
 from shoal import faults
 from shoal.faults import Fault, InjectedError, faultpoint, parse
@@ -36,3 +37,17 @@ def test_a_fault_happens_once_at_its_step_in_its_member(monkeypatch) -> None:
     with pytest.raises(InjectedError):
         faultpoint("p", 3)
     faultpoint("p", 3)
+
+
+def test_a_flip_changes_one_bit_of_what_is_named(monkeypatch) -> None:
+    tensor = torch.ones(9)
+    monkeypatch.setattr(faults, "_exposed", {})
+    faults.expose("nobody", lambda what: None)
+    faults.expose("here", lambda what: (tensor.data_ptr(), tensor.nbytes, tensor.itemsize))
+    monkeypatch.setenv(faults.VARIABLE, "p:flip:what=weight")
+    assert parse("p:flip:what=weight") == [Fault("p", "flip", None, None, "weight")]
+    faults.arm(0)
+    faultpoint("p")
+    faultpoint("p")
+    assert (tensor != 1).nonzero().flatten().tolist() == [4]
+    assert tensor.isfinite().all() and tensor._version == 0

@@ -152,3 +152,9 @@ def test_a_model_is_the_same_whatever_was_drawn_before() -> None:
     second = run.make_model()
     assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
     assert drawn[0] == random.getstate() and drawn[1] != np.random.rand()
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, None])
+def test_steps_in_which_all_is_compared_are_a_number(every: Any) -> None:
+    with pytest.raises(UsageError, match=f"check_every={every} must be a whole number of steps"):
+        dataclasses.replace(run_on(Broken(range(0))), check_every=every)
