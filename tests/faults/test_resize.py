@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start, undisturbed, tmp_p
     }
     for size, why in wrong.items():
         assert why in ask(training.run_dir, resize=size)["refused"], size
-    assert "is no size" in ask(training.run_dir, nonsense=1)["refused"]
+    assert "is no size" in ask(training.run_dir, nonsense="1")["refused"]
     check_same(training.wait(), undisturbed)
     with pytest.raises(UsageError, match="it is over"):
         ask(training.run_dir, resize="data=1")

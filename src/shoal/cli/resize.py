@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from shoal.cli.output import print_json, say
 from shoal.errors import UsageError
@@ -28,18 +27,18 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     the pieces. Plans with zero, tensor, pipeline or fragments cannot be resized: stop the run, and
     go on with --resume. Exit codes: 0 done, 2 refused.
     """
-    from shoal.elastic.control import Request, ask
+    from shoal.elastic.control import ask
 
     try:
-        answer = ask(run, Request(size))
+        answer = ask(run, resize=size)
     except KeyboardInterrupt:
         click.echo("shoal: the run was asked, and goes on with it. Its screen tells.", err=True)
         raise SystemExit(130) from None
-    if answer.done is None:
-        raise UsageError(answer.refused)
-    say(f"shoal: {in_a_sentence(msgspec.structs.asdict(answer.done))}", is_error=True)
+    if "refused" in answer:
+        raise UsageError(answer["refused"])
+    say(f"shoal: {in_a_sentence(answer)}", is_error=True)
     if as_json:
-        print_json(answer.done)
+        print_json(answer)
 
 
 def in_a_sentence(told: dict[str, Any]) -> str:

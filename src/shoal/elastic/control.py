@@ -9,10 +9,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from shoal.decoding import decode_json, json_or_none
+from shoal.decoding import decode_json, in_utf8, json_or_none
 from shoal.errors import UsageError, sendable
 
 NAME = "control"
@@ -20,10 +21,10 @@ MOST_BYTES = 65_536
 MOST_CALLERS = 32
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True):
     """What a command asks for."""
 
-    resize: str
+    resize: str = ""
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,8 +109,9 @@ class Control:
             self._path.unlink(missing_ok=True)
 
 
-def ask(run_dir: Path, what: Request) -> Answer:
-    """Ask the run that goes on in a directory, and wait for its answer."""
+def ask(run_dir: Path, **what: str) -> dict[str, Any]:
+    """Ask the run that goes on in a directory, and wait for its answer: what was done, in the words
+    of the event, or `refused`."""
     if not (run_dir / "run.json").exists():
         raise UsageError(f"{run_dir} holds no run. Give the directory of one, as in runs/name-1.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
@@ -123,12 +125,15 @@ def ask(run_dir: Path, what: Request) -> Answer:
             ) from error
         content = b""
         with suppress(ConnectionError), line.makefile("rb") as answers:  # the same as no answer
-            line.sendall(msgspec.json.encode(what) + b"\n")
+            line.sendall(in_utf8(what) + b"\n")
             content = answers.readline(MOST_BYTES)
     if not content:
         raise UsageError(f"The run in {run_dir} ended before it answered.")
     same = "Use the same version of Shoal."
-    return decode_json(content, Answer, f"The answer of the run in {run_dir}", way_out=same)
+    answer = decode_json(content, Answer, f"The answer of the run in {run_dir}", way_out=same)
+    if answer.done is None:
+        return {"refused": answer.refused or "The run refused it, and gave no reason."}
+    return msgspec.structs.asdict(answer.done)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.checkpoint.objects import open_store
-from shoal.elastic.control import Request, ask
+from shoal.elastic.control import ask
 from shoal.faults import VARIABLE
 from shoal.lineage import audit_run, read_record
 from shoal.metrics.scribe import last_step
@@ -212,17 +212,9 @@ def check_recovered(trained: Trained, causes: Mapping[int, str]) -> None:
 
 def resize(training: Training, size: str) -> dict[str, Any]:
     """Ask for another size, which is not refused."""
-    answer = _asked(training, size)
+    answer = ask(training.run_dir, resize=size)
     assert "refused" not in answer, answer
     return answer
-
-
-def _asked(training: Training, size: str) -> dict[str, Any]:
-    """What the run answers: what it did, or why it refused."""
-    answer = ask(training.run_dir, Request(size))
-    if answer.done is None:
-        return {"refused": answer.refused}
-    return msgspec.structs.asdict(answer.done)
 
 
 def resize_while_one_is_killed(
@@ -241,7 +233,7 @@ def resize_while_one_is_killed(
     killer.start()
     answers = []
     for size in draws.sample(sizes, len(sizes)):
-        answers.append(_asked(training, size))
+        answers.append(ask(training.run_dir, resize=size))
         print(size, answers[-1])
     killer.join()
     return answers
