@@ -21,6 +21,7 @@ from shoal.run import Objective
 from shoal.sync import rounds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.buffers import BufferMeans
+from shoal.sync.consistency import Consistency
 from shoal.sync.local import LocalSGD
 from shoal.sync.means import Means
 from shoal.sync.server.lookups import Lookups
@@ -289,6 +290,9 @@ def silence() -> None:
 
     Group.all_reduce = all_reduce  # type: ignore[method-assign]
     computing.shares = rounds.shares = whole
+    # Digests of replicas come by it too, and would be missed.
+    Consistency.verify = lambda self, digests, step: False  # type: ignore[method-assign]
+    Consistency.check = lambda self, step: None  # type: ignore[method-assign]
 
 
 def talks_all_the_time() -> None:
