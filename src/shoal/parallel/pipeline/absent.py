@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.pipeline.calls import known_action, leaves
-from shoal.parallel.pipeline.tape import Value
+from shoal.parallel.pipeline.tape import Path, Value
 
 
 class _User(threading.local):
@@ -60,6 +60,40 @@ class Elsewhere(Absent, nn.Parameter):
     """A parameter that only other ranks' stages use."""
 
 
+class Missing:
+    """For an object, a cache say, that another stage made or filled: it raises when asked."""
+
+    def __init__(self, kind: type):
+        object.__setattr__(self, "_kind", kind)
+
+    def __getattribute__(self, name: str) -> Any:
+        kind = object.__getattribute__(self, "_kind")
+        if name == "__class__":  # so that code which asks for its kind takes the same path
+            return kind
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise _refusal([], f"a {kind.__name__}")
+
+
+def without_partial(output: Any, paths: Collection[Path]) -> Any:
+    """An output with `Missing` in the place of the objects at these paths."""
+    for path in paths:
+        output = _replaced(output, path)
+    return output
+
+
+def _replaced(tree: Any, path: Path) -> Any:
+    if not path:
+        return tree if type(tree) is Missing else Missing(type(tree))
+    key, *rest = path
+    item = _replaced(tree[key], tuple(rest))
+    if isinstance(tree, tuple):
+        items = [*tree[:key], item, *tree[key + 1 :]]
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
+    tree[key] = item
+    return tree
+
+
 def stand_in(value: Value, number: int) -> Tensor:
     """A tensor of this form without memory. Not a number where it can be: misuse shows."""
     wrong = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
@@ -87,11 +121,12 @@ def drop_foreign(model: nn.Module, owned: Collection[str]) -> None:
         parameter.trained_elsewhere = trained  # type: ignore[attr-defined]
 
 
-def _refusal(items: list[Any]) -> PlanError:
-    what = next((x.absent for x in items if isinstance(x, Absent)), "a value")
+def _refusal(items: list[Any], what: str = "a value") -> PlanError:
+    what = next((x.absent for x in items if isinstance(x, Absent)), what)
+    who = _user.name or "The program"
     return PlanError(
-        f"{_user.name} uses {what}, which is on another rank: it did not when the forward was "
-        "recorded, on the first batches. What a stage uses must not depend on data, and the loss "
+        f"{who} uses {what}, which is on another rank: it did not when the forward was recorded, "
+        "on the first batches. What a stage uses must not depend on data, and the loss "
         "may use the model's output alone. Hand it to a submodule that uses it for all data, or "
         "leave out pipeline."
     )

@@ -30,14 +30,18 @@ from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
 from shoal.parallel.pipeline.inside import Aside, Asides, Inside, Touched, address, versions
 from shoal.parallel.pipeline.tape import (
     Event,
+    Leaf,
     Made,
+    Opaque,
     Passed,
+    Path,
     Plain,
     Tape,
     Value,
     is_plain,
     is_trained,
     names_of_buffers,
+    objects_in,
     reach,
     signature,
     units_of,
@@ -97,6 +101,7 @@ def play(
         recorder.refuse_kept_aside(output)
         recorder.refuse_changes(buffers)
         tape.final = frozenset(recorder.numbers_in(output))
+        tape.partial = recorder.filled_in(output)
         return tape
     finally:
         handle.remove()
@@ -186,6 +191,17 @@ class _Recorder(Watch):
     def numbers_in(self, tree: Any) -> set[int]:
         """The values in a tree of any objects."""
         return {tag.number for x in reach(tree) if (tag := self.tag(x)) is not None}
+
+    def filled_in(self, output: Any) -> dict[Path, int]:
+        """The objects in an output that hold what units made, such as a cache of keys and values;
+        the first event that did. No stage has all of it."""
+        found: dict[Path, int] = {}
+        for path, item in objects_in(output):
+            tensors = list(reach(item))
+            makers = [aside.event for x in tensors if (aside := self.asides.of_object(x))]
+            if makers and not any(self.tag(x) for x in tensors):
+                found[path] = min(makers)
+        return found
 
     def _of_model(self, items: Iterable[Any]) -> list[nn.Parameter]:
         """The model's parameters among these, each once; others are nobody's to hold."""
@@ -312,10 +328,10 @@ class _Recorder(Watch):
 
     def _take(
         self, name: str, result: Any, items: list[Any], needs: bool, is_unit: bool
-    ) -> tuple[tuple[Made | Passed | Plain, ...], Any, TreeSpec]:
+    ) -> tuple[tuple[Leaf, ...], Any, TreeSpec]:
         """Number the tensors of a result and cut them off from the graph."""
         flat, spec = tree_flatten(result)
-        made: list[Made | Passed | Plain] = []
+        made: list[Leaf] = []
         handed: dict[int, Tensor] = {}
         for i, item in enumerate(flat):
             place = next((j for j, x in enumerate(items) if x is item), None)
@@ -333,6 +349,8 @@ class _Recorder(Watch):
                 handed[id(item)] = flat[i]
             elif is_plain(item):
                 made.append(Plain(item))
+            elif is_unit:  # what it holds is known as made in there, and followed
+                made.append(Opaque(type(item)))
             else:
                 reason = f"{name} returns a {type(item).__name__}, which may hide tensors"
                 raise Unclear(self.open_now[-1], reason)

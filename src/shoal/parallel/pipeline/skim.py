@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.absent import in_use_by, stand_in
+from shoal.parallel.pipeline.absent import Missing, in_use_by, stand_in, without_partial
 from shoal.parallel.pipeline.calls import HOOKS, LAYOUT, TAG, Gate, Tag, Watch, leaves
 from shoal.parallel.pipeline.cuts import StageSpec
-from shoal.parallel.pipeline.tape import Event, Made, Passed, Tape, reach, units_of
+from shoal.parallel.pipeline.tape import Event, Made, Opaque, Passed, Tape, reach, units_of
 
 
 class Leave(BaseException):
@@ -45,6 +45,7 @@ class Stage:
         self.stand_ins = {
             n: stand_in(tape.values[n], n) for n in skipped if n not in spec.received
         }
+        self.partial = [path for path, at in tape.partial.items() if at < spec.start]
         # None: as it is.
         self.orders_in = [_back(tape.values[n].order) for n in spec.received]
         self.orders_out = [_unless_same(tape.values[n].order) for n in spec.sent]
@@ -63,7 +64,7 @@ class Stage:
         except Leave:
             return self._to_send([skim.live[number] for number in self.spec.sent])
         skim.check_end(output)
-        return output
+        return without_partial(output, self.partial) if self.partial else output
 
     def _as_made(self, received: Sequence[Tensor]) -> list[Tensor]:
         """In the layout that they were made in, and not to be written into if torch forbids it."""
@@ -206,6 +207,7 @@ class _Skim(Watch):
             flat = [
                 self._issue(leaf.number) if isinstance(leaf, Made)
                 else items[leaf.place] if isinstance(leaf, Passed)
+                else Missing(leaf.kind) if isinstance(leaf, Opaque)
                 else leaf.value
                 for leaf in event.result
             ]  # fmt: skip

@@ -59,10 +59,20 @@ class Passed(NamedTuple):
     place: int
 
 
+class Opaque(NamedTuple):
+    """A leaf of an event's result: an object of some kind, a cache say, that is not carried."""
+
+    kind: type
+
+
 class Plain(NamedTuple):
     """A leaf of an event's result that is not a tensor."""
 
     value: Any
+
+
+Leaf = Made | Passed | Opaque | Plain
+Path = tuple[Any, ...]  # of keys, to something in a tree
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Event:
     buffers: tuple[str, ...]  # of the unit, by their first names
     changes: tuple[str, ...]  # those of them that it writes into
     uses: frozenset[int]
-    result: tuple[Made | Passed | Plain, ...]
+    result: tuple[Leaf, ...]
     spec: TreeSpec
     only: int | None  # the number of the result if that is a single value
     passes: bool  # whether a leaf of the result is an argument
@@ -101,6 +111,8 @@ class Tape:
     made_at: dict[int, int] = field(default_factory=dict)  # value -> event
     final: frozenset[int] = frozenset()  # values in the model's output
     draws_again: set[str] = field(default_factory=set)  # raw operations that draw, on every stage
+    # Objects in the output that events filled which did not return them, by the first of those.
+    partial: dict[Path, int] = field(default_factory=dict)
     uncut: set[int] = field(default_factory=set)  # between these events views would come apart
 
 
@@ -163,6 +175,15 @@ def reach(tree: Any, depth: int = 5) -> Iterator[Tensor]:
             items = vars(tree).values()
         for item in items:
             yield from reach(item, depth - 1)
+
+
+def objects_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The objects in the lists, tuples and dicts of an output that are none, with their paths."""
+    if isinstance(tree, dict | list | tuple):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from objects_in(item, (*path, key))
+    elif not isinstance(tree, Tensor) and not is_plain(tree):
+        yield path, tree
 
 
 def is_plain(item: Any) -> bool:
