@@ -57,7 +57,7 @@ QUICK = {
     ("clip", "data=2 accumulate=2"),
     ("quantized", "data=2 local_steps=2 outer=nesterov"),
     ("linformer", "data=2 zero=3"),
-    ("graphs", "tensor=2"),
+    ("tcn", "tensor=2"),
 }
 
 
