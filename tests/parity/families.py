@@ -314,7 +314,7 @@ def resnet() -> shoal.Run:
 
 def segformer() -> shoal.Run:
     sizes: Any = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]}
-    heads: Any = {"num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 32}
+    heads: Any = {"num_attention_heads": [2, 2, 2, 4], "decoder_hidden_size": 32}
     made = of_transformers(
         "SegformerForSemanticSegmentation", "SegformerConfig", **sizes, **heads, num_labels=KINDS
     )

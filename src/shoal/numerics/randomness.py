@@ -65,6 +65,18 @@ def may_draw(block: nn.Module) -> bool:
     return any(type(module) not in _QUIET for module in block.modules())
 
 
+def blocks_that_run(model: nn.Module) -> list[nn.Module]:
+    """The blocks, and for one that is itself a list, which nobody calls, its members."""
+    waiting, found = list(blocks_in(model)), dict[nn.Module, None]()
+    while waiting:
+        block = waiting.pop(0)
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            waiting = [*block.children(), *waiting]
+        elif block is not None:
+            found[block] = None
+    return list(found)
+
+
 class PieceSeeds:
     """Seeds a model's blocks for one piece after another. `close` takes the hooks off."""
 

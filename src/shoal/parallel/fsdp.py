@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
-from shoal.numerics.randomness import blocks_in
+from shoal.numerics.randomness import blocks_that_run
 from shoal.parallel.boxes import Box
 
 
@@ -38,7 +38,7 @@ def units(
     module outside the blocks that owns parameters is one.
     """
     places = _places_of_parameters(model)
-    blocks = [b for b in dict.fromkeys(blocks_in(model)) if b not in but and _is_closed(b, places)]
+    blocks = [b for b in blocks_that_run(model) if b not in but and _is_closed(b, places)]
     if whole_model:
         return [*blocks, model]
     inside = {module for block in blocks for module in block.modules()}

@@ -2,8 +2,9 @@
 
 Memory for time: activations of one block at a time instead of all, for about a third more compute
 (Chen et al. 2016, arXiv 1604.06174). Random state is put back for the second run, and buffers it
-changes (BatchNorm's statistics) are not changed twice. Objects that a block is given and writes to,
-such as a cache of keys and values, are for the second run what they were before the first.
+changes (BatchNorm's statistics) are not changed twice. All else that a block writes to, attributes
+of its modules or an object that it is given, such as a cache, is for the second run
+what it was before the first.
 """
 
 from collections import OrderedDict
@@ -18,10 +19,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
-from shoal.numerics.randomness import blocks_in
+from shoal.numerics.randomness import blocks_that_run
 
 # What has nothing in it that a block could write to, or that is put back in another way.
 _LEAVES = (torch.Tensor, nn.Module, ModuleType, type, str, bytes, int, float, complex, type(None))
+
+_OWN = vars(nn.Module()).keys()
 
 
 class Again:
@@ -32,7 +35,7 @@ class Again:
 
 def blocks_to_recompute(model: nn.Module) -> list[nn.Module]:
     """The blocks whose inner activations are worth dropping: those made of several modules."""
-    lists = dict.fromkeys(blocks_in(model)) or dict.fromkeys(model.children())
+    lists = blocks_that_run(model) or list(dict.fromkeys(model.children()))
     blocks = [block for block in lists if any(True for _ in block.parameters())]
     composite = [block for block in blocks if any(True for _ in block.children())]
     if not blocks:
@@ -55,7 +58,7 @@ def _dropped(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
-    given = Contents((args, kwargs))
+    given = Contents((args, kwargs), block)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _second_run(block, again, given)
@@ -66,7 +69,7 @@ def _dropped(
 @contextmanager
 def _second_run(block: nn.Module, again: Again, given: "Contents") -> Iterator[None]:
     before = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    now = Contents(given.root)
+    now = Contents(given.root, block)
     given.put_back()
     try:
         with nullcontext() if again.mode is None else again.mode:
@@ -80,13 +83,16 @@ def _second_run(block: nn.Module, again: Again, given: "Contents") -> Iterator[N
 
 
 class Contents:
-    """What lists, dicts and plain objects in a value hold at one moment; tensors are not copied."""
+    """What the lists, dicts and plain objects in a value, and the attributes of a block's modules,
+    hold at one moment; tensors are not copied."""
 
-    def __init__(self, root: Any):
+    def __init__(self, root: Any, block: nn.Module):
         self.root = root
+        self._modules = [(module, _attributes(module)) for module in block.modules()]
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         seen, waiting = set[int](), [root]
+        waiting += [value for _, known in self._modules for value in known.values()]
         while waiting:
             value = waiting.pop()
             if not isinstance(value, _LEAVES) and id(value) not in seen:
@@ -107,9 +113,18 @@ class Contents:
         return (held,) if type(held) is dict else ()
 
     def put_back(self) -> None:
+        for module, known in self._modules:
+            for name in _attributes(module).keys() - known.keys():
+                del module.__dict__[name]
+            module.__dict__.update(known)
         for values, kept in self._lists:
             values[:] = kept
         for mapping, known in self._dicts:
             if mapping.keys() != known.keys() or any(mapping[k] is not known[k] for k in known):
                 mapping.clear()
                 mapping.update(known)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Those that are no parameters, buffers, submodules or hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _OWN}

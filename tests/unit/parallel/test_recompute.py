@@ -68,9 +68,12 @@ class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
+        self.num_calls = 0
 
     def forward(self, x: Tensor, kept: Kept) -> Tensor:
-        x = self.inner(x).tanh()
+        self.num_calls += 1
+        before, self.last = getattr(self, "last", 0.0), x.detach().mean()
+        x = self.inner(x).tanh() * self.num_calls + before
         kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
         kept.layers.append(Kept())
         kept.layers[0].num_seen += 1
@@ -98,10 +101,35 @@ def test_a_cache_is_written_once() -> None:
         model = Remembered()
         if again:
             recompute(blocks_to_recompute(model), Again())
-        return trained(model)[1]
+        found = trained(model)[1]
+        assert [block.num_calls for block in model.blocks] == [2, 2, 2]
+        return found
 
     pairs = zip(gradients(False), gradients(True), strict=True)
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+class Pairs(nn.Module):
+    """A list of lists, none of which is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([block(nn.Tanh()), block(nn.Tanh())]) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.layers:
+            x = x + second(first(x))
+        return x
+
+
+def test_the_members_of_lists_in_lists_are_blocks() -> None:
+    model = Pairs()
+    assert blocks_to_recompute(model) == [part for pair in model.layers for part in pair]
+    whole = saved_bytes(model)
+    recompute(blocks_to_recompute(model), Again())
+    assert saved_bytes(model) < whole / 2
 
 
 def saved_bytes(model: nn.Module) -> int:
