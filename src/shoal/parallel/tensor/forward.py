@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shoal.comm.collectives import Group
-from shoal.errors import RecipeError, ShoalError
+from shoal.errors import RecipeError
 from shoal.parallel.layout import Cut
 from shoal.parallel.tensor.matrix import MATRICES
 from shoal.parallel.tensor.part import (
@@ -61,6 +61,11 @@ PARTS: dict[Any, Rule] = {
     Tensor.data.__get__: pointwise,  # type: ignore[attr-defined]
 }
 _MIXED = {pointwise, cast, made_whole, cat, stack, expand_as, view_as, pick_along, setitem}
+# Of a rule. Others pass: that the group is lost, or that enough has been computed again.
+_FAILURES = (
+    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError),
+    RecipeError,  # of a part that was given to torch itself
+)
 # What concerns a tensor as an object of this rank.
 _OWN = {
     *(getattr(Tensor, name).__get__ for name in ("grad", "_backward_hooks", "_base")),
@@ -157,11 +162,10 @@ class CutForward(TorchFunctionMode):
                 return follow_rule(rule, self.region, func, cut_args, cut_kwargs)
         except Refused as refused:
             cuts_again = refused.gathers
-        except Exception as error:
+        except _FAILURES:
             # A use of the function that the rule does not know. If it is the model that is wrong,
             # it fails again on whole values, in its own terms.
-            if isinstance(error, ShoalError) and not isinstance(error, RecipeError):
-                raise
+            pass
         return self.on_whole_values(func, args, kwargs, cuts_again)
 
     def on_whole_values(self, func: Any, args: Args, kwargs: Kwargs, cuts_again: bool) -> Any:
