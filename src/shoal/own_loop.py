@@ -134,7 +134,9 @@ class OwnLoop:
 
     def ends(self, trainer: "Trainer", leaves: bool) -> None:
         """All end their loops here, or it is said who does not. Every rank must call it."""
-        self._agree(trainer, Next.LEAVE if leaves else Next.FINISH, True)
+        what = Next.LEAVE if leaves else Next.FINISH
+        while not self._agree(trainer, what, True):
+            continue  # others heard only now that all stop, and come here next
 
     def joins_in(self, trainer: "Trainer", what: Next, size: int = 0) -> None:
         """All are about to do the same, with as many samples. Every rank must call it."""
@@ -148,7 +150,7 @@ class OwnLoop:
                 )
 
     def _agree(self, trainer: "Trainer", what: Next, is_full: bool) -> bool:
-        """Compare what all do and hold; True if that is the end."""
+        """Compare what all do and hold; True if that is the end, for all of them."""
         while True:
             told = self._told(trainer, is_full or self._is_first)
             digests = [digest(part) for part in told]
@@ -163,10 +165,13 @@ class OwnLoop:
             if not new:
                 break
             self._bring_up(trainer, new)
-        _refuse_unlike(trainer, told, [row[4:] for row in rows])
-        self._is_first = False
         if wants_stop:
             trainer.stopped = False  # whatever else asked for it: it is the script's own end
+        are_ends = {act in _ENDS for act, _ in acts}
+        if len(are_ends) > 1:  # some looked at all they hold, others not: in the next round all do
+            return what == Next.STEP
+        _refuse_unlike(trainer, told, [row[4:] for row in rows])
+        self._is_first = False
         return stops or what != Next.STEP
 
     def _frozen(self, since_start: bool = False) -> list[str]:

@@ -158,9 +158,9 @@ class Supervisor:
         """Say so if ranks get no further, each of them waiting for another perhaps."""
         now, members = time.monotonic(), self.members
         works = bool(members.formed) and not members.scripts  # a script may do as it likes
-        if not works:
-            self._progress.done(now)
-        elif not self._over and (seconds := self._progress.standstill_s(now)) is not None:
+        if self._over or not works:
+            return
+        if (seconds := self._progress.standstill_s(now)) is not None:
             self._ask_for_stacks()
             self._event("standstill", seconds=round(seconds), step=members.step)
 

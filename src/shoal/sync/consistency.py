@@ -93,6 +93,7 @@ class Consistency:
     def verify(self, digests: Sequence[float], step: int) -> bool:
         """Before a step is made: True if state was repaired, and it must be computed again."""
         if self._guards:
+            self._weights.refresh()  # some models write to their own weights in their forward
             self._refuse_changes(step)
         if not self._compares or not any(digests):
             return False

@@ -258,7 +258,10 @@ class _Recorder(Watch):
         if inside is not None:
             parameters = self._of_model([*parameters, *inside.used.values()])
             uses |= self._unhanded(inside, touched, (args, kwargs))
-        self.read_by.append((len(self.tape.events), self._named(self.buffers_at, touched)))
+        # A buffer that was written into is a value from then on, which stages are sent.
+        handed = {address(x) for x in reach((args, kwargs)) if self.tag(x) is not None}
+        read = self._named(self.buffers_at, touched - handed)
+        self.read_by.append((len(self.tape.events), read))
         names = [self.names[id(p)] for p in parameters]
         names += sorted(self._named(self.parameters_at, touched) - set(names))
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
