@@ -109,23 +109,34 @@ class Keeper:
         found = msgspec.msgpack.decode(shared, type=list[str])
         first = _copy_of(trainer.strategy.state_dict()) if found else None
         problems, damaged = [], not self._needs_one
+        scale, origin = trainer.loss_scale.state, self.origin
         for name in found:
             problem = _worst_problem(world, self._load(trainer, name))
             if not problem.why:
                 if world.rank == 0:
                     self._tell_of_resuming(trainer, name)
                 return
+            self._let_go(trainer, scale, origin)
             problems.append(f"{name}: {problem.why}")
             damaged &= problem.minor
             self._bad.add(name)
             if world.rank == 0:
                 self._tell("checkpoint-refused", name=name, why=problem.why)
-        if problems and not damaged:
+        if not damaged and (problems or self._needs_one):
+            told = " ".join(problems) or "There is none any more."
             raise BadCheckpoint(
-                f"No checkpoint in {self.store} can be gone on from. {' '.join(problems)} "
-                "Remove them to begin anew."
+                f"No checkpoint in {self.store} can be gone on from. {told} Remove them to begin "
+                "anew."
             )
         self._begin(trainer, first)
+
+    def _let_go(self, trainer: "Trainer", scale: ScaleState, origin: Origin) -> None:
+        """Of a checkpoint that another rank could not read, though this one could: all but the
+        tensors, which the next one brings."""
+        trainer.step, self.saved_step, self._resumed, self.origin = 0, None, None, origin
+        trainer.loss_scale.load(scale)
+        if trainer.loop is not None:
+            trainer.loop.let_go(trainer)
 
     def _begin(self, trainer: "Trainer", first: State | None) -> None:
         """At step 0; `first` is the state as the seed made it, if it has changed since."""

@@ -76,14 +76,19 @@ class LoopState(dict[str, Any]):
 
         If `exact`, the state is this and nothing else; or else what a script adds to it stays.
         """
-        for key, value in (self._arrived or {}).items():
-            if self.get(key) is value:  # of an earlier arrival, and nobody else's
-                del self[key]
+        self.let_go()
         self._arrived = {key: _take(value, source, name) for key, value in plain.items()}
         self._is_exact = exact
         for key, value in self._arrived.items():
             if not any(isinstance(leaf, _Object) for leaf in _leaves(value)):
                 self.setdefault(key, value)  # what the script has put there it may hold as well
+
+    def let_go(self) -> None:
+        """Of what has arrived and was not begun with."""
+        for key, value in (self._arrived or {}).items():
+            if self.get(key) is value:  # of that arrival, and nobody else's
+                del self[key]
+        self._arrived = None
 
     def begin(self) -> None:
         """Let what arrived take its place."""

@@ -175,7 +175,7 @@ class OwnLoop:
         return stops or what != Next.STEP
 
     def _frozen(self, since_start: bool = False) -> list[str]:
-        """The names of parameters that are not trained now; or of those that were at first."""
+        """The names of parameters that are frozen now; or only of those frozen since the start."""
         found = [name for name, p in self._parameters.items() if not p.requires_grad]
         return [name for name in found if name not in self._first_frozen] if since_start else found
 
@@ -321,6 +321,12 @@ class OwnLoop:
         plain = source.plain[f"{LOOP}.{part}"]
         trainer.state.arrive(plain["state"], source, f"{LOOP}.{part}.", exact=False)
         self._freeze([*plain["frozen"], *self._first_frozen])
+
+    def let_go(self, trainer: "Trainer") -> None:
+        """Of what `restored` took: not all ranks could."""
+        self._groups = None
+        trainer.state.let_go()
+        self._freeze(self._first_frozen)
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -77,8 +77,8 @@ def refuse_used(store: Store) -> None:
 
 
 def refuse_left_behind(store: Store, before: Store) -> None:
-    """A run without a checkpoint in `store` must not begin anew if it has some where they were."""
-    if _listed(before):
+    """A run without a checkpoint in `store` must not begin anew if it has a good one elsewhere."""
+    if newest(before) is not None:
         raise UsageError(
             f"{store} holds no checkpoint to go on from, and the run keeps its own in {before}. "
             "Leave --checkpoints out, or move them there first."

@@ -212,7 +212,8 @@ def _going_on(record: dict[str, Any]) -> str:
 def _beginning(record: dict[str, Any]) -> str:
     store = escape(record["store"])
     if record["num_bad"]:
-        return f"[bold yellow]no checkpoint in {store} is good[/]: the run begins anew at step 0"
+        bad = f"[bold yellow]no checkpoint in {store} is good[/]"
+        return f"{bad}: the run begins anew at step {record['step']}"
     return f"nothing to go on from in {store}: the run begins at step {record['step']}"
 
 

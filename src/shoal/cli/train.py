@@ -176,7 +176,7 @@ def _as_it_began(
     if given["begin_from"] is None:  # whose options these are
         given["take"] = given["partial"] = None
     for option in (*KEPT, "new_data_steps", "new_data_missed"):
-        if not given.get(option):
+        if given.get(option) in (None, False):
             given[option] = before.get(option)
     given["take"] = given["take"] or "weights"
     given["partial"], given["tensorboard"] = bool(given["partial"]), bool(given["tensorboard"])

@@ -15,6 +15,7 @@ form a group, a rank makes one for each rank and one more.
 import secrets
 import threading
 import time
+from contextlib import suppress
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -177,6 +178,7 @@ class Held:
     def _answered(self, client: bytes, answer: _Answer) -> tuple[bytes, _Answer]:
         self._waiting.pop(client, None)
         self._last[client] = answer
+        self._last.move_to_end(client)
         while len(self._last) > MOST_CLIENTS:
             self._drop(next(iter(self._last)))
         return client, answer
@@ -212,8 +214,8 @@ class StoreClient(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Waits until it is there."""
-        if key in self._seen:  # torch waits for a key, and then gets it
-            return self._seen.pop(key)
+        if (seen := self._seen.pop(key, None)) is not None:  # torch waits for a key, then gets it
+            return seen
         return self._ask("get", [key]).values[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -244,7 +246,8 @@ class StoreClient(dist.Store):
         with self._lock:
             if not self._line.closed:
                 bye = _Ask(next(self._numbers), "bye", [])
-                self._line.send(_encode(bye), zmq.NOBLOCK)
+                with suppress(zmq.Again):  # it is gone, and needs no good-bye
+                    self._line.send(_encode(bye), zmq.NOBLOCK)
                 self._line.close(linger=100)
 
     def _ask(
