@@ -109,11 +109,24 @@ def test_a_compiled_model(verify: Any, how: str, plan: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "plan"),
-    cases(
-        ["gaps"], ["data=2", "pipeline=2", "data=2 zero=3", "tensor=2"], {("gaps", "pipeline=2")}
-    ),
+    cases(["gaps"], ["data=2", "pipeline=2", "data=2 zero=3"], {("gaps", "pipeline=2")}),
 )
 def test_a_list_with_empty_places(verify: Any, recipe: str, plan: str) -> None:
+    found = verify(f"{UNLIKE}:{recipe}", plan, steps=3)
+    assert found.exit_code == 0 and found.verdict["passed"], found.errors
+
+
+ODD_PLANS = [
+    "pipeline=2",
+    "pipeline=2 schedule=zbv recompute=blocks",
+    "data=2 zero=3 pipeline=2 microbatches=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"), cases(["handed"], ODD_PLANS, {("handed", plan) for plan in ODD_PLANS[:2]})
+)
+def test_a_parameter_that_is_handed_on(verify: Any, recipe: str, plan: str) -> None:
     found = verify(f"{UNLIKE}:{recipe}", plan, steps=3)
     assert found.exit_code == 0 and found.verdict["passed"], found.errors
 
