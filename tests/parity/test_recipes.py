@@ -104,7 +104,9 @@ QUICK_COMPILED = {("whole", "data=2"), ("blocks-in-place", "data=2 zero=1")}
 )
 def test_a_compiled_model(verify: Any, how: str, plan: str) -> None:
     settings = {"how": how, "backend": "aot_eager" if "zero=2" in plan else "eager"}
-    check_same(verify(f"{UNLIKE}:compiled", plan, steps=3, settings=settings), plan, 3)
+    found = verify(f"{UNLIKE}:compiled", plan, steps=3, settings=settings)
+    assert found.exit_code == 0 and found.verdict["passed"], found.errors
+    assert found.verdict["identical"] or "zero=3" in plan  # whose sums are FSDP2's
 
 
 @pytest.mark.parametrize(
