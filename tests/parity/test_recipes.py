@@ -104,16 +104,31 @@ QUICK_COMPILED = {("whole", "data=2"), ("blocks-in-place", "data=2 zero=1")}
 )
 def test_a_compiled_model(verify: Any, how: str, plan: str) -> None:
     settings = {"how": how, "backend": "aot_eager" if "zero=2" in plan else "eager"}
-    check_same(verify(f"{UNLIKE}:compiled", plan, steps=3, settings=settings), plan, 3)
+    found = verify(f"{UNLIKE}:compiled", plan, steps=3, settings=settings)
+    assert found.exit_code == 0 and found.verdict["passed"], found.errors
+    assert found.verdict["identical"] or "zero=3" in plan  # whose sums are FSDP2's
 
 
 @pytest.mark.parametrize(
     ("recipe", "plan"),
-    cases(
-        ["gaps"], ["data=2", "pipeline=2", "data=2 zero=3", "tensor=2"], {("gaps", "pipeline=2")}
-    ),
+    cases(["gaps"], ["data=2", "pipeline=2", "data=2 zero=3"], {("gaps", "pipeline=2")}),
 )
 def test_a_list_with_empty_places(verify: Any, recipe: str, plan: str) -> None:
+    found = verify(f"{UNLIKE}:{recipe}", plan, steps=3)
+    assert found.exit_code == 0 and found.verdict["passed"], found.errors
+
+
+ODD_PLANS = [
+    "pipeline=2",
+    "pipeline=2 schedule=zbv recompute=blocks",
+    "data=2 zero=3 pipeline=2 microbatches=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"), cases(["handed"], ODD_PLANS, {("handed", plan) for plan in ODD_PLANS[:2]})
+)
+def test_a_parameter_that_is_handed_on(verify: Any, recipe: str, plan: str) -> None:
     found = verify(f"{UNLIKE}:{recipe}", plan, steps=3)
     assert found.exit_code == 0 and found.verdict["passed"], found.errors
 

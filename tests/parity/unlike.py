@@ -390,3 +390,34 @@ def compiled(how: str, backend: str = "eager") -> shoal.Run:
         return made
 
     return run_of(model)
+
+
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) @ table
+        return out
+
+
+class Handed(nn.Module):
+    """A table of its own is used at the start, and handed to a submodule near the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        block = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        self.blocks, self.mixes, self.last = nn.ModuleList(block), Mixes(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.table
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(self.mixes(x, self.table))
+        return out
+
+
+def handed() -> shoal.Run:
+    return run_of(Handed)

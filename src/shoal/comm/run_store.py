@@ -15,9 +15,9 @@ form a group, a rank makes one for each rank and one more.
 import secrets
 import threading
 import time
-from contextlib import suppress
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 

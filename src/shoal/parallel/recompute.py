@@ -61,9 +61,24 @@ def _dropped(
     given = Contents((args, kwargs), block)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _second_run(block, again, given)
+        return nullcontext(), _SecondRun(block, again, given)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _SecondRun:
+    """May be entered again: a backward that is split in two runs the block for each of them."""
+
+    def __init__(self, block: nn.Module, again: Again, given: "Contents"):
+        self._run = partial(_second_run, block, again, given)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._run())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager
