@@ -269,6 +269,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -
     assert train(pause=0, plan=plan, steps=12).wait().model() == model
 
 
+def test_a_run_whose_manifests_are_all_damaged_begins_anew(train) -> None:
+    stopped = train(pause=0, steps=4).wait()
+    folder = stopped.run_dir / "checkpoints"
+    for name in Directory(folder).names():
+        (folder / name / "manifest.json").write_text("{")
+    trained = train(pause=0, resume=True, steps=8).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert "the run begins anew at step 0" in trained.errors
+    check_ledger(trained, 8)
+
+
 def test_checkpoints_that_may_be_good_are_not_begun_over(train, tmp_path: Path) -> None:
     """Another model's, or a link's, or of a key that is not the one: what they hold is no loss."""
     assert train(pause=0, steps=4).wait().exit_code == 0

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,15 @@ def ends(how: str) -> None:
                 break
             if how == "stop-on-one" and is_odd:
                 trainer.stop()
+            if how == "stop-and-break-on-one" and is_odd:
+                trainer.state["large"] = torch.ones(5000)  # compared in full, or not at all
+                trainer.stop()
+                break
+            if how == "stop-and-break-on-one":
+                trainer.state["large"] = torch.ones(5000)
+            if how == "hang":
+                open("hangs", "w").close()
+                time.sleep(1000)
             if how == "evaluate-on-one" and is_odd:
                 trainer.evaluate(held_out)
             if how == "rate-on-one" and is_odd:

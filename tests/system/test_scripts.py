@@ -144,12 +144,23 @@ def test_what_a_loop_keeps_and_changes_outlives_a_rank(
     assert all_told(trained) == kept
 
 
-@pytest.mark.parametrize("how", ["break", "stop-on-one"])
+@pytest.mark.parametrize("how", ["break", "stop-on-one", "stop-and-break-on-one"])
 def test_an_early_end_is_a_success_and_saved(start: Start, tmp_path: Path, how: str) -> None:
     trained = start("ends", how).wait()
     assert trained.exit_code == 0, trained.errors
     assert told(trained.output) == [{"steps": 3, "stopped": False}]
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000003"]
+
+
+def test_a_script_that_hangs_is_ended_within_the_bound_of_a_stop(
+    start: Start, tmp_path: Path
+) -> None:
+    training = start("ends", "hang", options=("--stop-timeout", "2"))
+    assert wait_until((tmp_path / "hangs").exists, 30)
+    training.command.send_signal(signal.SIGTERM)
+    trained = training.wait()
+    assert trained.exit_code == 128 + signal.SIGTERM
+    assert "it was told to stop, and nothing was done for" in trained.errors
 
 
 @pytest.mark.parametrize(
