@@ -303,12 +303,23 @@ def _lock(path: Path) -> IO[str]:
                 "with --run-dir DIR."
             )
         time.sleep(0.05)  # what it started is about to end too, and to let go
+    if not _is_at(owner, file):  # its owner removed it meanwhile, and the next one locks another
+        file.close()
+        return _lock(path)
     file.seek(0)
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     hold(file.fileno())
     return file
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether an open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _unlock(file: IO[str]) -> None:
