@@ -3,6 +3,7 @@ part of it."""
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,17 @@ def last_bits_off() -> None:
         return goal._replace(tensor=goal.tensor * (1 + 2**-22))
 
     computing.objective = objective
+
+
+def slow_rank() -> None:
+    """No bug: rank 0 is far ahead of the others, where it may be."""
+    original = training.Trainer._update
+
+    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
+        time.sleep(0.2 * (self.mesh.rank > 0))
+        return original(self, agreed, unit)
+
+    training.Trainer._update = update  # type: ignore[method-assign]
 
 
 def mask_as_numbers() -> None:
@@ -391,6 +403,7 @@ BUGS: dict[str, Callable[[], None]] = {
     "small gradient off": last_gradient_times(1.01),
     "small gradient missing": last_gradient_times(0.0),
     "sample lost": sample_lost,
+    "slow rank": slow_rank,
     "last bits off": last_bits_off,
     "mask as numbers": mask_as_numbers,
     "weight as a mean": weight_as_a_mean,

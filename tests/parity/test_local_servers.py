@@ -30,3 +30,9 @@ def test_out_of_lockstep_it_is_what_its_pushes_and_pulls_make(
     found = verify(recipe, plan, steps=10)
     assert found.verdict["is_replay"]
     check_same(found, 10)
+
+
+def test_a_short_window_at_the_end_has_no_momentum_and_others_keep_theirs(verify: Any) -> None:
+    """Rank 0 comes with its last window, of two steps, before rank 1 with its first, of four."""
+    plan = "data=2 sync=server local_steps=4 outer=nesterov staleness=any"
+    check_same(verify(f"{UNLIKE}:plain", plan, bug="slow rank", steps=6), 6)

@@ -64,12 +64,13 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 class Changed:
     """The settings that a worker's hooks and schedules have ever changed, and learning rates.
 
-    The others are the optimizer's own, which may count in them as it steps on the server.
+    The others are the optimizer's own, which may count in them as it steps on the server. What
+    workers change at different times must `always` be said: a server keeps what another said last.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, always: Iterable[str] = ("lr",)):
         self._first = settings_of(optimizer)
-        self._names = [{"lr"} & first.keys() for first in self._first]
+        self._names = [set(always) & first.keys() for first in self._first]
 
     def of(self, optimizer: torch.optim.Optimizer) -> Settings:
         found = settings_of(optimizer)

@@ -28,6 +28,7 @@ from shoal.parallel.layout import Slice, whole
 from shoal.sync.outer import RESIDUAL, Rule
 from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_names
 from shoal.sync.server.messages import Join, Joined, Kept, Push, Welcome
+from shoal.sync.server.shard import Changed
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.state import Source
 
@@ -69,6 +70,8 @@ class Windows(ThroughServers):
             own = {n: p.detach().clone() for n, p in shared.named_parameters()}
             self.anchor = Anchor(own)
             self.optimizer = OuterSGD(self.anchor.parameters(), self.rule)
+            # Out of lockstep a fast replica's last window, a short one, comes before others' long.
+            self._changed = Changed(self.optimizer, always=("lr", "momentum"))
         self.num_pieces = mesh.data.num_ranks
         self.attach(self.anchor, self.optimizer, mesh)
 

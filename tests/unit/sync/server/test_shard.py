@@ -83,3 +83,5 @@ def test_what_an_optimizer_counts_in_its_settings_is_its_own() -> None:
     assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.0}]
     optimizer.param_groups[0]["weight_decay"] = 0.1
     assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.1}], "the server has another"
+    always = Changed(optimizer, always=("lr", "momentum"))
+    assert always.of(optimizer) == [{"lr": 0.5, "momentum": 0}]
