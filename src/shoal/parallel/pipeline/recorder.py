@@ -258,10 +258,7 @@ class _Recorder(Watch):
         if inside is not None:
             parameters = self._of_model([*parameters, *inside.used.values()])
             uses |= self._unhanded(inside, touched, (args, kwargs))
-        # A buffer that was written into is a value from then on, which stages are sent.
-        handed = {address(x) for x in reach((args, kwargs)) if self.tag(x) is not None}
-        read = self._named(self.buffers_at, touched - handed)
-        self.read_by.append((len(self.tape.events), read))
+        self.read_by.append((len(self.tape.events), self._read_in(touched, (args, kwargs))))
         names = [self.names[id(p)] for p in parameters]
         names += sorted(self._named(self.parameters_at, touched) - set(names))
         sets = self.seeds is not None and self.seeds.num_sets != num_sets
@@ -484,6 +481,11 @@ class _Recorder(Watch):
             reason = f"compiled code, such as torch.jit.script's, calls {operation} unseen"
             # Told at the end: compiled code makes an error of its own of any.
             self.unseen = self.unseen or Unclear(self.open_now[-1], reason)
+
+    def _read_in(self, touched: set[int], given: Any) -> set[str]:
+        """The buffers among these; one that was written into is a value, which stages are sent."""
+        values = {address(x) for x in reach(given) if self.tag(x) is not None}
+        return self._named(self.buffers_at, touched - values)
 
     def _named(self, at: dict[int, list[str]], touched: set[int]) -> set[str]:
         return {name for where in touched for name in at.get(where, ())}
