@@ -36,3 +36,9 @@ def test_a_short_window_at_the_end_has_no_momentum_and_others_keep_theirs(verify
     """Rank 0 comes with its last window, of two steps, before rank 1 with its first, of four."""
     plan = "data=2 sync=server local_steps=4 outer=nesterov staleness=any"
     check_same(verify(f"{UNLIKE}:plain", plan, bug="slow rank", steps=6), 6)
+
+
+def test_a_rank_that_is_far_behind_is_not_waited_for_by_its_reader(verify: Any) -> None:
+    """What it did first comes after all that rank 0 did, whose last step waits for it."""
+    plan = "data=2 sync=server servers=2 local_steps=3 staleness=any"
+    check_same(verify(f"{UNLIKE}:plain", plan, bug="slow rank", steps=8), 8)

@@ -211,7 +211,7 @@ class Replay:
         self.made: list[Made] = []  # and not looked at yet
         self.seen = [[0] * plan.num_servers for _ in self.workers]  # versions, last by each rank
 
-    def play(self, wait: Callable[[], None] = lambda: None) -> Iterator[Made]:
+    def play(self, wait: Callable[[], None] | None = None) -> Iterator[Made]:
         """All that comes of it, until every rank is at the end; waits where no step is there."""
         turns = [functools.partial(self._compute, rank) for rank in range(self.plan.num_ranks)]
         turns += [functools.partial(self._apply, server) for server in range(len(self.masters))]
@@ -222,6 +222,7 @@ class Replay:
                 yield from self.made
                 self.made.clear()
             if not moved:
+                assert wait is not None, "a step is missing that was played before"
                 wait()
 
     def _compute(self, rank: int) -> bool:

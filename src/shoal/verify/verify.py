@@ -4,7 +4,7 @@ The plan runs on its ranks, each of which writes down after every step its loss 
 of gradients, weights and buffers; the reference runs beside it in a process of its own, compares
 (`compare.py`), and deletes what it has read.
 
-Cost: the time of both runs, and disk for a few steps of the model's state.
+Cost: the time of both runs, and disk for a few steps of the model's state, out of lockstep for all.
 """
 
 import shutil
@@ -160,24 +160,25 @@ def _bear_no_rank(birth: Birth) -> int:
 
 
 class Recorder:
-    """A hook that writes down each step of one rank, not far ahead of who reads it."""
+    """A hook that writes down each step of one rank, in lockstep not far ahead of who reads it."""
 
     def __init__(self, trainer: Trainer, directory: Path):
         self._trainer = trainer
         self._directory = directory
 
     def __call__(self, info: StepInfo) -> None:
-        rank = self._trainer.mesh.rank
-        self._wait_for_reader(info.step - AHEAD, rank)
+        rank, strategy = self._trainer.mesh.rank, self._trainer.strategy
+        windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
+        is_apart = isinstance(windows, ThroughServers) and not windows.in_lockstep
+        if not is_apart:  # else who is ahead may be waited for by who reads what others did
+            self._wait_for_reader(info.step - AHEAD, rank)
         content = {"loss": torch.tensor([info.loss], dtype=torch.float64)}
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
         groups = self._trainer.optimizer.param_groups
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
-        tables = tables_held(self._trainer.strategy, dense=True)
+        tables = tables_held(strategy, dense=True)
         content |= name_slices("held", self._trainer.spread.held() | tables)
-        strategy = self._trainer.strategy
-        windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
-        if isinstance(windows, ThroughServers) and not windows.in_lockstep:
+        if isinstance(windows, ThroughServers) and is_apart:
             if windows.trace:  # before the first window ends there is none
                 content["trace"] = torch.tensor(windows.trace)
         else:
