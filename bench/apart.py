@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from bench import harness
-from shoal.processes import die_with_parent
+from shoal.system.processes import die_with_parent
 
 Arms = dict[str, Callable[[], float]]
 T = TypeVar("T")

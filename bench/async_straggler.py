@@ -42,10 +42,10 @@ from bench.devices import WIDTH, OnDevice
 from bench.harness import Row
 from shoal.data.sources import tensors
 from shoal.errors import GroupLost
-from shoal.prepare import prepare
-from shoal.run import Run, resolve
 from shoal.sync.server.strategy import ThroughServers
-from shoal.training import Trainer
+from shoal.training.build import prepare
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 NUM_RANKS, BATCH, NUM_HELD_OUT = 4, 64, 512

@@ -28,9 +28,9 @@ from bench.harness import Row
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin, Progress
 from shoal.checkpoint.save import Saved, Saver
-from shoal.checkpoint.storage import Directory
 from shoal.comm.collectives import Group
 from shoal.parallel.layout import Slice
+from shoal.storage.store import Directory
 from shoal.world import World
 
 NUM_SAVERS = 4

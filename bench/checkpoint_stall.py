@@ -25,12 +25,12 @@ from torch import nn
 from bench import harness
 from bench.harness import Row
 from shoal.checkpoint.manifest import Origin
-from shoal.checkpoint.storage import Directory
+from shoal.comm.mesh import LauncherSeat
 from shoal.data.sources import tensors
-from shoal.keeping import Keeper, Keeping
-from shoal.mesh import LauncherSeat
-from shoal.run import Run, resolve
-from shoal.training import Trainer
+from shoal.storage.store import Directory
+from shoal.training.checkpointing import Keeper, Keeping
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 WIDTH, NUM_LAYERS, BATCH = 2048, 5, 32

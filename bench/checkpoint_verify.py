@@ -18,7 +18,7 @@ import xxhash
 from bench import checkpoint_load, harness
 from bench.harness import Row
 from shoal.checkpoint.sealed import Sealed
-from shoal.checkpoint.storage import Directory
+from shoal.storage.store import Directory
 
 FLOOR = 2.0
 

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 import shoal
 from bench import harness, ranks
 from bench.harness import Row
-from shoal.mesh import LauncherSeat
+from shoal.comm.mesh import LauncherSeat
 from shoal.numerics import schedules
-from shoal.recipe import find_recipe
-from shoal.run import Run, resolve
-from shoal.training import Trainer
+from shoal.training.recipe import find_recipe
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 NUM_RANKS, BATCH, LENGTH = 4, 32, 64

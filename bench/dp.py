@@ -24,7 +24,7 @@ from bench import harness, loops, ranks
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.sources import tensors
-from shoal.run import Run
+from shoal.training.run import Run
 from shoal.world import World
 
 NUM_RANKS = 2

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from bench import harness
+from shoal.comm.mesh import LauncherSeat
 from shoal.errors import PlanError
-from shoal.mesh import LauncherSeat
-from shoal.metrics.meters import Totals
-from shoal.metrics.scribe import Scribe
-from shoal.plan import Plan
-from shoal.prepare import prepare
-from shoal.run import Run, make_batches, resolve
+from shoal.events.meters import Totals
+from shoal.events.scribe import Scribe
+from shoal.plans.plan import Plan
 from shoal.sync.server.lookups import empty_tables
-from shoal.training import Trainer
+from shoal.training.build import prepare
+from shoal.training.run import Run, make_batches, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 

@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 
 from bench import harness
 from bench.harness import Row
+from shoal.comm.mesh import LauncherSeat
 from shoal.data.sources import tensors
-from shoal.mesh import LauncherSeat
-from shoal.metrics.meters import Totals
-from shoal.metrics.scribe import Scribe
-from shoal.run import Run, make_batches, resolve
-from shoal.training import Trainer
+from shoal.events.meters import Totals
+from shoal.events.scribe import Scribe
+from shoal.training.run import Run, make_batches, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 BATCH = 32

@@ -30,7 +30,7 @@ from bench.harness import Row
 from bench.loops import ShoalLoop
 from shoal.data.sources import tensors
 from shoal.parallel.pipeline.orders import work_of
-from shoal.run import Run, make_batches
+from shoal.training.run import Run, make_batches
 from shoal.world import World
 
 NUM_RANKS, NUM_BLOCKS, NUM_MICROBATCHES = 4, 8, 8

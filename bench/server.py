@@ -53,9 +53,9 @@ from torch import Tensor, nn
 from bench import apart, harness, serving
 from bench.harness import Row
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.comm.wire import bytes_of, tensor_of
-from shoal.mesh import Mesh
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.strategy import Tally
 

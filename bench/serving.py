@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from bench import harness
+from shoal.comm.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
 from shoal.comm.reach import Reach, reach_from
-from shoal.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
 from shoal.numerics.crew import Crew, spare_threads
-from shoal.processes import die_with_parent
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard, layout_of
 from shoal.sync.server.tables import Tables
+from shoal.system.processes import die_with_parent
 from shoal.world import World
 
 SECRET = "bench"

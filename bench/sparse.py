@@ -31,8 +31,8 @@ from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.data.sources import tensors
-from shoal.run import Run
 from shoal.sync.server.tables import Tables
+from shoal.training.run import Run
 from shoal.world import World
 
 NUM_RANKS = 2

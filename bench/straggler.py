@@ -26,9 +26,9 @@ from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.ledger import audit
 from shoal.data.sources import tensors
-from shoal.hooks import StepInfo
-from shoal.metrics.scribe import as_record
-from shoal.run import Run, make_batches
+from shoal.events.scribe import as_record
+from shoal.events.step import StepInfo
+from shoal.training.run import Run, make_batches
 from shoal.world import World
 
 NUM_RANKS, NUM_PIECES, BATCH = 4, 16, 64

@@ -29,8 +29,8 @@ from bench import harness, loops, ranks
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.sources import tensors
-from shoal.recipe import find_recipe
-from shoal.run import Run
+from shoal.training.recipe import find_recipe
+from shoal.training.run import Run
 from shoal.world import World
 
 NUM_RANKS = 2

@@ -17,7 +17,7 @@ from torch import nn
 from bench import dp, harness, loops, peers, ranks
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
-from shoal.run import Run
+from shoal.training.run import Run
 from shoal.world import World
 
 NUM_RANKS = dp.NUM_RANKS

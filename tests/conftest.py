@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 
-from shoal.testing.leaks import no_leaks, private_temporary_directory
 from shoal.testing.ranks import Pool
+from tests.support.leaks import no_leaks, private_temporary_directory
 
 __all__ = ["no_leaks", "private_temporary_directory"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.recipe import find_recipe
+from shoal.training.recipe import find_recipe
 
 TEN = ("mlp", "cnn", "unet", "lstm", "gpt", "moe", "towers", "gpt2", "llama", "bert")
 MORE = ("encoder", "frozen", "t5", "bart", "seq2seq", "convnext", "several")

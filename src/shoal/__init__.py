@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import data as data
+    from shoal.api import trainer as trainer
     from shoal.errors import ShoalError as ShoalError
-    from shoal.hooks import StepInfo as StepInfo
-    from shoal.hooks import every as every
+    from shoal.events.step import StepInfo as StepInfo
+    from shoal.events.step import every as every
     from shoal.numerics import schedules as schedules
     from shoal.numerics.optimizers import Optimizers as Optimizers
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.numerics.table import Table as Table
-    from shoal.plan import Plan as Plan
-    from shoal.run import Run as Run
-    from shoal.start import trainer as trainer
+    from shoal.plans.plan import Plan as Plan
+    from shoal.training.run import Run as Run
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Optimizers": "shoal.numerics.optimizers",
-    "Plan": "shoal.plan",
-    "Run": "shoal.run",
+    "Plan": "shoal.plans.plan",
+    "Run": "shoal.training.run",
     "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
-    "StepInfo": "shoal.hooks",
+    "StepInfo": "shoal.events.step",
     "Table": "shoal.numerics.table",
-    "every": "shoal.hooks",
-    "trainer": "shoal.start",
+    "every": "shoal.events.step",
+    "trainer": "shoal.api",
 }
 _MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
 

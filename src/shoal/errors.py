@@ -5,8 +5,10 @@ A message says what happened with its values, the rule that was broken, and the 
 defect of ours or the recipe's own.
 """
 
+import importlib
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Iterable
+from types import ModuleType
 
 RUN_AGAIN = 75  # exit code: stopped after a checkpoint, to be gone on from
 
@@ -26,6 +28,15 @@ class UsageError(ShoalError):
 
 class PlanError(UsageError):
     """The plan cannot work, alone or with this run or this machine."""
+
+
+class BadCheckpoint(UsageError):
+    """A checkpoint is not whole, not sound, or not what it says it is."""
+
+
+class MayBeGood(BadCheckpoint):
+    """A checkpoint is refused, and nothing says that it is damaged: it cannot be read now, is not
+    signed with this key, or is another model's. What was learnt may be in it."""
 
 
 class RecipeError(ShoalError):
@@ -87,3 +98,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def sendable(text: str) -> str:
     """The words of an error without what UTF-8 has no bytes for, as names of files may hold."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import `module`, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{module} is not installed, and this needs it. Install it with: "
+            f"pip install 'shoal[{extra}]'"
+        ) from error

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing import faults
-from shoal.testing.faults import Trained, Training
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained, Training
 
 RECIPE = str(Path(__file__).with_name("tiny.py"))
 PLAN = "data=3"

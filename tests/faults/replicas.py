@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from shoal.data.split import share
-from shoal.plan import Plan
-from shoal.reference import Replica
-from shoal.reference_outer import Outer, average
-from shoal.run import Run, make_batches
+from shoal.plans.plan import Plan
+from shoal.training.run import Run, make_batches
+from shoal.verify.reference import Replica
+from shoal.verify.reference_outer import Outer, average
 
 
 class Team:

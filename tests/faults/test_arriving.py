@@ -5,7 +5,7 @@ Members 0 to 2 are the workers, none of which is given memory to share, 3 and 4 
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_same, check_survivors
+from tests.support.faults import Trained, check_ledger, check_same, check_survivors
 
 NUM_STEPS = 30
 LOCKSTEP = "data=3 sync=server servers=2"

@@ -27,10 +27,10 @@ from shoal.data.cache.area import Area, lay_out
 from shoal.data.cache.cached import cached
 from shoal.data.cache.disk import Disk
 from shoal.data.cache.layers import Layer
-from shoal.testing import faults
 from shoal.testing.caches import content_of, in_child, key_of
-from shoal.testing.faults import Trained, Training, check_ledger, check_same
-from shoal.testing.servers import start_memcached, start_redis
+from tests.support import faults
+from tests.support.faults import Trained, Training, check_ledger, check_same
+from tests.support.servers import start_memcached, start_redis
 
 NUM_KEYS = 300
 NUM_STEPS = 60

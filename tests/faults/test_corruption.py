@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_recovered, check_same
+from tests.support.faults import Trained, check_ledger, check_recovered, check_same
 
 NUM_STEPS = 60
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from shoal.metrics.scribe import last_step
-from shoal.testing.faults import Trained, check_ledger, check_survivors
+from shoal.events.scribe import last_step
+from tests.support.faults import Trained, check_ledger, check_survivors
 
 NUM_STEPS = 60
 SERVED = "data=3 sync=server servers=2 local_steps=4 outer=nesterov:0.7:0.5"

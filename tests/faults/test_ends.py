@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.storage import Directory
 from shoal.errors import RUN_AGAIN
-from shoal.metrics.scribe import last_step
-from shoal.testing.faults import Trained
-from shoal.testing.leaks import is_alive, wait_until
+from shoal.events.scribe import last_step
+from shoal.storage.store import Directory
+from tests.support.faults import Trained
+from tests.support.leaks import is_alive, wait_until
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:mlp"
 NUM_STEPS = 60

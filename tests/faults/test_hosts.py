@@ -5,7 +5,7 @@ Members 0 to 3 are the workers, 4 the server of the plan, 5 and 6 those of the h
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_same, check_survivors
+from tests.support.faults import Trained, check_ledger, check_same, check_survivors
 
 NUM_STEPS = 60
 TWO_LEVELS = "data=4 sync=server hosts=2"

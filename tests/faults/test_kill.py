@@ -7,14 +7,8 @@ import time
 
 import pytest
 
-from shoal.metrics.scribe import last_step
-from shoal.testing.faults import (
-    Trained,
-    check_ledger,
-    check_recovered,
-    check_same,
-    check_survivors,
-)
+from shoal.events.scribe import last_step
+from tests.support.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
 
 NUM_STEPS = 60
 STEP_POINTS = ["step.begin", "step.computed", "step.exchanged", "step.committed"]

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_recovered, check_survivors
+from tests.support.faults import Trained, check_ledger, check_recovered, check_survivors
 
 NUM_STEPS = 60
 AVERAGE = "data=3 local_steps=4"

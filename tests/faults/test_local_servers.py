@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from shoal.testing.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
+from tests.support.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
 
 NUM_STEPS = 60
 PLAN = "data=3 sync=server servers=2 local_steps=4 outer=nesterov:0.7:0.5"

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.launch import launch
 from shoal.elastic import supervise
 from shoal.elastic.membership import Membership
 from shoal.elastic.worker import prepare_script
 from shoal.errors import RUN_AGAIN, Ended
-from shoal.testing import faults
-from shoal.testing.faults import (
+from shoal.launch import launch
+from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import (
     Trained,
     Training,
     check_ledger,
@@ -22,8 +23,7 @@ from shoal.testing.faults import (
     check_same,
     check_survivors,
 )
-from shoal.testing.leaks import descendants, is_alive, wait_until
-from shoal.testing.ranks import Pool
+from tests.support.leaks import descendants, is_alive, wait_until
 
 NUM_STEPS = 60
 ECHOES = ("GroupLost", "onnection closed", "onnection reset", "Broken pipe")

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.testing import faults
-from shoal.testing.faults import Trained
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 BAD = [i for i in range(120) if i % 17 == 3]

@@ -15,7 +15,7 @@ import pytest
 
 from shoal.elastic.control import ask
 from shoal.errors import UsageError
-from shoal.testing.faults import (
+from tests.support.faults import (
     Trained,
     check_answers,
     check_ledger,

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.elastic.control import ask
-from shoal.plan import Plan
-from shoal.recipe import load_recipe
-from shoal.testing.faults import (
+from shoal.plans.plan import Plan
+from shoal.training.recipe import load_recipe
+from tests.faults.replicas import play
+from tests.support.faults import (
     Trained,
     check_answers,
     check_ledger,
@@ -23,7 +24,6 @@ from shoal.testing.faults import (
     resize,
     resize_while_one_is_killed,
 )
-from tests.faults.replicas import play
 
 NUM_STEPS = 60
 RECIPE = str(Path(__file__).with_name("tiny.py"))

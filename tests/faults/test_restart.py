@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing import faults
-from shoal.testing.faults import Trained, check_ledger, check_same
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import NUM_STEPS, RECIPE
+from tests.support import faults
+from tests.support.faults import Trained, check_ledger, check_same
 
 EVERY = 10
 PLANS = ["data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "tensor=2", "pipeline=2"]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import MANIFEST, SEAL, seal
-from shoal.checkpoint.storage import Directory
+from shoal.checkpoint.manifest import MANIFEST, seal
 from shoal.errors import RUN_AGAIN
-from shoal.rundir import claimed
-from shoal.testing import faults
-from shoal.testing.faults import Trained, Training, check_ledger, check_same
-from shoal.testing.leaks import is_alive, wait_until
+from shoal.storage.rundir import claimed
+from shoal.storage.store import SEAL, Directory
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained, Training, check_ledger, check_same
+from tests.support.leaks import is_alive, wait_until
 
 RECIPE = str(Path(__file__).with_name("tiny.py"))
 NUM_STEPS = 60

@@ -12,13 +12,7 @@ import time
 
 import pytest
 
-from shoal.testing.faults import (
-    Trained,
-    check_ledger,
-    check_recovered,
-    check_same,
-    check_survivors,
-)
+from tests.support.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
 
 NUM_STEPS = 60
 LOCKSTEP = "data=3 sync=server servers=2"

@@ -21,10 +21,10 @@ import zmq
 from shoal.cluster.invitation import INVITATION, KEYS
 from shoal.comm.wire import make_keys
 from shoal.faults import VARIABLE
-from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
-from shoal.testing.hosts import Host, Joining, NoNamespaces, join, overheard, two_hosts
-from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import Pool
+from tests.support.faults import Trained, Training, check_ledger, check_same, events
+from tests.support.hosts import Host, Joining, NoNamespaces, join, overheard, two_hosts
+from tests.support.leaks import descendants, is_alive, wait_until
 
 NUM_STEPS = 60
 SPANNING = "data=4 sync=server servers=2 hosts=2"

@@ -20,12 +20,12 @@ import pytest
 
 from shoal.cluster.invitation import INVITATION
 from shoal.comm.unix import NAME
-from shoal.testing.faults import Trained, Training, check_same
-from shoal.testing.hosts import join
-from shoal.testing.leaks import listening_ports, wait_until
 from shoal.testing.ranks import Command, Pool
 from tests.faults import strangers
 from tests.faults.strangers import OTHER, attack, attempts_of
+from tests.support.faults import Trained, Training, check_same
+from tests.support.hosts import join
+from tests.support.leaks import listening_ports, wait_until
 
 SERVED = "data=3 sync=server servers=2"
 COPIED = "data=3 sync=server servers=2 copies=2"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal.elastic.control import ask
-from shoal.testing import faults
-from shoal.testing.faults import Trained, check_ledger, check_same
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained, check_ledger, check_same
 
 NUM_STEPS = 60
 PLAN = "data=3 sync=server servers=2"

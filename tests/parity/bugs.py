@@ -11,14 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal import computing, prepare, training
 from shoal.comm.buckets import Buckets
 from shoal.comm.codecs import PackedMean
 from shoal.comm.collectives import Group, Pending
 from shoal.data.batches import Piece
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds
-from shoal.run import Objective
 from shoal.sync import rounds
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.buffers import BufferMeans
@@ -30,16 +28,18 @@ from shoal.sync.server.shard import Shard
 from shoal.sync.server.sharing import Shown
 from shoal.sync.strategy import Agreed, Tally
 from shoal.sync.tail import Tail
+from shoal.training import build, compute, trainer
+from shoal.training.run import Objective
 
 
 def missing_average() -> None:
     """Gradients are summed and not divided."""
-    original = training.Trainer._update
+    original = trainer.Trainer._update
 
-    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
         return original(self, agreed, unit * self.mesh.num_ranks)
 
-    training.Trainer._update = update  # type: ignore[method-assign]
+    trainer.Trainer._update = update  # type: ignore[method-assign]
 
 
 def clip_norm_of_one_bucket() -> None:
@@ -89,15 +89,15 @@ class RankSeeds(PieceSeeds):
 
 
 def seeds_of_the_rank() -> None:
-    original = training.Trainer._settle
+    original = trainer.Trainer._settle
 
-    def settle(self: training.Trainer, mesh: Any) -> None:
+    def settle(self: trainer.Trainer, mesh: Any) -> None:
         assert isinstance(self.prepared.seeds, RankSeeds)
         self.prepared.seeds.rank = mesh.rank
         original(self, mesh)
 
-    prepare.PieceSeeds = RankSeeds  # type: ignore[misc]
-    training.Trainer._settle = settle  # type: ignore[method-assign]
+    build.PieceSeeds = RankSeeds  # type: ignore[misc]
+    trainer.Trainer._settle = settle  # type: ignore[method-assign]
 
 
 def buffers_of_one_rank() -> None:
@@ -167,88 +167,88 @@ def last_gradient_times(factor: float) -> Callable[[], None]:
 
 def sample_lost() -> None:
     """The last sample of every piece does not count."""
-    original = computing.objective
+    original = compute.objective
 
     def objective(run: Any, output: Any, piece: Piece) -> Objective:
         few = dataclasses.replace(run, loss=lambda out, target: run.loss(out[:-1], target[:-1]))
         return original(few, output, piece)
 
-    computing.objective = objective
+    compute.objective = objective
 
 
 def last_bits_off() -> None:
     """No bug: ranks round otherwise than one process."""
-    original = computing.objective
+    original = compute.objective
 
     def objective(run: Any, output: Any, piece: Piece) -> Objective:
         goal = original(run, output, piece)
         return goal._replace(tensor=goal.tensor * (1 + 2**-22))
 
-    computing.objective = objective
+    compute.objective = objective
 
 
 def slow_rank() -> None:
     """No bug: rank 0 is far ahead of the others, where it may be."""
-    original = training.Trainer._update
+    original = trainer.Trainer._update
 
-    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
         time.sleep(0.2 * (self.mesh.rank > 0))
         return original(self, agreed, unit)
 
-    training.Trainer._update = update  # type: ignore[method-assign]
+    trainer.Trainer._update = update  # type: ignore[method-assign]
 
 
 def mask_as_numbers() -> None:
     """On ranks what a mask of yes and no lets through is added as 0 and 1."""
-    settle, attend = training.Trainer._settle, F.scaled_dot_product_attention
+    settle, attend = trainer.Trainer._settle, F.scaled_dot_product_attention
 
     def added(*given: Any, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
         return attend(*given, attn_mask=attn_mask.to(given[0].dtype), **options)
 
-    def settle_with_it(self: training.Trainer, mesh: Any) -> None:
+    def settle_with_it(self: trainer.Trainer, mesh: Any) -> None:
         F.scaled_dot_product_attention = added
         settle(self, mesh)
 
-    training.Trainer._settle = settle_with_it  # type: ignore[method-assign]
+    trainer.Trainer._settle = settle_with_it  # type: ignore[method-assign]
 
 
 def weight_as_a_mean() -> None:
     """Each piece's sum is divided by its own weight, and the pieces then count alike."""
-    original = computing.objective
+    original = compute.objective
 
     def objective(run: Any, output: Any, piece: Piece) -> Objective:
         goal = original(run, output, piece)
         assert not goal.is_mean
         return Objective(goal.tensor / goal.weight, 1.0, False)
 
-    computing.objective = objective
+    compute.objective = objective
 
 
 def last_piece_lost() -> None:
     """Of several pieces a rank sends only the sum of the others."""
-    original = computing.Compute.round
+    original = compute.Compute.round
 
-    def round_(self: computing.Compute, step: int, indices: range, *rest: Any) -> None:
+    def round_(self: compute.Compute, step: int, indices: range, *rest: Any) -> None:
         original(self, step, indices, *rest)
         if indices == self.rounds[-1]:
             self.spread.model.zero_grad(set_to_none=False)
 
-    computing.Compute.round = round_  # type: ignore[method-assign]
+    compute.Compute.round = round_  # type: ignore[method-assign]
     Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
 
 
 def rate_of_the_rank() -> None:
     """The schedule counts the samples of one rank as steps."""
-    original = training.Trainer._update
+    original = trainer.Trainer._update
 
-    def update(self: training.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
         self.step += self.mesh.num_ranks
         try:
             return original(self, agreed, unit)
         finally:
             self.step -= self.mesh.num_ranks
 
-    training.Trainer._update = update  # type: ignore[method-assign]
+    trainer.Trainer._update = update  # type: ignore[method-assign]
 
 
 def poison_one_rank(at_step: int) -> Callable[[], None]:
@@ -301,7 +301,7 @@ def silence() -> None:
         return [range(num_pieces)] * num_ranks
 
     Group.all_reduce = all_reduce  # type: ignore[method-assign]
-    computing.shares = rounds.shares = whole
+    compute.shares = rounds.shares = whole
     # Digests of replicas come by it too, and would be missed.
     Consistency.verify = lambda self, digests, step: False  # type: ignore[method-assign]
     Consistency.check = lambda self, step: None  # type: ignore[method-assign]
@@ -340,9 +340,9 @@ def loss_of_one_rank() -> None:
 
 
 def first_weights_differ() -> None:
-    original = training.Trainer._settle
+    original = trainer.Trainer._settle
 
-    def settle(self: training.Trainer, mesh: Any) -> None:
+    def settle(self: trainer.Trainer, mesh: Any) -> None:
         original(self, mesh)
         if mesh.rank == 1:
             with torch.no_grad():
@@ -350,7 +350,7 @@ def first_weights_differ() -> None:
                     if isinstance(module, nn.Linear):
                         module.bias.add_(0.01)
 
-    training.Trainer._settle = settle  # type: ignore[method-assign]
+    trainer.Trainer._settle = settle  # type: ignore[method-assign]
 
 
 def applied_twice() -> None:

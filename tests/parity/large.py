@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.files import replacing
+from shoal.storage.files import replacing
 
 WIDTH = 128
 

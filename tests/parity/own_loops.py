@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shoal
-from shoal.checkpoint.objects import open_store
-from shoal.keeping import Keeper, Keeping, origin_of
-from shoal.mesh import Mesh
-from shoal.own_loop import OwnLoop
-from shoal.recipe import provenance
-from shoal.run import resolve
-from shoal.training import Trainer
+from shoal.comm.mesh import Mesh
+from shoal.storage.object_store import open_store
+from shoal.training.checkpointing import Keeper, Keeping, origin_of
+from shoal.training.own_loop import OwnLoop
+from shoal.training.recipe import provenance
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
 from tests.parity.runs import GivenSeat
 
 WIDTH = 64

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.mesh import LauncherSeat, Mesh
+from shoal.comm.mesh import LauncherSeat, Mesh
 from shoal.numerics import schedules
-from shoal.run import resolve
-from shoal.training import Trainer
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 
 NUM_SAMPLES = 50

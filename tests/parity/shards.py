@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.mesh import Mesh
-from shoal.run import resolve
-from shoal.training import Trainer
+from shoal.comm.mesh import Mesh
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
 from tests.parity.runs import GivenSeat, network
 
 Named = list[tuple[str, nn.Parameter]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing import faults
 from shoal.testing.ranks import Pool
+from tests.support import faults
 
 LARGE = str(Path(__file__).with_name("large.py"))
 MOST_BYTES = 96 << 20  # stretches, a chunk of the checkpoint, and what else a run needs

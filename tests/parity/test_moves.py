@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from shoal.checkpoint.compare import compare
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.storage import Directory
-from shoal.testing import faults
-from shoal.testing.faults import Trained
+from shoal.storage.store import Directory
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained
 
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 PIECES = 4

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shoal.errors import PlanError
-from shoal.prepare import prepare
-from shoal.run import resolve
 from shoal.testing.ranks import Pool
+from shoal.training.build import prepare
+from shoal.training.run import resolve
 from tests.parity.shards import OPTIMIZERS, awkward, train
 
 CLIP = 0.3

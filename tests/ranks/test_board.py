@@ -8,9 +8,9 @@ import pytest
 
 from shoal.comm import board
 from shoal.comm.board import open_board
+from shoal.comm.mesh import Mesh
 from shoal.comm.shared_memory import NotShared, Segment
 from shoal.errors import GroupLost
-from shoal.mesh import Mesh
 from shoal.testing.ranks import Pool
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from shoal.comm.collectives import LOOK, Group
+from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.sockets import open_sockets, shut_down
 from shoal.comm.store import client, come_together, listen
 from shoal.comm.tree import Block, blocks_of, fold
 from shoal.data.split import share
 from shoal.errors import FormError, GroupLost
-from shoal.mesh import Mesh
 from shoal.parallel.layout import whole
 from shoal.sync.state import State, share_bytes, share_state
 from shoal.testing.ranks import Pool

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import Origin
-from shoal.checkpoint.storage import Directory
-from shoal.keeping import Keeper, Keeping
-from shoal.mesh import Axes, Mesh
-from shoal.run import resolve
+from shoal.comm.mesh import Axes, Mesh
+from shoal.storage.store import Directory
 from shoal.sync.consistency import lines_of
 from shoal.sync.guard import CorruptState
 from shoal.testing.ranks import Pool
-from shoal.training import Trainer
+from shoal.training.checkpointing import Keeper, Keeping
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
 from tests.parity.runs import GivenSeat, network
 
 

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.collectives import Group
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.pipeline.absent import drop_foreign
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import record, split
-from shoal.run import call_model
 from shoal.testing.ranks import Pool
+from shoal.training.run import call_model
 from tests import zoo
 
 PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.testing.ranks import Pool, RankError, name_of, pack, unpack
 
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
+from shoal.comm.mesh import Mesh
 from shoal.errors import RecipeError
-from shoal.mesh import Mesh
 from shoal.parallel.layout import Cut, part_of
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
 from shoal.parallel.tensor.part import share_of

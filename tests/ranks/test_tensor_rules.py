@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.mesh import Mesh
 from shoal.errors import RecipeError
-from shoal.mesh import Mesh
 from shoal.parallel.layout import Cut, part_of
 from shoal.parallel.tensor.cutting import TensorForward
 from shoal.parallel.tensor.part import share_of

@@ -1,8 +1,8 @@
-"""The README is true: its tree names what exists, its commands and their options are known.
+"""The README is true: its commands and their options are known.
 
-The tree is the fenced block with a line for `src/`; a line starts with one path, indented below its
-directory. Commands are the lines of unlabelled and shell blocks that start with `shoal` or `make`
-(after `$` in a `console` block, where the rest is output).
+Commands are the lines of unlabelled and shell blocks that start with `shoal` or `make` (after `$`
+in a `console` block, where the rest is output). The tree is a page of its own, written from the
+code (`test_reference.py`).
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import click
 import pytest
 
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 
 FENCE = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELLS = {"", "sh", "bash", "shell", "console"}
@@ -30,62 +30,6 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     return [Block(*found) for found in FENCE.findall(text)]
-
-
-# ---- the tree
-
-
-def tree_of(text: str) -> str:
-    trees = [block.text for block in blocks(text) if re.search(r"^[\s│├└─]*src/", block.text, re.M)]
-    assert len(trees) == 1, (
-        f"README has {len(trees)} fenced blocks with a line for src/; it needs 1"
-    )
-    return trees[0]
-
-
-def paths_of(tree: str, root_names: tuple[str, ...] = ("shoal/", "./", ".")) -> list[str]:
-    """Each line's path, joined to the directories it is indented below."""
-    above: list[tuple[int, str]] = []
-    paths = []
-    for line in tree.splitlines():
-        bare = line.lstrip(" \t│├└─")
-        if not bare:
-            continue
-        column = len(line) - len(bare)
-        name = bare.split()[0]
-        while above and above[-1][0] >= column:
-            above.pop()
-        if not above and not paths and name in root_names:
-            continue
-        path = (above[-1][1] if above else "") + name
-        paths.append(path)
-        if name.endswith("/"):
-            above.append((column, path))
-    return paths
-
-
-def unlisted(paths: list[str], files: list[str]) -> list[str]:
-    """The files that neither have a line nor lie below a directory that is listed as a whole."""
-    whole = [
-        path
-        for path in paths
-        if path.endswith("/")
-        and not any(other != path and other.startswith(path) for other in paths)
-    ]
-    return [name for name in files if name not in paths and not name.startswith(tuple(whole))]
-
-
-def test_the_tree_names_what_exists(root: Path) -> None:
-    paths = paths_of(tree_of((root / "README.md").read_text("utf-8")))
-    missing = [path for path in paths if not (root / path).exists()]
-    assert not missing, "README's tree names what does not exist: " + ", ".join(missing)
-
-
-def test_the_tree_leaves_nothing_out(root: Path, package) -> None:
-    paths = paths_of(tree_of((root / "README.md").read_text("utf-8")))
-    modules = [source.path for source in package if not source.path.endswith("__init__.py")]
-    missing = unlisted(paths, modules)
-    assert not missing, "README's tree leaves out: " + ", ".join(missing)
 
 
 # ---- the commands
@@ -181,13 +125,6 @@ def test_the_commands_are_known(root: Path) -> None:
 # ---- the rules themselves
 
 EXAMPLE = """
-```
-src/shoal/
-├── errors.py        what is raised
-└── comm/            moving bytes
-    └── buckets.py   flat buffers
-docs/
-```
 ```sh
 make demo            # a minute
 shoal train recipes/charlm.py:small --plan "data=2, accumulate=2" && shoal doctor
@@ -202,16 +139,6 @@ shoal is not a command here
 shoal = 1
 ```
 """
-
-
-def test_the_tree_is_read() -> None:
-    paths = paths_of(tree_of(EXAMPLE))
-    below = ["src/shoal/errors.py", "src/shoal/comm/", "src/shoal/comm/buckets.py"]
-    assert paths == ["src/shoal/", *below, "docs/"]
-    assert paths_of("shoal/\n  src/\n    a.py\n  docs/\n") == ["src/", "src/a.py", "docs/"]
-    assert unlisted(paths, ["docs/x.py", "src/shoal/errors.py", "src/shoal/comm/tree.py"]) == [
-        "src/shoal/comm/tree.py"
-    ]
 
 
 def test_the_commands_are_read() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.testing import faults
-from shoal.testing.faults import Trained, Training
 from shoal.testing.ranks import Pool
+from tests.support import faults
+from tests.support.faults import Trained, Training
 
 TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")
 Train = Callable[..., Trained]

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from shoal.cli.main import run_here
 from shoal.comm.collectives import Group
-from shoal.explain.explain import Explanation, explain
-from shoal.mesh import Mesh
-from shoal.run import resolve
-from shoal.testing.faults import Trained, start
+from shoal.comm.mesh import Mesh
+from shoal.cost.explain import Explanation, explain
 from shoal.testing.ranks import Pool
-from shoal.training import Trainer
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
 from tests import zoo
 from tests.parity import tabled
 from tests.parity.runs import GivenSeat
+from tests.support.faults import Trained, start
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 ZOO = str(Path(__file__).parents[1] / "zoo.py")

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.lineage import audit_run, batches_of, read_record, seen_in
-from shoal.testing import faults
-from shoal.testing.faults import Trained
 from shoal.testing.ranks import Pool
+from shoal.training.lineage import audit_run, batches_of, read_record, seen_in
+from tests.support import faults
+from tests.support.faults import Trained
 
 TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")
 Train = Callable[..., Trained]

@@ -10,8 +10,8 @@ from shoal.cli.main import run_here
 from shoal.cluster.invitation import INVITATION, KEYS, Invitation, Options, invite
 from shoal.comm.wire import make_keys
 from shoal.elastic.control import Control
-from shoal.testing.faults import Training
 from shoal.testing.ranks import Pool
+from tests.support.faults import Training
 from tests.unit.checkpoint.made import make, tensors
 
 TINY = str(Path(__file__).parents[1] / "faults" / "tiny.py")

@@ -10,7 +10,7 @@ from shoal.cli.main import run_here
 from shoal.cluster.invitation import Invitation, Options, invite
 from shoal.data.ledger import mark
 from shoal.data.orders import Sequential, Shuffled, Weighted, order_name
-from shoal.lineage import batches_of, read_record
+from shoal.training.lineage import batches_of, read_record
 from tests.unit.checkpoint.made import make, tensors
 
 # What the run names, in three ways: by file, by module, and by modules that commands import.

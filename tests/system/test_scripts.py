@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.testing.faults import Trained, Training
-from shoal.testing.leaks import wait_until
 from shoal.testing.ranks import Pool
+from tests.support.faults import Trained, Training
+from tests.support.leaks import wait_until
 
 SCRIPT = str(Path(__file__).with_name("scripts.py"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))

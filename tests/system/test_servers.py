@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from shoal.testing.faults import start
 from shoal.testing.ranks import Pool
+from tests.support.faults import start
 
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing.faults import check_ledger, start
-from shoal.testing.leaks import is_alive, wait_until
 from shoal.testing.ranks import Pool
+from tests.support.faults import check_ledger, start
+from tests.support.leaks import is_alive, wait_until
 
 SHOAL = Path(sys.executable).with_name("shoal")
 RECIPE = f"{Path(__file__).with_name('bad_recipes.py')}:fine"

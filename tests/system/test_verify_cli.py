@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.testing import faults
-from shoal.testing.faults import Trained
-from shoal.testing.leaks import descendants, is_alive, wait_until
 from shoal.testing.ranks import Pool
 from shoal.verify import verify as verification
+from tests.support import faults
+from tests.support.faults import Trained
+from tests.support.leaks import descendants, is_alive, wait_until
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.testing.faults import events
-from shoal.testing.leaks import is_alive, wait_until
+from tests.support.faults import events
+from tests.support.leaks import is_alive, wait_until
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 TINY = str(Path(__file__).with_name("tiny.py"))

@@ -13,7 +13,7 @@ import fsspec
 import fsspec.asyn
 import pytest
 
-from shoal.testing.gates import Gate
+from tests.support.gates import Gate
 
 
 @pytest.fixture

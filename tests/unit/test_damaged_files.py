@@ -17,10 +17,6 @@ import torch
 
 import shoal
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.foreign import dcp, huggingface, safetensors, state_dict
-from shoal.checkpoint.foreign.opening import import_from
-from shoal.checkpoint.foreign.weights import Foreign, Model, entry
-from shoal.checkpoint.storage import Directory
 from shoal.cli.main import run_here
 from shoal.cluster.invitation import INVITATION, Invitation, Options, invite, read_invitation
 from shoal.comm.wire import load_keys, make_keys
@@ -37,13 +33,17 @@ from shoal.data.transforms.quarantine import BadQuarantine, quarantine, read_not
 from shoal.data.transforms.statistics import load_statistics, statistics
 from shoal.elastic.control import Control, Request
 from shoal.errors import ShoalError, UsageError
-from shoal.lineage import audit_run, batches_of, missed_in, only_new, read_record
-from shoal.metrics.scribe import Scribe, last_step, samples_on_record
+from shoal.events.scribe import Scribe, last_step, samples_on_record
+from shoal.formats import dcp, huggingface, safetensors, state_dict
+from shoal.formats.opening import import_from
+from shoal.formats.weights import Foreign, Model, entry
 from shoal.numerics.precision import _recall
-from shoal.recipe import provenance
-from shoal.resume import newest, plan_to_go_on, refuse_changes
-from shoal.rundir import read_description
+from shoal.storage.rundir import read_description
+from shoal.storage.store import SEAL, Directory
 from shoal.sync.server.journal import records_of, write_record
+from shoal.training.lineage import audit_run, batches_of, missed_in, only_new, read_record
+from shoal.training.recipe import provenance
+from shoal.training.resume import newest, plan_to_go_on, refuse_changes
 from tests.mutations import mutated
 from tests.unit.checkpoint.made import NAME, make, tensors
 
@@ -189,7 +189,7 @@ def checkpoint(folder: Path) -> Case:
 
     def reseal() -> None:
         seal = manifests.seal((one / manifests.MANIFEST).read_bytes())
-        (one / manifests.SEAL).write_bytes(seal)
+        (one / SEAL).write_bytes(seal)
 
     def read() -> None:
         for words in (
@@ -225,7 +225,7 @@ def going_on(folder: Path) -> Case:
     path.write_bytes(msgspec.json.encode(manifest))
 
     def reseal() -> None:
-        (folder / NAME / manifests.SEAL).write_bytes(manifests.seal(path.read_bytes()))
+        (folder / NAME / SEAL).write_bytes(manifests.seal(path.read_bytes()))
 
     def read() -> None:
         found = newest(Directory(folder))

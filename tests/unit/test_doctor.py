@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from shoal.cli import doctor as command
 from shoal.doctor import doctor
 from shoal.doctor.doctor import Check
-from shoal.metrics.meters import cpu_limit, memory_limit_bytes
+from shoal.events.meters import cpu_limit, memory_limit_bytes
 
 MB, GB = 2**20, 2**30
 

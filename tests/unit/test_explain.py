@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.cost.explain import Explanation, explain
+from shoal.cost.picture import draw
+from shoal.cost.words import in_words
 from shoal.errors import PlanError, RecipeError
-from shoal.explain.explain import Explanation, explain
-from shoal.explain.picture import draw
-from shoal.explain.tensor import grouped
-from shoal.explain.words import in_words
+from shoal.formatting import in_units, table
 from shoal.parallel.tensor.cutting import Row
-from shoal.run import Run, resolve
+from shoal.parallel.tensor.summary import grouped
 from shoal.sync.server.shard import Shard, layout_of, settings_of
-from shoal.tables import in_units, table
+from shoal.training.run import Run, resolve
 
 WIDTH = 64
 NUM_ELEMENTS = 4 * (WIDTH * WIDTH + WIDTH)

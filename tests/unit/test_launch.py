@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster import launch
-from shoal.cluster.nursery import Nursery, Prepared
+from shoal import launch
 from shoal.data import waiting
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.statistics import statistics
 from shoal.errors import RecipeError
+from shoal.system.fork_server import Nursery, Prepared
 
 
 class Hangs:

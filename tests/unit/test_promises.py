@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shoal.parallel.layout import Slice
-from shoal.plan import Plan
-from shoal.reference import Snapshot
-from shoal.run import resolve
+from shoal.plans.plan import Plan
+from shoal.training.run import resolve
 from shoal.verify.compare import Comparison, Step, Verdict, name_slices
 from shoal.verify.promises import broken_promise, held_share, in_words, is_excused, left_whole
+from shoal.verify.reference import Snapshot
 from tests import zoo
 
 MATRICES = {f"layers.{i}.weight": (100, 100) for i in range(10)}

@@ -13,7 +13,7 @@ from shoal.data import catalog
 from shoal.data.batches import Batches
 from shoal.data.pieces import pieces_in_order
 from shoal.errors import ShoalError
-from shoal.run import Run, call_model, objective
+from shoal.training.run import Run, call_model, objective
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

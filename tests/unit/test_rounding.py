@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal import reference
 from shoal.numerics.precision import environment_for
-from shoal.run import Run, resolve
+from shoal.training.run import Run, resolve
+from shoal.verify import reference
 from shoal.verify.compare import Verdict, compare, path_of
 from shoal.verify.rounding import move
 

@@ -8,11 +8,11 @@ import pytest
 
 from shoal import logs
 from shoal.cli.display import Display
-from shoal.cluster.nursery import says_all
 from shoal.data.loaders import Key, Loaders
 from shoal.data.readers.records import SourceLost
 from shoal.errors import RecipeError, UsageError
-from shoal.remote import StoreError
+from shoal.storage.remote import StoreError
+from shoal.system.fork_server import says_all
 
 
 @pytest.fixture(autouse=True)

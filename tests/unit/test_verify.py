@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal import reference
 from shoal.cli.verify import in_words
 from shoal.errors import RecipeError
-from shoal.run import Run, resolve
+from shoal.training.run import Run, resolve
+from shoal.verify import reference
 from shoal.verify.compare import Divergence, Verdict, compare, finished, path_of
 
 NUM_STEPS = 3

@@ -2,8 +2,8 @@
 
 import pytest
 
+from shoal.comm.mesh import Axes, LauncherSeat
 from shoal.errors import GroupLost, UsageError
-from shoal.mesh import Axes, LauncherSeat
 from shoal.world import World, cores
 
 

@@ -12,8 +12,7 @@ import msgspec
 
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES
 from shoal.parallel.boxes import Box, pieces
-
-MOST_CHUNK_BYTES = 16 << 20  # a reader verifies whole chunks, however little it needs of one
+from shoal.storage.store import MOST_CHUNK_BYTES
 
 WORTH_CUTTING = 64 << 10  # bytes; below, a part costs more in the manifest than it spreads
 

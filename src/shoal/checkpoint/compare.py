@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.errors import BadCheckpoint
 from shoal.parallel.layout import Slice
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -19,9 +19,9 @@ from shoal.checkpoint.snapshot import PART_BYTES
 from shoal.checkpoint.types import bytes_of, first_names, name_of_type, why_not
 from shoal.comm.collectives import Group
 from shoal.faults import faultpoint
-from shoal.files import replacing
 from shoal.parallel.boxes import pieces, whole_box
 from shoal.parallel.layout import Slice
+from shoal.storage.files import replacing
 from shoal.sync.stretches import room
 from shoal.sync.touched import TOUCHED, joined
 

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from shoal.checkpoint.manifest import MANIFEST, SEAL, BadCheckpoint
-from shoal.checkpoint.objects import local_path, open_store
-from shoal.checkpoint.storage import Directory, Store
-from shoal.errors import UsageError
-from shoal.remote import without_password
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.errors import BadCheckpoint, UsageError
+from shoal.storage.object_store import local_path, open_store
+from shoal.storage.remote import without_password
+from shoal.storage.store import SEAL, Directory, Store
 
 Kind = TypeVar("Kind")
 Where = str | Path  # a path, or a URL

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.checkpoint.manifest import MayBeGood
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.types import bytes_of, type_of_name
+from shoal.errors import MayBeGood
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.sync.state import read_whole

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.decoding import decode_json
-from shoal.errors import UsageError
+from shoal.errors import BadCheckpoint
 from shoal.parallel.boxes import Box, tile
+from shoal.storage.decoding import decode_json
+from shoal.storage.store import SEAL
 
 FORMAT, VERSION = "shoal-checkpoint", 1
-MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 256 << 20
 ALIGNMENT = 8  # of every chunk's first byte, so that it can be used where it lies
 
@@ -33,15 +34,6 @@ ITEM_BYTES = {
 }
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{32}")
-
-
-class BadCheckpoint(UsageError):
-    """A checkpoint is not whole, not sound, or not what it says it is."""
-
-
-class MayBeGood(BadCheckpoint):
-    """A checkpoint is refused, and nothing says that it is damaged: it cannot be read now, is not
-    signed with this key, or is another model's. What was learnt may be in it."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

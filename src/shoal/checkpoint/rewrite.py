@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.checkpoint.chunks import Held, deal, place
-from shoal.checkpoint.manifest import BadCheckpoint, Manifest
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.sealed import Sealed
-from shoal.checkpoint.storage import Draft
 from shoal.checkpoint.writing import commit, joined, write_chunks
+from shoal.errors import BadCheckpoint
 from shoal.parallel.boxes import whole_box
+from shoal.storage.store import Draft
 
 if TYPE_CHECKING:
     from shoal.checkpoint.load import Opened

@@ -30,7 +30,6 @@ from shoal.checkpoint.chunks import Held, Placed, deal, place
 from shoal.checkpoint.manifest import File, Manifest, Origin, Progress
 from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, Space
-from shoal.checkpoint.storage import Draft, Store
 from shoal.checkpoint.types import name_of_type
 from shoal.checkpoint.writing import commit, joined, write_chunks
 from shoal.comm.collectives import Group
@@ -38,7 +37,8 @@ from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
-from shoal.remote import StoreError
+from shoal.storage.remote import StoreError
+from shoal.storage.store import Draft, Store
 from shoal.sync.state import share_bytes
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.5

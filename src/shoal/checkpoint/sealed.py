@@ -16,22 +16,14 @@ import xxhash
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import Held, Placed
-from shoal.checkpoint.manifest import (
-    MANIFEST,
-    MOST_MANIFEST_BYTES,
-    SEAL,
-    BadCheckpoint,
-    Chunk,
-    File,
-    MayBeGood,
-    Tensor,
-)
+from shoal.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, Chunk, File, Tensor
 from shoal.checkpoint.retention import Known
 from shoal.checkpoint.signing import SIGNATURE, check, signing_key, unsigned
-from shoal.checkpoint.storage import Reader, Store
-from shoal.decoding import UNREADABLE
-from shoal.processes import WORK
-from shoal.remote import StoreError
+from shoal.errors import BadCheckpoint, MayBeGood
+from shoal.storage.decoding import UNREADABLE
+from shoal.storage.remote import StoreError
+from shoal.storage.store import SEAL, Reader, Store
+from shoal.system.processes import WORK
 
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
 MOST_SEAL_BYTES = 1024

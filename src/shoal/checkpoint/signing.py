@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.checkpoint.manifest import MANIFEST, MayBeGood
-from shoal.errors import UsageError
-from shoal.files import read_private
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.errors import MayBeGood, UsageError
+from shoal.storage.files import read_private
 
 SIGNATURE = "manifest.hmac"
 VARIABLE = "SHOAL_CHECKPOINT_KEY"

@@ -18,12 +18,12 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import Held, Placed, header
 from shoal.checkpoint.finding import Where, split_url
 from shoal.checkpoint.manifest import Chunk, File, Manifest, Tensor
-from shoal.checkpoint.objects import local_path, open_store
 from shoal.checkpoint.signing import SIGNATURE, sign, signing_key
-from shoal.checkpoint.storage import Directory, Draft, Store
 from shoal.errors import UsageError
-from shoal.processes import WORK
-from shoal.remote import without_password
+from shoal.storage.object_store import local_path, open_store
+from shoal.storage.remote import without_password
+from shoal.storage.store import SEAL, Directory, Draft, Store
+from shoal.system.processes import WORK
 
 
 class Written(NamedTuple):
@@ -82,7 +82,7 @@ def commit(draft: Draft, manifest: Manifest, drop: Iterable[str] = ()) -> int:
     draft.write(manifests.MANIFEST, [content])
     if (key := signing_key()) is not None:
         draft.write(SIGNATURE, [sign(content, key)])
-    draft.write(manifests.SEAL, [manifests.seal(content)])
+    draft.write(SEAL, [manifests.seal(content)])
     draft.commit(drop=drop)
     return len(content) + sum(file.num_bytes for file in manifest.files)
 

@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.data.sources import Source
-    from shoal.lineage import Record
+    from shoal.training.lineage import Record
 
 
 @click.command()
@@ -36,7 +36,7 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
     """
     from shoal.data.ledger import Audit
     from shoal.data.transforms.quarantine import BadQuarantine
-    from shoal.lineage import audit_run, read_record
+    from shoal.training.lineage import audit_run, read_record
 
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --recipe file.py:function.")
@@ -63,7 +63,7 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
 
 
 def _data(record: "Record", recipe: str | None, settings: dict[str, str]) -> "Source":
-    from shoal.lineage import data_on_record, recipe_data
+    from shoal.training.lineage import data_on_record, recipe_data
 
     if recipe is not None:
         return recipe_data(record, recipe, settings)

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from shoal.checkpoint.finding import Found, find, open_newest
-from shoal.checkpoint.manifest import BadCheckpoint, Origin, Progress, Tensor
+from shoal.checkpoint.manifest import Origin, Progress, Tensor
 from shoal.checkpoint.sealed import Sealed
 from shoal.cli import options
 from shoal.cli.checkpoint_convert import convert
@@ -16,8 +16,8 @@ from shoal.cli.checkpoint_diff import diff
 from shoal.cli.checkpoint_export import export, import_
 from shoal.cli.checkpoint_prune import prune
 from shoal.cli.output import as_json, in_json, print_json, say
-from shoal.errors import UsageError, nearest
-from shoal.tables import in_units, table
+from shoal.errors import BadCheckpoint, UsageError, nearest
+from shoal.formatting import in_units, table
 from shoal.world import cores
 
 

@@ -11,10 +11,10 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.rewrite import copy, deal_anew
 from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.signing import VARIABLE, read_key, signing_key
-from shoal.checkpoint.storage import Draft, Store
 from shoal.checkpoint.writing import Place, free_place, new_draft
 from shoal.cli.output import say
-from shoal.tables import in_units
+from shoal.formatting import in_units
+from shoal.storage.store import Draft, Store
 from shoal.world import cores
 
 Kind = TypeVar("Kind", bound=Sealed)

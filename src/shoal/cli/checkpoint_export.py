@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.checkpoint.objects import local_path
 from shoal.cli import options
 from shoal.cli.output import say
 from shoal.errors import UsageError
-from shoal.tables import in_units, num_bytes_of
+from shoal.formatting import in_units, num_bytes_of
+from shoal.storage.object_store import local_path
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.checkpoint.foreign.program import Written
-    from shoal.checkpoint.foreign.weights import Model, Weights
-    from shoal.run import Run
+    from shoal.formats.program import Written
+    from shoal.formats.weights import Model, Weights
+    from shoal.training.run import Run
 
 FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
 _PROGRAMS = ("pt2", "onnx")
@@ -73,7 +73,7 @@ def export(
     path = local_path(out)
     if path is None:
         raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")
-    from shoal.checkpoint.foreign.opening import locate
+    from shoal.formats.opening import locate
 
     source = locate(checkpoint)
     if source.told:
@@ -89,7 +89,7 @@ def export(
 def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
     if recipe is None:
         return None
-    from shoal.recipe import load_recipe
+    from shoal.training.recipe import load_recipe
 
     return load_recipe(recipe, settings)
 
@@ -97,9 +97,9 @@ def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
 def _export_tensors(
     source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
 ) -> str:
-    from shoal.checkpoint.foreign import dcp, huggingface, safetensors, state_dict
-    from shoal.checkpoint.foreign.weights import Model
     from shoal.checkpoint.types import first_names
+    from shoal.formats import dcp, huggingface, safetensors, state_dict
+    from shoal.formats.weights import Model
 
     model = run.make_model() if run is not None else None
     tied: dict[str, str] = {}
@@ -126,8 +126,8 @@ def _export_tensors(
 
 def _refuse_other_model(source: "Weights", model: "nn.Module") -> None:
     """A recipe of another model would say nothing about these weights."""
-    from shoal.checkpoint.foreign.program import load_into
-    from shoal.checkpoint.foreign.weights import Model
+    from shoal.formats.program import load_into
+    from shoal.formats.weights import Model
 
     load_into(model, Model(source))
 
@@ -146,10 +146,10 @@ def _some(what: str, names: Any) -> str:
 
 
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
-    from shoal.checkpoint.foreign import program
-    from shoal.checkpoint.foreign.weights import Model
     from shoal.data.batches import Loading
     from shoal.data.pieces import pieces_in_order
+    from shoal.formats import program
+    from shoal.formats.weights import Model
 
     model = run.make_model()
     program.load_into(model, Model(source))
@@ -188,11 +188,11 @@ def import_(
     """
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
-    from shoal.checkpoint.foreign.adopt import adopt, as_they_are, fitted
-    from shoal.checkpoint.foreign.matching import made_again
-    from shoal.checkpoint.foreign.opening import fetched, import_from
-    from shoal.checkpoint.foreign.weights import Model
-    from shoal.checkpoint.manifest import BadCheckpoint
+    from shoal.errors import BadCheckpoint
+    from shoal.formats.adopt import adopt, as_they_are, fitted
+    from shoal.formats.matching import made_again
+    from shoal.formats.opening import fetched, import_from
+    from shoal.formats.weights import Model
 
     with fetched(source) as path:
         found = import_from(path, prefix)

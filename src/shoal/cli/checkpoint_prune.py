@@ -6,11 +6,10 @@ from typing import NamedTuple
 import click
 
 from shoal.checkpoint.finding import Found, find
-from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.retention import Keep, Known, superfluous
 from shoal.checkpoint.sealed import Sealed, known_of
 from shoal.cli.output import say
-from shoal.errors import UsageError
+from shoal.errors import BadCheckpoint, UsageError
 from shoal.world import cores
 
 

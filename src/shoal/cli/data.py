@@ -25,8 +25,8 @@ from shoal.data.shard_files.format import (
 )
 from shoal.data.shard_files.places import Place, open_place, read_index
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.remote import shown_url
-from shoal.tables import in_units
+from shoal.formatting import in_units
+from shoal.storage.remote import shown_url
 from shoal.world import cores
 
 TOLD_EVERY_S = 5.0
@@ -218,8 +218,8 @@ def _source(text: str) -> tuple[Any, str]:
                 raise
             raise UsageError(f"{shown_url(text)} cannot be read: {error.strerror}.") from error
     from shoal.data.sources import as_source
-    from shoal.recipe import find_recipe
-    from shoal.run import Run
+    from shoal.training.recipe import find_recipe
+    from shoal.training.run import Run
 
     function = find_recipe(text)
     try:

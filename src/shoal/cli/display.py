@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shoal.cli.output import silence, steady
 from shoal.cli.resize import in_a_sentence
-from shoal.tables import plural
+from shoal.formatting import plural
 
 PLAIN_EVERY_S = 5.0
 

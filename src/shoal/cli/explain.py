@@ -14,8 +14,8 @@ from shoal.cli.output import say, tell
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
-    from shoal.cluster.nursery import Birth, ChildMain
-    from shoal.explain.explain import Explanation
+    from shoal.cost.explain import Explanation
+    from shoal.system.fork_server import Birth, ChildMain
 
 
 @click.command(epilog=options.plan_help())
@@ -47,10 +47,10 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
 
 def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
-    from shoal.cluster.launch import NotLoaded, await_facts
-    from shoal.cluster.nursery import Nursery
-    from shoal.explain.explain import Explanation
-    from shoal.explain.words import in_words
+    from shoal.cluster.local import NotLoaded, await_facts
+    from shoal.cost.explain import Explanation
+    from shoal.cost.words import in_words
+    from shoal.system.fork_server import Nursery
 
     with tempfile.TemporaryDirectory(prefix="shoal-explain-") as name:
         directory = Path(name)
@@ -83,12 +83,12 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
 
 
 def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":
+    from shoal.cost.explain import explain as explained
     from shoal.elastic.worker import use_threads
-    from shoal.explain.explain import explain as explained
     from shoal.numerics.precision import environment_for
-    from shoal.plan import Plan
-    from shoal.recipe import load_recipe
-    from shoal.run import resolve
+    from shoal.plans.plan import Plan
+    from shoal.training.recipe import load_recipe
+    from shoal.training.run import resolve
 
     use_threads()
     if given["plan"] is not None:  # before the recipe computes anything
@@ -104,7 +104,7 @@ def _bear_no_rank(birth: "Birth") -> int:
 
 
 def _draw(found: "Explanation", recipe: str, path: Path) -> None:
-    from shoal.explain.picture import draw
+    from shoal.cost.picture import draw
 
     try:
         path.write_text(draw(found, recipe), encoding="utf-8")

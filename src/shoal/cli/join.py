@@ -37,10 +37,10 @@ def join(run: Path, address: str | None) -> None:
     options.refuse_closed_output()
     from shoal.cluster.invitation import read_invitation
     from shoal.cluster.joining import join_run
-    from shoal.cluster.launch import NotLoaded
+    from shoal.cluster.local import NotLoaded
     from shoal.comm.reach import interface_of
     from shoal.numerics.precision import environment_for
-    from shoal.plan import Plan
+    from shoal.plans.plan import Plan
 
     invitation = read_invitation(run)
     if address is not None:

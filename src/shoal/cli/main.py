@@ -10,7 +10,7 @@ import click
 
 from shoal.cli.output import say, tell
 from shoal.errors import Ended, ShoalError, nearest
-from shoal.processes import stop_signals
+from shoal.system.processes import stop_signals
 
 _VERBS = {
     "train": "Train a recipe under a plan.",

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from shoal.errors import UsageError
-from shoal.plan import Plan, describe
+from shoal.plans.plan import Plan, describe
 
 
 def plan_help() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from shoal.decoding import in_utf8
+from shoal.storage.decoding import in_utf8
 
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."

@@ -8,12 +8,12 @@ import msgspec
 
 from shoal.cli.output import say, tell
 from shoal.errors import RUN_AGAIN, UsageError
-from shoal.tables import plural
+from shoal.formatting import plural
 
 
 def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
     """Say how a run ended; the first failure comes last on screen."""
-    from shoal.metrics.scribe import last_step, samples_on_record
+    from shoal.events.scribe import last_step, samples_on_record
 
     own = outcome.summaries.get(0, {})
     lost = _not_saved(outcome, facts, own)

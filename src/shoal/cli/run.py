@@ -72,7 +72,7 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     shoal run --ranks 2 examples/own_loop.py
     """
     options.refuse_closed_output()
-    from shoal.rundir import RunDir
+    from shoal.storage.rundir import RunDir
 
     with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:
         if run_dir.goes_on and (began := run_dir.record().get("script")) != str(script):
@@ -83,9 +83,9 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
 
 def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
-    from shoal.cluster.launch import launch
     from shoal.elastic.membership import Membership
     from shoal.elastic.worker import prepare_script
+    from shoal.launch import launch
     from shoal.world import cores
 
     num_ranks = given["ranks"] or cores()

@@ -13,7 +13,7 @@ import msgspec
 from shoal.cli import options
 from shoal.cli.output import say, tell
 from shoal.cli.report import report
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require
 
 JOIN_TIMEOUT_S = 600.0
 # Options that a run keeps, and goes on with if they are not given again.
@@ -115,7 +115,7 @@ def train(recipe: str, settings: dict[str, str], **given: Any) -> None:
     """
     options.refuse_closed_output()
     options.check_plan(given["plan"])
-    from shoal.rundir import RunDir, claimed
+    from shoal.storage.rundir import RunDir, claimed
 
     _refuse_contradictions(given)
     if given["new_data"] is not None:
@@ -150,7 +150,7 @@ def _as_it_began(
     before: dict[str, Any], recipe: str, settings: dict[str, str], given: dict[str, Any]
 ) -> dict[str, str]:
     """What a run that goes on was given when it began, where nothing else is said now."""
-    from shoal.recipe import SETTABLE
+    from shoal.training.recipe import SETTABLE
 
     try:
         begun = msgspec.convert(before, Begun)
@@ -185,8 +185,8 @@ def _as_it_began(
 
 def _place(where: str | None) -> str | None:
     """A place as a run remembers it: absolute, and without a password."""
-    from shoal.checkpoint.objects import local_path
-    from shoal.remote import without_password
+    from shoal.storage.object_store import local_path
+    from shoal.storage.remote import without_password
 
     path = None if where is None else local_path(where)
     if path is not None:
@@ -197,11 +197,11 @@ def _place(where: str | None) -> str | None:
 def _train(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
     from shoal.cluster.invitation import Options
-    from shoal.cluster.launch import NotLoaded, launch
+    from shoal.cluster.local import NotLoaded
     from shoal.elastic.membership import Membership
+    from shoal.launch import launch
     from shoal.numerics.precision import environment_for
-    from shoal.optional import require
-    from shoal.plan import Plan
+    from shoal.plans.plan import Plan
 
     if given["tensorboard"]:
         require("tensorboardX", extra="tensorboard")
@@ -281,7 +281,7 @@ def tell_not_loaded(error: Any) -> int:
 
 def _refuse_contradictions(given: dict[str, Any]) -> None:
     from shoal.checkpoint.retention import Keep
-    from shoal.plan import Plan
+    from shoal.plans.plan import Plan
 
     if given["keep"] is not None:
         Keep.parse(given["keep"])
@@ -311,13 +311,13 @@ def prepare_run(
 ) -> Any:
     """In the process that ranks are forked from, on each host; all but the first one join."""
     from shoal.checkpoint.finding import FOLDER
-    from shoal.checkpoint.objects import open_store
     from shoal.checkpoint.retention import Keep
     from shoal.data.transforms.normalizing import keep_statistics
     from shoal.elastic.worker import prepare_training, use_one_thread
-    from shoal.keeping import Keeping, origin_of
-    from shoal.recipe import load_recipe, provenance
-    from shoal.resume import refuse_used
+    from shoal.storage.object_store import open_store
+    from shoal.training.checkpointing import Keeping, origin_of
+    from shoal.training.recipe import load_recipe, provenance
+    from shoal.training.resume import refuse_used
 
     use_one_thread()
     run = load_recipe(recipe, settings)
@@ -371,8 +371,8 @@ def _to_go_on(
     """
     from shoal.checkpoint.finding import FOLDER
     from shoal.checkpoint.manifest import Origin
-    from shoal.checkpoint.objects import open_store
-    from shoal.resume import (
+    from shoal.storage.object_store import open_store
+    from shoal.training.resume import (
         NEW_ORDER,
         newest,
         plan_to_go_on,
@@ -380,7 +380,7 @@ def _to_go_on(
         refuse_left_behind,
         refuse_other_recipe,
     )
-    from shoal.run import resolve
+    from shoal.training.run import resolve
 
     begun = given["begun"]
     found = newest(store) if given["resume"] else None
@@ -402,8 +402,8 @@ def _to_go_on(
 
 def _refuse_unmeasured(keep: Any, run: Any, is_new: bool) -> None:
     """What is said of --keep best=METRIC; a run that goes on is only warned."""
-    from shoal.keeping import refuse_unmeasured
     from shoal.logs import warn_on_screen
+    from shoal.training.checkpointing import refuse_unmeasured
 
     try:
         refuse_unmeasured(keep, run)
@@ -424,8 +424,8 @@ def _on_new_data(
 ) -> tuple[Any, dict[str, Any]]:
     """The run on what earlier ones have not seen, its order among the fields; and what to note."""
     from shoal.data.orders import order_name
-    from shoal.lineage import missed_in, only_new, read_before, read_record
-    from shoal.resume import NEW_ORDER
+    from shoal.training.lineage import missed_in, only_new, read_before, read_record
+    from shoal.training.resume import NEW_ORDER
 
     named = Path(given["new_data"])
     goes_on = given["begun"] is not None
@@ -441,8 +441,8 @@ def _on_new_data(
 
 def _known_by_marks(plain: dict[str, Any], run: Any, run_dir: Path) -> dict[str, Any]:
     """The fields of a run that began before the order of new data had a name, without that."""
-    from shoal.lineage import read_record, refuse_other_marks
-    from shoal.resume import NEW_ORDER
+    from shoal.training.lineage import read_record, refuse_other_marks
+    from shoal.training.resume import NEW_ORDER
 
     if NEW_ORDER in plain:
         refuse_other_marks(read_record(run_dir), run.data.source)
@@ -452,7 +452,7 @@ def _known_by_marks(plain: dict[str, Any], run: Any, run_dir: Path) -> dict[str,
 def _unholdable(model: Any, asked: str) -> str:
     """What of a model no checkpoint can hold; refused if one was asked for."""
     from shoal.checkpoint.types import unholdable
-    from shoal.keeping import cannot_hold
+    from shoal.training.checkpointing import cannot_hold
 
     why = unholdable([*model.named_parameters(), *model.named_buffers()])
     if why and asked:
@@ -461,8 +461,8 @@ def _unholdable(model: Any, asked: str) -> str:
 
 
 def _beginning(model: Any, run: Any, plain: dict[str, Any], given: dict[str, Any]) -> Any:
-    from shoal.beginning import find_beginning
-    from shoal.resume import refuse_other_data
+    from shoal.training.pretrained import find_beginning
+    from shoal.training.resume import refuse_other_data
 
     everything, partial = given["take"] == "everything", given["partial"]
     found = find_beginning(given["begin_from"], model, everything=everything, partial=partial)

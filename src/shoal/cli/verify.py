@@ -40,7 +40,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
     options.check_plan(given["plan"])
     if "steps" in settings or "epochs" in settings:
         raise UsageError("Say how many steps to compare with --steps, not with --set.")
-    from shoal.rundir import RunDir
+    from shoal.storage.rundir import RunDir
 
     with RunDir(given["run_dir"], f"verify-{recipe.rpartition('/')[2]}") as run_dir:
         code = _verify(recipe, {**settings, "steps": str(steps)}, given, run_dir)
@@ -49,10 +49,10 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cli.display import Display
-    from shoal.cluster.launch import NotLoaded
+    from shoal.cluster.local import NotLoaded
     from shoal.numerics.precision import environment_for
-    from shoal.plan import Plan
-    from shoal.recipe import load_recipe
+    from shoal.plans.plan import Plan
+    from shoal.training.recipe import load_recipe
     from shoal.verify import verify as verification
 
     if given["plan"] is not None:  # before the recipe computes anything

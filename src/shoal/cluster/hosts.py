@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from shoal.cluster.invitation import KEYS, Invitation, Options, invite, withdraw
-from shoal.cluster.nursery import Birth, Born, Exited, Kill, Nursery, Report, Spawn
 from shoal.cluster.post import (
     FROM_HOST,
     LETTER,
@@ -39,9 +38,10 @@ from shoal.cluster.post import (
 from shoal.comm.reach import Reach, told_of
 from shoal.comm.wire import BadFrame, Context, decode, listen, make_keys
 from shoal.errors import FormError, UsageError
-from shoal.plan import Plan
-from shoal.plan_size import Size, host_of, size_of
-from shoal.tables import plural
+from shoal.formatting import plural
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size, host_of, size_of
+from shoal.system.fork_server import Birth, Born, Exited, Kill, Nursery, Report, Spawn
 
 GRACE_S = 2.0  # for hosts to end their members, and to read how the run ended
 REMIND_S = 30.0  # after which it is told again who is missing

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.decoding import decode_json
 from shoal.errors import UsageError
-from shoal.files import read_private, write_private
-from shoal.plan import Plan
-from shoal.rundir import read_description
+from shoal.plans.plan import Plan
+from shoal.storage.decoding import decode_json
+from shoal.storage.files import read_private, write_private
+from shoal.storage.rundir import read_description
 
 INVITATION = "join.json"
 KEYS = "keys"

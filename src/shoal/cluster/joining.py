@@ -19,8 +19,7 @@ import zmq
 
 from shoal.cluster.hosts import comparable
 from shoal.cluster.invitation import KEYS, Invitation
-from shoal.cluster.launch import nursed
-from shoal.cluster.nursery import Born, Exited, Kill, Nursery, Prepare, Spawn
+from shoal.cluster.local import nursed
 from shoal.cluster.post import (
     LETTER,
     TO_HOST,
@@ -36,9 +35,9 @@ from shoal.cluster.post import (
 )
 from shoal.comm.reach import address_towards, told_of
 from shoal.comm.wire import BadFrame, Context, Keys, connect, decode, load_keys
-from shoal.elastic.actions import how_it_ended
 from shoal.errors import ShoalError, UsageError
-from shoal.processes import stop_signals
+from shoal.system.fork_server import Born, Exited, Kill, Nursery, Prepare, Spawn
+from shoal.system.processes import how_it_ended, stop_signals
 
 POLL_MS = 50
 ANSWER_S = 10.0  # for the first host's first answer

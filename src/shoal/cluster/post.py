@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.cluster.nursery import Born, Exited, Kill, Spawn
+from shoal.system.fork_server import Born, Exited, Kill, Spawn
 
 BEAT_S = 0.2  # between signs of life
 AGAIN_S = 1.0  # after which a letter that was not read is sent again

@@ -27,8 +27,8 @@ from types import FrameType
 from typing import TypedDict
 
 from shoal.comm.unix import is_own
-from shoal.files import private_directory, write_private
-from shoal.processes import readable, stop_signals
+from shoal.storage.files import private_directory, write_private
+from shoal.system.processes import readable, stop_signals
 
 IDLE_S = 3600.0
 ANSWER_S = 5.0  # for a caller to say what it wants
@@ -45,7 +45,7 @@ _PRELOADED = (
     "shoal.cli.run",
     "shoal.cli.verify",
     "shoal.cli.display",
-    "shoal.cluster.launch",
+    "shoal.launch",
     "shoal.elastic.worker",
     "shoal.verify",
 )
@@ -264,8 +264,8 @@ class Warm:
         parent: int,
     ) -> None:
         """In the fork: turn into the caller's command."""
-        from shoal.cluster.nursery import exit_with
-        from shoal.processes import die_with_parent
+        from shoal.system.fork_server import exit_with
+        from shoal.system.processes import die_with_parent
 
         die_with_parent(parent)
         os.setsid()
@@ -316,7 +316,7 @@ def _read_request(caller: socket.socket, head: bytes) -> _Request:
 
 def _read(content: bytes) -> _Request | None:
     """Python's own JSON, which keeps names that are not UTF-8; None if it is no request."""
-    from shoal.decoding import UNREADABLE
+    from shoal.storage.decoding import UNREADABLE
 
     try:
         found: _Request = json.loads(content)
@@ -330,6 +330,7 @@ def _read(content: bytes) -> _Request | None:
         )
     except UNREADABLE:
         return None
+
 
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:

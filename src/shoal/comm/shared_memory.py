@@ -7,7 +7,7 @@ that shrank it would end every other with a bus error. Not for processes of two 
 containers: these are told apart by a name drawn at random, and refused.
 
 Linux only. The pages are there before the first use, large ones where the kernel has them
-(`large_pages.py`): creating costs as much as writing zeros.
+(`system/large_pages.py`): creating costs as much as writing zeros.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ import psutil
 import torch
 
 from shoal.errors import ShoalError
+from shoal.events.meters import memory_left_bytes
 from shoal.faults import faultpoint
-from shoal.large_pages import enlarge_pages, map_shared
-from shoal.metrics.meters import memory_left_bytes
+from shoal.system.large_pages import enlarge_pages, map_shared
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MOST_PID = 1 << 22  # the kernel's own limit

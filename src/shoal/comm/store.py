@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT
 from shoal.errors import FormError, GroupLost
 from shoal.logs import warn_once
-from shoal.memory import record_no_messages
+from shoal.system.memory import record_no_messages
 from shoal.world import World
 
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from zmq.utils import z85
 
 from shoal.comm.unix import new_path, reachable, refuse_open
-from shoal.decoding import json_or_none
 from shoal.errors import ShoalError, UsageError
-from shoal.files import read_private, write_private
+from shoal.storage.decoding import json_or_none
+from shoal.storage.files import read_private, write_private
 
 VERSION = 1
 MOST_FRAMES = 10_000

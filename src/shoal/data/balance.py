@@ -18,7 +18,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from shoal.data.split import deal, shares
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 
 _STEPS = 5  # whose median counts
 _GAINS = {2: 0.5, _STEPS: 0.1}  # of a step's time to be won, after so many steps, or noise would do

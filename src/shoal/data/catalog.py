@@ -31,9 +31,9 @@ import xxhash
 from torch import Tensor
 
 from shoal.errors import UsageError, nearest
-from shoal.files import write_whole
 from shoal.logs import log
-from shoal.rundir import cache_directory
+from shoal.storage.files import write_whole
+from shoal.storage.rundir import cache_directory
 
 _PIP_TIMEOUT_S = 600
 _MAGIC = b"shoal-cache-1"

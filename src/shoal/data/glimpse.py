@@ -40,7 +40,7 @@ from torch import Tensor
 
 from shoal.data.sources import Ids, Source
 from shoal.logs import warn_on_screen
-from shoal.processes import die_with_parent, readable
+from shoal.system.processes import die_with_parent, readable
 
 NUM_SAMPLES = 64
 MOST_S = 1.0

@@ -35,7 +35,7 @@ from shoal.data.sources import failed, named
 from shoal.data.waiting import overdue
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
-from shoal.processes import die_with_parent, readable
+from shoal.system.processes import die_with_parent, readable
 
 Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
 _MOST_DEATHS = 3

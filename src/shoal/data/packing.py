@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.data.shard_files.format import ITEM_BYTES
-from shoal.decoding import UNREADABLE, reason
 from shoal.errors import RecipeError
+from shoal.storage.decoding import UNREADABLE, reason
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _ALIGNMENT = 64

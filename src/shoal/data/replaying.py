@@ -3,7 +3,7 @@
 Old samples stand evenly between the new ones, so each batch has its share of them, and a pass holds
 all that is new: none is left out, none comes twice. The old ones are shuffled, each comes once
 until all were met, and they go on from pass to pass where they stopped. Like all orders it is a
-pure function of position, seed and pass (`orders.py`); `lineage.py` tells new from old.
+pure function of position, seed and pass (`orders.py`); `training/lineage.py` tells new from old.
 
 Not for mixtures by weight: there no source need come to its end (`Mixed`). Cost: none of its own.
 """

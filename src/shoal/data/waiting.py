@@ -3,7 +3,7 @@
 A source may hang: a mount that does not answer, a lock, a loop without end. The thread that loads
 cannot tell, so it notes what it asks for (`WAITING`), and another one looks at the note: under a
 supervisor the one that sends heartbeats, in a command without one that of `watched`; and while a
-recipe is prepared, its parent (`cluster/launch.py`), by a note in shared memory. It tells of a
+recipe is prepared, its parent (`launch.py`), by a note in shared memory. It tells of a
 wait after 10 s and at doubling times, and ends the run after 15 minutes, or half a minute a sample
 if that is more: what loads that slowly is taken for lost.
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shoal.data.sources import Ids, named
-from shoal.processes import NOTICE, Wait
+from shoal.system.processes import NOTICE, Wait
 
 FIRST_S = 10.0
 LIMIT_S = 900.0

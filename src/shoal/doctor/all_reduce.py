@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.metrics.meters import Stopwatch
-from shoal.processes import die_with_parent
+from shoal.events.meters import Stopwatch
+from shoal.system.processes import die_with_parent
 
 DEADLINE_S = 40
 MESSAGE_BYTES = 16 * 2**20

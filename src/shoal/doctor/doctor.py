@@ -27,9 +27,9 @@ import psutil
 
 from shoal.doctor.all_reduce import MESSAGE_BYTES, MeasurementFailed, measure
 from shoal.errors import UsageError
-from shoal.metrics.meters import cpu_limit, memory_limit_bytes
+from shoal.events.meters import cpu_limit, memory_limit_bytes
 from shoal.numerics.precision import bf16_environment, bf16_speed
-from shoal.rundir import cache_directory
+from shoal.storage.rundir import cache_directory
 from shoal.world import cores
 
 Verdict = Literal["ok", "note", "problem"]

@@ -1,10 +1,9 @@
 """What the supervisor is to do, as `membership.py` decides it; and what it knows of a member."""
 
-import signal
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 
 class Spawn(NamedTuple):
@@ -102,13 +101,3 @@ class Member:
     host: int = 0
     ready: bool = False
     suspected: str = ""
-
-
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
-    if status < 0:
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-    return f"exited with code {status}"

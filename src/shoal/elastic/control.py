@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.decoding import decode_json, in_utf8, json_or_none
 from shoal.errors import UsageError, sendable
+from shoal.storage.decoding import decode_json, in_utf8, json_or_none
 
 NAME = "control"
 MOST_BYTES = 65_536

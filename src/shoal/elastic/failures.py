@@ -3,8 +3,8 @@
 Pure.
 """
 
-from shoal.plan_size import Size
-from shoal.tables import plural
+from shoal.formatting import plural
+from shoal.plans.size import Size
 
 MOST_FAILURES = 3
 ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own

@@ -7,7 +7,7 @@ checkpoint or takes over a state, may need long and is left alone; but nobody wa
 from collections.abc import Collection
 
 from shoal.elastic.meeting import Seats
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 
 class Forming:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 Seats = list[int | None]
 

@@ -27,12 +27,12 @@ from shoal.elastic.actions import (
     NotResized,
     Part,
     Resized,
-    how_it_ended,
 )
 from shoal.elastic.failures import ECHO_S, MOST_FAILURES, Failures, did_not_form
 from shoal.elastic.meeting import Meeting, Seats, deal_seats, num_newcomers
 from shoal.elastic.roster import Roster
-from shoal.plan_size import Size, host_of
+from shoal.plans.size import Size, host_of
+from shoal.system.processes import how_it_ended
 
 
 class Membership:

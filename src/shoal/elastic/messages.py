@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 
 class FromMember(msgspec.Struct, frozen=True, tag_field="say"):

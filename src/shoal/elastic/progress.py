@@ -14,7 +14,7 @@ somebody hangs: the run is ended, and who had not come is named.
 from collections.abc import Collection, Mapping
 
 from shoal.elastic.meeting import Seats
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 STANDSTILL_S, PAUSE_S = 75.0, 60.0
 TIMES_LONGEST, STOP_TIMES_LONGEST = 10.0, 2.0

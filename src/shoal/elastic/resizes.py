@@ -11,8 +11,8 @@ from shoal.elastic.control import Answer, Caller, Change, Control, Request
 from shoal.elastic.membership import Membership
 from shoal.errors import UsageError, sendable
 from shoal.logs import warn_once
-from shoal.plan import Plan
-from shoal.plan_size import Size, in_words, parts_with, resized, served_size, size_of
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size, in_words, parts_with, resized, served_size, size_of
 
 
 def open_resizes(run_dir: Path, plan: Plan, alone: str) -> "Resizes | None":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import FORM_TIMEOUT_S, Asked, Axes, Check, Mesh, Servers, accept
 from shoal.comm.reach import Reach, reach_from
 from shoal.comm.run_store import StoreClient
 from shoal.comm.sockets import open_sockets, shut_down
@@ -44,12 +45,11 @@ from shoal.elastic.messages import (
     TakeSeat,
 )
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
+from shoal.events.step import StepInfo
 from shoal.faults import faultpoint
-from shoal.hooks import StepInfo
-from shoal.mesh import FORM_TIMEOUT_S, Asked, Axes, Check, Mesh, Servers, accept
-from shoal.plan import Plan
-from shoal.plan_size import Size, can_recover
-from shoal.processes import WORK
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size, can_recover
+from shoal.system.processes import WORK
 from shoal.world import World
 
 if TYPE_CHECKING:

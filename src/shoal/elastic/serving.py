@@ -14,9 +14,8 @@ from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.numerics.crew import Crew, spare_threads
 from shoal.parallel.striping import tables_of
-from shoal.plan import Plan
-from shoal.plan_size import Size, of_size, served_size
-from shoal.run import Run
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size, of_size, served_size
 from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.deadline import DeadlineServer
 from shoal.sync.server.host import HostServer, way_of_host
@@ -35,6 +34,7 @@ from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import Shard
 from shoal.sync.server.tables import Tables
+from shoal.training.run import Run
 
 
 class Serving:

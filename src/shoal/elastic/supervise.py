@@ -20,8 +20,6 @@ from typing import Any
 
 import zmq
 
-from shoal.cluster.hosts import Hosts
-from shoal.cluster.nursery import Birth, Born, Exited, NotPrepared, Nursery, Prepared
 from shoal.comm import wire
 from shoal.comm.reach import Reach
 from shoal.comm.run_store import StoreServer
@@ -48,9 +46,10 @@ from shoal.elastic.messages import (
 from shoal.elastic.progress import Progress, did_not_stop
 from shoal.elastic.resizes import Resizes
 from shoal.errors import RUN_AGAIN, Ended
+from shoal.events.sinks import JsonLines
 from shoal.logs import warn_once
-from shoal.metrics.sinks import JsonLines
-from shoal.processes import stop_signals
+from shoal.system.fork_server import Birth, Born, Exited, NotPrepared, Prepared, Processes
+from shoal.system.processes import how_it_ended, stop_signals
 
 POLL_MS = 100
 GRACE_S = 2.0
@@ -81,7 +80,7 @@ class Supervisor:
 
     def __init__(
         self,
-        nursery: Nursery | Hosts,
+        nursery: Processes,
         members: Membership,
         run_dir: Path,
         watch: Watch,
@@ -219,7 +218,7 @@ class Supervisor:
                     seat = self._seat_of(report.number)
                     if seat is not None and not self._over:
                         suspected = self.members.members[report.number].suspected
-                        how = suspected or actions.how_it_ended(report.status)
+                        how = suspected or how_it_ended(report.status)
                         what = {"status": report.status, "how": how, "step": self.members.step}
                         self._event("exited", **self._who(seat), **what)
                     now = time.monotonic()

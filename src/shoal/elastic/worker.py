@@ -16,31 +16,30 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shoal import faults, logs
-from shoal.beginning import Beginning
 from shoal.checkpoint.export import write_tensors
-from shoal.cluster.nursery import Birth, ChildMain, says_all
 from shoal.comm.reach import reach_from
 from shoal.comm.wire import bytes_of, digest_of
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.serving import Serving, serve_host
 from shoal.errors import FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
-from shoal.explain.tensor import grouped
-from shoal.explain.words import cuts_in_words
-from shoal.hooks import Hook, StepInfo
-from shoal.keeping import Keeper, Keeping
-from shoal.metrics.meters import Totals, peak_memory_bytes
-from shoal.metrics.scribe import Scribe
-from shoal.metrics.sinks import Sink, TensorBoard
+from shoal.events.meters import Totals, peak_memory_bytes
+from shoal.events.scribe import Scribe
+from shoal.events.sinks import Sink, TensorBoard
+from shoal.events.step import Hook, StepInfo
 from shoal.numerics.precision import environment_for
-from shoal.plan import Plan
-from shoal.plan_size import can_recover, can_resize
-from shoal.prepare import Prepared, prepare, why_alone
-from shoal.run import Run
+from shoal.parallel.tensor.summary import cuts_in_words, grouped
+from shoal.plans.plan import Plan
+from shoal.plans.size import can_recover, can_resize
 from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.lookups import empty_tables
 from shoal.sync.server.strategy import ThroughServers
-from shoal.training import Trainer
+from shoal.system.fork_server import Birth, ChildMain, says_all
+from shoal.training.build import Prepared, prepare, why_alone
+from shoal.training.checkpointing import Keeper, Keeping
+from shoal.training.pretrained import Beginning
+from shoal.training.run import Run
+from shoal.training.trainer import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
 

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from shoal.decoding import json_or_none
 from shoal.errors import UsageError, nearest
-from shoal.files import read_plain, write_whole
 from shoal.logs import warn_once
-from shoal.rundir import cache_directory
+from shoal.storage.decoding import json_or_none
+from shoal.storage.files import read_plain, write_whole
+from shoal.storage.rundir import cache_directory
 
 if TYPE_CHECKING:
     import torch

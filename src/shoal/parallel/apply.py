@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.numerics.optimizers import Part, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
@@ -27,7 +27,7 @@ from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, spl
 from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
 from shoal.parallel.replaced import retire_replaced
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel.pipeline.calls import known_action, leaves
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 
 
 class Replaced(nn.Parameter):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.buckets import Bucket, Buckets, deal, make_bucket
+from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, total
-from shoal.mesh import Mesh
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices
 from shoal.parallel.striping import tables_of, weights_of

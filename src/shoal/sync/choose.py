@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from shoal.mesh import NOTHING_ASKED, Asked
+from shoal.comm.mesh import NOTHING_ASKED, Asked
 from shoal.numerics.fragments import Timetable
 from shoal.numerics.quantization import codec_of
 from shoal.parallel.layout import Slice
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fully import FullySharded
 from shoal.sync.local import LocalSGD

@@ -22,8 +22,8 @@ from xxhash import xxh3_64_intdigest
 
 from shoal import faults
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh
 from shoal.logs import log
-from shoal.mesh import Mesh
 from shoal.parallel.layout import whole
 from shoal.sync.choose import settle
 from shoal.sync.digests import Listing, Reader, as_number, judge, one_nan

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import Part, swap_parameters
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices

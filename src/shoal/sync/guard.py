@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.formatting import plural
 from shoal.sync.digests import Listing, Name, Named, Part, Reader
-from shoal.tables import plural
 
 NAMED = 4  # tensors that a sentence names
 

@@ -9,7 +9,8 @@ own.
 A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
 the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
 two phases (`means.py`), so that after a death either all survivors count it or none does. Replicas
-that join a run begin in the same way, and others leave it, where a window ends (`resizing.py`).
+that join a run begin in the same way, and others leave it, where a window ends
+(`training/resizing.py`).
 Only in fragments, of which each is agreed on at another time, does a death take all back to a
 checkpoint, and nobody joins.
 
@@ -25,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.data.ledger import add_marks
 from shoal.data.split import share
 from shoal.errors import AgreementLost, GroupLost
 from shoal.faults import faultpoint
 from shoal.logs import warn_on_screen
-from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.allreduce import AllReduce

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.board import Board, open_board
+from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, blocks_of
 from shoal.data.split import shares
-from shoal.mesh import Mesh
 from shoal.numerics.norms import scale_all
 from shoal.numerics.optimizers import stepper
 from shoal.parallel.fsdp import held_parameters

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.buckets import Bucket, Buckets, make_bucket
+from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Scatter, TreeReduce
 from shoal.comm.tree import PieceSum
-from shoal.mesh import Mesh
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
 from shoal.parallel import zero

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.data.batches import Piece
 from shoal.data.ledger import add_marks, mark
-from shoal.mesh import NOTHING_ASKED, Asked, Mesh
 from shoal.parallel.layout import Holding, Slice
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.state import Source, State

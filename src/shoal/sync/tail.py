@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shoal.comm.board import Board
 from shoal.comm.collectives import Pending
+from shoal.comm.mesh import Asked, Mesh
 from shoal.data.ledger import add_marks
-from shoal.mesh import Asked, Mesh
 from shoal.sync.strategy import Agreed, Tally
 
 

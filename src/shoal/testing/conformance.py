@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.mesh import Mesh
 from shoal.data.split import share
-from shoal.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice

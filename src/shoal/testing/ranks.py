@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.cluster.nursery import Birth, Born, ChildMain, Exited, Nursery, Prepared
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import Axes, Mesh
 from shoal.comm.store import client, come_together, form_group, leave_group, listen
-from shoal.elastic.actions import how_it_ended
-from shoal.mesh import Axes, Mesh
+from shoal.system.fork_server import Birth, Born, ChildMain, Exited, Nursery, Prepared
+from shoal.system.processes import how_it_ended
 from shoal.world import World
 
 NUM_RANKS = 4

@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.data.collating import collate_samples
 from shoal.data.readers.records import Many
 from shoal.data.sources import Source, Takes, as_source
-from shoal.testing.leaks import is_alive, wait_until
+from shoal.system.processes import readable
 
 LIMIT_S = 40.0  # for a fork or a thread; below the limit of a test
 NUM_THREADS = 4
@@ -80,7 +80,7 @@ def in_fork(check: Callable[[], object]) -> None:
             sys.stdout.flush()
             os._exit(code)
     os.close(writing)
-    ended = wait_until(lambda: not is_alive(child), LIMIT_S, period_s=0.005)
+    ended = bool(readable([reading], LIMIT_S))  # it ends, or says what went wrong and ends
     if not ended:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

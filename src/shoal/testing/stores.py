@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal.checkpoint.manifest import MANIFEST, SEAL, BadCheckpoint
-from shoal.checkpoint.storage import Draft, Store
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.errors import BadCheckpoint
+from shoal.storage.store import SEAL, Draft, Store
 
 NAME, OTHER = "step-00000020", "step-00000040"
 FILE, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"

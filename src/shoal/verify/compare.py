@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal import reference
 from shoal.errors import RecipeError
 from shoal.numerics.fragments import Timetable
 from shoal.numerics.precision import Precision
 from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.plans.plan import Plan
+from shoal.training.run import Run
+from shoal.verify import reference
 from shoal.verify.promises import broken_promise, held_share, in_words, left_whole
 from shoal.verify.rounding import TIMES, Follower, apart, reach
 

@@ -13,9 +13,9 @@ from typing import Protocol
 from shoal.comm.buckets import BUCKET_BYTES
 from shoal.numerics.norms import BLOCK
 from shoal.parallel.tensor.known import kind_of
-from shoal.plan import Plan
-from shoal.prepare import prepare
-from shoal.run import Run
+from shoal.plans.plan import Plan
+from shoal.training.build import prepare
+from shoal.training.run import Run
 
 SLACK = 1.1  # of a formula: parts are not always even
 UNCUT = 0.1  # of a model with attention that may stay whole under `tensor`: norms, positions

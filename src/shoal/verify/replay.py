@@ -27,13 +27,13 @@ from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.numerics.precision import Precision
 from shoal.parallel.boxes import whole_box
-from shoal.plan import Plan
-from shoal.reference import Replica
-from shoal.reference_outer import Outer
-from shoal.run import Run, make_batches
+from shoal.plans.plan import Plan
 from shoal.sync.server.anchor import outer_of
 from shoal.sync.server.shard import layout_of, trained
+from shoal.training.run import Run, make_batches
 from shoal.verify.compare import PATIENCE_S, Place, Step, Verdict, finished, note, path_of
+from shoal.verify.reference import Replica
+from shoal.verify.reference_outer import Outer
 from shoal.verify.rounding import TIMES, apart, last_bits, move, reach
 
 NUM_TWINS = 3

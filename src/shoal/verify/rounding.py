@@ -24,9 +24,9 @@ from shoal.data.batches import Batch
 from shoal.errors import NotFinite
 from shoal.numerics.norms import gradient_norm, values_of
 from shoal.numerics.precision import Precision
-from shoal.plan import Plan
-from shoal.reference import Replica
-from shoal.run import Run
+from shoal.plans.plan import Plan
+from shoal.training.run import Run
+from shoal.verify.reference import Replica
 
 # Times the model's own rounding that a plan may differ by; 16 bits are added up in 32.
 TIMES = {Precision.FP32: 32, Precision.BF16: 4, Precision.FP16: 4}

@@ -17,22 +17,23 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from shoal.cluster.launch import NotLoaded, await_facts, launch
-from shoal.cluster.nursery import Birth, ChildMain, Nursery
+from shoal.cluster.local import NotLoaded, await_facts
 from shoal.elastic.membership import Membership
 from shoal.elastic.supervise import Outcome, Watch
 from shoal.elastic.worker import prepare_training, use_one_thread, use_threads
 from shoal.errors import PlanError, ShoalError
-from shoal.files import replacing
-from shoal.hooks import StepInfo
+from shoal.events.step import StepInfo
+from shoal.launch import launch
 from shoal.numerics.reserved import Reserved
 from shoal.parallel.striping import tables_of
-from shoal.plan import Plan
-from shoal.run import Run, resolve
+from shoal.plans.plan import Plan
+from shoal.storage.files import replacing
 from shoal.sync.choose import tables_held
 from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers
-from shoal.training import Trainer
+from shoal.system.fork_server import Birth, ChildMain, Nursery
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
 from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
 from shoal.verify.replay import compare_replay
 

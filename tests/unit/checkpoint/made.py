@@ -10,9 +10,9 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import Held, Placed, deal, header, place
 from shoal.checkpoint.manifest import Chunk, File, Manifest, Origin, Progress
-from shoal.checkpoint.storage import Directory
 from shoal.checkpoint.types import name_of_type
 from shoal.parallel.boxes import Box, whole_box
+from shoal.storage.store import SEAL, Directory
 
 NAME = "step-00000020"
 
@@ -101,7 +101,7 @@ def make(
 def write_manifest(draft: Any, manifest: Manifest) -> None:
     content = manifests.encode(manifest)
     draft.write(manifests.MANIFEST, [content])
-    draft.write(manifests.SEAL, [manifests.seal(content)])
+    draft.write(SEAL, [manifests.seal(content)])
 
 
 def content_of(placed: Placed, state: dict[str, Tensor]) -> bytes:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.checkpoint.compare import Differences, TensorDifference, compare
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.checkpoint.storage import Directory
+from shoal.errors import BadCheckpoint
+from shoal.storage.store import Directory
 from tests.unit.checkpoint.made import NAME, make, tensors
 
 

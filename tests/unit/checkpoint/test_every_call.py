@@ -12,9 +12,9 @@ import torch
 from shoal.checkpoint.load import Opened
 from shoal.checkpoint.manifest import Origin, Progress
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.storage import Directory
 from shoal.comm.collectives import Group
 from shoal.parallel.layout import whole
+from shoal.storage.store import Directory
 
 CALLS = (
     *("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "rmdir"),

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.finding import find, name_of, open_newest, step_of, steps_in
-from shoal.checkpoint.foreign.opening import locate
-from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.sealed import Sealed
-from shoal.checkpoint.storage import Directory
 from shoal.cli.main import run_here
-from shoal.errors import UsageError
-from shoal.resume import newest
+from shoal.errors import BadCheckpoint, UsageError
+from shoal.formats.opening import locate
+from shoal.storage.store import Directory
+from shoal.training.resume import newest
 from tests.unit.checkpoint.made import NAME, make, tensors
 from tests.unit.checkpoint.test_every_call import save
 

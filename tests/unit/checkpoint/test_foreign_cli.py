@@ -11,12 +11,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shoal.checkpoint.foreign.opening import locate
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.storage import Directory
 from shoal.cli.checkpoint_export import FORMATS, export, import_
 from shoal.errors import ShoalError
-from shoal.recipe import load_recipe
+from shoal.formats.opening import locate
+from shoal.storage.store import Directory
+from shoal.training.recipe import load_recipe
 from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import NAME, make
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shoal.checkpoint.foreign import inert
-from shoal.checkpoint.foreign.dcp import METADATA, export_dcp, open_dcp
-from shoal.checkpoint.foreign.weights import Model
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.errors import BadCheckpoint
+from shoal.formats import inert
+from shoal.formats.dcp import METADATA, export_dcp, open_dcp
+from shoal.formats.weights import Model
 from shoal.parallel.layout import Slice
 from tests.unit.checkpoint.made import NAME, make, tensors
 

@@ -13,20 +13,14 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from shoal.checkpoint.foreign.dcp import export_dcp
-from shoal.checkpoint.foreign.huggingface import (
-    INDEX,
-    export_huggingface,
-    open_huggingface,
-    shards,
-)
-from shoal.checkpoint.foreign.safetensors import export_safetensors, open_safetensors
-from shoal.checkpoint.foreign.state_dict import export_state_dict, open_state_dict
-from shoal.checkpoint.foreign.weights import Foreign, Model
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
 from shoal.checkpoint.types import _TYPES
-from shoal.errors import UsageError
+from shoal.errors import BadCheckpoint, UsageError
+from shoal.formats.dcp import export_dcp
+from shoal.formats.huggingface import INDEX, export_huggingface, open_huggingface, shards
+from shoal.formats.safetensors import export_safetensors, open_safetensors
+from shoal.formats.state_dict import export_state_dict, open_state_dict
+from shoal.formats.weights import Foreign, Model
 from shoal.parallel.layout import Slice
 from tests.unit.checkpoint.made import NAME, make, tensors
 

@@ -6,18 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.foreign import program
-from shoal.checkpoint.foreign.program import (
-    Inputs,
-    call_with,
-    export_onnx,
-    export_pt2,
-    load_into,
-)
-from shoal.checkpoint.foreign.weights import Model
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.errors import RecipeError, UsageError
+from shoal.errors import BadCheckpoint, RecipeError, UsageError
+from shoal.formats import program
+from shoal.formats.program import Inputs, call_with, export_onnx, export_pt2, load_into
+from shoal.formats.weights import Model
 from tests.unit.checkpoint.made import NAME, make
 
 

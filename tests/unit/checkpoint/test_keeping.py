@@ -21,18 +21,18 @@ from shoal.checkpoint.retention import Keep
 from shoal.checkpoint.save import Saved, Saver
 from shoal.checkpoint.sealed import known_of
 from shoal.checkpoint.snapshot import Snapshot
-from shoal.checkpoint.storage import Directory, DirectoryDraft
 from shoal.checkpoint.types import unholdable
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import LauncherSeat, Mesh
 from shoal.errors import UsageError
-from shoal.keeping import Keeper, Keeping, NotSaved
-from shoal.mesh import LauncherSeat, Mesh
 from shoal.parallel.layout import whole
-from shoal.remote import StoreError
-from shoal.resume import newest, refuse_used
-from shoal.run import Run, resolve
+from shoal.storage.remote import StoreError
+from shoal.storage.store import Directory, DirectoryDraft
 from shoal.testing.ranks import Pool
-from shoal.training import Trainer
+from shoal.training.checkpointing import Keeper, Keeping, NotSaved
+from shoal.training.resume import newest, refuse_used
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
 from shoal.world import World
 from tests.parity.runs import GivenSeat
 from tests.unit.checkpoint.made import make, tensors
@@ -315,7 +315,7 @@ def test_a_save_looks_at_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.M
         opened.extend(names)
         return known_of(store, names)
 
-    monkeypatch.setattr("shoal.keeping.known_of", look)
+    monkeypatch.setattr("shoal.training.checkpointing.known_of", look)
     run = run_of(lambda: nn.Linear(3, 1), save_every=2)
     with trainer_of(run, Directory(tmp_path), keep=Keep(last=9)) as trainer:
         for _ in trainer:

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.manifest import BadCheckpoint, Chunk, File, Manifest, Origin, Progress, Tensor
+from shoal.checkpoint.manifest import Chunk, File, Manifest, Origin, Progress, Tensor
+from shoal.errors import BadCheckpoint
 
 HASH = "0" * 32
 

@@ -13,9 +13,9 @@ import torch
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.manifest import Origin, Progress
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.storage import Directory
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.parallel.layout import Slice, whole
+from shoal.storage.store import Directory
 from shoal.testing.ranks import Pool
 from tests.unit.checkpoint.made import NAME, cut_by_rows, make, tensors
 from tests.unit.checkpoint.reader import TYPES, read

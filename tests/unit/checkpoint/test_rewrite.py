@@ -9,11 +9,10 @@ import torch
 from shoal import faults
 from shoal.checkpoint.compare import compare
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import SEAL
 from shoal.checkpoint.signing import VARIABLE
-from shoal.checkpoint.storage import Directory
 from shoal.cli.main import run_here
 from shoal.faults import Fault
+from shoal.storage.store import SEAL, Directory
 from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import NAME, make, tensors
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import MANIFEST, SEAL, BadCheckpoint, seal
+from shoal.checkpoint.manifest import MANIFEST, seal
 from shoal.checkpoint.signing import SIGNATURE, VARIABLE, signing_key
-from shoal.checkpoint.storage import Directory
-from shoal.errors import UsageError
+from shoal.errors import BadCheckpoint, UsageError
+from shoal.storage.store import SEAL, Directory
 from tests.unit.checkpoint.test_every_call import save
 
 NAME = "step-00000010"

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import MANIFEST, SEAL, Origin, Progress
-from shoal.checkpoint.objects import ObjectStore, open_store
+from shoal.checkpoint.manifest import MANIFEST, Origin, Progress
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.storage import Directory
 from shoal.comm.collectives import Group
 from shoal.parallel.layout import whole
-from shoal.remote import Patience, StoreError
-from shoal.testing.gates import Gate
+from shoal.storage.object_store import ObjectStore, open_store
+from shoal.storage.remote import Patience, StoreError
+from shoal.storage.store import SEAL, Directory
 from shoal.testing.stores import (
     CONTENT,
     FILE,
@@ -33,6 +32,7 @@ from shoal.testing.stores import (
     fill,
     save,
 )
+from tests.support.gates import Gate
 
 BLOCK_BYTES = 5 << 20  # the least that S3 takes
 HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)

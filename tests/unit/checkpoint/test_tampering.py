@@ -16,8 +16,9 @@ import xxhash
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES, SEAL, BadCheckpoint
-from shoal.checkpoint.storage import Directory
+from shoal.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES
+from shoal.errors import BadCheckpoint
+from shoal.storage.store import SEAL, Directory
 from tests.unit.checkpoint.made import NAME, make, tensors
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors", MANIFEST, SEAL]

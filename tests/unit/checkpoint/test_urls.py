@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.beginning import find_beginning
-from shoal.checkpoint.foreign.opening import fetched
 from shoal.checkpoint.load import Opened
-from shoal.checkpoint.manifest import BadCheckpoint
-from shoal.checkpoint.objects import open_store
 from shoal.cli.main import run_here
+from shoal.errors import BadCheckpoint
+from shoal.formats.opening import fetched
 from shoal.parallel.layout import whole
-from shoal.remote import Remote
+from shoal.storage.object_store import open_store
+from shoal.storage.remote import Remote
 from shoal.sync.state import Given, State
+from shoal.training.pretrained import find_beginning
 from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import make
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster.hosts import comparable, seats_in_words, why_unlike
-from shoal.plan_size import Size, host_of
+from shoal.plans.size import Size, host_of
 
 
 @given(num_hosts=st.integers(1, 8), each=st.integers(1, 8), num_servers=st.integers(0, 9))

@@ -17,7 +17,7 @@ from shoal.cluster.invitation import (
 )
 from shoal.comm.wire import make_keys
 from shoal.errors import UsageError
-from shoal.files import write_private
+from shoal.storage.files import write_private
 
 OPTIONS = Options(plan="")
 

@@ -15,7 +15,7 @@ import pytest
 from shoal.cluster import warm
 from shoal.cluster.warm import Warm
 from shoal.errors import UsageError
-from shoal.testing.leaks import wait_until
+from tests.support.leaks import wait_until
 
 REQUEST = {"arguments": ["--help"], "cwd": "/", "environment": {"A": "b"}}
 

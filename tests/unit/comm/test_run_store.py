@@ -17,8 +17,8 @@ from shoal.comm import run_store, wire
 from shoal.comm.reach import Reach
 from shoal.comm.run_store import Held, StoreClient, StoreServer
 from shoal.comm.wire import connect, make_keys
-from shoal.testing.leaks import wait_until
-from shoal.testing.relay import Message, Relay
+from tests.support.leaks import wait_until
+from tests.support.relay import Message, Relay
 
 WAIT_S = 30.0
 A_WHILE = timedelta(seconds=WAIT_S)

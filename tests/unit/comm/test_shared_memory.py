@@ -19,7 +19,7 @@ import torch
 
 from shoal.comm import shared_memory
 from shoal.comm.shared_memory import NotShared, Place, Segment
-from shoal.testing.leaks import traces
+from tests.support.leaks import traces
 
 MOST = 1 << 30
 

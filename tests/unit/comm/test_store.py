@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from shoal import logs, mesh
+from shoal import logs
+from shoal.comm import mesh
+from shoal.comm.mesh import Axes, LauncherSeat
 from shoal.comm.store import client, listen
 from shoal.errors import FormError
-from shoal.mesh import Axes, LauncherSeat
 from shoal.world import World
 
 

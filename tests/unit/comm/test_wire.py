@@ -24,7 +24,7 @@ from shoal.comm import wire
 from shoal.comm.unix import reachable
 from shoal.comm.wire import BadFrame, Keys, connect, listen, load_keys, make_keys, pack, unpack
 from shoal.errors import UsageError
-from shoal.testing.leaks import wait_until
+from tests.support.leaks import wait_until
 
 MOST = 1 << 20
 WAIT_MS = 20_000

@@ -5,10 +5,10 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.balancing import advice, by_replica, slow_among
 from shoal.data.balance import Balance, Move, Pace, can_balance
 from shoal.data.split import deal, shares
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
+from shoal.training.balancing import advice, by_replica, slow_among
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 

@@ -20,8 +20,8 @@ from shoal.data.loaders import Key, Loaders, Turns
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Ids, Pass
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.remote import StoreError
-from shoal.testing.leaks import descendants, wait_until
+from shoal.storage.remote import StoreError
+from tests.support.leaks import descendants, wait_until
 
 
 class Slow:

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from shoal import computing, logs
+from shoal import logs
 from shoal.comm import board
 from shoal.elastic import asides, seat, worker
 from shoal.elastic.asides import (
@@ -20,7 +20,8 @@ from shoal.elastic.asides import (
 )
 from shoal.elastic.messages import TakeSeat
 from shoal.parallel.pipeline import messages
-from shoal.plan_size import Size
+from shoal.plans.size import Size
+from shoal.training import compute
 
 
 def times_told(pulse: Pulse, until: float, stops: bool = False) -> list[float]:
@@ -108,14 +109,14 @@ def called_in(file: str, work: Callable[[], None]) -> FrameType:
     return frames[0]
 
 
-@pytest.mark.parametrize("file", [computing.__file__, worker.__file__])
+@pytest.mark.parametrize("file", [compute.__file__, worker.__file__])
 def test_where_is_the_users_own_line(file: str) -> None:
     told = where(called_in(file, lambda: None))
     assert told is not None and told.startswith("inner (") and "test_asides.py" in told
 
 
 def test_where_is_shoals_line_if_the_user_has_none() -> None:
-    frame = called_in(computing.__file__, lambda: None).f_back
+    frame = called_in(compute.__file__, lambda: None).f_back
     told = where(frame)
     assert told is not None and told.startswith("call (") and "computing.py" in told
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.elastic.forming import Forming, still_forming
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 
 @pytest.fixture

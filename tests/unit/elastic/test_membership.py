@@ -26,10 +26,10 @@ from shoal.elastic.actions import (
     Part,
     Resized,
     Spawn,
-    how_it_ended,
 )
 from shoal.elastic.membership import Membership
-from shoal.plan_size import Size, host_of
+from shoal.plans.size import Size, host_of
+from shoal.system.processes import how_it_ended
 
 NUM_STEPS = 8
 

@@ -1,7 +1,7 @@
 """A run that gets no further is told of; one that was told to stop is ended."""
 
 from shoal.elastic.progress import PAUSE_S, STOP_TIMES_LONGEST, Progress, did_not_stop
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 
 
 def test_nobody_is_ended_who_gets_something_done() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from shoal.elastic.actions import Resized
 from shoal.elastic.resizes import Resizes
-from shoal.plan import Plan
-from shoal.plan_size import Size
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size
 
 
 def test_what_moves_is_counted_once_if_a_death_lets_servers_begin_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.numerics.quantization import BLOCK, Blocks, Halves, codec_of
-from shoal.plan_keys import PACKED
+from shoal.plans.keys import PACKED
 
 LENGTHS = st.integers(0, 3 * BLOCK + 1)
 SIZES = st.floats(-44, 37)  # powers of ten, from what is nearly nothing to what nearly overflows

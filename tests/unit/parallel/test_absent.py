@@ -16,7 +16,7 @@ from shoal.errors import PlanError
 from shoal.parallel.pipeline.absent import Elsewhere, drop_foreign, in_use_by
 from shoal.parallel.pipeline.calls import Gate
 from shoal.parallel.pipeline.skim import Stage
-from shoal.run import call_model
+from shoal.training.run import call_model
 from tests.unit.parallel.test_stages import WIDTH, Layers, compare, examples, plan_for, squares
 
 

@@ -16,7 +16,7 @@ from shoal.parallel.pipeline.orders import (
     work_of,
 )
 from shoal.parallel.pipeline.stages import rank_of_stage
-from shoal.plan_rules import STAGES_OF, fits_schedule
+from shoal.plans.rules import STAGES_OF, fits_schedule
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 TURNS = [Kind.BACKWARD, Kind.INPUT]  # what gives the gradient that is sent back

@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel.replaced import retire_replaced
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 
 
 def test_an_old_parameter_raises_and_others_do_not() -> None:

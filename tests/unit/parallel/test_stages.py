@@ -28,7 +28,7 @@ from shoal.parallel.pipeline.stages import (
     split,
 )
 from shoal.parallel.pipeline.tape import reach
-from shoal.run import call_model
+from shoal.training.run import call_model
 from tests import zoo
 from tests.ranks.test_pipeline import batches
 

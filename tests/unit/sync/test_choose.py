@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_for
 from shoal.sync.server.local import LocalThroughServers
 from shoal.sync.server.strategy import ThroughServers

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.checkpoint.foreign.weights import Model
-from shoal.checkpoint.manifest import BadCheckpoint
+from shoal.errors import BadCheckpoint
+from shoal.formats.weights import Model
 from shoal.numerics.reserved import Reserved, reserved_zeros
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import Stripes, Striping

@@ -27,8 +27,8 @@ from shoal.data.cache.layers import Clock, Content, protected_since, seal_of
 from shoal.data.cache.ranges import Ranges
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
+from shoal.formatting import in_units
 from shoal.logs import warn_once
-from shoal.tables import in_units
 
 LAYOUT = 2
 NUM_SEGMENTS = 64

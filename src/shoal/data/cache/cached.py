@@ -44,7 +44,7 @@ from shoal.data.packing import BadSample, Part, parts_of, unpack
 from shoal.data.readers.records import Many, ask_many
 from shoal.data.sources import Ids, Source, Varied, as_source, position
 from shoal.errors import RecipeError, UsageError
-from shoal.tables import num_bytes_of
+from shoal.formatting import num_bytes_of
 
 DISK_BYTES = "10GB"
 _PATIENCE_S = 2.0  # for a sample that another process is making

@@ -30,8 +30,8 @@ from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since,
 from shoal.data.cache.ranges import Ranges
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
+from shoal.formatting import in_units
 from shoal.logs import warn_on_screen, warn_once
-from shoal.tables import in_units
 
 LEAST_BYTES = 10**6
 _BLOCK = 4096

@@ -26,11 +26,11 @@ import psutil
 from shoal.data.cache import forks
 from shoal.data.cache.area import LAYOUT, Area, geometry, geometry_of, lay_out
 from shoal.data.cache.layers import Content
-from shoal.decoding import json_or_none
 from shoal.errors import UsageError
-from shoal.files import private_directory
+from shoal.formatting import in_units
 from shoal.logs import log, warn_once
-from shoal.tables import in_units
+from shoal.storage.decoding import json_or_none
+from shoal.storage.files import private_directory
 
 _NAME = "shoal-cache"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"  # another one on every host, and after each start

@@ -4,8 +4,7 @@ with a larger item size (`memcached -I 16m`)."""
 from typing import Any
 
 from shoal.data.cache.remote import EXPIRE_S, TIMEOUT_S, Connection, Gone, Refused, Remote
-from shoal.errors import UsageError
-from shoal.optional import require
+from shoal.errors import UsageError, require
 
 
 class _Memcached:

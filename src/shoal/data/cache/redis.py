@@ -5,9 +5,8 @@ from urllib.parse import urlsplit
 
 from shoal.data.cache.remote import EXPIRE_S, TIMEOUT_S, Connection, Gone, Refused, Remote
 from shoal.data.readers.redis import client
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require
 from shoal.logs import log
-from shoal.optional import require
 
 
 class _Redis:

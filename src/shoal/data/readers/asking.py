@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from shoal.data.readers.records import SourceLost
 from shoal.errors import ShoalError
-from shoal.remote import Patience
+from shoal.storage.remote import Patience
 
 Answer = TypeVar("Answer")
 

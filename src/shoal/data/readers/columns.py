@@ -23,8 +23,7 @@ from torch import Tensor
 from shoal.data.orders import order_of
 from shoal.data.readers.records import BadRecord, hash_parts, require_columns
 from shoal.data.sources import Ids, map_tensors, position
-from shoal.errors import UsageError
-from shoal.optional import require
+from shoal.errors import UsageError, require
 
 Choice: TypeAlias = str | Sequence[str] | Mapping[str, str]
 

@@ -6,7 +6,7 @@ that uses them, at most 64 at a time, and reads name their offset (`pread`), so 
 not disturb each other.
 
 A local read costs two system calls. One behind a URL costs two requests, the bytes and then a look
-at the object; requests are repeated a few times while they fail (`remote.py`).
+at the object; requests are repeated a few times while they fail (`storage/remote.py`).
 """
 
 import errno
@@ -25,8 +25,8 @@ import xxhash
 from shoal.data.given import options_of, path_of
 from shoal.data.readers.records import SourceLost, hash_parts
 from shoal.errors import UsageError
-from shoal.processes import PerProcess
-from shoal.remote import PATIENCE, Patience, Remote, StoreError, shown_url, without_password
+from shoal.storage.remote import PATIENCE, Patience, Remote, StoreError, shown_url, without_password
+from shoal.system.processes import PerProcess
 
 PathLike: TypeAlias = str | os.PathLike[str]
 MOST_HANDLES = 64

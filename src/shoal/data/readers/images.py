@@ -23,9 +23,8 @@ from shoal.data.readers.files import PathLike
 from shoal.data.readers.records import BadRecord
 from shoal.data.readers.tree import Tree
 from shoal.data.sources import position
-from shoal.errors import UsageError, nearest
+from shoal.errors import UsageError, nearest, require
 from shoal.logs import log
-from shoal.optional import require
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Formats that Pillow hands to other programs (EPS) or that hold documents are not tried.

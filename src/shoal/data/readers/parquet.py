@@ -30,9 +30,8 @@ from shoal.data.readers.columns import (
 from shoal.data.readers.files import Files, PathLike
 from shoal.data.readers.records import BadRecord, Indices, positions, require_columns
 from shoal.data.sources import Ids, is_outage
-from shoal.errors import ShoalError, UsageError
-from shoal.optional import require
-from shoal.processes import PerProcess
+from shoal.errors import ShoalError, UsageError, require
+from shoal.system.processes import PerProcess
 
 
 class ParquetRows:

@@ -22,10 +22,9 @@ from shoal.data.given import text_of
 from shoal.data.readers.asking import Lasting, ask
 from shoal.data.readers.records import BadRecord, Indices, SourceLost, positions
 from shoal.data.sources import Ids
-from shoal.errors import UsageError
-from shoal.optional import require
-from shoal.processes import PerProcess
-from shoal.remote import PATIENCE, Patience, shown_url
+from shoal.errors import UsageError, require
+from shoal.storage.remote import PATIENCE, Patience, shown_url
+from shoal.system.processes import PerProcess
 
 Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time

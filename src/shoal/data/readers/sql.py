@@ -45,8 +45,8 @@ from shoal.data.readers.records import (
     require_columns,
 )
 from shoal.errors import UsageError
-from shoal.processes import PerProcess
-from shoal.remote import PATIENCE, Patience
+from shoal.storage.remote import PATIENCE, Patience
+from shoal.system.processes import PerProcess
 
 Connect: TypeAlias = Callable[[], Any]
 Answer = TypeVar("Answer")

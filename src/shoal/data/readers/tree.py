@@ -16,7 +16,7 @@ from shoal.data.given import options_of, path_of
 from shoal.data.readers.files import PathLike, Stamp, Web, is_url, local_stamp, read_local
 from shoal.data.readers.records import Names, hash_parts
 from shoal.errors import UsageError
-from shoal.remote import PATIENCE, Patience, without_password
+from shoal.storage.remote import PATIENCE, Patience, without_password
 
 Wanted = Callable[[str], bool]
 

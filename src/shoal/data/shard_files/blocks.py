@@ -21,8 +21,8 @@ from shoal.data.shard_files.format import (
     shard_name,
 )
 from shoal.data.shard_files.region import mapped
-from shoal.optional import require
-from shoal.processes import PerProcess
+from shoal.errors import require
+from shoal.system.processes import PerProcess
 
 KEPT_BYTES = 32 << 20  # of inflated blocks, in each set that is open
 

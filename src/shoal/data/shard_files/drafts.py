@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.checkpoint.storage import Directory
 from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.fetching import PATIENCE_S, part, within
 from shoal.data.shard_files.format import (
@@ -33,9 +32,10 @@ from shoal.data.shard_files.format import (
     table_bytes,
 )
 from shoal.data.shard_files.places import Bucket, Folder
-from shoal.decoding import json_or_none
 from shoal.errors import UsageError
-from shoal.remote import Remote
+from shoal.storage.decoding import json_or_none
+from shoal.storage.remote import Remote
+from shoal.storage.store import Directory
 
 UPLOAD_BYTES = 32 << 20
 SLOWEST_BYTES_PER_S = 100_000  # an upload that is slower is given up

@@ -25,7 +25,7 @@ from shoal.data.readers.records import ask_many
 from shoal.data.sources import LeavesOut, Source, sample_of
 from shoal.data.waiting import WAITING
 from shoal.errors import RecipeError, ShoalError, sendable
-from shoal.processes import die_with_parent
+from shoal.system.processes import die_with_parent
 
 TURN = 16  # samples that a worker loads before the next one's are taken
 MOST_WORKERS = 256

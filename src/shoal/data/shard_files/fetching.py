@@ -24,8 +24,8 @@ from typing import TypeVar
 from shoal.data.shard_files.blocks import opened
 from shoal.data.shard_files.format import BadShards, Index, shard_name
 from shoal.errors import UsageError
-from shoal.processes import PerProcess
-from shoal.remote import Remote
+from shoal.storage.remote import Remote
+from shoal.system.processes import PerProcess
 
 CACHE_BYTES = 16 << 30
 PART_BYTES = 8 << 20

@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.decoding import decode_json
 from shoal.errors import UsageError
+from shoal.storage.decoding import decode_json
 
 FORMAT, VERSION = "shoal-shards", 1
 INDEX, SEAL = "index.json", "index.sha256"

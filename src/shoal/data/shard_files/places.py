@@ -18,8 +18,8 @@ from shoal.data.shard_files import format as formats
 from shoal.data.shard_files.fetching import CACHE_BYTES, Copies, within
 from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
 from shoal.errors import UsageError
-from shoal.remote import Patience, Remote
-from shoal.rundir import cache_directory
+from shoal.storage.remote import Patience, Remote
+from shoal.storage.rundir import cache_directory
 
 PATIENCE = Patience(num_tries=4, first_pause_s=0.2, most_pause_s=5.0)
 _SEAL_BYTES = 1024

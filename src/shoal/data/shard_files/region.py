@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import UsageError
-from shoal.large_pages import MAP_FIXED, MAP_NORESERVE, PROT_NONE, bytes_at, map_at, reserve
+from shoal.system.large_pages import MAP_FIXED, MAP_NORESERVE, PROT_NONE, bytes_at, map_at, reserve
 
 GRANULE = 64 << 10  # the largest page of any machine this runs on
 

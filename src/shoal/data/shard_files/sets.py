@@ -28,7 +28,7 @@ from shoal.data.shard_files.format import BadShards, Index, first_samples
 from shoal.data.shard_files.places import Bucket, Local, Place
 from shoal.data.sources import Ids
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.processes import PerProcess
+from shoal.system.processes import PerProcess
 
 AT_ONCE = 4  # shards that are fetched beside each other
 _NUM_TRIES = 10  # to open a local copy, which others may remove as often as it is fetched

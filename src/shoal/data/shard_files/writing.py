@@ -46,10 +46,9 @@ from shoal.data.shard_files.places import open_place
 from shoal.data.sources import LeavesOut, Source, Varied, as_source, sample_of
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
 from shoal.data.waiting import WAITING
-from shoal.decoding import json_or_none
-from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+from shoal.errors import RecipeError, ShoalError, UsageError, nearest, require
 from shoal.logs import log
-from shoal.optional import require
+from shoal.storage.decoding import json_or_none
 
 SHARD_BYTES = 64 << 20
 _NUM_PROBES = 16

@@ -24,9 +24,9 @@ from shoal.data.packing import BadSample
 from shoal.data.sources import Pass, is_outage, not_reached
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.data.transforms.layers import Layer, below
-from shoal.decoding import json_or_none
 from shoal.errors import RecipeError, ShoalError, UsageError, sendable
 from shoal.logs import log, warn_once
+from shoal.storage.decoding import json_or_none
 
 _MOST_REASON = 2000  # characters
 

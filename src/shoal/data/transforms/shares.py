@@ -28,10 +28,10 @@ import xxhash
 
 from shoal.data.given import require_whole
 from shoal.errors import UsageError
-from shoal.files import write_whole
 from shoal.logs import log
-from shoal.processes import die_with_parent
-from shoal.rundir import cache_directory
+from shoal.storage.files import write_whole
+from shoal.storage.rundir import cache_directory
+from shoal.system.processes import die_with_parent
 
 _MAGIC = b"shoal-transforms-1 xxh3:"
 _LEAST_SHARE = 256  # samples

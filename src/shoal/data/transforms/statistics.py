@@ -31,9 +31,9 @@ from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import key_of
 from shoal.data.transforms.layers import loads
 from shoal.data.transforms.shares import Job, result_of
-from shoal.decoding import decode_json
 from shoal.errors import RecipeError, UsageError
-from shoal.files import read_plain, write_whole
+from shoal.storage.decoding import decode_json
+from shoal.storage.files import read_plain, write_whole
 
 Fields: TypeAlias = Sequence[str] | Mapping[str, int | None]
 

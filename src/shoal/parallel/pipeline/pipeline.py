@@ -42,7 +42,7 @@ from shoal.parallel.pipeline.stages import (
     recut,
 )
 from shoal.parallel.pipeline.tape import signature
-from shoal.plan_rules import fits_schedule
+from shoal.plans.rules import fits_schedule
 
 MAX_FORMS = 8  # of inputs whose tapes and stages are kept
 Step = tuple[Callable[[int], None], int]  # what a stage does, and for which microbatch

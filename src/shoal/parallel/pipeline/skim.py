@@ -42,9 +42,7 @@ class Stage:
             for name in self.units
         }
         skipped = [n for n, at in tape.made_at.items() if at < spec.start]
-        self.stand_ins = {
-            n: stand_in(tape.values[n], n) for n in skipped if n not in spec.received
-        }
+        self.stand_ins = {n: stand_in(tape.values[n], n) for n in skipped if n not in spec.received}
         self.partial = [path for path, at in tape.partial.items() if at < spec.start]
         # None: as it is.
         self.orders_in = [_back(tape.values[n].order) for n in spec.received]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.layout import Slice
-from shoal.plan import Plan
+from shoal.plans.plan import Plan
 from shoal.sync.outer import ANCHOR, MOMENTUM, Rule, trained
 from shoal.sync.state import HeldState, Run, Source
 

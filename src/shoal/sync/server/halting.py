@@ -7,7 +7,7 @@ the question.
 
 from collections.abc import Callable
 
-from shoal.mesh import NOTHING_ASKED, Asked
+from shoal.comm.mesh import NOTHING_ASKED, Asked
 from shoal.sync.server.line import Line
 from shoal.sync.server.messages import Halt, Stop
 

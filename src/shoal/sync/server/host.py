@@ -3,7 +3,7 @@
 To its workers it is a server that holds everything; to the servers of the plan it is one worker
 whose pieces are those of its host. So between hosts each gradient and each parameter travels once a
 host instead of once a worker. Sums keep the tree's order, since a host's pieces are one of its
-subtrees (`plan_rules.py` sees to that), and the result keeps its bits.
+subtrees (`plans/rules.py` sees to that), and the result keeps its bits.
 
 It holds nothing that exists once: if it dies, workers push again to its successor, which pulls the
 parameters of now. While it waits for other hosts its workers wait with it, so it may block.
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import Servers
 from shoal.comm.tree import Block
 from shoal.comm.wire import tensor_of
 from shoal.data.split import share
 from shoal.faults import faultpoint
-from shoal.mesh import Servers
-from shoal.plan_size import Size
+from shoal.plans.size import Size
 from shoal.sync.server.arriving import Arriving, Frame
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.guests import Guest

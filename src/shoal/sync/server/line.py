@@ -19,10 +19,9 @@ import zmq
 from torch import Tensor
 
 from shoal.comm.door import Passage, enter
+from shoal.comm.mesh import Servers
 from shoal.comm.wire import BadFrame, connect, pack, unpack
 from shoal.errors import GroupLost, ShoalError
-from shoal.mesh import Servers
-from shoal.processes import giving_way
 from shoal.sync.server.messages import (
     Apply,
     Check,
@@ -35,6 +34,7 @@ from shoal.sync.server.messages import (
     Sum,
     WorkerMessage,
 )
+from shoal.system.processes import giving_way
 
 TICK_MS = 50
 AGAIN_S = 2.0

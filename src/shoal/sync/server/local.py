@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from shoal.comm.mesh import NOTHING_ASKED, Mesh
 from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
-from shoal.mesh import NOTHING_ASKED, Mesh
 from shoal.parallel.layout import Slice
 from shoal.sync.local import LocalSGD
 from shoal.sync.means import Means

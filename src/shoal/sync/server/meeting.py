@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.comm.collectives import Group
-from shoal.mesh import Mesh
+from shoal.comm.mesh import Mesh
 from shoal.parallel.layout import Holding
 from shoal.sync.rounds import Held
 from shoal.sync.server.shard import trained

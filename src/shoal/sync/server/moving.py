@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.errors import ShoalError
 from shoal.faults import faultpoint
-from shoal.files import replacing
+from shoal.storage.files import replacing
 from shoal.sync.server.journal import records_of, write_record
 from shoal.sync.server.layout import Layout
 from shoal.sync.server.placement import place

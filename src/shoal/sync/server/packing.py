@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.comm.wire import tensor_of
 from shoal.errors import RecipeError
 from shoal.numerics.quantization import Halves, codec_of
-from shoal.plan_keys import PACKED
+from shoal.plans.keys import PACKED
 
 BYTES = 2  # of a packed element
 

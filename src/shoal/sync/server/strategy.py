@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.buckets import Bucket, Buckets
+from shoal.comm.mesh import Mesh
 from shoal.comm.shared_memory import NotShared
 from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
 from shoal.data.split import share
 from shoal.errors import GroupLost
-from shoal.mesh import Mesh
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
 from shoal.sync.replicas import Merged

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.mesh import Asked, Mesh
 from shoal.faults import faultpoint
-from shoal.mesh import Asked, Mesh
 from shoal.numerics.fragments import Timetable
 from shoal.parallel.layout import Slice, whole
 from shoal.sync.outer import RESIDUAL, Rule

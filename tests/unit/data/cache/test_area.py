@@ -30,7 +30,7 @@ from shoal.data.cache.area import (
 from shoal.data.cache.joining import join_area
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, content_of, in_child, key_of
-from shoal.testing.leaks import wait_until
+from tests.support.leaks import wait_until
 
 SIZE = 8000  # of a sample; more than half of a segment of the smallest area
 

@@ -15,7 +15,7 @@ from shoal.data.cache.layers import SEAL_BYTES, Row, sealed, unsealed
 from shoal.data.cache.memcached import memcached_layer
 from shoal.data.cache.redis import redis_layer
 from shoal.testing.caches import CONTENT, KEY, OTHER, LayerConformance, Place
-from shoal.testing.servers import Server, start_memcached, start_redis
+from tests.support.servers import Server, start_memcached, start_redis
 
 ENTRY_BYTES = 64
 

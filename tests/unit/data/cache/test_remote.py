@@ -14,8 +14,8 @@ from shoal.data.cache.redis import redis_layer
 from shoal.data.cache.remote import Connection, Gone, Refused, Remote
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, OTHER
-from shoal.testing.leaks import wait_until
-from shoal.testing.servers import Server, start_memcached, start_redis
+from tests.support.leaks import wait_until
+from tests.support.servers import Server, start_memcached, start_redis
 
 PASSWORD = "hidden-word"
 

@@ -11,9 +11,9 @@ import pytest
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.redis import redis_list, redis_stream
 from shoal.errors import UsageError
-from shoal.remote import Patience
-from shoal.testing.servers import Server, start_redis
+from shoal.storage.remote import Patience
 from shoal.testing.sources import Case, SourceConformance
+from tests.support.servers import Server, start_redis
 
 redis = pytest.importorskip("redis", reason="needs the extra redis")
 HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.testing import servers
-from shoal.testing.leaks import is_alive, wait_until
-from shoal.testing.servers import Server, start_memcached, start_redis
+from tests.support import servers
+from tests.support.leaks import is_alive, wait_until
+from tests.support.servers import Server, start_memcached, start_redis
 
 
 def version(server: Server) -> bytes:
@@ -38,7 +38,7 @@ def test_a_server_dies_with_who_started_it(tmp_path: Path) -> None:
     with start_redis() as server:
         pass  # skips where there is none
     code = (
-        "from shoal.testing.servers import start_redis\n"
+        "from tests.support.servers import start_redis\n"
         "with start_redis() as server:\n"
         "    print(server._process.pid, flush=True)\n"
         "    input()\n"

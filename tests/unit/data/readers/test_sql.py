@@ -19,10 +19,10 @@ from shoal.data.readers import keys
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
-from shoal.remote import Patience
-from shoal.testing.leaks import wait_until
-from shoal.testing.servers import PASSWORD, Server, start_postgres
+from shoal.storage.remote import Patience
 from shoal.testing.sources import Case, SourceConformance
+from tests.support.leaks import wait_until
+from tests.support.servers import PASSWORD, Server, start_postgres
 
 HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 ROWS = [(7, "seven", b"\x07", 0.5), (2, "two", None, 1.5), (5, "100% 'x'", b"", None)]

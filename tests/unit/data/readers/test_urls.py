@@ -14,9 +14,9 @@ from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
-from shoal.remote import Patience, shown_url, without_password
-from shoal.testing.gates import Gate
+from shoal.storage.remote import Patience, shown_url, without_password
 from shoal.testing.sources import Case, SourceConformance
+from tests.support.gates import Gate
 
 HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 CONTENT = b'{"a": 1}\n{"a": 2}\n"three"\n'

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.data.shard_files import places
-from shoal.remote import Patience
+from shoal.storage.remote import Patience
 from tests.unit.data.shards.made import NUM, Small, same
 
 HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)

@@ -16,8 +16,8 @@ from shoal.data.sources import FetchesAhead
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.quarantine import quarantine
 from shoal.data.views import in_order, join, some
-from shoal.remote import Remote
-from shoal.testing.leaks import wait_until
+from shoal.storage.remote import Remote
+from tests.support.leaks import wait_until
 from tests.unit.data.shards.made import NUM, make
 from tests.unit.data.shards.stores import URL, hasty
 

@@ -15,7 +15,7 @@ from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.quarantine import quarantine
 from shoal.errors import Ended, RecipeError, ShoalError
-from shoal.testing.leaks import descendants
+from tests.support.leaks import descendants
 from tests.unit.data.shards.made import KINDS, NUM, Small, in_a_fork, kill, same
 
 

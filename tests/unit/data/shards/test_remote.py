@@ -26,8 +26,8 @@ from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import LostSample, shards
 from shoal.data.shard_files.verifying import faults
 from shoal.data.transforms.quarantine import quarantine
-from shoal.remote import Remote, StoreError
-from shoal.testing.gates import Gate
+from shoal.storage.remote import Remote, StoreError
+from tests.support.gates import Gate
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same
 from tests.unit.data.shards.stores import URL, check, hasty, objects
 

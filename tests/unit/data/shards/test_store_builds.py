@@ -11,7 +11,7 @@ from shoal.data.shard_files.places import open_place, read_index
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.verifying import faults
 from shoal.errors import UsageError
-from shoal.remote import Remote
+from shoal.storage.remote import Remote
 from tests.unit.data.shards.made import files, make
 from tests.unit.data.shards.stores import URL, check, hasty, objects
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh, Servers
 from shoal.comm.reach import Reach
 from shoal.comm.shared_memory import NotShared
-from shoal.mesh import Mesh, Servers
 from shoal.sync.server import memory
 from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server

@@ -15,9 +15,9 @@ import torch
 import zmq
 from torch import Tensor
 
+from shoal.comm.mesh import Servers
 from shoal.comm.wire import connect, pack, tensor_of, unpack
 from shoal.errors import GroupLost
-from shoal.mesh import Servers
 from shoal.sync.server import line as module
 from shoal.sync.server import serve
 from shoal.sync.server.line import Line, NotServed
@@ -34,7 +34,7 @@ from shoal.sync.server.messages import (
     Values,
 )
 from shoal.sync.server.server import Server
-from shoal.testing.relay import Message, Relay
+from tests.support.relay import Message, Relay
 from tests.unit.sync.server.played import GENERATION, SECRET, Worker, make_server, opened, values
 
 NUM_BATCHES = 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.comm.collectives import Group
-from shoal.mesh import Mesh, Servers
+from shoal.comm.mesh import Mesh, Servers
 from shoal.sync.server.strategy import ThroughServers
 from shoal.sync.state import Given, HeldState, Run, State
 from shoal.sync.strategy import Tally

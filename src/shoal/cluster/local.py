@@ -1,0 +1,104 @@
+"""A run's processes on this machine: a fork server that has loaded the recipe."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.logs import log
+from shoal.system.fork_server import ChildMain, NotPrepared, Nursery, Prepare, Prepared
+from shoal.system.processes import NOTICE, Wait, how_it_ended, readable
+
+Facts = dict[str, Any]
+FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
+LOOK_S = 1.0
+
+
+class NotLoaded(ShoalError):
+    """The recipe could not be prepared; `trace` is its traceback, if it was its own doing."""
+
+    def __init__(self, message: str, trace: str, exit_code: int):
+        super().__init__(message)
+        self.trace = trace
+        self.exit_code = exit_code
+
+
+@contextmanager
+def nursed(prepare: Prepare, output: Path) -> Iterator[tuple[Nursery, Facts]]:
+    """A nursery that has prepared, and what it found; it ends with the block."""
+    NOTICE.open()
+    nursery = Nursery(partial(_prepare, prepare), output)
+    try:
+        _tell_of_wait(nursery)
+        yield nursery, await_facts(nursery)
+    finally:
+        nursery.close()
+        NOTICE.close()
+
+
+def _prepare(prepare: Prepare) -> tuple[Facts, ChildMain]:
+    """In the nursery; ranks, which are forked from it later, have heartbeats."""
+    NOTICE.begin()
+    try:
+        return prepare()
+    finally:
+        NOTICE.end()
+
+
+def _tell_of_wait(nursery: Nursery) -> None:
+    """While the recipe is prepared, which may load samples: a source may hang, or be slow.
+
+    A sample has its limit, as in training. What else a recipe does may take as long as it likes.
+    """
+    began = time.monotonic()
+    next_s = FIRST_S
+    while not readable([nursery.fileno()], min(next_s, LOOK_S)):
+        now, wait = time.monotonic(), NOTICE.read()
+        is_lost = wait is not None and now - wait.since_s >= wait.limit_s
+        if now - began < next_s and not is_lost:
+            continue
+        next_s *= 2
+        nursery.say_where()
+        if wait is not None and is_lost:
+            readable([nursery.fileno()], 0.5)  # while it writes that
+            raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
+        log.warning(
+            "The recipe is not ready after %.0f s. What it does just now is at the end of "
+            "logs/recipe.log in the run directory; Ctrl-C ends it.",
+            now - began,
+        )
+
+
+def _lost(wait: Wait, seconds: float) -> str:
+    last = wait.first + wait.num_samples - 1
+    named = f"sample {last}" if wait.num_samples == 1 else f"samples {wait.first} to {last}"
+    return (
+        f"{named}: nothing came for {seconds:.0f} s while the recipe was prepared, which is the "
+        "limit. The source, or the disk or server behind it, hangs; where it stands is at the end "
+        "of logs/recipe.log in the run directory. Try such a sample by itself, and start again."
+    )
+
+
+def await_facts(nursery: Nursery) -> Facts:
+    try:
+        report = nursery.next_report()
+    except EOFError:
+        status = nursery.close()
+        hints = {
+            -signal.SIGKILL: " (for want of memory, perhaps: the system's log says so then)",
+            -signal.SIGILL: " (an instruction that this CPU does not have: so ends bf16 where it "
+            "only says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
+        }
+        raise RecipeError(
+            f"The process that loads the recipe {how_it_ended(status)}{hints.get(status, '')}. "
+            "Its output is in logs/recipe.log of the run directory."
+        ) from None
+    if isinstance(report, NotPrepared):
+        raise NotLoaded(report.message, report.trace, report.exit_code)
+    if not isinstance(report, Prepared):
+        raise UsageError("The process that loads the recipe answered out of turn.")
+    return report.facts

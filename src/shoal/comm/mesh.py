@@ -1,0 +1,234 @@
+"""The mesh: this rank's place along each axis, and the group to talk to there.
+
+Ranks are numbered with the tensor axis running fastest, then data, then pipeline, so that those
+who talk most sit next to each other.
+
+A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the
+group once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under
+the next generation. Forming has a deadline of its own, because left alone it can wait half an
+hour for a rank that never came.
+"""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, Self
+
+from shoal.comm.collectives import Group
+from shoal.comm.store import client, come_together, form_group, leave_group, listen
+from shoal.comm.wire import Keys
+from shoal.errors import GroupLost, PlanError, UsageError
+from shoal.events.step import StepInfo
+from shoal.logs import log
+from shoal.plans.size import Size
+from shoal.world import World
+
+FORM_TIMEOUT_S = 30.0
+
+
+class Axes(NamedTuple):
+    """The lengths of the axes within a replica; the data axis takes the rest of the ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
+class Servers(NamedTuple):
+    """The parameter servers of a generation, as a worker finds them."""
+
+    addresses: tuple[str, ...]
+    generation: int
+    secret: str  # of the run
+    is_lost: Callable[[], bool]  # whether their generation is over
+    keys: Keys | None = None  # if they are on several hosts
+
+
+class Asked(NamedTuple):
+    """What a rank was asked for, to be agreed on with the others: that all stop after a step, or
+    wait there for the next generation."""
+
+    stop: bool = False
+    meet: bool = False
+
+
+NOTHING_ASKED = Asked()
+
+
+class Mesh(NamedTuple):
+    """Ranks that run one step together. Built anew for every generation."""
+
+    world: Group  # all of them
+    data: Group
+    tensor: Group
+    pipeline: Group
+    device: str
+    counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
+    servers: Servers | None = None
+    sizes: tuple[Size, ...] = ()  # that the run had, the last one now; unless it keeps its size
+
+    @classmethod
+    def form(cls, world: Group, axes: Axes, device: str) -> Self:
+        """Cut the world into lines along each axis. Every rank must call it."""
+        num_data = world.num_ranks // (axes.tensor * axes.pipeline)
+        if num_data * axes.tensor * axes.pipeline != world.num_ranks:
+            raise PlanError(
+                f"{world.num_ranks} ranks cannot be shared out to tensor={axes.tensor} x "
+                f"pipeline={axes.pipeline}. Ranks are data x tensor x pipeline."
+            )
+        shape = (axes.pipeline, num_data, axes.tensor)
+        if num_data < world.num_ranks:
+            # The group that ranks met in was formed under a short deadline, which Gloo keeps for
+            # messages between two ranks; and a stage may take its time.
+            world = world.part(range(world.num_ranks))
+        pipeline, data, tensor = (_line(world, shape, axis) for axis in range(3))
+        return cls(world, data, tensor, pipeline, device)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world.num_ranks
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a replica of the model takes more than one rank."""
+        return self.data is not self.world
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.world.bytes_sent
+
+
+def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
+    """The ranks that differ from this one along one axis alone."""
+    if shape[axis] == world.num_ranks:
+        return world
+    if shape[axis] == 1:
+        return Group(is_lost=world.is_lost)
+    stride = math.prod(shape[axis + 1 :])
+    first = world.rank - world.rank // stride % shape[axis] * stride
+    return world.part([first + i * stride for i in range(shape[axis])])
+
+
+Check = Callable[[Group], None]
+
+
+def accept(group: Group) -> None:
+    """Any group will do."""
+
+
+class Seat(Protocol):
+    """A rank's place in the mesh. Called by the trainer, from its thread only.
+
+    `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed. `step`
+    is the one of which a failure is told.
+    """
+
+    step: int
+
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        """The first mesh. `check` is called in each new group, before it is cut along axes."""
+        ...
+
+    def reform(self, lost: GroupLost) -> Mesh:
+        """The mesh of the next generation; raises `lost` if none comes."""
+        ...
+
+    def formed(self, step: int) -> None:
+        """Say that the new group agrees on the state after `step`."""
+        ...
+
+    def stepped(self, info: StepInfo) -> None: ...
+    def tell(self, event: str, **what: Any) -> None:
+        """Put something on the run's record."""
+        ...
+
+    def asked(self) -> Asked: ...
+    def finish(self, meets: bool = False) -> bool:
+        """Wait until this rank may end: True; False if another generation comes first.
+
+        If all only meet, that generation is what they wait for.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class LauncherSeat:
+    """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
+
+    def __init__(self, world: World):
+        self.world, self.step = world, 0
+        self._form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
+        self._owns_group = False
+        self._stop = False
+        self._handler: Any = None  # of SIGTERM, before ours
+
+    def stop_on_term(self) -> None:
+        """Let SIGTERM stop the training after a step that all ranks agree on."""
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._request_stop)
+
+    def _request_stop(self, *_: object) -> None:
+        self._stop = True
+
+    def form(self, axes: Axes, check: Check = accept) -> Mesh:
+        world = self.world
+        if world.num_ranks == 1:
+            return Mesh.form(Group(), axes, world.device)
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            host, port = _master()
+            if world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+                store, _ = listen(host, port)
+                store.set_timeout(timedelta(seconds=self._form_timeout_s))
+            else:
+                store = client(host, port, self._form_timeout_s)
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            come_together(store, f"shoal/{restart}", world, self._form_timeout_s)
+            form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))
+            self._owns_group = True
+        group = Group(dist.group.WORLD)
+        check(group)
+        return Mesh.form(group, axes, world.device)
+
+    def reform(self, lost: GroupLost) -> Mesh:
+        raise lost
+
+    def formed(self, step: int) -> None:
+        """Nobody keeps account."""
+
+    def stepped(self, info: StepInfo) -> None:
+        """Nobody watches."""
+
+    def tell(self, event: str, **what: Any) -> None:
+        told = ", ".join(f"{name} {value}" for name, value in what.items())
+        log.info("%s: %s", event, told)
+
+    def asked(self) -> Asked:
+        return Asked(stop=self._stop)
+
+    def finish(self, meets: bool = False) -> bool:
+        return True
+
+    def close(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+        if self._owns_group:
+            leave_group()
+
+
+def _master() -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError(
+            "The launcher started several ranks but MASTER_ADDR and MASTER_PORT do not say where "
+            "they meet. Set them to the first host's address and a free port, or use torchrun."
+        ) from None

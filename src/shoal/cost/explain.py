@@ -1,0 +1,365 @@
+"""What a plan does to a model, said before a rank starts.
+
+`explain` builds the model once, looks at it as the ranks' common process would
+(`training/build.py`), and works out for every rank what it holds and what it sends in a step. The
+optimizer's state is found by one step on tiny stand-ins of the parameters; messages of the tensor
+axis are counted on a dry run of one piece that sends nothing. Activations are not predicted.
+
+Cost: one copy of the model, a handful of forwards, and one backward pass if `tensor` is above 1.
+Read next: `rank.py` for who holds what, `memory.py` and `traffic.py` for bytes and messages,
+`tensor.py` for the tensor axis, `servers.py` for parameter servers.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from shoal.cost.lookups import count_lookups
+from shoal.cost.memory import Memory, memory
+from shoal.cost.rank import Facts, Kept, Rank, Whole
+from shoal.cost.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
+from shoal.cost.tensor import Cuts, count_moves, cuts_of
+from shoal.cost.traffic import Message, holders_of, messages
+from shoal.errors import RecipeError
+from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.optimizers import Part, is_element_wise, put_parts, stepper
+from shoal.parallel import fsdp
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
+from shoal.parallel.striping import tables_of, weights_of
+from shoal.plans.plan import Plan
+from shoal.training.build import Prepared, prepare
+from shoal.training.run import Run, call_model, make_batches
+
+_TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in: all differ, so that its state tells its dims
+
+
+class StageRow(msgspec.Struct, frozen=True):
+    """A stage of a pipeline; bytes are those of one microbatch."""
+
+    index: int
+    rank: int  # on the pipeline axis
+    first: str
+    last: str
+    num_parameters: int
+    share: float  # of the cost
+    num_sent: int  # values
+    sent_bytes: int
+    stays: bool  # the next stage is on the same rank
+
+
+class Tied(msgspec.Struct, frozen=True):
+    name: str
+    ranks: list[int]  # on the pipeline axis
+    num_bytes: int
+
+
+class Bubble(msgspec.Struct, frozen=True):
+    """The share of the time for which a pipeline rank waits, stages being equal."""
+
+    share: float
+    formula: str
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """One rank: its place, what it holds, what it sends in a step."""
+
+    rank: int
+    pipeline: int
+    data: int
+    tensor: int
+    stages: list[int]
+    num_pieces: int  # of each step
+    num_held: int  # elements of parameters
+    num_stepped: int  # elements that its optimizer steps on
+    memory: Memory
+    messages: list[Message]
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    plan: str
+    num_ranks: int
+    axes: dict[str, int]
+    zero: int
+    num_pieces: int
+    piece_samples: int
+    round_size: int  # pieces in a pipeline together
+    num_parameters: int
+    num_trained: int
+    alone: dict[str, int]  # bytes in one process: parameters, gradients, optimizer
+    stages: list[StageRow]
+    tied: list[Tied]
+    bubble: Bubble | None
+    cuts: Cuts | None
+    ranks: list[RankRow]
+    servers: list[ServerRow]
+    hosts: list[ServerRow]  # the servers that hosts have of their own
+    notes: list[str]
+
+
+_LAZY = (
+    "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "
+    "without the rest of their pages."
+)
+_TABLES = (
+    "Rows of tables are those that the first batch looks up; other batches may touch more or fewer."
+)
+
+
+def explain(run: Run, plan: Plan) -> Explanation:
+    """What a resolved plan does to a run's model. Raises PlanError if it cannot work."""
+    prepared = prepare(run, plan)
+    facts = _facts(run, plan, prepared)
+    ranks = [Rank(facts, number) for number in range(plan.num_ranks)]
+    norm_blocks = sum(rank.counted_blocks() for rank in ranks)
+    found, tensor = prepared.survey.stages, prepared.survey.tensor
+    sizes = {p.name: (math.prod(p.shape), p.dtype.itemsize) for p in facts.parameters}
+    total = sum(count for count, _ in sizes.values())
+    return Explanation(
+        plan=str(plan),
+        num_ranks=plan.num_ranks,
+        axes={"data": plan.num_replicas, "tensor": plan.tensor, "pipeline": plan.pipeline},
+        zero=plan.zero,
+        num_pieces=plan.num_pieces,
+        piece_samples=run.batch_size // plan.num_pieces,
+        round_size=plan.num_microbatches,
+        num_parameters=total,
+        num_trained=sum(sizes[p.name][0] for p in facts.parameters if p.is_trained),
+        alone=_alone(facts),
+        stages=_stage_rows(found, plan, sizes) if found else [],
+        tied=[
+            Tied(name, holders, count * size)
+            for name, (count, size) in sizes.items()
+            if len(holders := holders_of(name, facts)) > 1
+        ],
+        bubble=_bubble(plan, found) if found else None,
+        cuts=cuts_of(tensor, facts, total) if tensor else None,
+        ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
+        servers=server_rows(facts) if plan.num_servers else [],
+        hosts=host_rows(facts) if plan.hosts > 1 else [],
+        notes=[
+            *_notes(plan, found),
+            *([_TABLES] if facts.tables else []),
+            *([_LAZY] if facts.is_lazy else []),
+        ],
+    )
+
+
+# ---- what is asked of the model
+
+
+def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
+    model, survey = prepared.model, prepared.survey
+    piece = make_batches(run, plan.num_pieces).at(0).piece(0)
+    places = [
+        (f"{name}.{own}".strip("."), buffer)
+        for name, module in model.named_modules()
+        for own, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    optimizer = run.make_optimizer(model)
+    parameters = [
+        Whole(name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    tables = weights_of(tables_of(model).values())
+    uses = count_lookups(run, plan.num_pieces, model)
+    lazy = {name: len(use.rows) for name, use in uses.items() if use.is_lazy}
+    parameters = [
+        p._replace(shape=(lazy[p.name], *p.shape[1:])) if p.name in lazy else p for p in parameters
+    ]
+    held = PieceBuffers(model)
+    with torch.no_grad():
+        call_model(model, piece.inputs)
+    changed = dict(zip([name for name, _ in places], held.end_piece(), strict=True))
+    held.restore()
+    facts = Facts(
+        plan=plan,
+        survey=survey,
+        parameters=parameters,
+        units=[_units(prepared, plan, r) for r in range(plan.pipeline) if plan.zero == 3],
+        is_element_wise=is_element_wise(optimizer, tables),
+        state=_state(optimizer, model, tables),
+        buffers={name: buffer.nbytes for name, buffer in places},
+        changed={name: value.numel() for name, value in changed.items() if value is not None},
+        averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
+        moves={},
+        clips=run.clip is not None,
+        tables=uses if plan.num_servers else {},
+        is_lazy=bool(lazy),
+    )
+    if survey.tensor is None:
+        return facts
+    return facts._replace(moves=count_moves(run, plan, prepared, piece))
+
+
+def _units(prepared: Prepared, plan: Plan, rank: int) -> list[list[str]]:
+    """The parameters that FSDP2 shards on a pipeline rank, by unit; the model itself comes last."""
+    model, found, tensor = prepared.model, prepared.survey.stages, prepared.survey.tensor
+    names = {p: name for name, p in model.named_parameters()}
+    owned = set(names.values())
+    if found is not None:
+        indices = range(len(found.stages))
+        rank_of = [rank_of_stage(i, plan.pipeline, plan.schedule) for i in indices]
+        owned = found.held_by([i for i in indices if rank_of[i] == rank])
+    but = set() if tensor is None else {model.get_submodule(name) for name in tensor.crossed}
+    taken: set[str] = set()
+    units = []
+    for unit in fsdp.units(model, owned, but, whole_model=found is None):
+        own = [names[p] for p in unit.parameters() if p.dim() and p.requires_grad]
+        units.append([name for name in own if name in owned and name not in taken])
+        taken.update(units[-1])
+    return units
+
+
+def _state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tables: Collection[Tensor]
+) -> dict[str, list[Kept]]:
+    """What the optimizer keeps of each parameter: one step on stand-ins of a few elements."""
+    names = {p: name for name, p in model.named_parameters()}
+    stand_ins: dict[str, nn.Parameter] = {}
+
+    def stand_in(p: nn.Parameter) -> list[Part]:
+        sizes = [*_TINY, *[1] * p.dim()][: p.dim()]
+        tiny = stand_ins[names[p]] = nn.Parameter(torch.ones(sizes, dtype=p.dtype))
+        dense = torch.ones_like(tiny)
+        tiny.grad = dense.to_sparse(1) if p in tables else dense
+        return [Part(tiny, lambda _: torch.zeros_like(tiny))]
+
+    put_parts(optimizer, stand_in)
+    try:
+        stepper(optimizer)()
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"{type(optimizer).__name__} cannot step on parameters of a few elements, which shows "
+            f"what it keeps of each: {error}. An optimizer must take tensors of any size."
+        ) from error
+    kept = {
+        name: [_kept(value, tiny) for value in optimizer.state.get(tiny, {}).values()]
+        for name, tiny in stand_ins.items()
+    }
+    return {name: [one for one in parts if one is not None] for name, parts in kept.items()}
+
+
+def _kept(value: Any, tiny: nn.Parameter) -> Kept | None:
+    if not isinstance(value, Tensor):
+        return None
+    if value.shape == tiny.shape and value.dim():
+        return Kept(None, value.element_size())
+    sizes = list(tiny.shape)
+    return Kept(tuple(sizes.index(n) for n in value.shape if n in sizes), value.element_size())
+
+
+# ---- rows
+
+
+def _rank_row(rank: Rank, norm_blocks: int) -> RankRow:
+    is_worker = rank.plan.num_servers > 0 and rank.plan.local_steps == 1
+    return RankRow(
+        *rank.place,
+        stages=[stage.index for stage in rank.stages],
+        num_pieces=len(rank.rounds) * rank.plan.num_microbatches,
+        num_held=sum(p.num_elements for p in rank.parameters),
+        num_stepped=rank.num_stepped,
+        memory=worker_memory(rank) if is_worker else memory(rank),
+        messages=worker_messages(rank) if is_worker else messages(rank, norm_blocks),
+    )
+
+
+def _alone(facts: Facts) -> dict[str, int]:
+    """What one process would hold, in bytes."""
+    sizes = {p.name: math.prod(p.shape) * p.dtype.itemsize for p in facts.parameters}
+    trained = [p for p in facts.parameters if p.is_trained]
+    kept = [one.num_bytes(p.shape) for p in trained for one in facts.state.get(p.name, ())]
+    return {
+        "parameters": sum(sizes.values()),
+        "gradients": sum(sizes[p.name] for p in trained),
+        "optimizer": sum(kept),
+    }
+
+
+def _stage_rows(
+    found: StagePlan, plan: Plan, sizes: Mapping[str, tuple[int, int]]
+) -> list[StageRow]:
+    places = [rank_of_stage(s.index, plan.pipeline, plan.schedule) for s in found.stages]
+    return [
+        StageRow(
+            index=stage.index,
+            rank=place,
+            first=stage.first,
+            last=stage.last,
+            num_parameters=sum(sizes[name][0] for name in stage.parameters),
+            share=stage.share,
+            num_sent=len(stage.sent),
+            sent_bytes=sum(found.tape.values[n].num_bytes for n in stage.sent),
+            stays=place == following,
+        )
+        for stage, place, following in zip(found.stages, places, [*places[1:], -1], strict=True)
+    ]
+
+
+def _bubble(plan: Plan, found: StagePlan) -> Bubble:
+    """By the orders of work that PyTorch's schedules make, if all stages take the same time."""
+    p, m, v = plan.pipeline, plan.num_microbatches, plan.num_stages
+    if plan.schedule in ("gpipe", "1f1b"):
+        return Bubble((p - 1) / (m + p - 1), "(p-1)/(m+p-1)")
+    split = all(stage.splits_backward for stage in found.stages)
+    if plan.schedule == "interleaved" or not split:
+        return Bubble((p - 1) / (v * m + p - 1), "(p-1)/(vm+p-1)")
+    # With the backward pass in two a rank idles for p-1 of 3vm+p-1 parts; in a V with few
+    # microbatches for more.
+    idle = max(p - 1, 4 * p - 2 - 2 * m) if plan.schedule == "zbv" else p - 1
+    words = "(p-1)/(3vm+p-1)" if idle == p - 1 else "i/(3vm+i), i=4p-2-2m"
+    return Bubble(idle / (3 * v * m + idle), words)
+
+
+def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
+    notes = ["Activations are not predicted: what autograd keeps depends on the model's code."]
+    if plan.recompute == "blocks":
+        notes.append(
+            "recompute=blocks: a block keeps its inputs only and is run again in backward, for "
+            "about a third more compute."
+        )
+    if plan.offload == "optimizer":
+        notes.append(
+            "offload=optimizer: state lies in files and is mapped in for a part of the parameters "
+            "at a time; a step reads and writes all of it once."
+        )
+    if plan.num_servers:
+        notes.append(
+            "Gradients and parameters count as sent also where they stay in memory that workers "
+            "and servers of a host share."
+        )
+    if plan.bound != 0:
+        notes.append(
+            f"staleness={plan.staleness}: each rank's pieces are a step of the optimizer, with a "
+            "learning rate that is their share of the batch."
+        )
+    if plan.deadline_s is not None:
+        notes.append(
+            f"deadline={plan.deadline}: a round closes so many seconds after its first replica "
+            "came. Who is late brings what it learnt to its next round."
+        )
+    if plan.precision != "fp32":
+        notes.append(
+            f"precision={plan.precision} is that of forward and backward; parameters, gradients "
+            "and optimizer state stay in the types of the model."
+        )
+    if found is not None and plan.schedule in ("zero-bubble", "zbv"):
+        whole = [str(stage.index) for stage in found.stages if not stage.splits_backward]
+        if whole:
+            notes.append(
+                f"The backward pass of stage {', '.join(whole)} cannot be split in two, so "
+                f"schedule={plan.schedule} waits there as an interleaved one does."
+            )
+    if plan.zero == 3 and found is not None:
+        notes.append(
+            "zero=3 in a pipeline: a unit stays gathered from a microbatch's forward to its "
+            "backward pass, so parameters are sharded between steps rather than within one."
+        )
+    return notes

@@ -1,0 +1,254 @@
+"""What one rank of a plan holds and works on, by arithmetic alone. No rank is started.
+
+It asks the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
+`parallel/zero.py`, `data/split.py`), so counts are those of a real step and not of a formula that
+was written down twice.
+
+Read next: `costs.py` for what that costs, `explain.py`, which puts the ranks together.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from shoal.comm.buckets import BUCKET_BYTES, layout
+from shoal.data.split import share
+from shoal.numerics.norms import num_blocks
+from shoal.parallel import zero
+from shoal.parallel.apply import Survey
+from shoal.parallel.layout import blocks_of_rank
+from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
+from shoal.plans.plan import Plan
+from shoal.sync.rounds import blocks_by_rank
+
+if TYPE_CHECKING:
+    from shoal.cost.lookups import Uses
+
+
+class Place(NamedTuple):
+    """A rank's number along each axis."""
+
+    rank: int
+    pipeline: int
+    data: int
+    tensor: int
+
+    @classmethod
+    def of(cls, rank: int, plan: Plan) -> "Place":
+        line, tensor = divmod(rank, plan.tensor)
+        pipeline, data = divmod(line, plan.num_replicas)
+        return cls(rank, pipeline, data, tensor)
+
+
+class Whole(NamedTuple):
+    """A parameter of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+
+
+class Kept(NamedTuple):
+    """A tensor of an optimizer's state: the parameter's dims that it has, or None for all."""
+
+    dims: tuple[int, ...] | None
+    itemsize: int
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        own = shape if self.dims is None else [shape[dim] for dim in self.dims]
+        return math.prod(own) * self.itemsize
+
+
+class Local(NamedTuple):
+    """What a rank holds of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+    is_sharded: bool  # by FSDP2
+    rows: int  # of the largest shard, to which FSDP2 fills up all
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        """Of this rank's shard as it is sent."""
+        return self.rows * math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class Moves(msgspec.Struct):
+    """What crosses the tensor axis for one piece in one stage, counted on a dry run."""
+
+    num_forward: int = 0
+    forward_bytes: int = 0
+    num_backward: int = 0
+    backward_bytes: int = 0
+
+
+class Facts(NamedTuple):
+    """What is known of a model and a plan, the same for every rank."""
+
+    plan: Plan
+    survey: Survey
+    parameters: list[Whole]
+    units: list[list[list[str]]]  # of zero=3, by pipeline rank: the parameters of each unit
+    state: Mapping[str, list[Kept]]  # of the optimizer, by parameter
+    is_element_wise: bool
+    buffers: Mapping[str, int]  # bytes
+    changed: Mapping[str, int]  # elements of the buffers that a forward changes
+    averaged_buffers: int  # elements of those that local steps average
+    moves: Mapping[int, Moves]  # over the tensor axis, by stage
+    clips: bool
+    tables: Mapping[str, "Uses"] = MappingProxyType({})  # whose rows are on servers
+    is_lazy: bool = False  # whether there are tables that take memory as rows are touched
+
+
+class Rank:
+    """One rank of a plan."""
+
+    def __init__(self, facts: Facts, rank: int):
+        self.facts, self.plan = facts, facts.plan
+        self.place = Place.of(rank, facts.plan)
+        size, num_replicas = self.plan.num_microbatches, self.num_replicas
+        self.num_rounds = self.plan.num_pieces // size
+        self.rounds = share(self.place.data, num_replicas, self.num_rounds)
+        self.tree = blocks_by_rank(self.num_rounds, num_replicas)
+        self.piece_tree = blocks_by_rank(self.num_rounds, num_replicas, size)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.plan.num_replicas
+
+    @cached_property
+    def stages(self) -> list[StageSpec]:
+        found = self.facts.survey.stages
+        return [s for s in found.stages if self._holds(s.index)] if found else []
+
+    @cached_property
+    def owned(self) -> set[str]:
+        found = self.facts.survey.stages
+        if found is None:
+            return {p.name for p in self.facts.parameters}
+        return found.held_by([stage.index for stage in self.stages])
+
+    @cached_property
+    def parameters(self) -> list[Local]:
+        """In the model's order; what only other stages use is left out."""
+        sharded = {name for unit in self._units() for name in unit}
+        held = self.owned - self.facts.tables.keys()
+        return [self._local(p, sharded) for p in self.facts.parameters if p.name in held]
+
+    @cached_property
+    def trained(self) -> list[Local]:
+        return [p for p in self.parameters if p.is_trained]
+
+    @property
+    def num_stepped(self) -> int:
+        """Elements that this rank's optimizer steps on."""
+        if self.plan.num_servers and self.plan.local_steps == 1:
+            return 0
+        if self.plan.zero in (1, 2):
+            return sum(s.length for s in self.segments)
+        return sum(p.num_elements for p in self.trained)
+
+    @cached_property
+    def buckets(self) -> list[list[Local]]:
+        """What is sent together of the gradients, without ZeRO."""
+        dealt = layout([(p.num_bytes, p.dtype) for p in self.trained], BUCKET_BYTES)
+        return [[self.trained[i] for i in bucket] for bucket in dealt]
+
+    @cached_property
+    def shelves(self) -> list[zero.Shelf]:
+        """The flat buffers of zero=1 and 2."""
+        sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
+        return zero.shelve(sizes, self.num_replicas, self.facts.is_element_wise)
+
+    @cached_property
+    def segments(self) -> list[zero.Segment]:
+        """What of them is this rank's."""
+        return [s for shelf in self.shelves for s in shelf.segments(self.place.data)]
+
+    @cached_property
+    def shelf_bytes(self) -> list[tuple[int, int]]:
+        """Of each shelf, and of this rank's shard of it."""
+        sizes = [self.trained[shelf.indices[0]].dtype.itemsize for shelf in self.shelves]
+        return [
+            (shelf.starts[-1] * size, shelf.shards[self.place.data] * size)
+            for shelf, size in zip(self.shelves, sizes, strict=True)
+        ]
+
+    def counted_blocks(self) -> int:
+        """The blocks of the gradient's norm that this rank brings."""
+        names = {p.name for p in self.trained if self._counts(p)}
+        if self.plan.zero in (1, 2):
+            own = [s.length for s in self.segments if self.trained[s.parameter].name in names]
+        else:
+            own = [p.num_elements for p in self.trained if p.name in names]
+        return sum(map(num_blocks, own))
+
+    def changed_elements(self) -> int:
+        """Of the buffers that this rank's forward changes."""
+        names = set(self.facts.changed)
+        if self.stages:
+            names &= {name for stage in self.stages for name in stage.buffers}
+        return sum(self._part(name, self.facts.changed[name]) for name in names)
+
+    def buffer_bytes(self) -> int:
+        return sum(self._part(name, size) for name, size in self.facts.buffers.items())
+
+    def gathered_units(self) -> list[int]:
+        """The bytes of each unit of zero=3 when it is gathered, filled up."""
+        by_name = {p.name: p for p in self.parameters}
+        return [
+            sum(self.num_replicas * by_name[name].filled_bytes for name in unit)
+            for unit in self._units()
+        ]
+
+    def _units(self) -> list[list[str]]:
+        units = self.facts.units
+        return units[self.place.pipeline] if units else []
+
+    def _holds(self, stage: int) -> bool:
+        return rank_of_stage(stage, self.plan.pipeline, self.plan.schedule) == self.place.pipeline
+
+    def _part(self, name: str, size: int) -> int:
+        tensor = self.facts.survey.tensor
+        return size // self.plan.tensor if tensor is not None and name in tensor.cuts else size
+
+    def _local(self, p: Whole, sharded: set[str]) -> Local:
+        shape, tensor = p.shape, self.facts.survey.tensor
+        if tensor is not None and p.name in tensor.cuts:
+            cut = tensor.cuts[p.name]
+            blocks = blocks_of_rank(shape, cut, self.place.tensor, self.plan.tensor)
+            length = sum(block.shape[cut.dim] for block in blocks)
+            shape = (*shape[: cut.dim], length, *shape[cut.dim + 1 :])
+        rows = 0
+        if p.name in sharded:
+            rows = -(-shape[0] // self.num_replicas)
+            left = max(0, min(rows, shape[0] - rows * self.place.data))
+            shape = (left, *shape[1:])
+        return Local(p.name, shape, p.dtype, p.is_trained, p.name in sharded, rows)
+
+    def _counts(self, p: Local) -> bool:
+        """As `Holding.counts` and the strategies say."""
+        found, tensor = self.facts.survey, self.facts.survey.tensor
+        if found.stages is not None:
+            first = found.stages.holders[p.name][0]
+            if not self._holds(first):
+                return False
+        is_cut = tensor is not None and p.name in tensor.cuts
+        counts_once = self.plan.zero in (1, 2) or p.is_sharded or self.place.data == 0
+        return counts_once and (is_cut or self.place.tensor == 0)

@@ -1,0 +1,244 @@
+"""How a run is spread: one line of text, known to be sound before a process starts.
+
+A `Plan` is a frozen record that parses from `key=value` words and prints as them, defaults left
+out. `Plan(...)` and `Plan.parse` refuse values out of range and keys that contradict each other or
+would do nothing; `resolve` then fixes what depends on the machine and the batch. All of it is
+arithmetic on small numbers, without torch, so a command line can refuse a plan in milliseconds.
+
+Not the place for rules that need the model (heads that a tensor axis must divide): those belong to
+the module that cuts the model. Read `mesh` next, which turns a resolved plan into axes.
+"""
+
+from typing import Literal, Self
+
+import msgspec
+
+from shoal.errors import PlanError, nearest
+from shoal.plans.fit import Counts, fit
+from shoal.plans.keys import KEYS, Value
+from shoal.plans.rules import (
+    STAGES_OF,
+    refuse_contradictions,
+    refuse_unbuilt_codec,
+    refuse_without_effect,
+)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a run is spread. Its fields are the keys of its text; `KEYS` says what each one means."""
+
+    data: int | None = None  # None is `auto`, which `resolve` replaces
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int | None = None  # None: `num_microbatches`
+    stages: int | None = None  # None: `num_stages`
+    sync: str = "allreduce"
+    servers: int = 1
+    hosts: int = 1
+    staleness: int | Literal["any"] = 0
+    combine: str = "mean"
+    damping: str = "none"
+    rates: str = "even"
+    copies: int = 1
+    deadline: str = "none"
+    local_steps: int = 1
+    outer: str = "average"
+    fragments: int = 1
+    sums: str = "exact"
+    codec: str = "none"
+    precision: str = "fp32"
+    accumulate: int = 1
+    pieces: int | None = None  # None until `resolve` fixes it
+    recompute: str = "none"
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        changed = _changed(self)
+        for key in changed:
+            canonical = _read(key, str(getattr(self, key)))
+            msgspec.structs.force_setattr(self, key, canonical)
+        refuse_without_effect(self, changed)
+        refuse_contradictions(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `key=value` words, separated by spaces or commas."""
+        written: dict[str, Value] = {}
+        for word in text.replace(",", " ").split():
+            key, equals, value = word.partition("=")
+            if not equals or not key or not value:
+                raise PlanError(
+                    f"{word!r} in the plan {text!r} is not key=value. A plan is words such as "
+                    "data=2, separated by spaces or commas, with no space around the '='."
+                )
+            if key not in KEYS:
+                raise PlanError(f"The plan has no key {key!r}. {nearest(key, KEYS)}")
+            if key in written:
+                raise PlanError(
+                    f"{key} is given twice in the plan {text!r}. Each key may be given once; "
+                    f"leave one {key} out."
+                )
+            written[key] = _read(key, value)
+        plan: Self = msgspec.convert(written, cls)
+        refuse_without_effect(plan, written)
+        return plan
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={getattr(self, key)}" for key in _changed(self))
+
+    @property
+    def num_replicas(self) -> int:
+        """The length of the data axis. Needs a resolved plan."""
+        if self.data is None:
+            raise PlanError(
+                "The number of replicas is not known while data=auto. It depends on the ranks, "
+                "the cores and the batch; call plan.resolve(...) first."
+            )
+        return self.data
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the mesh; servers and spares come on top. Needs a resolved plan."""
+        return self.num_replicas * self.tensor * self.pipeline
+
+    @property
+    def num_pieces(self) -> int:
+        """The equal parts that the global batch is cut into. Needs a resolved plan."""
+        if self.pieces is None:
+            raise PlanError(
+                f"The number of pieces of the plan {str(self)!r} is not fixed yet. It depends on "
+                "the number of replicas; call plan.resolve(...) first."
+            )
+        return self.pieces
+
+    @property
+    def counts(self) -> Counts:
+        """The keys that share out ranks and pieces."""
+        return Counts(
+            data=self.data,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            accumulate=self.accumulate,
+            microbatches=self.num_microbatches,
+            pieces=self.pieces,
+        )
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether numbers are added in the order of one process, and so have its bits."""
+        return self.sums == "exact" and self.tensor == 1 and self.zero < 3
+
+    @property
+    def outer_rates(self) -> tuple[float, float]:
+        """The rate and the momentum of the outer optimizer; an average moves all the way."""
+        _, *numbers = self.outer.split(":")
+        rate, momentum = map(float, numbers or (1, 0))
+        return rate, momentum
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether local steps are brought together as steps away from the last agreement."""
+        if self.local_steps == 1:
+            return False
+        is_average = self.outer == "average" and self.codec == "none" and self.fragments == 1
+        return self.sync == "server" or not is_average
+
+    @property
+    def num_servers(self) -> int:
+        """Parameter servers, which come on top of the ranks."""
+        return self.servers if self.sync == "server" else 0
+
+    @property
+    def num_host_servers(self) -> int:
+        """Those that add up for the parameter servers, one a host."""
+        return self.hosts if self.hosts > 1 else 0
+
+    @property
+    def num_serving(self) -> int:
+        """All processes that serve."""
+        return self.num_servers + self.num_host_servers
+
+    @property
+    def bound(self) -> int | None:
+        """How many batches a worker may be ahead; None for any number."""
+        return None if self.staleness == "any" else self.staleness
+
+    @property
+    def deadline_s(self) -> float | None:
+        """After how long a round closes without those who have not come."""
+        return None if self.deadline == "none" else float(self.deadline)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether no replica goes on before all have agreed, wherever they do."""
+        return self.bound == 0 and self.deadline_s is None
+
+    @property
+    def rate_factors(self) -> list[float]:
+        """What each replica's learning rate is multiplied with. Needs a resolved plan."""
+        if self.rates == "even":
+            return [1.0] * self.num_replicas
+        return [float(rate) for rate in self.rates.split(":")]
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether a replica of the model takes more than one rank."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it is chosen for what it saves of it."""
+        return self.zero > 0 or self.recompute != "none" or self.offload != "none"
+
+    @property
+    def num_microbatches(self) -> int:
+        """The pieces that are in one pipeline together; 1 without a pipeline."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 2 * self.pipeline if self.pipeline > 1 else 1
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of each pipeline rank."""
+        if self.stages is not None:
+            return self.stages
+        return STAGES_OF[self.schedule][0]
+
+    def refuse_missing(self) -> None:
+        """Refuse a technique that the text knows and the package does not have yet."""
+        refuse_unbuilt_codec(self)
+
+    def resolve(self, *, ranks: int | None, cores: int, batch_size: int) -> Self:
+        """The same plan with `data` and `pieces` fixed, or the reason why it cannot be.
+
+        `ranks` is what a launcher or the command line gave, and must then be met exactly; with None
+        an automatic `data` is the largest count that fits the `cores` and divides the batch.
+        """
+        self.refuse_missing()
+        data, pieces = fit(self.counts, ranks=ranks, cores=cores, batch_size=batch_size)
+        return msgspec.structs.replace(self, data=data, pieces=pieces)
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """Each key with its values and its meaning, in the order in which a plan prints them."""
+    return [(key, known.values, known.meaning) for key, known in KEYS.items()]
+
+
+def _changed(plan: Plan) -> list[str]:
+    return [
+        field.name
+        for field in msgspec.structs.fields(plan)
+        if getattr(plan, field.name) != field.default
+    ]
+
+
+def _read(key: str, text: str) -> Value:
+    try:
+        return KEYS[key].read(text)
+    except ValueError:
+        raise PlanError(
+            f"{key}={text} is not possible. {key}, the {KEYS[key].meaning}, may be "
+            f"{KEYS[key].values}."
+        ) from None

@@ -1,0 +1,352 @@
+"""The rules between the keys of a plan: what has no effect, and what does not go together.
+
+Pure and torch-free. A key that is written must do something, and a plan that contradicts itself is
+refused with the rule and a way out. Rules that need the model belong to the module that cuts it.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.errors import PlanError
+from shoal.plans.fit import refuse_pieces
+from shoal.plans.keys import HALVES, PACKED
+
+if TYPE_CHECKING:
+    from shoal.plans.plan import Plan
+
+
+class Need(NamedTuple):
+    """When a key does something. `without` completes the sentence "... has no effect ..."."""
+
+    met: Callable[["Plan"], bool]
+    without: str
+    way_out: str
+
+
+# How few and how many stages a rank may have under each schedule; the first is the default.
+STAGES_OF: dict[str, tuple[int, float]] = {
+    "1f1b": (1, 1),
+    "gpipe": (1, 1),
+    "interleaved": (2, math.inf),
+    "zero-bubble": (1, math.inf),
+    "zbv": (2, 2),
+}
+
+_PIPELINE = Need(lambda plan: plan.pipeline > 1, "without a pipeline", "add pipeline=2 or more")
+_SERVER = Need(lambda plan: plan.sync == "server", "without servers", "add sync=server")
+_STALE = Need(
+    lambda plan: plan.sync == "server" and plan.staleness != 0,
+    "in lockstep: all replicas step together, on parameters of now",
+    "add sync=server and staleness=1 or more",
+)
+
+# A key that is written, even with its default value, must do something.
+_NEEDS = {
+    "zero": Need(
+        lambda plan: plan.zero == 0 or plan.data != 1,
+        "with data=1: it shards over the data axis",
+        "use data=2 or more",
+    ),
+    "schedule": _PIPELINE,
+    "microbatches": _PIPELINE,
+    "stages": _PIPELINE,
+    "servers": _SERVER,
+    "hosts": _SERVER,
+    "staleness": Need(
+        lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
+        "without servers and several replicas: nobody is there to be ahead of",
+        "add sync=server and data=2 or more",
+    ),
+    "combine": Need(
+        lambda plan: plan.combine == "mean" or (plan.sync == "server" and plan.staleness == 0),
+        "without servers in lockstep: nobody sees the gradients of all replicas",
+        "add sync=server, and leave staleness out",
+    ),
+    "damping": _STALE,
+    "rates": _STALE,
+    "copies": _SERVER,
+    "deadline": Need(
+        lambda plan: (
+            plan.deadline == "none"
+            or (plan.sync == "server" and plan.local_steps > 1 and plan.data != 1)
+        ),
+        "without servers and local steps of several replicas: there are no rounds to close",
+        "add sync=server, local_steps=2 and data=2 or more",
+    ),
+    "local_steps": Need(
+        lambda plan: (
+            plan.local_steps == 1
+            or plan.data != 1
+            or plan.outer != "average"
+            or plan.sync == "server"
+        ),
+        "with data=1: there is no other replica to average with",
+        "use data=2 or more",
+    ),
+    "outer": Need(
+        lambda plan: plan.local_steps > 1,
+        "with local_steps=1: replicas agree on every step",
+        "add local_steps=2 or more",
+    ),
+    "fragments": Need(
+        lambda plan: plan.fragments == 1 or (plan.local_steps > 1 and plan.data != 1),
+        "without local steps of several replicas: nothing is sent that could be cut",
+        "use local_steps=2 and data=2 or more",
+    ),
+    "sums": Need(
+        lambda plan: plan.sums == "exact" or not plan.zero,
+        "with zero: shards are summed by whoever owns them, in one order, at no extra cost",
+        "leave zero out",
+    ),
+    "codec": Need(
+        lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
+        "with data=1: no gradient is sent",
+        "use data=2 or more",
+    ),
+}
+
+
+def refuse_without_effect(plan: "Plan", keys: Iterable[str]) -> None:
+    for key in keys:
+        need = _NEEDS.get(key)
+        if need is not None and not need.met(plan):
+            raise PlanError(
+                f"{key}={getattr(plan, key)} has no effect {need.without}. "
+                f"Leave {key} out, or {need.way_out}."
+            )
+
+
+def refuse_contradictions(plan: "Plan") -> None:
+    _refuse_schedule(plan)
+    _refuse_servers(plan)
+    _refuse_local_steps(plan)
+    if plan.copies > plan.servers:
+        raise PlanError(
+            f"copies={plan.copies} does not fit on servers={plan.servers}. Each copy of a shard "
+            f"lives on a server of its own. Use servers={plan.copies} or copies={plan.servers}."
+        )
+    if plan.zero == 3 and plan.schedule in ("zero-bubble", "zbv"):
+        raise PlanError(
+            f"schedule={plan.schedule} does not go with zero=3. It computes the gradients of "
+            "weights after those of inputs, and FSDP2 has let go of the weights by then. "
+            "Use zero=1 or zero=2, or schedule=1f1b or interleaved."
+        )
+    if plan.pieces is not None:
+        refuse_pieces(plan.counts, plan.pieces)
+        _refuse_uneven_pieces(plan, plan.pieces)
+
+
+def _refuse_servers(plan: "Plan") -> None:
+    if plan.sync != "server":
+        return
+    if plan.tensor * plan.pipeline > 1:
+        key = "tensor" if plan.tensor > 1 else "pipeline"
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with sync=server yet: a worker of a server is "
+            "one rank. Leave one of them out."
+        )
+    if plan.zero or plan.offload != "none":
+        key, value = ("zero", plan.zero) if plan.zero else ("offload", plan.offload)
+        raise PlanError(
+            f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
+            f"and no rank holds any to spare. Leave {key} out, or sync=server."
+        )
+    if plan.local_steps > 1 and plan.fragments > 1:
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with sync=server: servers bring whole windows "
+            "together. Leave one of them out."
+        )
+    if plan.local_steps > 1 and plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
+            "take the mean of what replicas learnt. Leave one of them out."
+        )
+    _refuse_hosts(plan)
+    _refuse_deadline(plan)
+    if plan.sums != "exact":
+        raise PlanError(
+            f"sums={plan.sums} does not go with sync=server, whose servers add up the pieces in "
+            "one order at no extra cost. Leave sums out."
+        )
+    if plan.data is not None and plan.rates != "even" and len(plan.rate_factors) != plan.data:
+        raise PlanError(
+            f"rates={plan.rates} does not go with data={plan.data}. Each replica has a rate of its "
+            f"own. Give {plan.data} of them, separated by colons, or leave rates out."
+        )
+    if plan.rates != "even" and all(float(rate) == 1 for rate in plan.rates.split(":")):
+        raise PlanError(
+            f"rates={plan.rates} has no effect: each replica's learning rate is multiplied with 1. "
+            "Leave rates out, or give one that is not 1."
+        )
+    if plan.combine != "mean" and plan.data is not None and plan.data < 3:
+        raise PlanError(
+            f"combine={plan.combine} does not go with data={plan.data}. Of fewer than three "
+            "replicas nobody can tell which one is wrong. Use data=3 or more, or leave combine out."
+        )
+    if plan.precision == "fp16" and plan.staleness != 0:
+        raise PlanError(
+            f"precision=fp16 does not go with staleness={plan.staleness}. The loss scale of fp16 "
+            "is agreed on every step, and here workers agree on none. Use precision=bf16."
+        )
+
+
+def _refuse_deadline(plan: "Plan") -> None:
+    if plan.deadline == "none":
+        return
+    if plan.staleness != 0:
+        raise PlanError(
+            f"deadline={plan.deadline} does not go with staleness={plan.staleness}, under which "
+            "replicas wait for nobody and there are no rounds. Leave one of them out."
+        )
+    if plan.copies > 1:
+        raise PlanError(
+            f"deadline={plan.deadline} does not go with copies={plan.copies} yet: who was in a "
+            "round is written to a journal. Leave copies out; a journal repairs a server that dies."
+        )
+
+
+def _refuse_hosts(plan: "Plan") -> None:
+    if plan.hosts == 1:
+        return
+    unlike = {"staleness": 0, "combine": "mean", "local_steps": 1, "codec": "none"}
+    for key, value in unlike.items():
+        if getattr(plan, key) != value:
+            raise PlanError(
+                f"{key}={getattr(plan, key)} does not go with hosts={plan.hosts} yet, whose "
+                "servers add up the gradients of every step, in lockstep and as they are. "
+                f"Leave {key} or hosts out."
+            )
+    if plan.data is not None and plan.data % plan.hosts:
+        raise PlanError(
+            f"data={plan.data} cannot be spread evenly over hosts={plan.hosts}. "
+            f"Use data={2 * plan.hosts}, or another multiple of {plan.hosts} above that."
+        )
+    if plan.data == plan.hosts:
+        raise PlanError(
+            f"hosts={plan.hosts} has no effect with data={plan.data}. A host's server adds up the "
+            f"gradients of several ranks. Use data={2 * plan.hosts}, or another multiple of "
+            f"{plan.hosts} above that, or leave hosts out."
+        )
+    if plan.data is None or plan.pieces is None:
+        return
+    pieces, rest = divmod(plan.pieces, plan.hosts)
+    if rest or pieces & (pieces - 1):
+        raise PlanError(
+            f"pieces={plan.pieces} do not make subtrees for hosts={plan.hosts}. Each host adds up "
+            "its own pieces in the order of one process, so it needs 1, 2, 4, 8, ... of them. "
+            f"Use pieces={plan.hosts * (1 << pieces.bit_length())}, or data, accumulate and hosts "
+            "that are powers of two."
+        )
+
+
+def _refuse_schedule(plan: "Plan") -> None:
+    """What PyTorch's schedules cannot run."""
+    fewest, most = STAGES_OF[plan.schedule]
+    if not fewest <= plan.num_stages <= most:
+        allowed = str(fewest) if fewest == most else f"{fewest} or more"
+        raise PlanError(
+            f"stages={plan.stages} does not go with schedule={plan.schedule}, which needs "
+            f"{allowed} on each rank. Leave stages out, or use another schedule."
+        )
+    if plan.pipeline == 1:
+        return
+    count = plan.num_microbatches
+    if not fits_schedule(plan.schedule, plan.pipeline, count):
+        near = max(1, count // plan.pipeline) * plan.pipeline
+        rule = (
+            "one for each rank at least"
+            if plan.schedule == "1f1b"
+            else f"a number that falls into {count // plan.pipeline} equal rounds"
+        )
+        raise PlanError(
+            f"microbatches={count} does not go with schedule={plan.schedule} over "
+            f"pipeline={plan.pipeline}, which needs {rule}. Use microbatches={near} or "
+            f"{near + plan.pipeline}, or schedule=gpipe."
+        )
+
+
+def fits_schedule(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether a schedule can run so many microbatches in one round."""
+    if schedule == "1f1b":
+        return num_microbatches >= num_ranks
+    if schedule in ("interleaved", "zero-bubble"):
+        return num_microbatches % max(1, num_microbatches // num_ranks) == 0
+    return True
+
+
+def _refuse_local_steps(plan: "Plan") -> None:
+    if plan.local_steps == 1:
+        return
+    if plan.tensor * plan.pipeline > 1:
+        key = "tensor" if plan.tensor > 1 else "pipeline"
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with local_steps={plan.local_steps} yet: a "
+            "replica that steps alone is one rank. Leave one of them out."
+        )
+    if plan.precision == "fp16":
+        raise PlanError(
+            f"precision=fp16 does not go with local_steps={plan.local_steps}. The loss scale of "
+            f"fp16 is agreed on every step, and replicas agree only every {plan.local_steps} "
+            "steps. Use precision=bf16."
+        )
+    if plan.zero:
+        raise PlanError(
+            f"zero={plan.zero} does not go with local_steps={plan.local_steps}. Between two "
+            "averages the replicas differ, so none can hold a part of the others' state. "
+            "Leave one of them out."
+        )
+    if plan.fragments > plan.local_steps:
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with local_steps={plan.local_steps}. Each "
+            "fragment is sent after a step of its own, once in that many steps. "
+            f"Use fragments={plan.local_steps} or fewer, or more local_steps."
+        )
+    if plan.codec != "none" and plan.sums == "ring":
+        raise PlanError(
+            f"sums=ring does not go with codec={plan.codec}. Rounding to a few bits makes whole "
+            "steps of last bits, so results in another order could not be compared. Leave sums "
+            "out: replicas that step alone send no sums."
+        )
+
+
+def refuse_unbuilt_codec(plan: "Plan") -> None:
+    """Packing is there for what local steps send and servers are sent, rounding each element."""
+    if plan.codec == "none":
+        return
+    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALVES:
+        if plan.combine != "mean":
+            raise PlanError(
+                f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
+                "not trusted could hide behind rounding. Leave one of them out."
+            )
+        return
+    rounds = plan.codec in PACKED
+    if rounds and plan.local_steps > 1:
+        return
+    asked = "gradients packed on every step" if rounds else "a codec"
+    way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
+    if plan.sync == "server":
+        way_out = f"use {' or '.join(HALVES)}, or {way_out}"
+    raise PlanError(
+        f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
+        f"not at all. Leave codec out, or {way_out}."
+    )
+
+
+def _refuse_uneven_pieces(plan: "Plan", pieces: int) -> None:
+    """Where every replica must do equally much."""
+    if plan.data is None or pieces % (plan.data * plan.num_microbatches) == 0:
+        return
+    if plan.local_steps > 1:
+        raise PlanError(
+            f"pieces={pieces} is not a multiple of data={plan.data}. With "
+            f"local_steps={plan.local_steps} each replica trains alone and counts the same in "
+            "the average, so all need equally many pieces. Use a multiple of data."
+        )
+    if plan.zero == 3:
+        raise PlanError(
+            f"pieces={pieces} does not give each of data={plan.data} replicas equally many. With "
+            "zero=3 they hold parts of one another's parameters, so all must run the model "
+            "equally often. Use a multiple of data x microbatches."
+        )

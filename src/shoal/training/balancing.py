@@ -1,0 +1,87 @@
+"""Moving work from slow replicas to fast ones, between two steps.
+
+`data/balance.py` decides, from seconds that every rank knows alike; here the decision is carried
+out: the strategy is attached anew with other shares, and the run's record tells who is slow. Where
+work does not move, who is slow is told alone, and what would let it move.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from shoal.comm.mesh import Mesh
+from shoal.data.balance import Balance, Pace, can_balance
+from shoal.data.split import shares
+from shoal.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from shoal.training.trainer import Trainer
+
+_SLOW = 1.5  # times as long as replicas take at the median: named when work moves
+_GRAIN = 4  # pieces a replica that are proposed, so that work can move
+
+
+def balance_of(plan: Plan, mesh: Mesh) -> tuple[Balance | None, Pace]:
+    """Of a new mesh, whose replicas start with equal work; no Balance if work must not move."""
+    if not can_balance(plan) or mesh.data.num_ranks == 1:
+        return None, Pace()
+    return Balance(plan.num_pieces // plan.num_microbatches, mesh.data.num_ranks), Pace()
+
+
+def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
+    """Move work if that makes steps shorter. Every rank decides alike and must call it."""
+    mesh, plan = trainer.mesh, trainer.plan
+    if mesh.data.num_ranks == 1:
+        return
+    taken_s = by_replica(busy_s, mesh.data.num_ranks, mesh.tensor.num_ranks)
+    num_rounds = plan.num_pieces // plan.num_microbatches
+    dealt = mesh.counts or [len(own) for own in shares(num_rounds, mesh.data.num_ranks)]
+    slow = trainer.pace.observe(taken_s, dealt)
+    if slow and mesh.rank == 0:
+        told = {str(replica): times for replica, times in slow.items()}
+        why = advice(plan, trainer.run.batch_size)
+        trainer.seat.tell("slow", step=trainer.step, slow=told, advice=why)
+    move = None if trainer.balance is None else trainer.balance.observe(taken_s)
+    if move is None:
+        return
+    trainer.strategy.detach()
+    trainer.take_place(mesh._replace(counts=tuple(move.after)))
+    if mesh.rank == 0:
+        trainer.seat.tell(
+            "balanced",
+            step=trainer.step,
+            rounds=move.after,
+            before=move.before,
+            slow=slow_among(move.seconds),
+        )
+
+
+def slow_among(seconds: Sequence[float]) -> dict[str, float]:
+    """The replicas to be named as slow, and how many times as long as usual each takes."""
+    usual = median(seconds)
+    return {str(r): round(s / usual, 2) for r, s in enumerate(seconds) if s > _SLOW * usual}
+
+
+def advice(plan: Plan, batch_size: int) -> str:
+    """How work could move away from a slow replica. Pure."""
+    if plan.sync == "server":
+        return "under sync=server work does not move; with staleness=S the others do not wait"
+    if plan.sums == "ring" or plan.zero >= 2 or plan.local_steps > 1:
+        return "under this plan work does not move; with data=N pieces=P it does"
+    least = plan.num_pieces + plan.num_microbatches
+    wanted = _GRAIN * plan.num_replicas * plan.num_microbatches
+    fitting = [p for p in range(least, batch_size + 1, plan.num_microbatches) if not batch_size % p]
+    if not fitting:
+        return "the batch cannot be cut finer, so no work can move to the others"
+    best = min(fitting, key=lambda p: abs(p - wanted))
+    place = " in place of accumulate" if plan.accumulate > 1 else ""
+    return f"pieces={best}{place} lets work move to the others"
+
+
+def by_replica(busy_s: Sequence[float], num_replicas: int, num_tensor: int) -> list[float]:
+    """The longest that a rank of each replica was busy; ranks count by tensor, data, pipeline."""
+    found = [0.0] * num_replicas
+    for rank, busy in enumerate(busy_s):
+        replica = rank // num_tensor % num_replicas
+        found[replica] = max(found[replica], busy)
+    return found

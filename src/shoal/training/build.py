@@ -1,0 +1,248 @@
+"""What all ranks of a host share: the model with its first weights, and how it will be cut.
+
+Made once, in the process that forks the ranks, so a host holds the whole model once however many
+ranks it has, and a plan that does not suit the model is refused before any of them starts.
+"""
+
+from functools import partial
+from itertools import islice, product
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.data.batches import Batches
+from shoal.errors import PlanError, RecipeError
+from shoal.numerics.compiled import compiled_in
+from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
+from shoal.numerics.precision import Precision
+from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.apply import Survey, survey
+from shoal.parallel.recompute import blocks_to_recompute
+from shoal.parallel.striping import Looked, tables_of
+from shoal.plans.plan import Plan
+from shoal.plans.size import Size, of_size
+from shoal.sync.outer import trained
+from shoal.training.diagnostics import refuse_writes, written_in_forward
+from shoal.training.run import Run, call_model, make_batches
+
+# In torch's words: a gradient was asked for in a forward that is run without them.
+_OWN_GRADIENT = ("does not require grad and does not have a grad_fn", "_will_engine_execute_node")
+
+
+class Prepared(NamedTuple):
+    model: nn.Module
+    seeds: PieceSeeds
+    survey: Survey
+
+
+def prepare(run: Run, plan: Plan) -> Prepared:
+    """Build the model and look at what the plan will do to it."""
+    batches = make_batches(run, plan.num_pieces)  # says what is wrong with the data
+    model = run.make_model()
+    _refuse_whole_tensors(run, plan, model)
+    _refuse_tables_that_shrink(plan, model)
+    _refuse_tables(run, plan, model)
+    _refuse_too_many_fragments(plan, model)
+    _refuse_complex(plan, model)
+    _refuse_compiled(plan, model)
+    _lay_flat(plan, model)
+    model.train()
+    seeds = PieceSeeds(model, run.seed)
+
+    def forward(step: int, piece: int) -> Any:
+        inputs = batches.at(step).piece(piece).inputs
+        with refuse_writes(model, plan), Precision(plan.precision).autocast("cpu"):
+            try:
+                return call_model(model, inputs)
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _OWN_GRADIENT):
+                    raise
+                raise _takes_a_gradient(plan) from None
+
+    places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
+    forwards = [partial(forward, *place) for place in places]
+    return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+
+
+def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
+    """Steps and numbers of two pieces of one form, if there are two among the first that have
+    samples: texts may differ in length, and all of a piece may be left out by quarantine."""
+
+    def shapes(step: int, piece: int) -> list[Any]:
+        found = batches.at(step).piece(piece)
+        inputs = tree_leaves(found.inputs) if found.num_samples else []
+        return [getattr(leaf, "shape", None) for leaf in inputs]
+
+    steps, pieces = range(batches.steps_per_epoch), range(plan.num_pieces)
+    loaded = ((place, form) for place in product(steps, pieces) if (form := shapes(*place)))
+    some = list(islice(loaded, 2 * plan.num_pieces))
+    if not some:
+        raise RecipeError(
+            "Quarantine leaves out all samples of the data, so there is nothing to train on. Its "
+            "file says why, sample by sample."
+        )
+    (first, form), *others = some
+    return [first, *[place for place, other in others if other == form][-1:]]
+
+
+def _refuse_complex(plan: Plan, model: nn.Module) -> None:
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]
+    unfit = {
+        "combine": ("mean", "puts gradients in order, which complex numbers have none of"),
+        "local_steps": (1, "brings weights of real numbers together"),
+        "codec": ("none", "rounds real numbers"),
+    }
+    for key, (usual, why) in unfit.items():
+        if names and getattr(plan, key) != usual:
+            raise PlanError(
+                f"{names[0]} is complex, and {key}={getattr(plan, key)} {why}. Leave out {key}, or "
+                "train real and imaginary parts as two parameters."
+            )
+
+
+def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
+    """What a plan does between the modules of a model would be lost in a compiled graph."""
+    name = next(compiled_in(model), None)
+    unfit = {"tensor": 1, "pipeline": 1, "recompute": "none"}
+    for key, usual in unfit.items():
+        if name is not None and getattr(plan, key) != usual:
+            who = f"{name} is compiled" if name else "The model is compiled"
+            raise PlanError(
+                f"{who} (torch.compile), and {key}={getattr(plan, key)} works between the modules "
+                "of a model, which a compiled graph does not show. Compiled models train under "
+                "data and zero. Leave out the compilation, or use such a plan."
+            )
+
+
+def _lay_flat(plan: Plan, model: nn.Module) -> None:
+    """Shards know elements by their numbers, so they must stand in that order."""
+    if plan.zero == 3:
+        for p in model.parameters():
+            p.data = p.data.contiguous()
+
+
+def _refuse_whole_tensors(run: Run, plan: Plan, model: nn.Module) -> None:
+    """An optimizer that looks at a whole tensor cannot step on a rank's part of it."""
+    if plan.tensor == 1 and plan.zero < 3 and plan.offload == "none":
+        return
+    optimizer = run.make_optimizer(model)
+    if not is_element_wise(optimizer):
+        key = f"tensor={plan.tensor}" if plan.tensor > 1 else "zero=3"
+        if plan.tensor == 1 and plan.zero < 3:
+            key = "offload=optimizer"
+        raise PlanError(
+            f"{type(optimizer).__name__} may look at a whole tensor at once, and {key} lets a rank "
+            "step on a part. Use data, pipeline, zero=1 or zero=2, or an optimizer that works "
+            "element by element, such as AdamW; one of your own may say that it does with an "
+            "attribute, element_wise = True."
+        )
+
+
+def _refuse_tables_that_shrink(plan: Plan, model: nn.Module) -> None:
+    """What is known of a parameter written in forward before one runs."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_table and module.max_norm is not None and plan.num_pieces > 1:
+            raise written_in_forward(f"{name}.weight".lstrip("."), plan)
+
+
+def why_alone(run: Run, plan: Plan, model: nn.Module) -> str:
+    """Why a run of one rank can take in no other; empty if it can, or has others."""
+    if plan.num_ranks > 1 or plan.num_pieces == 1:
+        return ""
+    try:
+        _refuse_tables(run, of_size(plan, Size(2, plan.num_servers)), model)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Embeddings with sparse gradients: on servers, or in one process; and not with everything."""
+    tables = tables_of(model)
+    if not tables:
+        return
+    name = next(iter(tables))
+    if plan.num_ranks > 1 and plan.sync != "server":
+        raise PlanError(
+            f"{name} is a table, an embedding with sparse gradients, and {plan.num_ranks} ranks "
+            "exchange dense ones. Add sync=server, and its rows are on parameter servers; or make "
+            "the embedding with sparse=False; or train on one rank (data=1)."
+        )
+    optimizer = run.make_optimizer(model)
+    for name, module in tables.items():
+        if plan.sync == "server":
+            _refuse_on_servers(plan, model, name, module)
+            _refuse_second_lookups(plan, model, name, module)
+        if why := unfit_for_rows(optimizer, module.weight):
+            raise PlanError(
+                f"{name} is a table, an embedding with sparse gradients, and {why}. Use SGD "
+                "without momentum and weight_decay, Adagrad, SparseAdam or RowwiseAdagrad for "
+                "it (shoal.Optimizers makes one of several optimizers), or make the embedding with "
+                "sparse=False."
+            )
+
+
+def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
+    uses = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+    others = [other for other in uses if other != name]
+    if others:
+        raise PlanError(
+            f"{name} is a table whose rows are on servers, and the model uses it as {others[0]} "
+            "too, as a whole. Make the embedding with sparse=False: then it is trained as any "
+            "other parameter is."
+        )
+    if module.max_norm is not None:
+        raise PlanError(
+            f"{name} is a table on servers, and max_norm={module.max_norm} changes rows where they "
+            "are looked up. Leave max_norm out, or scale what was looked up."
+        )
+    if plan.combine != "mean":
+        raise PlanError(
+            f"combine={plan.combine} does not go with the table {name}: workers touch different "
+            "rows, and there is no middle of one. Leave combine out, or make the embedding with "
+            "sparse=False."
+        )
+    for key, usual in {"local_steps": 1, "codec": "none", "hosts": 1}.items():
+        if getattr(plan, key) != usual:
+            raise PlanError(
+                f"{key}={getattr(plan, key)} does not go with the table {name} yet: its rows go to "
+                f"the servers on every batch, and as they are. Leave {key} out, or make the "
+                "embedding with sparse=False."
+            )
+
+
+def _refuse_second_lookups(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
+    """A block that is run again in backward looks rows up again, and must find the same ones."""
+    if plan.recompute == "none" or plan.bound == 0:
+        return
+    for block in blocks_to_recompute(model):
+        if block is not module and module in block.modules():
+            raise PlanError(
+                f"recompute={plan.recompute} does not go with staleness={plan.staleness} and "
+                f"the table {name}, which is inside a block: backward would look its rows up again "
+                "after others have changed them. Leave one of the two out, or look the rows up "
+                "outside of the blocks."
+            )
+
+
+def _refuse_too_many_fragments(plan: Plan, model: nn.Module) -> None:
+    count = len(trained(model))
+    if plan.fragments > max(1, count):
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with a model that trains {count} parameters: "
+            f"a fragment is one of them at least. Use fragments={count} or fewer."
+        )
+
+
+def _takes_a_gradient(plan: Plan) -> PlanError:
+    if plan.pipeline > 1:
+        key, way_out = f"pipeline={plan.pipeline}", "Use data, tensor or zero."
+    else:
+        key = f"tensor={plan.tensor}"
+        way_out = "Put it under torch.enable_grad(), with inputs that require a gradient."
+    return PlanError(
+        f"The model takes a gradient in its own forward (torch.autograd.grad, for a penalty say), "
+        f"and {key} first runs the forward without gradients, to see where it can be cut. {way_out}"
+    )

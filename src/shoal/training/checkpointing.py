@@ -1,0 +1,500 @@
+"""When a run saves, and from what it goes on.
+
+A `Keeper` belongs to one rank's trainer. It saves every `save_every` steps while training goes on,
+and once more when the run ends or is told to stop, then waiting until the checkpoint is there. A
+run whose ranks are all new goes on from the newest checkpoint that every one of them could read.
+
+A save needs all ranks in one group. One that a loss interrupts is not made up for: the next is
+due soon enough, and ranks that disagree on whether it was made would wait for each other.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection
+from importlib.metadata import version
+from itertools import dropwhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from shoal.checkpoint.finding import name_of, step_of, steps_in
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import Origin, Progress
+from shoal.checkpoint.retention import Keep, Known, superfluous
+from shoal.checkpoint.save import Saved, Saver
+from shoal.checkpoint.sealed import known_of
+from shoal.checkpoint.types import unholdable
+from shoal.comm.collectives import Group
+from shoal.data.orders import order_of
+from shoal.data.permutation import batches_per_epoch
+from shoal.errors import (
+    BadCheckpoint,
+    FailedElsewhere,
+    MayBeGood,
+    RecipeError,
+    ShoalError,
+    UsageError,
+)
+from shoal.events.step import StepInfo
+from shoal.logs import warn_on_screen, warn_once
+from shoal.numerics.precision import ScaleState
+from shoal.plans.plan import Plan
+from shoal.storage.remote import StoreError
+from shoal.storage.store import Store
+from shoal.sync.choose import kinds_held, settle
+from shoal.sync.replicas import shared_name
+from shoal.sync.state import Given, State, first_problem, share_bytes
+from shoal.training.pretrained import Beginning, Taken
+from shoal.training.rescue import rescue
+from shoal.training.run import Run
+
+if TYPE_CHECKING:
+    from shoal.training.trainer import Trainer
+
+BATCH_LOSS = "batch_loss"  # of a step, where `loss` is that of an evaluation
+Tell = Callable[..., None]  # of an event, by its name and what it needs
+
+
+class NotSaved(ShoalError):
+    """The end of a run, which nothing else keeps, could not be saved."""
+
+
+class Keeping(NamedTuple):
+    """How a run keeps its state, decided before its ranks start."""
+
+    store: Store
+    origin: Origin
+    keep: Keep = Keep()
+    beginning: Beginning | None = None
+    others_may_write: bool = False  # a caller's loop has its hands on the model between two steps
+    is_asked: bool = True  # or only done because it can be
+    resumes: bool = False  # to go on was asked for: it says so if there is nothing to
+    needs_one: bool = False  # began with weights that are not at hand, so not without a checkpoint
+
+
+class _Problem(NamedTuple):
+    """Why a checkpoint is passed over, `minor` if it is damaged, so that nothing is lost by that;
+    or why one was not made, `minor` if only because another rank could not."""
+
+    why: str = ""
+    minor: bool = False
+
+
+class Keeper:
+    """`tell` hears of saves and of checkpoints that were passed over, in the trainer's thread."""
+
+    def __init__(self, keeping: Keeping, tell: Tell):
+        self.store, self.origin = keeping.store, keeping.origin
+        self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
+        self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
+        self._resumes, self._needs_one = keeping.resumes, keeping.needs_one
+        self.saved_step: int | None = None  # the newest that this rank knows to be there
+        self._bad: set[str] = set()  # checkpoints that were refused
+        self._known: dict[str, Known] = {}  # checkpoints that were looked at, in the saver's thread
+        self._holds_nothing = False  # since no checkpoint can hold this state
+        self._has_looked = False  # at the state after a step of this group
+        self._resumed: Origin | None = None  # of the checkpoint that it went on from
+        self._failure = _Problem()  # of the last save, as far as this rank knows
+        self._ended: deque[Saved] = deque()  # filled by the saver's thread
+        self._saver = Saver(self.store, self._has_ended)
+
+    def restore(self, trainer: "Trainer") -> None:
+        """If no rank has made a step, go on from the newest good checkpoint, should there be one.
+
+        If all are damaged the run begins anew, which costs what they held; one that may be good,
+        and cannot be gone on from, is refused. Every rank must call it. Cost while there are any: a
+        copy of the first weights.
+        """
+        world = trainer.mesh.world
+        self._look_at(trainer)
+        self._has_looked = False
+        if any(row[0] for row in world.gather_numbers([trainer.step])):
+            return
+        names = steps_in(self.store) if world.rank == 0 else []
+        shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
+        found = msgspec.msgpack.decode(shared, type=list[str])
+        first = _copy_of(trainer.strategy.state_dict()) if found else None
+        problems, damaged = [], not self._needs_one
+        scale, origin = trainer.loss_scale.state, self.origin
+        for name in found:
+            problem = _worst_problem(world, self._load(trainer, name))
+            if not problem.why:
+                if world.rank == 0:
+                    self._tell_of_resuming(trainer, name)
+                return
+            self._let_go(trainer, scale, origin)
+            problems.append(f"{name}: {problem.why}")
+            damaged &= problem.minor
+            self._bad.add(name)
+            if world.rank == 0:
+                self._tell("checkpoint-refused", name=name, why=problem.why)
+        if not damaged and (problems or self._needs_one):
+            told = " ".join(problems) or "There is none any more."
+            raise BadCheckpoint(
+                f"No checkpoint in {self.store} can be gone on from. {told} Remove them to begin "
+                "anew."
+            )
+        self._begin(trainer, first)
+
+    def _let_go(self, trainer: "Trainer", scale: ScaleState, origin: Origin) -> None:
+        """Of a checkpoint that another rank could not read, though this one could: all but the
+        tensors, which the next one brings."""
+        trainer.step, self.saved_step, self._resumed, self.origin = 0, None, None, origin
+        trainer.loss_scale.load(scale)
+        if trainer.loop is not None:
+            trainer.loop.let_go(trainer)
+
+    def _begin(self, trainer: "Trainer", first: State | None) -> None:
+        """At step 0; `first` is the state as the seed made it, if it has changed since."""
+        world = trainer.mesh.world
+        if first is not None or self._beginning is not None:
+            own = Given(trainer.strategy.state_dict() if first is None else first)
+            source = own if self._beginning is None else self._beginning.source(own)
+            problem = _worst_problem(world, self._take_over(trainer, source))
+            if problem.why:
+                place = self.store if self._beginning is None else self._beginning.place
+                raise BadCheckpoint(f"{place}: {problem.why}")
+        if self._resumes and world.rank == 0:
+            self._tell("begun", step=trainer.step, store=str(self.store), num_bad=len(self._bad))
+            warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
+
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
+        """Save, if it is time to. Every rank must call it, in the group that made the step."""
+        self.report()
+        # An optimizer makes its state in its first step; out of lockstep all meet somewhat later.
+        if trainer.strategy.in_lockstep or trainer.run.meets_after(info.step):
+            self._look_once(trainer)
+        every = trainer.run.save_every
+        if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
+            problem = self.save(trainer)
+            if problem:
+                self._tell("save-skipped", step=info.step, why=problem)
+                warn_once(f"The checkpoint of step {info.step} was not made: {problem}.")
+
+    def await_copy(self) -> None:
+        """Until the state may change."""
+        self._saver.await_copy()
+
+    def at_end(self, trainer: "Trainer") -> None:
+        """See to it that the state as it is now is saved. Every rank must call it."""
+        world, step = trainer.mesh.world, trainer.step
+        if self._holds_nothing:
+            return
+        self.finish(trainer)
+        if not step or self.saved_step_of(world) == step:
+            return
+        self._look_once(trainer)
+        if self._holds_nothing:
+            return
+        problem = self.save(trainer)
+        self.finish(trainer)
+        if problem:
+            self._failure = _Problem(problem)
+            self._tell("save-skipped", step=step, why=problem)
+        if self.saved_step_of(world) == step:
+            return
+        why = _worst_problem(world, self._failure).why
+        place = rescue(trainer, self.save)
+        if place and world.rank == 0:
+            self._tell("rescued", step=step, place=place)
+        # A command looks at what was saved when it is over; a script would end as if all were well.
+        if self._others_may_write:
+            kept = f" It is in {place} instead: give that as checkpoints." if place else ""
+            raise NotSaved(f"Step {step}, the last, could not be saved: {why.rstrip('.')}.{kept}")
+
+    def finish(self, trainer: "Trainer") -> None:
+        """Until the save under way has ended. Every rank must call it."""
+        self._saver.finish(trainer.mesh.world)
+        self.report()
+
+    def follow(self, plan: Plan) -> None:
+        """Checkpoints tell of this plan from now on."""
+        self.origin = msgspec.structs.replace(self.origin, plan=str(plan))
+
+    def give_up(self) -> None:
+        """The group broke: a save that waits for a lost rank will not be."""
+        self._saver.give_up()
+
+    def report(self) -> None:
+        """Say what became of saves that have ended."""
+        while self._ended:
+            saved = self._ended.popleft()
+            step = step_of(saved.name)
+            if saved.problem:
+                self._failure = _Problem(saved.problem, saved.is_echo)
+                self._tell("save-failed", step=step, why=saved.problem, echo=saved.is_echo)
+                warn_once(f"The checkpoint of step {step} could not be written: {saved.problem}.")
+            elif saved.is_committed:
+                self.saved_step = step
+                self._tell(
+                    "saved",
+                    step=step,
+                    name=saved.name,
+                    bytes=saved.num_bytes,
+                    ms=round(1000 * saved.seconds, 1),
+                )
+
+    def saved_step_of(self, world: Group) -> int | None:
+        """The newest step that is saved, as rank 0 knows it. Every rank must call it."""
+        known = world.gather_numbers([-1 if self.saved_step is None else self.saved_step])[0][0]
+        self.saved_step = int(known) if known >= 0 else None
+        return self.saved_step
+
+    def save(self, trainer: "Trainer", saver: Saver | None = None) -> str:
+        """Begin a save, by default where this run keeps its own; returns why not, if it did not.
+        Every rank must call it."""
+        settle(trainer.strategy)
+        trainer.consistency.check(trainer.step)
+        try:
+            state = trainer.strategy.state_dict()
+        except OSError as error:  # there is no room for what servers hold
+            return error.strerror or str(error)
+        except FailedElsewhere as error:
+            return str(error).rstrip(".")
+        if trainer.loop is not None:
+            state = trainer.loop.to_save(trainer, state)
+        # A forward may change buffers, and weights that no update does (a teacher's, say).
+        frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
+        changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
+        problem = (saver or self._saver).save(
+            trainer.mesh.world,
+            name_of(trainer.step),
+            state.tensors,
+            state.plain,
+            (self._progress(trainer), self.origin),
+            at_once={name for name in state.tensors if shared_name(name) in changing},
+            copied=state.copied,
+        )
+        if self._others_may_write:
+            self.await_copy()
+        return problem
+
+    def _look_at(self, trainer: "Trainer") -> None:
+        """Find what no checkpoint can hold. Every rank must call it."""
+        try:
+            held = kinds_held(trainer.strategy).tensors
+            own = unholdable((name, part.tensor) for name, parts in held.items() for part in parts)
+        except RecipeError as error:  # of one rank perhaps, while the others wait
+            own = str(error).partition(". ")[0]
+        world = trainer.mesh.world
+        why = first_problem(world, own)
+        if why and self._is_asked:
+            raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
+        if why and not self._holds_nothing and world.rank == 0:
+            self._tell("unholdable", why=why)
+        self._holds_nothing = bool(why)
+
+    def _look_once(self, trainer: "Trainer") -> None:
+        """At a state after a step of this group. Every rank must call it."""
+        if not self._has_looked:
+            self._look_at(trainer)
+            self._has_looked = True
+
+    def _tell_of_resuming(self, trainer: "Trainer", name: str) -> None:
+        """Only once every rank has verified and taken what it needs."""
+        before = self._resumed
+        assert before is not None
+        self._tell(
+            "resumed",
+            step=trainer.step,
+            name=name,
+            plan=before.plan,
+            pieces=before.num_pieces,
+            pieces_now=trainer.plan.num_pieces,
+        )
+        if jump := _jump_of_rate(trainer):
+            had = [n for n in ("steps", "epochs") if before.run.get(n)]
+            began = " and ".join(f"{name}={before.run[name]}" for name in had) or "others"
+            warn_on_screen(f"{jump}; when the checkpoint was made, the run had {began}.")
+
+    def _progress(self, trainer: "Trainer") -> Progress:
+        run, info = trainer.run, trainer.last_info
+        num_samples, step = len(order_of(run.data)), trainer.step
+        per_epoch = batches_per_epoch(num_samples, run.batch_size, run.end)
+        epoch, batch = divmod(step, per_epoch)
+        of_epoch = per_epoch * run.batch_size if run.end != "pad" else num_samples
+        told = {} if info is None else _measured(run, info)
+        metrics = {name: value for name, value in told.items() if math.isfinite(value)}
+        return Progress(
+            step=step,
+            samples=epoch * of_epoch + batch * run.batch_size,
+            epoch=epoch,
+            batch=batch,
+            metrics=metrics,
+            loss_scale=trainer.loss_scale.state._asdict() if trainer.loss_scale.dynamic else {},
+        )
+
+    def _has_ended(self, saved: Saved) -> None:
+        """In the saver's thread: a new checkpoint may make older ones superfluous."""
+        if saved.is_committed:
+            try:
+                self._prune(saved.name)
+            except OSError as error:
+                warn_once(f"Old checkpoints could not be removed: {error.strerror}.")
+        self._ended.append(saved)
+
+    def _prune(self, newest: str) -> None:
+        """Remove what no rule keeps, after `newest` was made.
+
+        What was refused, what is not sound, what is of a later step (of an earlier life of the run)
+        and what has another name is neither counted nor removed.
+        """
+        self._bad.discard(newest)  # if it was in this place
+        older = dropwhile(lambda name: name != newest, steps_in(self.store))
+        names = [name for name in older if name not in self._bad]
+        known = {name: self._known[name] for name in names[1:] if name in self._known}
+        found = known_of(self.store, [name for name in names if name not in known]).known
+        self._known = known | {one.name: one for one in found}
+        for one in superfluous(self._known.values(), self._keep):
+            self.store.remove(one.name)
+
+    def _load(self, trainer: "Trainer", name: str) -> _Problem:
+        """Take the state over; returns why that cannot be."""
+        try:
+            opened = Opened(self.store, name)
+        except BadCheckpoint as bad:
+            return _Problem(str(bad), minor=not isinstance(bad, MayBeGood))
+        problem = self._take_over(trainer, opened)
+        if not problem.why:
+            self.saved_step = trainer.step
+        return problem
+
+    def _take_over(self, trainer: "Trainer", source: Opened | Taken | Given) -> _Problem:
+        progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
+        try:
+            if isinstance(source, Opened):
+                _refuse_strange(source, trainer.spread.holding.shapes)
+            trainer.strategy.load_state_dict(source, progress.step)
+            if trainer.loop is not None and isinstance(source, Opened):
+                trainer.loop.restored(trainer, source)
+            if progress.loss_scale and trainer.loss_scale.dynamic:
+                trainer.loss_scale.load(ScaleState(**progress.loss_scale))
+        except FailedElsewhere:
+            return _Problem()  # that rank says why
+        except StoreError:
+            raise  # of a store that cannot be reached nobody knows whether it holds a bad one
+        except UsageError as wrong:
+            damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, MayBeGood)
+            return _Problem(str(wrong), minor=damaged)
+        except OSError as error:
+            return _Problem(f"{error.strerror}.")
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            return _Problem(f"What it says of the optimizer makes no sense ({what}).")
+        trainer.step = progress.step
+        if isinstance(source, Opened):
+            self._resumed = source.manifest.origin
+            self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
+        return _Problem()
+
+
+class KeepsNothing:
+    """A keeper for a run without checkpoints."""
+
+    saved_step = None
+
+    def restore(self, trainer: "Trainer") -> None:
+        """There is nothing to go on from."""
+
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
+        """Nothing is due."""
+
+    def await_copy(self) -> None:
+        """Nothing is being copied."""
+
+    def at_end(self, trainer: "Trainer") -> None:
+        """The end is not saved."""
+
+    def finish(self, trainer: "Trainer") -> None:
+        """Nothing is under way."""
+
+    def give_up(self) -> None:
+        """Nothing is under way."""
+
+    def follow(self, plan: Plan) -> None:
+        """Nothing is saved that would tell of it."""
+
+
+def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Origin:
+    """What a checkpoint says of where it comes from."""
+    versions = {"shoal": version("shoal"), "torch": str(torch.__version__)}
+    return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
+
+
+def _measured(run: Run, info: StepInfo) -> dict[str, float]:
+    """What a checkpoint is compared by: the loss of a batch and one of an evaluation, which say
+    unlike things, never have the same name in a run."""
+    if run.evaluate is None:
+        return {"loss": info.loss}
+    return {BATCH_LOSS: info.loss, **(info.evaluation or {})}
+
+
+def refuse_unmeasured(keep: Keep, run: Run) -> None:
+    """Refuse to keep the best by a number that no checkpoint will have.
+
+    Of a run that evaluates, only what is saved after an evaluation can be the best.
+    """
+    keep.refuse_unknown(run.measures(), "this run measures no such number")
+    if keep.best is None or run.evaluate is None or run.save_every is None:
+        return
+    saves = range(run.save_every, run.num_steps(), run.save_every)
+    if saves and not any(map(run.evaluates_after, saves)):
+        often = "only at the end" if run.evaluate_every is None else f"every {run.evaluate_every}"
+        raise UsageError(
+            f"best={keep.best} goes by evaluations, and after none of the steps that are saved "
+            f"(save_every={run.save_every}) the run evaluates ({often}). Let evaluate_every divide "
+            f"save_every, as with --set evaluate_every={run.save_every}, or leave best out."
+        )
+
+
+def cannot_hold(why: str, asked: str) -> UsageError:
+    """What is said to a model, or an optimizer, with a tensor that no checkpoint can hold."""
+    return UsageError(
+        f"This run cannot be saved: {why}, {asked}. A checkpoint holds dense tensors of bool, "
+        "whole numbers, floats of 8 to 64 bits and complex64. Keep this one in such a form (a "
+        "complex128 as torch.view_as_real gives it, say), or ask for no checkpoints."
+    )
+
+
+def _jump_of_rate(trainer: "Trainer") -> str:
+    """What to say if the schedule now is not the one that the run has followed; empty if it is."""
+    step, steps = trainer.step, trainer.num_steps
+    if trainer.schedule is None or not 0 < step < steps:
+        return ""
+    followed, coming = (trainer.schedule(at, steps) for at in (step - 1, step))
+    for group in trainer.optimizer.param_groups:
+        before, first = float(group["lr"]), float(group["initial_lr"])
+        if not math.isclose(before, first * followed, rel_tol=1e-5, abs_tol=1e-9 * abs(first)):
+            return (
+                f"The learning rate was {before:.3g} at step {step} and is {first * coming:.3g} at "
+                f"step {step + 1}: the schedule runs over {steps} steps now"
+            )
+    return ""
+
+
+def _refuse_strange(source: Opened, own: Collection[str]) -> None:
+    """A tensor that the model no longer has would be dropped without a word."""
+    names = {n.removeprefix("model.") for n in source if n.startswith("model.")}
+    for name in sorted(names - set(own)):
+        raise UsageError(f"It holds model.{name}, which the model does not have.")
+
+
+def _copy_of(state: State) -> State:
+    tensors = {
+        name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
+        for name, parts in state.tensors.items()
+    }
+    return State(tensors, state.plain)
+
+
+def _worst_problem(world: Group, own: _Problem) -> _Problem:
+    """The problem of the first rank whose problem is not minor, else of the first that has one."""
+    rows = world.gather_numbers([bool(own.why), own.minor])
+    found = [rank for rank, row in enumerate(rows) if row[0]]
+    if not found:
+        return _Problem()
+    undamaged = [rank for rank in found if not rows[rank][1]]
+    first = (undamaged or found)[0]
+    why = share_bytes(world, first, own.why.encode()).decode()
+    return _Problem(why, not undamaged)

@@ -1,0 +1,185 @@
+"""Forward and backward of a rank's pieces, however the model is cut.
+
+A round is one piece through the whole model, or through the layers' parts that the tensor axis
+leaves here; with a pipeline it is several pieces through this rank's stages. What a piece computes
+is a pure function of (weights, step, piece): random state and buffers are set on the way in, and
+each piece's gradient is kept apart until the tree adds them up.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.tree import PieceSum, Values, total
+from shoal.data.batches import Piece
+from shoal.data.split import shares
+from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.apply import Spread
+from shoal.plans.plan import Plan
+from shoal.sync.allreduce import is_summed
+from shoal.sync.choose import settle
+from shoal.sync.strategy import Strategy, Tally
+from shoal.training.diagnostics import first_look
+from shoal.training.run import Objective, Run, objective
+
+_AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
+
+
+class Compute:
+    """Call `settle` for every new mesh, then `round` for each of a step's rounds, in order."""
+
+    def __init__(
+        self, run: Run, plan: Plan, spread: Spread, seeds: PieceSeeds, loss_scale: LossScale
+    ):
+        self.run, self.plan, self.spread = run, plan, spread
+        self.seeds, self.loss_scale = seeds, loss_scale
+        self._is_first = True  # of this rank's pieces, which is watched
+        self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
+
+    def settle(self, mesh: Mesh, strategy: Strategy) -> None:
+        self._strategy = strategy
+        kind = mesh.device.split(":")[0]
+        self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
+        size = self.plan.num_microbatches
+        num_rounds = self.plan.num_pieces // size
+        own = shares(num_rounds, mesh.data.num_ranks, mesh.counts)[mesh.data.rank]
+        self.rounds = [range(number * size, (number + 1) * size) for number in own]
+        self._pieces = _PiecesInPipeline(self, mesh, strategy)
+        self.spread.settle(mesh, self._pieces, self.arithmetic)
+
+    def round(
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+    ) -> None:
+        """Compute the pieces `indices` of a batch of `num_samples`; their losses go to `tally`."""
+        if self.spread.pipeline is not None:
+            self._pieces.round(step, indices, pieces, num_samples, tally)
+            return
+        (index,), (piece,) = indices, pieces
+        if not piece.num_samples:  # of a short last batch
+            tally.losses.append(torch.zeros(()))
+            tally.weights.append(0.0)
+            return
+        self.seeds.enter(step, index)
+        looking = first_look(self.spread.model, self.plan) if self._is_first else _AS_IT_IS
+        with looking as around_forward:
+            with around_forward, self.arithmetic():
+                goal = objective(self.run, self.spread.forward(piece.inputs), piece)
+            goal.tensor.backward(self.start(goal, piece, num_samples))
+        self._is_first = False
+        tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
+
+    def output(self, inputs: Any) -> Any:
+        """The model's answer, without gradients; None on a rank that does not get to see it."""
+        if self.spread.pipeline is not None:
+            return self.spread.pipeline.forward(inputs)
+        settle(self._strategy)
+        with self.arithmetic():
+            return self.spread.forward(inputs)
+
+    def start(self, goal: Objective, piece: Piece, num_samples: int) -> Tensor:
+        """The gradient of a piece's loss: a mean counts by its share of the batch, a sum by one."""
+        seed = self.loss_scale.value
+        if goal.is_mean:
+            seed *= piece.num_samples / num_samples
+        kind = seed, goal.tensor.dtype
+        if kind not in self._starts:
+            self._starts[kind] = goal.tensor.new_tensor(seed)
+        return self._starts[kind]
+
+
+class _PiecesInPipeline:
+    """What a pipeline tells of the pieces of a round, and what becomes of their gradients."""
+
+    def __init__(self, compute: Compute, mesh: Mesh, strategy: Strategy):
+        self.compute, self.buffers = compute, strategy.buffers
+        spread = compute.spread
+        if spread.stages is None:
+            return
+        named = dict(spread.model.named_parameters())
+        self._parameters = {
+            stage.index: [named[n] for n in stage.parameters if is_summed(named[n])]
+            for stage in spread.stages.stages
+        }
+        self._tied = _groups_of_tied(spread, mesh)
+
+    def round(
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+    ) -> None:
+        compute, run = self.compute, self.compute.run
+        self._step, self._indices = step, indices
+        self._sums: dict[int, PieceSum] = {}
+        goals: dict[int, Objective] = {}
+
+        def loss(output: Any, microbatch: int) -> Tensor:
+            with compute.arithmetic():
+                goal = objective(run, output, pieces[microbatch])
+            # Without the graph, which goes with the microbatch's backward.
+            goals[microbatch] = goal._replace(tensor=goal.tensor.detach())
+            return goal.tensor * compute.start(goal, pieces[microbatch], num_samples)
+
+        assert compute.spread.pipeline is not None
+        with first_look(compute.spread.model, compute.plan) if compute._is_first else _AS_IT_IS:
+            compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
+        compute._is_first = False
+        for microbatch in sorted(goals):
+            tally.add(*goals[microbatch])
+        self._hand_out()
+
+    def enter(self, microbatch: int, block: int) -> None:
+        self.buffers.enter()
+        self.compute.seeds.enter(self._step, self._indices[microbatch], block)
+
+    def leave(self, stage: int, microbatch: int) -> None:
+        self.buffers.leave(stage)
+
+    def back(self, microbatch: int) -> None:
+        self.compute.seeds.at(self._step, self._indices[microbatch])
+
+    def computed(self, stage: int, microbatch: int) -> None:
+        """Keep the pieces' gradients apart, to be added in the tree's order."""
+        if self.compute.plan.sums != "exact":
+            return
+        parameters = self._parameters[stage]
+        if stage not in self._sums:
+            self._sums[stage] = PieceSum(range(len(self._indices)))
+        self._sums[stage].push([p.grad for p in parameters])
+        for p in parameters:
+            p.grad = None
+
+    def _hand_out(self) -> None:
+        """Make the sums over the round the gradients; tied parameters' over all who hold them."""
+        for stage, sum_ in self._sums.items():
+            for p, value in zip(self._parameters[stage], _root(sum_), strict=True):
+                if value is not None:
+                    p.grad = value if p.grad is None else p.grad.add_(value)
+        for group, parameters in self._tied:
+            for p in parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                group.all_reduce(p.grad).wait()
+
+
+def _root(sum_: PieceSum) -> Values:
+    num_pieces = sum(block.num_pieces for block in sum_.blocks)
+    return total(sum_.rows, sum_.blocks, num_pieces)
+
+
+def _groups_of_tied(spread: Spread, mesh: Mesh) -> list[tuple[Group, list[torch.nn.Parameter]]]:
+    """The parameters that stages of several ranks use, by the ranks that hold them."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in sorted(spread.holders.items()):
+        if len(ranks) > 1:
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+    named = dict(spread.model.named_parameters())
+    groups = [
+        (mesh.pipeline.part(ranks), [named[n] for n in names if named[n].requires_grad])
+        for ranks, names in sorted(by_ranks.items())  # also those of others: see `part`
+    ]
+    return [found for found, ranks in zip(groups, sorted(by_ranks)) if mesh.pipeline.rank in ranks]

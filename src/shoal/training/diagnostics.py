@@ -1,0 +1,198 @@
+"""Who is to blame when a step cannot be right: the samples, or what the model does in its forward.
+
+A loss that is not finite is traced to its samples. The first piece that a rank computes is watched
+for what a plan cannot spread and no look at the modules can tell: parameters that the forward
+writes to, and parameters read where `zero=3` holds a shard of them. Cost: nothing after that piece.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm.mesh import Mesh
+from shoal.data.batches import Batches
+from shoal.data.split import shares
+from shoal.errors import NotFinite, PlanError, RecipeError
+from shoal.numerics.compiled import compiled_in
+from shoal.numerics.reserved import Reserved, touched_rows
+from shoal.plans.plan import Plan
+from shoal.sync.server.combining import combine_losses
+from shoal.sync.strategy import Agreed
+
+_NAMED = 20
+_MIXED = "mixed torch.Tensor and DTensor"  # in torch's words
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    return all(bool(torch.isfinite(_present(p)).all()) for p in model.parameters())
+
+
+def _present(p: nn.Parameter) -> Tensor:
+    if isinstance(p, Reserved):
+        return p[touched_rows([p])]
+    return p._local_tensor if isinstance(p, DTensor) else p
+
+
+def not_finite(
+    batches: Batches, step: int, agreed: Agreed, model: nn.Module, ranks: Sequence[int] = ()
+) -> NotFinite:
+    """The error for a step whose loss or gradient is not finite, as `ranks` computed it; empty if
+    only this one knows of it.
+
+    If the weights are spoilt already, it was the gradient of the step before.
+    """
+    bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
+    if bad and step and not weights_are_finite(model):
+        step, bad = step - 1, []
+    what = f"its loss is {agreed.loss}" if bad else "its loss is finite, its gradient is not"
+    known = bad and len(agreed.sums) == batches.num_pieces
+    pieces = bad if known else range(batches.num_pieces)
+    batch = batches.at(step)
+    ids = [int(i) for piece in pieces for i in batch.ids_of(piece)]
+    named = ", ".join(map(str, ids[:_NAMED]))
+    if len(ids) > _NAMED:
+        named += f" and {len(ids) - _NAMED} more"
+    if ranks and known:
+        named += f" on rank {', '.join(map(str, ranks))}"
+    return NotFinite(
+        f"Step {step + 1} is not finite: {what}. It saw the samples {named}. Look at those "
+        "samples, lower the learning rate, or clip the gradient (clip=1.0).",
+        tuple(ranks),
+    )
+
+
+def computed_by(agreed: Agreed, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
+    """The ranks that computed losses which are not finite, all of each replica's; if there are
+    none, or nobody knows whose they are, all ranks."""
+    bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
+    if not bad or len(agreed.sums) != plan.num_pieces:
+        return tuple(range(mesh.num_ranks))
+    size = plan.num_microbatches
+    dealt = shares(plan.num_pieces // size, mesh.data.num_ranks, mesh.counts)
+    rounds = {piece // size for piece in bad}
+    replicas = {number for number, own in enumerate(dealt) if rounds & {*own}}
+    # Ranks count by tensor, data, pipeline.
+    num_tensor, num_data = mesh.tensor.num_ranks, mesh.data.num_ranks
+    return tuple(r for r in range(mesh.num_ranks) if r // num_tensor % num_data in replicas)
+
+
+def judged(agreed: Agreed, plan: Plan) -> Agreed:
+    """What all know of a step, its loss judged by the plan's rule for gradients.
+
+    Then a replica whose loss is not finite stops nobody, just as its gradient does not.
+    """
+    if plan.combine == "mean":
+        return agreed
+    if not agreed.is_mean:
+        raise PlanError(
+            f"combine={plan.combine} does not go with a loss that returns (sum, weight): replicas' "
+            "means are compared, and servers know gradients only as sums. Return the mean, or "
+            "leave combine out."
+        )
+    dealt, weight = shares(plan.num_pieces, plan.num_replicas), sum(agreed.weights)
+    loss = combine_losses(plan.combine, agreed.sums, agreed.weights, dealt)
+    return agreed._replace(sums=[loss * weight], weights=[weight])
+
+
+def no_weight(step: int) -> RecipeError:
+    """The error for a step whose samples all weigh nothing, after `step` of them."""
+    return RecipeError(
+        f"Step {step + 1}: no sample of its batch counts: the weights that the loss gives them add "
+        "up to 0. Take such samples out of the data (shoal.data.clean), or use larger batches."
+    )
+
+
+def written_in_forward(name: str, plan: Plan) -> PlanError:
+    return PlanError(
+        f"The forward writes to its parameter {name} (an embedding with max_norm does), and this "
+        f"plan makes {plan.num_pieces} pieces of a step: each would see what others wrote, or not, "
+        "by who computes it. Only the optimizer may change parameters. Use a plan with one piece "
+        "(data=1), leave max_norm out, or scale what is looked up in the forward."
+    )
+
+
+@contextmanager
+def refuse_writes(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Around a forward: refuse one that writes to parameters, if a step makes several of them."""
+    if plan.num_pieces == 1:
+        yield
+        return
+    seen: dict[int, tuple[str, Tensor, int]] = {}
+    names = {module: name for name, module in model.named_modules()}
+
+    def note(module: nn.Module, _: Any) -> None:
+        """Once FSDP2 has put whole parameters in the place of shards."""
+        for name, p in module._parameters.items():
+            if p is not None:
+                seen.setdefault(id(p), (f"{names[module]}.{name}".lstrip("."), p, p._version))
+
+    for module in names:
+        note(module, None)
+    looks = names if plan.zero == 3 and not any(compiled_in(model)) else ()
+    handles = [module.register_forward_pre_hook(note) for module in looks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, p, version in seen.values():
+        if p._version != version:
+            raise written_in_forward(name, plan)
+
+
+@contextmanager
+def first_look(model: nn.Module, plan: Plan) -> Iterator[AbstractContextManager[None]]:
+    """Around a rank's first piece, and, with what it gives, around its forward.
+
+    What breaks there in torch's words, for a reason that is the plan's, is said in ours.
+    """
+    reads = ReadsOfShards(model)
+
+    @contextmanager
+    def around_forward() -> Iterator[None]:
+        unwritten = nullcontext() if plan.cuts_model else refuse_writes(model, plan)
+        with unwritten, reads if plan.zero == 3 else nullcontext():
+            yield
+
+    try:
+        yield around_forward()
+    except RuntimeError as error:
+        if not any(_MIXED in words for words in _told(error)):
+            raise
+        raise PlanError(
+            f"The model uses {reads.found or 'a parameter'} outside of the forward of its block, "
+            "where zero=3 holds a shard of it. Parameters of a block are gathered while it runs. "
+            "Use zero=1 or zero=2, or compute this in the block's own forward and return it."
+        ) from None
+
+
+class ReadsOfShards(TorchFunctionMode):
+    """Notes the first parameter that is used while it is a shard."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._names = {id(p): n for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        self.found = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.found and name not in ("__get__", "__set__"):
+            read = [x for x in tree_leaves((args, kwargs)) if id(x) in self._names]
+            self.found = f"its parameter {self._names[id(read[0])]} (in {name})" if read else ""
+        return func(*args, **(kwargs or {}))
+
+
+def _told(error: BaseException | None) -> Iterator[str]:
+    """The words of an error and of those that caused it; a pipeline's backward has its own."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__

@@ -1,0 +1,102 @@
+"""Evaluation: the mean loss and metrics over a source, each sample counted once.
+
+The source is cut into fixed pieces which are dealt over the ranks; what each piece gave is brought
+together and summed in order, so the answer has the same bits at any number of ranks. Under local
+steps each replica judges its pieces with its own weights. A run's `loaders` load ahead here, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.data.batches import Loading
+from shoal.data.pieces import pieces_in_order
+from shoal.data.split import share
+from shoal.data.transforms.quarantine import quarantine_files
+from shoal.errors import GroupLost, RecipeError, UsageError
+from shoal.system.processes import WORK
+from shoal.training.compute import Compute
+from shoal.training.run import Run, check_evaluated, objective
+
+PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
+
+
+def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
+    """`loss` and each of the run's metrics. Every rank must call it."""
+    check_evaluated(compute.plan, source)
+    loading = Loading(run.collate, mesh.device, run.loaders)
+    pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
+    if not len(pieces):
+        raise UsageError("There is nothing to evaluate: the source has no samples.")
+    names = ["loss", *run.metrics]
+    table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
+    own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
+    # Where replicas share parameters, all of them must run the model equally often.
+    num_turns = -(-len(pieces) // mesh.data.num_ranks) if compute.plan.zero == 3 else len(own)
+    indices = [*own, *[0] * (num_turns - len(own))]
+    with evaluating(compute.spread.model), closing(pieces.ahead(indices)) as loaded:
+        for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
+            if mesh.data.is_lost():  # nobody will hear the answer
+                raise GroupLost("the generation is over")
+            WORK.done += 1
+            if not piece.num_samples:  # all of it is in quarantine
+                continue
+            output = compute.output(piece.inputs)
+            if output is None or turn >= len(own) or mesh.tensor.rank:
+                continue
+            with compute.arithmetic():
+                goal = objective(run, output, piece)
+            loss, weight = goal.tensor.item(), float(goal.weight)
+            table[index, 0, 0] = loss * weight if goal.is_mean else loss
+            table[index, 0, 1] = weight
+            table[index, -1] = piece.num_samples
+            for column, (name, metric) in enumerate(run.metrics.items(), start=1):
+                answer = metric(output, piece.target)
+                table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
+    table = mesh.world.merge(table)
+    if not table[:, -1].any():
+        raise RecipeError(_all_left_out(source))
+    columns = table[:, : len(names)].unbind(1)
+    sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in columns]
+    if not all(weight for _, weight in sums):
+        raise RecipeError("An evaluation's weights add up to 0: no sample of the source counts.")
+    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _all_left_out(source: Any) -> str:
+    files = " and ".join(map(str, quarantine_files(source)))
+    return (
+        f"There is nothing to evaluate: all {len(source)} samples of the source are left out as "
+        f"bad, by quarantine. {files} says why, sample by sample; mend them, or evaluate others."
+    )
+
+
+def _sum_and_weight(name: str, answer: Any, num_samples: int) -> Tensor:
+    """A metric answers like a loss: a mean, or a pair (sum, weight)."""
+    try:
+        if isinstance(answer, tuple):
+            sum_, weight = map(float, answer)
+            return torch.tensor([sum_, weight], dtype=torch.float64)
+        return torch.tensor([float(answer) * num_samples, num_samples], dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecipeError(
+            f"The metric {name!r} returned {type(answer).__name__}: {error}. It must return a "
+            "number, the mean over the samples it was given, or a pair (sum, weight)."
+        ) from error

@@ -1,0 +1,91 @@
+"""Beginning a run with what another one has learnt, or another program.
+
+`--from` gives a new run the weights of a checkpoint, or of a file that could be imported; with
+everything, also the optimizer, the step and the place in the data. What does not match the model
+is refused; partly it can be left out, and is listed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.finding import Where
+from shoal.checkpoint.load import Opened
+from shoal.checkpoint.manifest import Origin
+from shoal.errors import UsageError
+from shoal.formats.matching import Match, match
+from shoal.formats.opening import locate
+from shoal.formats.weights import MODEL, Model, Weights
+from shoal.parallel.layout import Slice
+from shoal.sync.state import Given
+
+
+class Beginning(NamedTuple):
+    """What a run begins with, found before its ranks start."""
+
+    place: str
+    open: Callable[[], Weights]
+    everything: bool
+    match: Match
+    origin: Origin | None = None  # of the run whose place in the data is taken as well
+    told: str = ""  # which of several checkpoints it is, and which were passed over
+
+    def __str__(self) -> str:
+        what = "everything" if self.everything else f"{len(self.match.taken)} tensors"
+        begins = filter(None, (f"beginning with {what} of {self.place}", self.match.problems()))
+        return "\n".join(filter(None, (self.told, "; ".join(begins))))
+
+    def source(self, own: Given) -> "Opened | Taken":
+        """What a rank takes over; `own` is its state as the seed made it."""
+        source = self.open()
+        if self.everything:
+            assert isinstance(source, Opened)
+            return source
+        return Taken(own, source, self.match.taken)
+
+
+def find_beginning(where: Where, model: nn.Module, *, everything: bool, partial: bool) -> Beginning:
+    """Look at a source before ranks start, and refuse what does not match."""
+    source, place, again, told = locate(where)
+    if everything and not (isinstance(source, Opened) and source.plain):
+        raise UsageError(
+            f"{place} holds weights alone. Leave --take everything out, or give a checkpoint of a "
+            "run."
+        )
+    found = match(Model(source), model)
+    if found.problems() and (everything or not partial):
+        way_out = "" if everything else " --partial takes what matches and leaves out the rest."
+        raise UsageError(f"{place} does not match the model ({found.problems()}).{way_out}")
+    if not found.taken:
+        raise UsageError(f"{place} and the model have no tensor in common.")
+    origin = source.manifest.origin if everything and isinstance(source, Opened) else None
+    return Beginning(place, again, everything, found, origin, told)
+
+
+class Taken:
+    """A rank's own state, with the model's tensors from elsewhere; elements take its own types."""
+
+    def __init__(self, own: Given, source: Weights, taken: dict[str, str]):
+        self._own, self._source, self._taken = own, Model(source), taken
+        self.plain: Any = own.plain
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._own.dtype(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._own.shape(name)
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        theirs = self._taken.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+        if theirs is None:
+            self._own.fill(name, places)
+            return
+        for place in places:
+            read = torch.empty(place.tensor.shape, dtype=self._source.dtype(theirs))
+            self._source.fill_part(theirs, place._replace(tensor=read))
+            place.tensor.copy_(read)

@@ -1,0 +1,167 @@
+"""What may change when a run goes on from a checkpoint, and what may not.
+
+The plan may, and with it the number of ranks. Of the Run, how long it is, its schedule, and when it
+saves and measures. Anything else would make it another run, and is refused by name; so is other
+data, as far as it can be told from what the run began with.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.checkpoint.finding import steps_in
+from shoal.checkpoint.manifest import Manifest, Origin
+from shoal.checkpoint.sealed import Sealed
+from shoal.data.likeness import is_other, shown
+from shoal.errors import BadCheckpoint, MayBeGood, PlanError, UsageError
+from shoal.logs import warn_on_screen
+from shoal.plans.plan import Plan
+from shoal.storage.store import Store
+from shoal.training.run import Run, resolve
+
+MAY_CHANGE = (
+    "steps",
+    "epochs",
+    "schedule",
+    "save_every",
+    "check_every",
+    "evaluate",
+    "evaluate_every",
+    "metrics",
+    "loaders",
+    "plan",
+    "cuts",
+)
+
+
+# Among a run's fields: what its data holds (`data/likeness.py`), its order (`data/orders.py`), and
+# the order of what is taken of it under --new-data, with the samples that are replayed.
+_CONTENT, _ORDER, NEW_ORDER = "data_content", "data_order", "new_data_order"
+
+
+def newest(store: Store) -> Manifest | None:
+    """What the newest checkpoint of a run says of itself; None if there is none, or none that is
+    not damaged. BadCheckpoint if one may be good, and cannot be read."""
+    problems, may_be_good = [], False
+    for name in _listed(store):
+        try:
+            return Sealed(store, name).manifest
+        except BadCheckpoint as bad:
+            problems.append(f"{name}: {bad}")
+            may_be_good |= isinstance(bad, MayBeGood)
+    if may_be_good:
+        raise BadCheckpoint(
+            f"No checkpoint in {store} can be read. {' '.join(problems)} Mend that and go on, or "
+            "move them away to begin anew."
+        )
+    return None
+
+
+def _listed(store: Store) -> list[str]:
+    try:
+        return steps_in(store)
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{store} cannot be read: {error.strerror}, so nobody knows which checkpoints it holds."
+        ) from error
+
+
+def refuse_used(store: Store) -> None:
+    """A new run must not find checkpoints of another where it keeps its own."""
+    if _listed(store):
+        raise UsageError(
+            f"{store} already holds checkpoints. Go on from them (--resume, or resume=True), or "
+            "choose another place."
+        )
+
+
+def refuse_left_behind(store: Store, before: Store) -> None:
+    """A run without a checkpoint in `store` must not begin anew if it has a good one elsewhere."""
+    if newest(before) is not None:
+        raise UsageError(
+            f"{store} holds no checkpoint to go on from, and the run keeps its own in {before}. "
+            "Leave --checkpoints out, or move them there first."
+        )
+
+
+def refuse_other_recipe(recipe: str, origin: Origin, store: Store) -> None:
+    """Checkpoints that another run directory's run made, by what its recipe is called."""
+    if origin.recipe.rpartition("/")[2] != recipe.rpartition("/")[2]:
+        raise UsageError(
+            f"The checkpoints in {store} are of the recipe {origin.recipe}, not {recipe}. Choose "
+            "another place, or begin with their weights (--from)."
+        )
+
+
+def refuse_changes(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
+    """Refuse to go on with another run; `own` is the plain description of this one."""
+    for field, value in own.items():
+        before = origin.run.get(field, value)
+        if field not in (*MAY_CHANGE, _CONTENT, _ORDER, NEW_ORDER) and value != before:
+            raise UsageError(
+                f"{field} was {before!r} and is {value!r} now. A run goes on as it began; only "
+                f"{', '.join(MAY_CHANGE)} may change. Set it back, or begin a new run."
+            )
+    refuse_other_data(own, run, origin)
+
+
+def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
+    """The step says where in the data a run is, if data, batches and their order are the same."""
+    for field in ("batch_size", "seed", "end"):
+        before = origin.run.get(field, own[field])
+        if own[field] != before:
+            raise UsageError(
+                f"{field} was {before!r} and is {own[field]!r} now, so the place in the data would "
+                "be another. Set it back, or take the weights alone (--from)."
+            )
+    if len(run.data) != origin.num_samples:
+        raise UsageError(
+            f"The data had {origin.num_samples} samples and has {len(run.data)} now, so no sample "
+            "would be where it was in the order. Go on with the data that the run began with."
+        )
+    if own[_ORDER] != origin.run.get(_ORDER, own[_ORDER]):
+        raise UsageError(
+            f"The order of samples was {origin.run[_ORDER]!r} when the run began and is "
+            f"{own[_ORDER]!r} now, so samples would be lost and repeated. Give the data the order "
+            "(in_order, weighted, by_length, some, mix) that it had, or take the weights alone "
+            "(--from)."
+        )
+    _refuse_other_new(own.get(NEW_ORDER), origin.run.get(NEW_ORDER))
+    before, now = str(origin.run.get(_CONTENT) or ""), own[_CONTENT]
+    is_known_as_other = is_other(before, now) if before and now else None
+    if is_known_as_other is None:
+        warn_on_screen(
+            "Whether this is the data that the run began with could not be told, except by its "
+            "length: there are no marks of the same samples from then and now."
+        )
+    if is_known_as_other:
+        raise UsageError(
+            f"The data was {shown(before)!r} when the run began and is {shown(now)!r} now: as many "
+            "samples, and other ones. Go on with the data that the run began with (it may lie "
+            "elsewhere), or begin a new run in another directory; --from RUN begins with this "
+            "one's weights."
+        )
+
+
+def _refuse_other_new(now: str | None, before: str | None) -> None:
+    """By names alone; a run that began without one is known by its marks (`lineage.py`)."""
+    if now != before:
+        none = "not one of --new-data"
+        raise UsageError(
+            f"The order of new and replayed samples was {before or none} when the run began and is "
+            f"{now or none} now, so samples would be lost and repeated. Go on with the version of "
+            "Shoal and the records of earlier runs that it began with, or begin a new run with "
+            "these weights (--from)."
+        )
+
+
+def plan_to_go_on(run: Run, text: str | None, ranks: int | None, origin: Origin) -> Plan:
+    """The plan, by default the last one, with the batch cut into pieces as before if it can be."""
+    chosen = Plan.parse(origin.plan if text is None else text)
+    if chosen.pieces is None:
+        try:
+            return resolve(run, f"{chosen} pieces={origin.num_pieces}", ranks)
+        except PlanError:
+            pass  # it needs another number of pieces; the batch is cut anew from here on
+    return resolve(run, chosen, ranks)

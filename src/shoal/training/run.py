@@ -1,0 +1,300 @@
+"""The Run: what is trained, and nothing about where.
+
+A recipe returns one. It holds functions and numbers only; models, optimizers and ranks are made
+from it later, under a plan. What is wrong with it is said when it is made.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batches import Batches, Loading, Piece
+from shoal.data.given import require_function, require_whole
+from shoal.data.orders import order_of
+from shoal.data.permutation import batches_per_epoch, check_end
+from shoal.data.sources import LeavesOut, as_source
+from shoal.errors import PlanError, RecipeError, UsageError
+from shoal.numerics.optimizers import fuse, refuse_closures
+from shoal.numerics.schedules import Schedule, as_schedule
+from shoal.parallel.striping import tables_of, weights_of
+from shoal.plans.plan import Plan
+from shoal.world import cores
+
+MOST_LOADERS = 256  # of a rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, or (sum, weight)
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
+    data: Any  # anything with len() and indexing; a sample is (inputs, target)
+    batch_size: int  # of the whole job
+    steps: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    schedule: Callable[..., float] | None = None
+    clip: float | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    end: str = "drop"
+    loaders: int = 0  # processes beside each rank that load ahead (`data/loaders.py`)
+    evaluate: Any = None
+    evaluate_every: int | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    save_every: int | None = None
+    check_every: int = 10  # steps in which all that replicas hold is compared; 0 for never
+    plan: str = ""
+    cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            made = name == "model" and isinstance(self.model, nn.Module)
+            if made or not callable(getattr(self, name)):
+                raise UsageError(
+                    f"Run.{name} is a {type(getattr(self, name)).__name__}. It must be a function"
+                    f"{': write model=lambda: MyModel()' if name == 'model' else ''}."
+                )
+        if self.collate is not None:
+            require_function(self.collate, "Run(collate=...)")
+        if not isinstance(self.metrics, Mapping):
+            raise UsageError(
+                f"Run.metrics is a {type(self.metrics).__name__}. It maps names to functions of "
+                "(output, target)."
+            )
+        for name in self.metrics:
+            require_function(self.metrics[name], f"Run(metrics={{{name!r}: ...}})")
+        self._check_counts()
+        check_end(self.end)
+        as_source(self.data)
+        if self.evaluate is not None and not len(as_source(self.evaluate, "evaluate")):
+            raise UsageError(
+                "evaluate is empty: len(evaluate) is 0. Give at least 1 sample, or leave it out."
+            )
+        if self.evaluate_every is not None and self.evaluate is None:
+            raise UsageError(
+                "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
+            )
+        if self.schedule is not None:
+            as_schedule(self.schedule)
+
+    def _check_counts(self) -> None:
+        for name in ("batch_size", "steps", "epochs", "evaluate_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+        if type(self.check_every) is not int or self.check_every < 0:
+            raise UsageError(
+                f"check_every={self.check_every!r} must be a whole number of steps, or 0 to "
+                "compare nothing."
+            )
+        if type(self.loaders) is not int or not 0 <= self.loaders <= MOST_LOADERS:
+            raise UsageError(
+                f"loaders={self.loaders!r} must be a whole number from 0, for none, to "
+                f"{MOST_LOADERS}: each rank forks as many processes."
+            )
+        if (self.steps is None) == (self.epochs is None):
+            given = "both are" if self.steps else "neither is"
+            raise UsageError(f"A run needs steps or epochs, one of them; {given} given.")
+        require_whole(self.seed, "Run(seed=...)")
+        is_number = isinstance(self.clip, int | float)
+        if self.clip is not None and not (is_number and self.clip > 0):
+            raise UsageError(f"clip={self.clip!r} must be above 0. Leave it out to clip nothing.")
+
+    def num_steps(self) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
+
+    def meets_after(self, step: int) -> bool:
+        """Whether the whole state is wanted after `step`: to be evaluated, to be saved."""
+        saves = self.save_every is not None and step % self.save_every == 0
+        return saves or self.evaluates_after(step) or step == self.num_steps()
+
+    @property
+    def meets_every(self) -> list[int]:
+        """After how many steps each time, beside the last, the whole state is wanted."""
+        evaluates = None if self.evaluate is None else self.evaluate_every
+        return [every for every in (self.save_every, evaluates) if every is not None]
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether `step` is one to evaluate after: as often as the run says, and the last."""
+        if self.evaluate is None:
+            return False
+        often = self.evaluate_every is not None and step % self.evaluate_every == 0
+        return often or step == self.num_steps()
+
+    def measures(self) -> list[str]:
+        """The names of what is measured: of each step its loss, of evaluations the metrics too."""
+        return ["loss", *(self.metrics if self.evaluate is not None else ())]
+
+    def make_schedule(self) -> Schedule | None:
+        return as_schedule(self.schedule) if self.schedule is not None else None
+
+    def make_model(self) -> nn.Module:
+        """The model with its first weights: the same for every plan."""
+        with _as_the_first(self.seed):
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"Run.model returned a {type(model).__name__}, not an nn.Module.")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise RecipeError("The model has no parameter that requires a gradient.")
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The recipe's optimizer over the true parameters, fused where it leaves the choice."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        optimizer = self.optimizer(named)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RecipeError(
+                f"Run.optimizer returned a {type(optimizer).__name__}, not a torch optimizer."
+            )
+        refuse_closures(optimizer)
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise RecipeError(
+                "The optimizer has a parameter that is not the model's, which replicas could not "
+                "agree on. Make it part of the model (a learnable loss, say, as a submodule)."
+            )
+        fuse(optimizer, weights_of(tables_of(model).values()))
+        return optimizer
+
+
+@contextmanager
+def _as_the_first(seed: int) -> Iterator[None]:
+    """Whatever a process made before, a model gets the same weights and names.
+
+    Keras draws from Python and numpy as well, and numbers its layers for a whole process.
+    """
+    naming = sys.modules.get("keras.src.utils.naming")
+    if naming is not None:
+        naming.reset_uids()
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
+    """The plan with every count fixed for this run, or an error that says what does not fit."""
+    chosen = plan if isinstance(plan, Plan) else Plan.parse(run.plan if plan is None else plan)
+    waiting = _waiting_for_all(chosen)
+    if chosen.local_steps > 1:
+        waiting = waiting or "local_steps"
+    if chosen.sync == "server":
+        waiting = waiting or "sync=server"
+    if waiting and run.end == "pad":
+        raise PlanError(
+            f"{waiting} does not go with end='pad': the short batch at the end of an epoch may "
+            "leave a rank without samples. Use end='drop' or end='wrap'."
+        )
+    if waiting and isinstance(run.data, LeavesOut):
+        raise PlanError(_left_out(waiting, "data"))
+    _refuse_between_windows(chosen, run)
+    check_evaluated(chosen, run.evaluate)
+    return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+
+
+def _refuse_between_windows(plan: Plan, run: Run) -> None:
+    """Through servers replicas are at different steps of a window, and meet at its end only."""
+    if plan.sync != "server":
+        return
+    for name in ("save_every", "evaluate_every"):
+        every = getattr(run, name)
+        if every is not None and every % plan.local_steps:
+            raise PlanError(
+                f"{name}={every} does not go with local_steps={plan.local_steps} and sync=server: "
+                f"replicas meet only after every {plan.local_steps} steps. Use {name}="
+                f"{-(-every // plan.local_steps) * plan.local_steps}, or leave sync=server out."
+            )
+
+
+def check_evaluated(plan: Plan, source: Any) -> None:
+    """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""
+    waiting = _waiting_for_all(plan)
+    if waiting and isinstance(source, LeavesOut):
+        raise PlanError(_left_out(waiting, "the source to evaluate"))
+
+
+def _waiting_for_all(plan: Plan) -> str:
+    """What makes ranks wait for each other in every forward, so that each needs samples; or ""."""
+    if plan.zero == 3:
+        return "zero=3"
+    return "pipeline" if plan.pipeline > 1 else ""
+
+
+def _left_out(waiting: str, what: str) -> str:
+    return (
+        f"{waiting} does not go with quarantine, and {what} is in quarantine: when all samples of "
+        "a piece are left out, a rank has none, and the others would wait for it. Take them out "
+        "before: shoal.data.clean(source, quarantine=...), or `shoal data build` of this source "
+        "and train on the shards. Or use another plan."
+    )
+
+
+def make_batches(run: Run, num_pieces: int, device: str = "cpu", ahead: bool = False) -> Batches:
+    """The run's batches, cut into pieces; says what is wrong with its data.
+
+    With `ahead` they are loaded by processes of their own, if the run asks for some.
+    """
+    return Batches(
+        run.data,
+        batch_size=run.batch_size,
+        num_pieces=num_pieces,
+        seed=run.seed,
+        end=run.end,
+        loading=Loading(run.collate, device, run.loaders if ahead else 0),
+    )
+
+
+class Objective(NamedTuple):
+    """The loss of a piece. `tensor` is what backward starts from."""
+
+    tensor: Tensor
+    weight: float | Tensor
+    is_mean: bool  # over `weight`; otherwise it is the sum
+
+
+def objective(run: Run, output: Any, piece: Piece) -> Objective:
+    """Ask the run's loss and check what it says."""
+    answer = run.loss(output, piece.target)
+    is_mean = not isinstance(answer, tuple)
+    loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
+    if not isinstance(loss, Tensor) or loss.dim():
+        loss = _scalar(loss)
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
+    return Objective(loss, weight.detach() if isinstance(weight, Tensor) else weight, is_mean)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise RecipeError(
+        f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
+        "the samples it was given, or a pair (sum, weight)."
+    )
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """A tensor goes in as model(x), a tuple as model(*x), a dict as model(**x)."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(inputs)

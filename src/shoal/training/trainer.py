@@ -1,0 +1,351 @@
+"""The loop: one step after another, each committed once, on every rank alike.
+
+A `Trainer` is an iterator of `StepInfo`, so a recipe can be trained to the end or driven by a
+loop of one's own. What differs between plans is in the strategy; what differs between places is
+in the seat; what can break is caught in one place, `regroup`. Everything a step needs is a pure
+function of its number (samples, random state, learning rate), so a step that failed is simply
+done again.
+
+Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newcomer catches up.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any, Self
+
+from torch import Tensor
+
+from shoal.checkpoint.export import canonical_tensors, gather_model
+from shoal.comm.mesh import Asked, Axes, Check, Mesh, Seat, accept
+from shoal.errors import GroupLost, UsageError
+from shoal.events.meters import split_times
+from shoal.events.step import Hook, StepInfo
+from shoal.faults import faultpoint
+from shoal.numerics import schedules
+from shoal.numerics.norms import clip_factor
+from shoal.numerics.offload import offload_state
+from shoal.numerics.precision import LossScale
+from shoal.parallel.apply import Spread
+from shoal.plans.plan import Plan
+from shoal.sync.choose import strategy_for, tables_held
+from shoal.sync.consistency import Consistency
+from shoal.sync.strategy import Agreed, Tally
+from shoal.system.memory import give_back_freed_memory
+from shoal.system.processes import WORK
+from shoal.training import handover
+from shoal.training.balancing import balance_of, rebalance
+from shoal.training.build import Prepared, prepare
+from shoal.training.checkpointing import Keeper, KeepsNothing
+from shoal.training.compute import Compute
+from shoal.training.diagnostics import (
+    computed_by,
+    judged,
+    no_weight,
+    not_finite,
+    weights_are_finite,
+)
+from shoal.training.evaluate import measure
+from shoal.training.loop_state import LoopState
+from shoal.training.own_loop import Next, OwnLoop
+from shoal.training.rank_check import facts_of, refuse_unlike
+from shoal.training.resizing import meet, take_size
+from shoal.training.run import Run, call_model, make_batches
+
+
+class Trainer:
+    """Trains a run under a resolved plan. `step` counts the committed steps."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        seat: Seat,
+        *,
+        prepared: Prepared | None = None,
+        hooks: Sequence[Hook] = (),
+        keeper: Keeper | KeepsNothing | None = None,
+        loop: OwnLoop | None = None,
+    ):
+        """`loop` is for a script's own, which acts between steps."""
+        self.run, self.plan, self.seat, self.loop = run, plan, seat, loop
+        self.state = LoopState()  # that the script keeps
+        self.keeper, self.hooks = keeper or KeepsNothing(), list(hooks)
+        self.prepared = prepare(run, plan) if prepared is None else prepared
+        self.model = self.prepared.model
+        self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
+        self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
+        self.consistency = Consistency(run.check_every, seat.tell)
+        self.loss_scale, self.step = LossScale(plan.precision), 0
+        self.served = 0  # steps that servers had of all ranks when the group formed
+        self.stopped = self.meets = False  # after this step: for good, until the next generation
+        self.ended = False  # the script's loop, before the last step and by its own will
+        self.is_scribe = False  # whether this rank writes the run's record
+        self.answers: list[dict[str, float]] = []  # of evaluations since the last step
+        self.past = 0, self.answers  # the last step that has some, and those
+        self.last_info: StepInfo | None = None
+        self._num_heard = 0  # answers that this rank's caller has
+        self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
+        self._is_over = False  # all have ended
+
+    def __enter__(self) -> Self:
+        try:
+            self._enter()
+        except BaseException:
+            self.seat.close()
+            raise
+        return self
+
+    def _enter(self) -> None:
+        if self.plan.saves_memory:
+            give_back_freed_memory()
+        self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline), self._check())
+        take_size(self, self.mesh)
+        self.model.to(self.mesh.device)
+        self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
+        self.optimizer = self.run.make_optimizer(self.model)
+        schedules.remember_rates(self.optimizer)
+        if self.plan.offload == "optimizer":
+            offload_state(self.optimizer, self.mesh.device)
+        self.spread = Spread(
+            self.model, self.optimizer, self.plan, self.mesh, self.prepared.survey, call_model
+        )
+        seeds = self.prepared.seeds
+        seeds.use(self.mesh.device)
+        self.compute = Compute(self.run, self.plan, self.spread, seeds, self.loss_scale)
+        self.model.train()
+        if self.loop is not None:
+            self.loop.watch(self.model)
+        try:
+            self._settle(self.mesh)
+        except GroupLost as lost:  # a newcomer's group may break before it has the state
+            self.regroup(lost)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *where: object
+    ) -> None:
+        leaves = kind is None or (isinstance(error, SystemExit) and not error.code)
+        try:
+            if leaves and self.loop is not None and not self._is_over:
+                self._leave()
+        finally:
+            self.strategy.detach()
+            if kind is None:
+                self.spread.close()
+            self.prepared.seeds.close()
+            self.batches.close()
+            self.seat.close()
+
+    def __iter__(self) -> Iterator[StepInfo]:
+        while True:
+            try:
+                if self.loop is not None:
+                    self.loop.begin(self)
+                if self._unseen is not None:
+                    yield self._tell(self._unseen)
+                elif self._goes_on():
+                    self._try_step()
+                elif self.meets and not self.stopped and self.step < self.num_steps:
+                    meet(self)
+                elif self._finish():
+                    return
+            except GroupLost as lost:
+                self.regroup(lost)
+
+    def stop(self) -> None:
+        """End the loop of all ranks after the step that they are at; any rank may call it."""
+        if self.loop is None:
+            raise UsageError("stop() is for the loop of a script, which shoal.trainer(...) gives.")
+        self.loop.wants_stop = True
+
+    def evaluate(self, source: Any) -> dict[str, float]:
+        """Mean loss and metrics over a source, each sample once. Every rank must call it."""
+        while self._num_heard == len(self.answers):
+            try:
+                if self.loop is not None:
+                    self.loop.joins_in(self, Next.EVALUATE, len(source))
+                self.answers.append(measure(self.run, self.compute, source, self.mesh))
+                self.past = self.step, self.answers
+            except GroupLost as lost:
+                self.regroup(lost)
+        self._num_heard += 1
+        return self.answers[self._num_heard - 1]
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """The model's state by name, on rank 0. Every rank must call it."""
+        if self.mesh.is_cut or self.plan.zero == 3 or self.plan.num_servers:
+            if self.loop is not None:
+                self.loop.joins_in(self, Next.GATHER)
+            held = self.spread.held() | tables_held(self.strategy)
+            return gather_model(self.mesh.world, self.model, held)
+        return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
+
+    def regroup(self, lost: GroupLost) -> None:
+        """Form the group again without leaving the process; raises if no other group comes."""
+        while True:
+            self.keeper.give_up()
+            self.strategy.detach()
+            mesh, self.meets = self.seat.reform(lost), False
+            try:
+                self._settle(mesh)
+                return
+            except GroupLost as again:
+                lost = again
+
+    def take_place(self, mesh: Mesh) -> None:
+        """Work in this mesh from now on."""
+        self.mesh = mesh
+        with nullcontext() if self.loop is None else self.loop.as_at_first():
+            self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
+        self.compute.settle(mesh, self.strategy)
+        self.consistency.settle(self.strategy, mesh)
+
+    def _settle(self, mesh: Mesh) -> None:
+        """Take the place in a new mesh and agree on the state."""
+        take_size(self, mesh)
+        self.balance, self.pace = balance_of(self.plan, mesh)
+        self._is_fresh = False  # whether the last step is one that all commit in this group
+        self.take_place(mesh)
+        if handover.catch_up(self):
+            self._unseen, self._num_heard = self.last_info, 0
+            self._is_fresh = not self.strategy.in_lockstep and self.served < self.step
+        self.keeper.restore(self)
+        if self.loop is not None:
+            self.loop.settled(self.optimizer)
+        self.seat.formed(self.step)
+
+    def _check(self) -> Check:
+        """What to do in a new group before all else. Ranks that a script makes may be unlike."""
+        if self.loop is None or self.plan.num_ranks == 1:
+            return accept
+        facts = facts_of(self.run, self.plan, self.model)
+        return lambda group: refuse_unlike(group, facts, self.step)
+
+    def _goes_on(self) -> bool:
+        """Whether another step is to be made."""
+        if self.step == self.num_steps or self.stopped or self.meets or self.ended:
+            return False
+        self.ended = self.loop is not None and not self.loop.goes_on(self)
+        return not self.ended
+
+    def _try_step(self) -> None:
+        """Do the next step, or find that it must be tried again: with a smaller loss scale, say."""
+        faultpoint("step.begin", self.step)
+        self.consistency.begin(self.step)
+        started, sent_before = perf_counter(), self.mesh.bytes_sent
+        batch, tally = self.batches.at(self.step), Tally(asked=self._asked())
+        data_s, rounds = 0.0, self.compute.rounds
+        for number, indices in enumerate(rounds):
+            asked = perf_counter()
+            pieces = [batch.piece(index) for index in indices]
+            data_s += perf_counter() - asked
+            tally.take(pieces)
+            WORK.done += 1
+            with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
+                self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
+        faultpoint("step.computed", self.step)
+        tally.busy_s = perf_counter() - started
+        tally.digest = self.consistency.digest(self.step)
+        asked_in, exchange = self.mesh, self.strategy.exchange
+        agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
+        exchanged = perf_counter()
+        faultpoint("step.exchanged", self.step)
+        if self.consistency.verify(agreed.digests, self.step):
+            return  # what the step was computed with was corrupted here or elsewhere
+        norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
+        if norm is None:
+            if not self.loss_scale.overflow():
+                known = self.strategy.in_lockstep  # and so every rank finds the same
+                who = computed_by(agreed, self.plan, self.mesh) if known else ()
+                raise not_finite(self.batches, batch.step, agreed, self.model, who)
+            return
+        self.loss_scale.good_step()
+        self.step += 1  # committed
+        self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
+        if self.loop is not None:
+            self.loop.keep(self)
+        self.consistency.end(self.step, self.run.meets_after(self.step))
+        faultpoint("step.committed", self.step)
+        if self.step == self.num_steps and not weights_are_finite(self.model):
+            raise not_finite(self.batches, batch.step, agreed, self.model)
+        busy_s = tally.busy_s - data_s + perf_counter() - exchanged
+        exchange_s = exchanged - started - tally.busy_s
+        times = split_times(data_s, busy_s, exchange_s, agreed.busy_s, self.mesh.rank)
+        self.stopped, self.meets = agreed.asked.stop, agreed.asked.meet and self.mesh is asked_in
+        rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
+        shown = None if agreed.norm is None else norm
+        mark = self.strategy.late_mark if agreed.mark is None else agreed.mark
+        out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
+        self._unseen = self.last_info = StepInfo(
+            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
+        )
+        rebalance(self, agreed.busy_s)
+
+    def _update(self, agreed: Agreed, unit: float) -> float | None:
+        """Step, and return the gradient's norm before clipping; None if all is not finite.
+
+        A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
+        in the next loss, or in the last weights, and its step is the one that is blamed.
+        """
+        if agreed.num_samples == 0:  # quarantine left them all out, and every rank knows it
+            self.strategy.buffers.restore()
+            return 0.0
+        if not agreed.weight:
+            raise no_weight(self.step)
+        scale = unit / (agreed.weight * self.loss_scale.value)
+        norm = (agreed.norm or 0.0) * scale
+        if not math.isfinite(agreed.loss) or not math.isfinite(norm):
+            return None
+        if self.schedule is not None:
+            schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
+        if self.run.clip is not None:
+            scale *= clip_factor(norm, self.run.clip)
+        self.keeper.await_copy()
+        return norm if handover.update(self, scale) else None
+
+    def _asked(self) -> Asked:
+        asked = self.seat.asked()
+        if self.loop is not None and self.loop.wants_stop:
+            asked = asked._replace(stop=True)
+        return asked
+
+    def _leave(self) -> None:
+        """The caller has left its loop before the end, as all must."""
+        while True:
+            try:
+                self._finish(leaves=True)
+                return
+            except GroupLost as lost:
+                self.regroup(lost)
+
+    def _finish(self, leaves: bool = False) -> bool:
+        """Save the end and wait for the others; raises GroupLost if one of them was lost."""
+        if self.loop is not None:
+            self.loop.ends(self, leaves)
+            self.ended = self.step < self.num_steps and not self.stopped
+        self.keeper.at_end(self)
+        if not self.seat.finish():
+            raise GroupLost("another rank was lost after the last step")
+        self._is_over = True
+        return True
+
+    def save_if_due(self) -> None:
+        """After a step that all made in this group. Every rank must call it."""
+        if self._is_fresh and self.last_info is not None:
+            if self.last_info.step == self.num_steps:
+                self.consistency.check(self.num_steps)
+            self.keeper.after_step(self, self.last_info)
+
+    def _tell(self, info: StepInfo) -> StepInfo:
+        """Let hooks and the supervisor know of a committed step."""
+        if self.run.evaluates_after(info.step) and not self._num_heard:
+            told = info._replace(evaluation=self.evaluate(self.run.evaluate))
+            info = self._unseen = self.last_info = told
+        if self.loop is None:  # or else when the body of the loop has run
+            self.save_if_due()
+        self._unseen = None
+        self.consistency.release()
+        for hook in (*self.hooks, self.seat.stepped):
+            hook(info)
+        return info

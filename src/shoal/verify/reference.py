@@ -1,0 +1,157 @@
+"""What one process would have trained: the plain loop that every plan is compared with.
+
+It walks the pieces of each batch in order in one process. It shares with the plans what defines a
+run (samples, random state, loss, how a piece treats buffers, the norm, the loss scale), which
+tests hold against plain torch. How pieces and replicas are brought together is written a second
+time, on purpose (`reference_outer.py`). Under `local_steps` each replica is played in turn.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.data.batches import Batch
+from shoal.data.split import share
+from shoal.errors import NotFinite
+from shoal.numerics import schedules
+from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
+from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.randomness import PieceSeeds
+from shoal.plans.plan import Plan
+from shoal.training.diagnostics import no_weight
+from shoal.training.run import Run, call_model, make_batches, objective
+from shoal.verify.reference_outer import (
+    Outer,
+    Rounded,
+    Values,
+    average,
+    combined,
+    total_loss,
+    tree_sum,
+)
+
+
+class Snapshot(NamedTuple):
+    """One replica after a step."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]  # as the optimizer saw them
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[Snapshot]]:
+    """The replicas after each step; one, which stands for all, when they agree on every step.
+    `make` takes the place of Replica."""
+    num_replicas = plan.num_replicas if plan.local_steps > 1 else 1
+    shares = [share(r, num_replicas, plan.num_pieces) for r in range(num_replicas)]
+    replicas = [(make or Replica)(run, plan, pieces) for pieces in shares]
+    batches = make_batches(run, plan.num_pieces)
+    moves_anchor = plan.local_steps > 1 and plan.has_anchor
+    outer = Outer([r.model for r in replicas], plan, run.num_steps()) if moves_anchor else None
+    for step in range(run.num_steps()):
+        batch = batches.at(step)
+        told = [replica.step(batch) for replica in replicas]
+        losses = [loss / weight for loss, weight in told]
+        if outer is not None:
+            outer.after(step + 1)
+        if (step + 1) % plan.local_steps == 0 or step + 1 == run.num_steps():
+            average([r.tensors(with_weights=outer is None) for r in replicas])
+            for replica in replicas:
+                replica.buffers.hold()
+            losses = [sum(t[0] for t in told) / sum(t[1] for t in told)] * num_replicas
+        yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
+
+
+class Replica:
+    """A model, its optimizer, and the pieces of each batch that it trains on."""
+
+    def __init__(self, run: Run, plan: Plan, pieces: range):
+        self.run, self.pieces, self.model = run, pieces, run.make_model().train()
+        self.optimizer = run.make_optimizer(self.model)
+        schedules.remember_rates(self.optimizer)
+        self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
+        self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        self.rule = plan.combine
+        self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        # Out of lockstep a replica is one worker, whose pieces are a step of their own.
+        pushed = self.shares if plan.bound == 0 else [range(len(pieces))]
+        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
+        self.arrived = Rounded(codec, pushed, len(self.parameters))
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """Do a step; the sum of its loss and its weight."""
+        while True:
+            self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
+            self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
+            sums = self.combined(functools.partial(self.piece, batch))
+            if not self.told:  # quarantine left out all samples: nothing changes
+                self.buffers.restore()
+                return math.nan, 1.0
+            loss, weight = total_loss(self.told, self.shares, self.rule)
+            if not weight:
+                raise no_weight(batch.step)
+            scale = self.unit / (weight * self.loss_scale.value)
+            if math.isfinite(loss) and self.update(batch.step, sums, scale):
+                self.loss_scale.good_step()
+                return loss, weight
+            if not self.loss_scale.overflow():
+                raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
+
+    def combined(self, piece: Callable[[int], Values]) -> Values:
+        """The sum, or what `combine` makes of the replicas' gradients."""
+        if self.rule == "mean":
+            return tree_sum(piece, self.pieces, self.arrived)
+        of_shares = functools.partial(tree_sum, piece)
+        return combined(of_shares, self.shares, len(self.parameters), self.rule)
+
+    def piece(self, batch: Batch, index: int) -> Values:
+        """What one piece gives: gradients, then the buffers it changed."""
+        self.buffers.restore()
+        self.model.zero_grad()
+        piece = batch.piece(index)
+        if piece.num_samples:
+            self.seeds.enter(batch.step, index)
+            with self.precision.autocast("cpu"):
+                goal = objective(self.run, call_model(self.model, piece.inputs), piece)
+            # A mean counts by its share of the batch; a sum is divided once, at the end.
+            self.unit = batch.num_samples if goal.is_mean else 1.0
+            part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
+            goal.tensor.backward(goal.tensor.new_tensor(part * self.loss_scale.value))
+            weight = float(goal.weight)
+            self.told.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
+        values = self.buffers.end_piece()
+        self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
+        return [*map(coalesced, (p.grad for p in self.parameters)), *values]
+
+    def update(self, step: int, sums: Values, scale: float) -> bool:
+        gradients, buffers = sums[: len(self.parameters)], sums[len(self.parameters) :]
+        present = [g for g in gradients if g is not None]
+        if not all(torch.isfinite(values_of(g)).all() for g in present):
+            return False
+        if self.run.clip is not None:
+            scale *= clip_factor(gradient_norm(present) * scale, self.run.clip)
+        for p, g in zip(self.parameters, gradients, strict=True):
+            p.grad = g
+        for g in present:
+            values_of(g).mul_(scale)
+        if (schedule := self.run.make_schedule()) is not None:
+            schedules.apply(self.optimizer, schedule(step, self.run.num_steps()))
+        self.optimizer.step()
+        pairs = zip(buffers, self.changes, strict=True)
+        self.buffers.commit([None if sum_ is None else sum_ / n for sum_, n in pairs])
+        return True
+
+    def tensors(self, with_weights: bool) -> list[Tensor]:
+        return [*(self.model.parameters() if with_weights else ()), *self.model.buffers()]
+
+    def snapshot(self, loss: float) -> Snapshot:
+        named = dict(self.model.named_parameters())
+        gradients = {n: p.grad.to_dense() for n, p in named.items() if p.grad is not None}
+        return Snapshot(loss, gradients, named, dict(self.model.named_buffers()))

@@ -1,0 +1,160 @@
+"""A run and its plan: what does not go together is refused before anything starts."""
+
+import dataclasses
+import os
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh
+from shoal.data.transforms.quarantine import quarantine
+from shoal.errors import PlanError, RecipeError, UsageError
+from shoal.plans.plan import Plan
+from shoal.training.evaluate import measure
+from shoal.training.run import Run, resolve
+
+
+class Broken:
+    """Twelve samples, of which some cannot be read."""
+
+    def __init__(self, bad: range):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index in self.bad:
+            raise ValueError("no good")
+        return torch.full((2,), float(index)), torch.tensor(0.0)
+
+
+def run_on(data: Any) -> Run:
+    return Run(
+        model=lambda: nn.Linear(2, 1),
+        loss=lambda output, target: output.mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=data,
+        batch_size=4,
+        steps=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "setting", "evaluates"),
+    [
+        ("data=2 zero=3", "zero=3", False),
+        ("pipeline=2", "pipeline", False),
+        ("data=2 local_steps=2", "local_steps", True),
+        ("data=2", None, True),
+    ],
+)
+def test_quarantine_is_refused_where_every_rank_needs_samples(
+    tmp_path: Path, plan: str, setting: str | None, evaluates: bool
+) -> None:
+    source = quarantine(Broken(range(0)), tmp_path / "bad.jsonl")
+    run = run_on(source)
+    if setting is None:
+        resolve(run, plan, 2)
+    else:
+        with pytest.raises(PlanError, match=f"{setting} does not go with quarantine.*data build"):
+            resolve(run, plan, 2)
+    run = dataclasses.replace(run, data=Broken(range(0)), evaluate=source)
+    if evaluates:
+        resolve(run, plan, 2)
+    else:
+        with pytest.raises(PlanError, match="source to evaluate is in quarantine"):
+            resolve(run, plan, 2)
+
+
+def test_a_generator_is_refused_where_it_is_given() -> None:
+    pairs = ((torch.zeros(2), torch.tensor(0.0)) for _ in range(12))
+    with pytest.raises(UsageError, match=r"data is a generator.*list\(...\).*__getitem__"):
+        run_on(pairs)
+    with pytest.raises(UsageError, match=r"evaluate is a generator"):
+        dataclasses.replace(run_on(Broken(range(0))), evaluate=pairs)
+
+
+def evaluated(source: Any, plan: str = "data=1", loaders: int = 0) -> dict[str, float]:
+    """What one rank alone finds, whose model gives back the first number of a sample."""
+
+    def output(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[:, 0]
+
+    alone = Group()
+    mesh = Mesh(alone, alone, alone, alone, "cpu")
+    compute: Any = SimpleNamespace(
+        plan=Plan.parse(plan),
+        spread=SimpleNamespace(model=nn.Linear(2, 1)),
+        output=output,
+        arithmetic=nullcontext,
+    )
+    run = dataclasses.replace(run_on(source), loaders=loaders)
+    return measure(run, compute, source, mesh)
+
+
+class Pids:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(os.getpid()), 0]), torch.tensor(0.0)
+
+
+def test_an_evaluation_loads_ahead_as_training_does() -> None:
+    assert evaluated(Pids())["loss"] == os.getpid()
+    assert evaluated(Pids(), loaders=1)["loss"] != os.getpid()
+
+
+def test_pieces_in_quarantine_are_left_out_of_an_evaluation(tmp_path: Path) -> None:
+    def source(bad: range) -> Any:
+        return quarantine(Broken(bad), tmp_path / "bad.jsonl")
+
+    assert evaluated(source(range(0))) == {"loss": 5.5}
+    assert evaluated(source(range(3, 8))) == {"loss": (0 + 1 + 2 + 8 + 9 + 10 + 11) / 7}
+    with pytest.raises(RecipeError, match=r"all 12 samples .* by quarantine\. .*bad\.jsonl says"):
+        evaluated(source(range(12)))
+    with pytest.raises(PlanError, match="pipeline does not go with quarantine"):
+        evaluated(source(range(0)), "pipeline=2")
+
+
+def test_nothing_to_evaluate_is_told_before_the_run() -> None:
+    with pytest.raises(UsageError, match=r"evaluate is empty: len\(evaluate\) is 0"):
+        dataclasses.replace(run_on(Broken(range(0))), evaluate=[])
+
+
+@pytest.mark.parametrize("loaders", [-1, 1.5, True, 1000])
+def test_a_number_of_loaders_that_no_machine_bears_is_refused(loaders: Any) -> None:
+    with pytest.raises(UsageError, match=rf"loaders={loaders} must be a whole number from 0"):
+        dataclasses.replace(run_on(Broken(range(0))), loaders=loaders)
+
+
+def test_a_model_is_the_same_whatever_was_drawn_before() -> None:
+    """Some libraries take first weights from Python's or numpy's generator."""
+
+    def model() -> nn.Module:
+        made = nn.Linear(2, 1)
+        made.weight.data.fill_(random.random())
+        made.bias.data.fill_(float(np.random.rand()))
+        return made
+
+    run = dataclasses.replace(run_on(Broken(range(0))), model=model)
+    first = run.make_model()
+    drawn = random.getstate(), np.random.rand()
+    second = run.make_model()
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
+    assert drawn[0] == random.getstate() and drawn[1] != np.random.rand()
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, None])
+def test_steps_in_which_all_is_compared_are_a_number(every: Any) -> None:
+    with pytest.raises(UsageError, match=f"check_every={every} must be a whole number of steps"):
+        dataclasses.replace(run_on(Broken(range(0))), check_every=every)
