@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full servers lint bench compare clean
+.PHONY: help setup demo test test-full servers lint bench docs compare clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,12 @@ lint: .venv/.ready ## ruff on everything, mypy strict on src
 
 bench: .venv/.ready ## measure Shoal against its peers, in one run
 	@$(BIN)/python -m bench
+
+docs: .venv/.ready ## build the documentation as a site, docs/_build/index.html
+	@$(PIP) --no-build-isolation -e '.[docs]'
+	@$(BIN)/python docs/generate.py
+	@$(BIN)/sphinx-build -q -W --keep-going docs docs/_build
+	@echo "docs/_build/index.html"
 
 # What only moves or renames code must train the same bits and print the same fields.
 compare: .venv/.ready ## does this tree train what the commit BASE trained?

@@ -32,7 +32,19 @@ PLOT = harness.ROOT / "bench" / "results.svg"
 
 
 def run_bench(name: str, quick: bool) -> list[Row]:
-    """The rows of one bench; one that breaks is a row that was not measured."""
+    """The rows of one bench, tried twice if it crashes; then it is a row that was not measured."""
+    rows, code = _run_once(name, quick)
+    if code < 0 or not rows:
+        print(f"{name} ended with code {code}, and is run once more.", file=sys.stderr, flush=True)
+        rows, code = _run_once(name, quick)
+    if code < 0 or not rows:
+        broken = Row(name=name, floor=0.0, note=f"the bench ended with code {code}")
+        print(harness.line(broken), flush=True)
+        rows.append(broken)
+    return rows
+
+
+def _run_once(name: str, quick: bool) -> tuple[list[Row], int]:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         module = f"bench.{name.replace('-', '_')}"
@@ -45,11 +57,8 @@ def run_bench(name: str, quick: bool) -> list[Row]:
         finally:
             bench.terminate()  # it ends what it started
             bench.wait()
-        if rows.exists():
-            return msgspec.json.decode(rows.read_bytes(), type=list[Row])
-    broken = Row(name=name, floor=0.0, note=f"the bench ended with code {code}")
-    print(harness.line(broken), flush=True)
-    return [broken]
+        found = rows.read_bytes() if rows.exists() else b"[]"
+    return msgspec.json.decode(found, type=list[Row]), code
 
 
 def margin(row: Row) -> float:

@@ -68,7 +68,7 @@ def _answer(process: subprocess.Popen[str], kind: type[T]) -> T:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"{process.args} ended before it answered; see above.")
+        raise harness.ArmFailed(f"{process.args} ended before it answered; see above.")
     return msgspec.json.decode(line, type=kind)
 
 

@@ -42,8 +42,8 @@ from bench.devices import WIDTH, OnDevice
 from bench.harness import Row
 from shoal.data.sources import tensors
 from shoal.errors import GroupLost
-from shoal.sync.server.strategy import ThroughServers
-from shoal.training.build import prepare
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.training.build import build_model
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
@@ -84,8 +84,8 @@ def serve(plan: str) -> None:
     """Be the server."""
     run = make_run(0)
     resolved = resolve(run, plan, NUM_RANKS)
-    model = prepare(run, resolved).model
-    bound, optimizer = resolved.bound, run.make_optimizer(model)
+    model = build_model(run, resolved).model
+    bound, optimizer = resolved.staleness_bound, run.make_optimizer(model)
     serving.serve(model, optimizer, num_pieces=resolved.num_pieces, bound=bound)
 
 
@@ -106,7 +106,7 @@ def train(world: World, plan: str, address: str, over: str) -> Found:
     """Train to the target. Every rank must call it."""
     run, flag = make_run(world.rank), Path(over)
     resolved = resolve(run, plan, world.num_ranks)
-    in_lockstep = not address or resolved.bound == 0
+    in_lockstep = not address or resolved.staleness_bound == 0
     seat = serving.ServedSeat(world, address, lambda: not in_lockstep and flag.exists())
     trainer = Trainer(run, resolved, seat)
     held_out = _inputs()[:NUM_HELD_OUT]
@@ -125,12 +125,12 @@ def train(world: World, plan: str, address: str, over: str) -> Found:
                     flag.touch()
             if info.step == MOST_STEPS if in_lockstep else flag.exists():
                 break
-    if isinstance(trainer.strategy, ThroughServers):
+    if isinstance(trainer.strategy, ServerStrategy):
         _add_staleness(found, trainer.strategy)
     return found
 
 
-def _add_staleness(found: Found, strategy: ThroughServers) -> None:
+def _add_staleness(found: Found, strategy: ServerStrategy) -> None:
     """Of all ranks together. Every rank must call it."""
     seen = strategy.staleness
     summed = torch.tensor([seen.count, seen.mean * seen.count], dtype=torch.float64)

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench import harness, ranks
 from bench.harness import Row
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import Origin, Progress
-from shoal.checkpoint.save import Saved, Saver
+from shoal.checkpoint.save import Saver, SaveResult
 from shoal.comm.collectives import Group
 from shoal.parallel.layout import Slice
-from shoal.storage.store import Directory
+from shoal.storage.store import DirectoryStore
 from shoal.world import World
 
 NUM_SAVERS = 4
@@ -93,8 +93,8 @@ class State:
 
 def save(world: World, folder: Path) -> int:
     """Save the state in both formats; returns the bytes of all tensors. Every rank must call it."""
-    state, group, outcome = State(world), Group(dist.group.WORLD), list[Saved]()
-    saver = Saver(Directory(folder), outcome.append)
+    state, group, outcome = State(world), Group(dist.group.WORLD), list[SaveResult]()
+    saver = Saver(DirectoryStore(folder), outcome.append)
     about = Progress(1, 1, 0, 1), Origin("bench", {}, f"data={world.num_ranks}", 1, 1, {})
     problem = saver.save(group, SAVED, state.slices, {}, about)
     saver.await_copy()
@@ -110,7 +110,7 @@ def load(world: World, folder: Path, quick: bool) -> dict[str, list[float]]:
     state = State(world)
 
     def shoal() -> None:
-        opened = Opened(Directory(folder), SAVED)
+        opened = CheckpointReader(DirectoryStore(folder), SAVED)
         for name, places in state.slices.items():
             opened.fill(name, places)
 

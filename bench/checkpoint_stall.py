@@ -27,8 +27,8 @@ from bench.harness import Row
 from shoal.checkpoint.manifest import Origin
 from shoal.comm.mesh import LauncherSeat
 from shoal.data.sources import tensors
-from shoal.storage.store import Directory
-from shoal.training.checkpointing import Keeper, Keeping
+from shoal.storage.store import DirectoryStore
+from shoal.training.checkpointing import Checkpointer, CheckpointSettings
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
@@ -105,22 +105,22 @@ def measure(quick: bool) -> Iterator[Row]:
     run = make_run()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=harness.ROOT)))
-        store = Directory(folder / "checkpoints")
+        store = DirectoryStore(folder / "checkpoints")
         plan = resolve(run, "data=1", 1)
         origin = Origin("bench", {}, str(plan), 1, len(run.data), {})
-        keeper = Keeper(Keeping(store, origin), lambda event, **what: None)
-        trainer = Trainer(run, plan, LauncherSeat(World()), keeper=keeper)
+        checkpointer = Checkpointer(CheckpointSettings(store, origin), lambda event, **what: None)
+        trainer = Trainer(run, plan, LauncherSeat(World()), checkpointer=checkpointer)
         stack.enter_context(trainer)
         stack.enter_context(one_process_group())
         peers = Peers(trainer, folder)
 
         def save() -> None:
-            problem = keeper.save(trainer)
+            problem = checkpointer.save(trainer)
             if problem:
                 raise RuntimeError(f"The checkpoint was not made: {problem}.")
 
         def finish() -> None:
-            keeper.finish(trainer)
+            checkpointer.finish(trainer)
             for name in store.names():
                 store.remove(name)
 

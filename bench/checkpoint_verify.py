@@ -17,14 +17,14 @@ import xxhash
 
 from bench import checkpoint_load, harness
 from bench.harness import Row
-from shoal.checkpoint.sealed import Sealed
-from shoal.storage.store import Directory
+from shoal.checkpoint.verify import VerifiedCheckpoint
+from shoal.storage.store import DirectoryStore
 
 FLOOR = 2.0
 
 
 def verify(folder: Path) -> None:
-    Sealed(Directory(folder), checkpoint_load.SAVED).verify(1)
+    VerifiedCheckpoint(DirectoryStore(folder), checkpoint_load.SAVED).verify(1)
 
 
 def hash_mapped(files: Sequence[Path]) -> None:
@@ -49,7 +49,9 @@ def check_finds_faults(folder: Path) -> None:
             file.seek(-1, os.SEEK_END)
             file.write(content)
             file.flush()
-            num_faults = len(list(Sealed(Directory(folder), checkpoint_load.SAVED).faults()))
+            num_faults = len(
+                list(VerifiedCheckpoint(DirectoryStore(folder), checkpoint_load.SAVED).faults())
+            )
             if num_faults != (content != last):
                 raise RuntimeError(
                     f"With {int(content != last)} bits flipped, {num_faults} chunks were bad."

@@ -88,9 +88,9 @@ class Watched:
         while (answer := found(self.steps())) is None:
             code = self.process.poll()
             if code is not None and (answer := found(self.steps())) is None:
-                raise RuntimeError(f"It ended with code {code} before {what}:\n{self.said()}")
+                raise harness.ArmFailed(f"It ended with code {code} before {what}:\n{self.said()}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"Not within {PATIENCE_S:g} s: {what}.\n{self.said()}")
+                raise harness.ArmFailed(f"Not within {PATIENCE_S:g} s: {what}.\n{self.said()}")
             time.sleep(POLL_S)
         return answer
 

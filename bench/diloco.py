@@ -92,7 +92,7 @@ def train(world: World, plan: str, rate: str, every: str, seed: str) -> Found:
                 found.losses.append(trainer.evaluate(held_out)["loss"])
                 if found.is_there:
                     break
-        rows = trainer.mesh.world.gather_numbers([found.num_bytes])
+        rows = trainer.mesh.world.all_gather_numbers([found.num_bytes])
     found.num_bytes = int(sum(row[0] for row in rows))
     return found
 

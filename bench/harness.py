@@ -27,6 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_NOISE = 0.05
 
 
+class ArmFailed(RuntimeError):
+    """A process of an arm crashed or did not come: perhaps by chance, so it is tried once more."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of one bench. `value` is None if it was not measured; `note` then says why."""
 
@@ -137,10 +141,18 @@ def interleave(
         turn = number // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in order if number % 2 == 0 else reversed(order):
-            figure = arms[name]()
+            figure = _tried_twice(name, arms[name])
             if number >= num_warm_up:
                 figures[name].append(figure)
     return figures
+
+
+def _tried_twice(name: str, arm: Callable[[], float]) -> float:
+    try:
+        return arm()
+    except ArmFailed as failed:
+        print(f"{name} failed, and is tried once more: {failed}", file=sys.stderr, flush=True)
+        return arm()
 
 
 @contextmanager
@@ -205,9 +217,18 @@ def main(measure: Measure) -> None:
     # Ended from outside, leave through the blocks that end what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = []
-    for row in measure(given.quick):
+    for row in _until_it_fails(measure(given.quick), Path(sys.argv[0]).stem):
         rows.append(row)
         print(line(row), flush=True)
-    if given.rows is not None:
-        given.rows.write_bytes(msgspec.json.encode(rows))
+        if given.rows is not None:  # each time: what comes next may crash this process
+            given.rows.write_bytes(msgspec.json.encode(rows))
     sys.exit(0 if all(verdict(row) == "reached" for row in rows) else 1)
+
+
+def _until_it_fails(rows: Iterator[Row], name: str) -> Iterator[Row]:
+    """The rows of a bench; where an arm failed twice, one that says so in place of the rest."""
+    try:
+        yield from rows
+    except ArmFailed as failed:
+        why = str(failed).splitlines()[0]
+        yield Row(name=f"{name.replace('_', '-')}, the rest", floor=0.0, note=why)

@@ -20,11 +20,11 @@ from torch import nn
 from bench import harness
 from shoal.comm.mesh import LauncherSeat
 from shoal.errors import PlanError
-from shoal.events.meters import Totals
-from shoal.events.scribe import Scribe
+from shoal.events.meters import StepTotals
+from shoal.events.metrics_writer import MetricsWriter
 from shoal.plans.plan import Plan
 from shoal.sync.server.lookups import empty_tables
-from shoal.training.build import prepare
+from shoal.training.build import build_model
 from shoal.training.run import Run, make_batches, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
@@ -88,12 +88,12 @@ class ShoalLoop:
     ):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         resolved = resolve(run, plan, world.num_ranks)
-        prepared = prepare(run, resolved)
+        prepared = build_model(run, resolved)
         if resolved.num_servers:
             empty_tables(prepared.model)
-        self.trainer = Trainer(run, resolved, seat or LauncherSeat(world), prepared=prepared)
-        scribe = Scribe(folder / "metrics.jsonl", lambda: self.trainer.is_scribe)
-        self.trainer.hooks += [Totals().add, scribe]
+        self.trainer = Trainer(run, resolved, seat or LauncherSeat(world), built=prepared)
+        scribe = MetricsWriter(folder / "metrics.jsonl", lambda: self.trainer.writes_record)
+        self.trainer.hooks += [StepTotals().add, scribe]
         stack.callback(scribe.close)
         stack.enter_context(self.trainer)
         self.steps, self.num_steps, self.loss = iter(self.trainer), num_steps, 0.0

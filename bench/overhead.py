@@ -23,8 +23,8 @@ from bench import harness
 from bench.harness import Row
 from shoal.comm.mesh import LauncherSeat
 from shoal.data.sources import tensors
-from shoal.events.meters import Totals
-from shoal.events.scribe import Scribe
+from shoal.events.meters import StepTotals
+from shoal.events.metrics_writer import MetricsWriter
 from shoal.training.run import Run, make_batches, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
@@ -112,8 +112,8 @@ def measure(quick: bool) -> Iterator[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trainer = Trainer(run, resolve(run, "data=1", 1), LauncherSeat(World()))
-        totals = Totals()
-        scribe = Scribe(folder / "metrics.jsonl", lambda: trainer.is_scribe)
+        totals = StepTotals()
+        scribe = MetricsWriter(folder / "metrics.jsonl", lambda: trainer.writes_record)
         trainer.hooks += [totals.add, scribe]
         stack.callback(scribe.close)
         stack.enter_context(trainer)

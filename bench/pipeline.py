@@ -29,7 +29,7 @@ from bench import harness, loops, ranks
 from bench.harness import Row
 from bench.loops import ShoalLoop
 from shoal.data.sources import tensors
-from shoal.parallel.pipeline.orders import work_of
+from shoal.parallel.pipeline.schedules import order_work
 from shoal.training.run import Run, make_batches
 from shoal.world import World
 
@@ -162,7 +162,7 @@ Work = tuple[str, int, int]  # F, B, I (the input's part of B) or W; the stage; 
 def order_of(name: str) -> dict[int, list[Work]]:
     """What each rank does under either arm, one thing after another."""
     stages = [stages_of_rank(name, rank) for rank in range(NUM_RANKS)]
-    order = work_of(name, stages, NUM_MICROBATCHES)
+    order = order_work(name, stages, NUM_MICROBATCHES)
     return {
         rank: [(action.kind.value, action.stage, action.microbatch) for action in actions]
         for rank, actions in enumerate(order)

@@ -50,7 +50,7 @@ def start(bench: str, num_ranks: int, kind: type[Found], *words: str, **variable
                 rank.wait()
         if any(codes):
             named = "/".join((bench, *words))
-            raise RuntimeError(f"{named}: the ranks ended with the codes {codes}; see above.")
+            raise harness.ArmFailed(f"{named}: the ranks ended with the codes {codes}; see above.")
         return msgspec.json.decode(out.read_bytes(), type=kind)
 
 

@@ -54,10 +54,10 @@ from bench import apart, harness, serving
 from bench.harness import Row
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.shared_memory import NotShared, Segment
+from shoal.comm.shared_memory import NotShared, SharedSegment
 from shoal.comm.wire import bytes_of, tensor_of
-from shoal.sync.server.strategy import ThroughServers
-from shoal.sync.strategy import Tally
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.strategy import LocalStep
 
 NUM_TENSORS, LENGTH = 10, 2_500_000
 RATE = 0.125
@@ -161,7 +161,7 @@ def copy(model: nn.Module, new: Sequence[Tensor]) -> Sequence[Tensor]:
 def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterator[dict[str, Round]]:
     model = Weights()
     parameters = list(model.parameters())
-    strategy = ThroughServers(1, 0)
+    strategy = ServerStrategy(1, 0)
     with ExitStack() as stack:
         address = stack.enter_context(serving.started("bench.server", arm, *words))
         servers = serving.reached_at(address)
@@ -169,7 +169,9 @@ def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterato
         with ExitStack() as attaching:
             if arm == "frames":  # as on two hosts
                 refused = NotShared("The bench sends frames.")
-                attaching.enter_context(mock.patch.object(Segment, "create", side_effect=refused))
+                attaching.enter_context(
+                    mock.patch.object(SharedSegment, "create", side_effect=refused)
+                )
             strategy.attach(model, sgd(model), mesh)
         stack.callback(strategy.detach)
 
@@ -177,7 +179,7 @@ def through_shoal(gradients: Sequence[Tensor], arm: str, *words: str) -> Iterato
             with strategy.microbatch(True, True):
                 for p, gradient in zip(parameters, gradients, strict=True):
                     p.grad = gradient
-            tally = Tally()
+            tally = LocalStep()
             tally.add(torch.tensor(1.0), 1.0, True)
             strategy.exchange(tally, want_norm=False)
             strategy.update(1.0, check=False)

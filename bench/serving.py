@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from bench import harness
+from shoal.comm.endpoint import Endpoint, endpoint_from
 from shoal.comm.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
-from shoal.comm.reach import Reach, reach_from
-from shoal.numerics.crew import Crew, spare_threads
+from shoal.numerics.threads import ComputeThreads, num_spare_threads
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.serve import Desk
+from shoal.sync.server.loop import ServerLoop
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.server.tables import Tables
+from shoal.sync.server.shard import ServerShard, layout_of
+from shoal.sync.server.tables import ServerTables
 from shoal.system.processes import die_with_parent
 from shoal.world import World
 
@@ -36,7 +36,7 @@ def started(module: str, *words: str) -> Iterator[str]:
     """A process that serves, by the address it printed; it ends with the block."""
     environment = {k: v for k, v in harness.child_environment().items() if k != "RANK"}
     sockets = TemporaryDirectory(prefix="shoal-")
-    environment |= Reach(sockets.name).told()
+    environment |= Endpoint(sockets.name).environment()
     process = subprocess.Popen(
         [sys.executable, "-m", module, "serve", *words],
         env=environment,
@@ -79,12 +79,12 @@ def serve(
     num_pieces: int,
     bound: int | None,
     journal: Path | None = None,
-    tables: Tables | None = None,
+    tables: ServerTables | None = None,
 ) -> None:
     """Be a server with a seat for each piece, until whoever started this process is gone."""
     torch.set_num_threads(1)
-    crew = Crew(spare_threads(1) if bound == 0 else 1)  # as in a run
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
+    crew = ComputeThreads(num_spare_threads(1) if bound == 0 else 1)  # as in a run
+    shard = ServerShard(model, optimizer, layout_of(model, optimizer, 1), 0, tables=tables)
     shard.step_with(crew)
     server = Server(
         shard,
@@ -99,10 +99,10 @@ def serve(
 
 
 def _turn_after_turn(server: Server) -> None:
-    desk = Desk(server, reach_from(os.environ))
+    desk = ServerLoop(server, endpoint_from(os.environ))
     say(desk.address)
     while True:
-        desk.turn()
+        desk.run_once()
 
 
 def say(address: str) -> None:

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import harness, loops, ranks, serving
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
-from shoal.comm.shared_memory import NotShared, Segment
+from shoal.comm.shared_memory import NotShared, SharedSegment
 from shoal.data.sources import tensors
-from shoal.sync.server.tables import Tables
+from shoal.sync.server.tables import ServerTables
 from shoal.training.run import Run
 from shoal.world import World
 
@@ -74,7 +74,7 @@ def serve() -> None:
     """Be the server."""
     run = make_run()
     model = run.make_model()
-    tables = Tables(model, 0, 1)
+    tables = ServerTables(model, 0, 1)
     optimizer = run.make_optimizer(model)
     serving.serve(model, optimizer, num_pieces=NUM_RANKS, bound=0, tables=tables)
 
@@ -115,7 +115,7 @@ def measure_arms(world: World, address: str, other: str, length: str) -> Found:
         loops.check_alike({arm: arms[arm].mean_loss() for arm in ("served", "dense", "sparse")})
     with ExitStack() as stack:
         refused = NotShared("The bench counts frames.")
-        with mock.patch.object(Segment, "create", side_effect=refused):
+        with mock.patch.object(SharedSegment, "create", side_effect=refused):
             sent = through_server(world, other, stack)
             return Found(seconds, bytes_moved(sent))
 

@@ -30,7 +30,7 @@ def first_step(command: Callable[[Path], Sequence[str]], num_ranks: int = NUM_RA
         at = watched.wait_for("every rank had made a step", found)
         code = watched.process.wait(timeout=commands.PATIENCE_S)
         if code:
-            raise RuntimeError(f"The command ended with code {code}:\n{watched.said()}")
+            raise harness.ArmFailed(f"The command ended with code {code}:\n{watched.said()}")
     return at - watched.started
 
 

@@ -26,7 +26,7 @@ from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.data.ledger import audit
 from shoal.data.sources import tensors
-from shoal.events.scribe import as_record
+from shoal.events.metrics_writer import step_record
 from shoal.events.step import StepInfo
 from shoal.training.run import Run, make_batches
 from shoal.world import World
@@ -92,7 +92,7 @@ class Arms:
             took = perf_counter() - started
             self.counts = list(loop.trainer.mesh.counts or ())
         self._compare("shoal", loop.mean_loss())
-        found = audit(map(as_record, infos), make_batches(self._run, NUM_PIECES))
+        found = audit(map(step_record, infos), make_batches(self._run, NUM_PIECES))
         self.problems += found.problems
         if found.num_marked != self._num_steps:
             self.problems.append(f"{self._num_steps - found.num_marked} steps were not checked")

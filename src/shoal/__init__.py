@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import data as data
-    from shoal.api import trainer as trainer
+    from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
     from shoal.events.step import StepInfo as StepInfo
     from shoal.events.step import every as every
+    from shoal.launch.outcome import Outcome as Outcome
+    from shoal.launch.script import trainer as trainer
     from shoal.numerics import schedules as schedules
     from shoal.numerics.optimizers import Optimizers as Optimizers
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.numerics.table import Table as Table
     from shoal.plans.plan import Plan as Plan
+    from shoal.training.load import load as load
     from shoal.training.run import Run as Run
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Optimizers": "shoal.numerics.optimizers",
+    "Outcome": "shoal.launch.outcome",
     "Plan": "shoal.plans.plan",
     "Run": "shoal.training.run",
     "RowwiseAdagrad": "shoal.numerics.rowwise",
@@ -31,7 +35,9 @@ _HOME = {
     "StepInfo": "shoal.events.step",
     "Table": "shoal.numerics.table",
     "every": "shoal.events.step",
-    "trainer": "shoal.api",
+    "load": "shoal.training.load",
+    "train": "shoal.api",
+    "trainer": "shoal.launch.script",
 }
 _MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
 

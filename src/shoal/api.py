@@ -1,82 +1,140 @@
-"""How a script gets its trainer, whoever started it."""
+"""`shoal.train`: a run from Python, in a script, a notebook or a thread.
 
-import os
+It is the command `shoal train` as a function: the same processes, recovery, checkpoints and record.
+Loads nothing heavy: torch is imported where the recipe is.
+"""
+
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from shoal.checkpoint.finding import steps_in
-from shoal.comm.mesh import LauncherSeat, Seat
-from shoal.elastic.seat import SupervisedSeat, seat_from_environment
-from shoal.errors import PlanError, UsageError
-from shoal.events.step import Hook
-from shoal.numerics.precision import environment_for
-from shoal.plans.plan import Plan
-from shoal.storage.object_store import open_store
-from shoal.training.checkpointing import Keeper, Keeping, origin_of
-from shoal.training.own_loop import OwnLoop
-from shoal.training.recipe import provenance
-from shoal.training.resume import newest, plan_to_go_on, refuse_changes, refuse_used
-from shoal.training.run import Run, resolve
-from shoal.training.trainer import Trainer
-from shoal.world import World
+from shoal.cluster.backend import Facts, OnEvent
+from shoal.errors import RUN_AGAIN, RecipeError, UsageError, nearest
+from shoal.events.screen import Display
+from shoal.launch import fresh
+from shoal.launch.outcome import Outcome
+from shoal.launch.train import Options
+from shoal.launch.train import train as train_here
+from shoal.training.options import Recipe
+
+if TYPE_CHECKING:
+    from shoal.events.step import Hook
+    from shoal.plans.plan import Plan
+    from shoal.training.run import Run
+
+BACKENDS = ("local",)
 
 
-def trainer(
-    run: Run,
-    plan: str | Plan | None = None,
+class MoreOptions(TypedDict, total=False):
+    """Of `shoal train`, under the names of its options; `--from` is begin_from."""
+
+    ranks: int
+    checkpoints: str
+    keep: str
+    begin_from: str
+    take: Literal["weights", "everything"]
+    partial: bool
+    new_data: str
+    replay: float
+    tensorboard: bool
+    spares: int
+    heartbeat_timeout_s: float
+    form_timeout_s: float
+    stop_timeout_s: float
+    listen: str
+    join_timeout_s: float
+
+
+def train(
+    run_or_recipe: "str | Run | Callable[..., Run]",
+    plan: "str | Plan | None" = None,
     *,
-    hooks: Sequence[Hook] = (),
-    checkpoints: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    run_dir: str | Path | None = None,
     resume: bool = False,
-) -> Trainer:
-    """The trainer of this rank, in a script that `shoal run`, torchrun, srun or mpirun started.
+    callbacks: "Sequence[Hook]" = (),
+    on: str = "local",
+    progress: bool | OnEvent = True,
+    **options: Unpack[MoreOptions],
+) -> Outcome:
+    """Train a Run, or a recipe (`file.py:function`, or the function), and return how it ended.
 
-    Use it in a `with` block and iterate over it; every rank must do both. Started by `shoal run`, a
-    lost rank is replaced while the others go on; other launchers have no spare.
+    `settings` are what `--set` sets; `callbacks` are called with a StepInfo after each step, on
+    every rank; `on` says where processes start. With `progress` events are shown on standard error
+    as `shoal train` shows them, or given to a function. More `options` are those of `shoal train`
+    (`MoreOptions`).
 
-    With `checkpoints`, a directory that all ranks see or a URL, it saves every `save_every` steps
-    and at the end, and when SIGTERM stops the loop (`stopped` is then True); with `resume` as well,
-    it goes on from the newest good one there, if any.
+    A failure raises a ShoalError with the traceback of the rank that failed as a note. An interrupt
+    stops the run after its step, saves it and raises KeyboardInterrupt; with `resume=True` and the
+    same `run_dir` it goes on from there. A process that has threads, or is a notebook, is not
+    forked: a fresh one is started, which takes some two seconds more and gets the Run by
+    cloudpickle (`launch/fresh.py`).
     """
-    world = World.from_environment()
-    store = None if checkpoints is None else open_store(checkpoints)
-    if store is None and (resume or run.save_every is not None):
-        raise UsageError(
-            "resume and save_every need a place. Give shoal.trainer(..., checkpoints=DIRECTORY)."
+    if on not in BACKENDS:
+        raise UsageError(f"on={on!r}: there is no such back end. {nearest(on, BACKENDS)}")
+    for option in options:
+        if option not in MoreOptions.__annotations__:
+            known = nearest(option, MoreOptions.__annotations__)
+            raise TypeError(f"train() has no argument {option!r}. {known}")
+    name, is_named = _name_of(run_or_recipe)
+    texts = {key: str(value) for key, value in (settings or {}).items()}
+    recipe = Recipe(name, lambda: (run_or_recipe, tuple(callbacks)), texts, is_named)
+    asked = Options(plan=None if plan is None else str(plan), resume=resume, **options)
+    directory = None if run_dir is None else Path(run_dir)
+    start = train_here if fresh.can_fork() else fresh.train_fresh
+    watch, introduce, close = _shown(name, progress)
+    try:
+        outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
+    finally:
+        close()
+    return _checked(outcome)
+
+
+def _name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
+    """What records call it, and whether another process can find it by that name."""
+    if isinstance(given, str):
+        return given, True
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    place = "notebook" if main is None else Path(main).name
+    function = getattr(given, "__qualname__", None)
+    if function is None or "<" in function:
+        return place, False
+    module = getattr(given, "__module__", "__main__")
+    return f"{place if module == '__main__' else module}:{function}", False
+
+
+def _shown(
+    name: str, progress: bool | OnEvent
+) -> tuple[OnEvent, Callable[[Facts, Path], None], Callable[[], None]]:
+    """What to do with events, with what the preparation found, and at the end."""
+    if callable(progress):
+        return progress, lambda facts, run_dir: None, lambda: None
+    if not progress:
+        return lambda event: None, lambda facts, run_dir: None, lambda: None
+    display = Display()
+
+    def introduce(facts: Facts, run_dir: Path) -> None:
+        display.num_steps = facts["num_steps"]
+        display.introduce(name, facts, str(run_dir))
+
+    return display, introduce, display.close
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    """The outcome of a run that ended as it should; else an exception that says how it ended."""
+    if outcome.stopped_by == signal.SIGINT and not outcome.is_finished:
+        saved = "and saved" if outcome.is_saved else "and not saved"
+        raise KeyboardInterrupt(
+            f"stopped after step {outcome.steps} {saved}; its run directory is {outcome.run_dir}"
         )
-    fields: dict[str, Any] = {}
-    found = None  # to go on from
-    if store is not None:
-        fields = {name: field["value"] for name, field in provenance(run, {}).items()}
-    if store is not None and steps_in(store):
-        # A spare that comes later finds those of its own run; its number is above the seats'.
-        if not resume and world.rank < world.num_ranks:
-            refuse_used(store)
-        found = newest(store)
-    if found is not None:
-        refuse_changes(fields, run, found.origin)
-        text = None if plan is None else str(plan)
-        resolved = plan_to_go_on(run, text, world.num_ranks, found.origin)
-    else:
-        resolved = resolve(run, plan, world.num_ranks)
-    if resolved.num_servers:
-        raise PlanError(
-            f"The plan {str(resolved)!r} needs parameter servers, and nobody starts any for a "
-            "script. Train a recipe with `shoal train RECIPE --plan ...`, which does, or give "
-            "shoal.trainer a plan without sync=server."
-        )
-    os.environ.update(environment_for(resolved.precision))
-    supervised = seat_from_environment(resolved)
-    if supervised is not None:
-        supervised.stop_on_term()
-    seat: Seat = supervised or LauncherSeat(world)
-    keeper = None
-    if store is not None:
-        if isinstance(seat, LauncherSeat):
-            seat.stop_on_term()
-        made = origin_of(sys.argv[0], fields, resolved, run)
-        keeper = Keeper(Keeping(store, made, others_may_write=True, resumes=resume), seat.tell)
-    loop = OwnLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
-    return Trainer(run, resolved, seat, hooks=hooks, keeper=keeper, loop=loop)
+    if outcome.exit_code in (0, RUN_AGAIN):
+        return outcome
+    logs = f"Logs are in {outcome.run_dir / 'logs'}."
+    message = f"{(outcome.cause or outcome.problem).rstrip('.')}. {logs}"
+    kind = UsageError if outcome.exit_code == UsageError.exit_code else RecipeError
+    error = kind(message)
+    if outcome.trace:
+        error.add_note(outcome.trace)
+    raise error

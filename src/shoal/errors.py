@@ -34,9 +34,9 @@ class BadCheckpoint(UsageError):
     """A checkpoint is not whole, not sound, or not what it says it is."""
 
 
-class MayBeGood(BadCheckpoint):
-    """A checkpoint is refused, and nothing says that it is damaged: it cannot be read now, is not
-    signed with this key, or is another model's. What was learnt may be in it."""
+class UnusableCheckpoint(BadCheckpoint):
+    """A checkpoint is refused, but not known to be damaged: it cannot be read now, is not signed
+    with this key, or is of another model."""
 
 
 class RecipeError(ShoalError):
@@ -52,6 +52,14 @@ class NotFinite(RecipeError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
         super().__init__(message)
         self.ranks = ranks
+
+
+class AllWorkersLost(ShoalError):
+    """No rank is left that holds the state after `step`."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class GroupLost(ShoalError):

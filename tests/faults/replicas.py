@@ -13,14 +13,14 @@ from shoal.data.split import share
 from shoal.plans.plan import Plan
 from shoal.training.run import Run, make_batches
 from shoal.verify.reference import Replica
-from shoal.verify.reference_outer import Outer, average
+from shoal.verify.reference_outer import ReferenceOuter, average
 
 
 class Team:
     def __init__(self, run: Run, plan: Plan):
         self.run, self.plan = run, plan
         self.replicas: list[Replica] = []
-        self.outer: Outer | None = None
+        self.outer: ReferenceOuter | None = None
         self.resize(plan.num_replicas)
 
     def resize(self, num_replicas: int) -> None:
@@ -50,7 +50,7 @@ class Team:
         """All keep the momentum, and who stays what it had not sent. Shares of the mean are dealt
         anew, without what their owners had not sent of it."""
         before, models = self.outer, [replica.model for replica in self.replicas]
-        self.outer = Outer(models, self.plan, self.run.num_steps())
+        self.outer = ReferenceOuter(models, self.plan, self.run.num_steps())
         for old, new in zip(before.fragments[0] if before else (), self.outer.fragments[0]):
             new.momentum = old.momentum
             stayed = old.residuals[: len(models)]

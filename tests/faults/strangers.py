@@ -21,7 +21,7 @@ import zmq
 
 from shoal.comm.wire import pack
 from shoal.elastic import messages
-from shoal.sync.server.messages import Check, Hello
+from shoal.sync.server.messages import CheckRequest, WorkerHello
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # of ZeroMQ
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -157,14 +157,19 @@ BYTES: list[Callable[[random.Random], list[bytes]]] = [
 
 def _nearly(draws: random.Random) -> list[bytes]:
     """What a member or a worker says, from somebody who is none; damaged, now and then."""
-    hello = Hello(generation=0, request=1, seat=0, secret="x", layout="", num_rows=1, rows=None)
+    hello = WorkerHello(
+        generation=0, request=1, seat=0, secret="x", layout="", num_rows=1, rows=None
+    )
     said = draws.choice(
         [
             [messages.encode(messages.Ready(draws.randrange(1 << 22)))],
             [messages.encode(messages.Failed(1, "stranger", "", 1))],
-            [messages.encode(messages.Beat(10**6, {"step": "x"}, True))],
+            [messages.encode(messages.Heartbeat(10**6, {"step": "x"}, True))],
             [bytes(part) for part in pack(hello)],
-            [bytes(part) for part in pack(Check(generation=0, request=1, turn=1), [b"x" * 100])],
+            [
+                bytes(part)
+                for part in pack(CheckRequest(generation=0, request=1, turn=1), [b"x" * 100])
+            ],
         ]
     )
     if draws.random() < 0.5:

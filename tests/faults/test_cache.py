@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import shoal
-from shoal.data.cache.area import Area, lay_out
 from shoal.data.cache.cached import cached
-from shoal.data.cache.disk import Disk
-from shoal.data.cache.layers import Layer
+from shoal.data.cache.disk import DiskLayer
+from shoal.data.cache.layers import CacheLayer
+from shoal.data.cache.memory import MemoryLayer, lay_out
 from shoal.testing.caches import content_of, in_child, key_of
 from tests.support import faults
 from tests.support.faults import Trained, Training, check_ledger, check_same
@@ -39,7 +39,7 @@ MEMORY = 10**6
 _CONTENTS = [content_of(number, 200 + 37 * number % 9000) for number in range(NUM_KEYS)]
 
 
-def hammer(layer: Layer, seed: int) -> None:
+def hammer(layer: CacheLayer, seed: int) -> None:
     """Put and read for ever; a wrong sample ends the process with code 3."""
     chosen = random.Random(seed)
     while True:
@@ -69,7 +69,7 @@ def kill(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed_at_random(layer: Layer, num_kills: int) -> list[int]:
+def killed_at_random(layer: CacheLayer, num_kills: int) -> list[int]:
     """Three processes at once on the same keys, one after the other killed and replaced."""
     chosen = random.Random(7)
     workers = [start(lambda seed=seed: hammer(layer, seed)) for seed in range(3)]
@@ -81,7 +81,7 @@ def killed_at_random(layer: Layer, num_kills: int) -> list[int]:
     return codes + [kill(pid) for pid in workers]
 
 
-def check_whole(layer: Layer) -> None:
+def check_whole(layer: CacheLayer) -> None:
     """It gives nothing wrong, and still takes samples."""
     found = [layer.get(key_of(number)) for number in range(NUM_KEYS)]
     assert all(each in (None, content) for each, content in zip(found, _CONTENTS, strict=True))
@@ -89,10 +89,10 @@ def check_whole(layer: Layer) -> None:
 
 
 @pytest.fixture
-def area() -> Iterator[Area]:
+def area() -> Iterator[MemoryLayer]:
     descriptor = os.memfd_create("test")
     lay_out(descriptor, MEMORY)
-    area = Area(descriptor)
+    area = MemoryLayer(descriptor)
     # All is evicted again and again, so that takeovers are hit as well.
     area._opened = float("inf")
     yield area
@@ -100,7 +100,7 @@ def area() -> Iterator[Area]:
 
 
 @pytest.mark.parametrize("num_kills", [25, pytest.param(200, marks=pytest.mark.full)])
-def test_memory_survives_kills(area: Area, num_kills: int) -> None:
+def test_memory_survives_kills(area: MemoryLayer, num_kills: int) -> None:
     codes = killed_at_random(area, num_kills)
     assert set(codes) == {-signal.SIGKILL}, codes
     check_whole(area)
@@ -110,7 +110,7 @@ def test_memory_survives_kills(area: Area, num_kills: int) -> None:
 
 @pytest.mark.parametrize("num_kills", [12, pytest.param(100, marks=pytest.mark.full)])
 def test_disk_survives_kills(tmp_path: Path, num_kills: int) -> None:
-    disk = Disk(tmp_path / "kept", MEMORY)
+    disk = DiskLayer(tmp_path / "kept", MEMORY)
     disk._opened = float("inf")
     codes = killed_at_random(disk, num_kills)
     assert set(codes) == {-signal.SIGKILL}, codes
@@ -120,7 +120,7 @@ def test_disk_survives_kills(tmp_path: Path, num_kills: int) -> None:
     disk.close()
 
 
-def test_bits_that_flip_under_readers_are_never_given_out(area: Area) -> None:
+def test_bits_that_flip_under_readers_are_never_given_out(area: MemoryLayer) -> None:
     chosen = random.Random(3)
     workers = [start(lambda seed=seed: hammer(area, seed)) for seed in range(2)]
     with mmap.mmap(area.descriptor, area.shape.num_bytes) as memory:
@@ -132,7 +132,7 @@ def test_bits_that_flip_under_readers_are_never_given_out(area: Area) -> None:
     check_whole(area)
 
 
-def test_a_stopped_writer_holds_nobody_up(area: Area) -> None:
+def test_a_stopped_writer_holds_nobody_up(area: MemoryLayer) -> None:
     """Stopped with the lock in hand, as a debugger or a scheduler would."""
     worker = start(lambda: hammer(area, 1))
     for _ in range(20):
@@ -152,7 +152,7 @@ def test_a_limit_of_the_system_is_a_full_disk(
 
     def fill() -> bool:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        disk = Disk(tmp_path / "kept", 10**8)
+        disk = DiskLayer(tmp_path / "kept", 10**8)
         kept = [disk.put(key_of(n), bytes(size)) for n, size in enumerate((5000, 50_000, 5000))]
         parts = list((tmp_path / "kept").glob("*/.part-*"))
         return kept == [True, False, False] and disk.get(key_of(0)) == bytes(5000) and not parts

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shoal.events.scribe import last_step
+from shoal.events.metrics_writer import last_recorded_step
 from tests.support.faults import Trained, check_ledger, check_survivors
 
 NUM_STEPS = 60
@@ -39,7 +39,7 @@ def test_the_others_go_on_and_the_woken_one_takes_part_again(start, plan: str) -
     training = start(plan=plan, options=PATIENT, pause=0.01)
     training.wait_for_step(5)
     training.signal_rank(1, signal.SIGSTOP)
-    training.wait_for_step(last_step(training.run_dir / "metrics.jsonl") + 12)
+    training.wait_for_step(last_recorded_step(training.run_dir / "metrics.jsonl") + 12)
     training.signal_rank(1, signal.SIGCONT)
     trained = training.wait()
     check_whole(trained)
@@ -58,7 +58,7 @@ def test_a_save_waits_for_all(start) -> None:
     training.signal_rank(1, signal.SIGSTOP)
     training.wait_for_step(15)
     time.sleep(3.0)
-    assert last_step(training.run_dir / "metrics.jsonl") <= 16
+    assert last_recorded_step(training.run_dir / "metrics.jsonl") <= 16
     training.signal_rank(1, signal.SIGCONT)
     trained = training.wait()
     check_whole(trained)
@@ -70,7 +70,7 @@ def test_who_dies_late_leaves_its_windows_to_the_newcomer(start) -> None:
     training = start(plan=PLAN, options=PATIENT, pause=0.01)
     training.wait_for_step(5)
     training.signal_rank(1, signal.SIGSTOP)
-    training.wait_for_step(last_step(training.run_dir / "metrics.jsonl") + 8)
+    training.wait_for_step(last_recorded_step(training.run_dir / "metrics.jsonl") + 8)
     training.signal_rank(1, signal.SIGKILL)
     trained = training.wait()
     check_whole(trained)

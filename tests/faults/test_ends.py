@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import RUN_AGAIN
-from shoal.events.scribe import last_step
-from shoal.storage.store import Directory
+from shoal.events.metrics_writer import last_recorded_step
+from shoal.storage.store import DirectoryStore
 from tests.support.faults import Trained
 from tests.support.leaks import is_alive, wait_until
 
@@ -45,10 +45,10 @@ def test_a_terminal_that_closes_stops_a_run_unless_it_was_told_otherwise(
     run_dir = tmp_path / "run"
     pid, terminal = in_terminal(command(run_dir), ignores)
     threading.Thread(target=drain, args=(terminal, run_dir), daemon=True).start()
-    assert wait_until(lambda: last_step(run_dir / "metrics.jsonl") >= 3, 50)
+    assert wait_until(lambda: last_recorded_step(run_dir / "metrics.jsonl") >= 3, 50)
     _, status = os.waitpid(pid, 0)
-    steps = last_step(run_dir / "metrics.jsonl")
-    names = Directory(run_dir / "checkpoints").names()
+    steps = last_recorded_step(run_dir / "metrics.jsonl")
+    names = DirectoryStore(run_dir / "checkpoints").names()
     assert names == [f"step-{steps:08d}"]
     if ignores:
         assert os.waitstatus_to_exitcode(status) == 0 and steps == NUM_STEPS
@@ -58,7 +58,7 @@ def test_a_terminal_that_closes_stops_a_run_unless_it_was_told_otherwise(
 
 def drain(terminal: int, run_dir: Path) -> None:
     """Read a terminal until the run has made some steps, and close it then."""
-    while last_step(run_dir / "metrics.jsonl") < 3:
+    while last_recorded_step(run_dir / "metrics.jsonl") < 3:
         try:
             os.read(terminal, 4096)
         except OSError:  # the command has ended
@@ -72,7 +72,7 @@ def test_a_reader_of_the_screen_that_leaves_ends_no_run(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
-    assert last_step(tmp_path / "run" / "metrics.jsonl") == NUM_STEPS
+    assert last_recorded_step(tmp_path / "run" / "metrics.jsonl") == NUM_STEPS
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def rescued() -> Iterator[Callable[[Trained], Path]]:
     def look(trained: Trained) -> Path:
         found.append(Path(trained.result["rescued"]))
         assert str(found[-1]) in trained.last_words
-        Opened(Directory(found[-1].parent), found[-1].name).verify()
+        CheckpointReader(DirectoryStore(found[-1].parent), found[-1].name).verify()
         return found[-1]
 
     yield look
@@ -185,8 +185,8 @@ def test_a_run_directory_that_is_moved_away_is_noticed(start, tmp_path: Path, un
     assert trained.exit_code == trained.result["exit_code"] == 1
     assert f"was moved to {tmp_path / 'there'} while the run went on" in trained.last_words
     assert trained.model() == undisturbed.model(), "nothing is lost"
-    assert Directory(tmp_path / "here" / "checkpoints").names() == [f"step-{NUM_STEPS:08d}"]
-    assert last_step(tmp_path / "there" / "metrics.jsonl") == NUM_STEPS
+    assert DirectoryStore(tmp_path / "here" / "checkpoints").names() == [f"step-{NUM_STEPS:08d}"]
+    assert last_recorded_step(tmp_path / "there" / "metrics.jsonl") == NUM_STEPS
     assert not (tmp_path / "there" / "owner").exists()
 
 

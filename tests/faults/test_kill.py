@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.events.scribe import last_step
+from shoal.events.metrics_writer import last_recorded_step
 from tests.support.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
 
 NUM_STEPS = 60
@@ -137,7 +137,7 @@ def test_losses_leave_neither_descriptors_nor_threads(start, undisturbed) -> Non
     for number in range(num_losses):
         training.signal_rank(1 + number % 2, signal.SIGKILL)
         training.wait_for_seats(number + 1)
-        training.wait_for_step(last_step(training.run_dir / "metrics.jsonl") + 2)
+        training.wait_for_step(last_recorded_step(training.run_dir / "metrics.jsonl") + 2)
         held = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
         counts.append(tuple(held))
     check_same(training.wait(), undisturbed)

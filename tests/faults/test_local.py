@@ -76,7 +76,7 @@ def test_a_window_done_again_has_the_same_bits(
     check_whole(trained, [rank])
     check_same(trained, whole)
     check_recovered(trained, {rank: "killed by SIGKILL"})
-    assert f"Replica {rank} goes on from step" in trained.errors
+    assert f"Replica {rank} continues from step" in trained.errors
 
 
 @pytest.mark.parametrize("loser", [0, pytest.param(2, marks=pytest.mark.full)])
@@ -88,7 +88,7 @@ def test_who_has_not_heard_that_all_agreed_follows_who_has(start, plan: str, los
     one = start(killed, plan=plan, recipe="stateless").wait()
     other = start(killed, lost, plan=plan, recipe="stateless").wait()
     check_whole(other, [1])
-    assert "Replica 1 goes on from step 24" in other.errors
+    assert "Replica 1 continues from step 24" in other.errors
     check_same(other, one)
 
 

@@ -40,7 +40,7 @@ def test_a_replica_killed_within_a_window(start, point: str, step: int, rank: in
     check_whole(trained)
     check_survivors(trained, [rank])
     check_recovered(trained, {rank: "killed by SIGKILL"})
-    assert f"Replica {rank} goes on from step" in trained.errors
+    assert f"Replica {rank} continues from step" in trained.errors
 
 
 @pytest.mark.parametrize("point", ["server.push", "server.applied"])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from shoal.elastic import supervise
+from shoal.cluster.local import LocalBackend
+from shoal.elastic import supervisor
 from shoal.elastic.membership import Membership
 from shoal.elastic.worker import prepare_script
 from shoal.errors import RUN_AGAIN, Ended
-from shoal.launch import launch
+from shoal.launch.supervised import run_supervised
 from shoal.testing.ranks import Pool
 from tests.support import faults
 from tests.support.faults import (
@@ -149,7 +150,7 @@ def test_killing_the_supervisor_leaves_no_process(start, pause: float) -> None:
     training = start(pause=pause)
     training.wait_for_seats()
     processes = training.processes()
-    assert len(processes) >= 5  # supervisor, nursery, three ranks
+    assert len(processes) >= 5  # supervisor, fork server, three ranks
     training.command.send_signal(signal.SIGKILL)
     assert training.wait().exit_code == -signal.SIGKILL
     assert wait_until(lambda: not any(map(is_alive, processes)), 10), "a process was left"
@@ -159,8 +160,8 @@ def test_killing_the_process_that_forks_ranks_ends_the_run(start) -> None:
     training = start(pause=0.02)
     training.wait_for_seats()
     supervisor = training.command.pid
-    (nursery,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    os.kill(int(nursery), signal.SIGKILL)
+    (fork_server,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    os.kill(int(fork_server), signal.SIGKILL)
     trained = training.wait()
     assert trained.exit_code == 1
     assert "ranks are forked from is gone: it was killed by SIGKILL" in trained.last_words
@@ -271,7 +272,7 @@ def test_a_run_that_is_told_to_stop_ends_whatever_its_ranks_do(start, plan: str)
     training.command.send_signal(signal.SIGTERM)
     trained = training.wait()
     assert trained.exit_code == 128 + signal.SIGTERM
-    assert "it was told to stop, and nothing was done for" in trained.last_words
+    assert "it was asked to stop, and no work was done for" in trained.last_words
     assert "rank 1 at never_end" in trained.last_words and "rank 0 " not in trained.last_words
     assert "in never_end" in (trained.run_dir / "logs" / "rank-001.log").read_text()
     assert wait_until(lambda: not any(map(is_alive, processes)), 10)
@@ -291,7 +292,7 @@ def test_a_signal_to_all_processes_at_once_is_a_clean_stop(start, undisturbed) -
 
 def supervise_and_hang(run_dir: str) -> int:
     """Whoever watches the run takes for ever, as a screen does whose pipe nobody reads."""
-    supervise.STUCK_S = 0.5
+    supervisor.STUCK_S = 0.5
     directory = Path(run_dir)
     (directory / "logs").mkdir(parents=True)
     (directory / "sleeps.py").write_text("import time; time.sleep(100)")
@@ -302,9 +303,10 @@ def supervise_and_hang(run_dir: str) -> int:
 
     read, _ = os.pipe()
     try:
-        launch(
+        run_supervised(
             lambda: prepare_script(directory / "sleeps.py", ()),
             directory,
+            backend=LocalBackend(),
             watch=watch,
             members=lambda _: Membership(1, num_spares=0, scripts=True),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.elastic.control import ask
+from shoal.elastic.control import send_request
 from shoal.errors import UsageError
 from tests.support.faults import (
     Trained,
@@ -122,13 +122,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start, undisturbed, tmp_p
         "three": "not key=value",
     }
     for size, why in wrong.items():
-        assert why in ask(training.run_dir, resize=size)["refused"], size
-    assert "is no size" in ask(training.run_dir, nonsense="1")["refused"]
+        assert why in send_request(training.run_dir, resize=size)["refused"], size
+    assert "is no size" in send_request(training.run_dir, nonsense="1")["refused"]
     check_same(training.wait(), undisturbed)
     with pytest.raises(UsageError, match="it is over"):
-        ask(training.run_dir, resize="data=1")
+        send_request(training.run_dir, resize="data=1")
     with pytest.raises(UsageError, match="holds no run"):
-        ask(tmp_path / "nowhere", resize="data=1")
+        send_request(tmp_path / "nowhere", resize="data=1")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start, undisturbed, tmp_p
 def test_a_plan_whose_ranks_hold_what_no_other_does_is_refused(start, plan: str) -> None:
     training = start(pause=0.02, plan=plan, steps=30)
     training.wait_for_step(1)
-    assert "cannot be resized" in ask(training.run_dir, resize="data=1")["refused"]
+    assert "cannot be resized" in send_request(training.run_dir, resize="data=1")["refused"]
     assert training.wait().exit_code == 0
 
 
@@ -178,7 +178,7 @@ def test_a_death_in_a_resize(
     """Members 0 and 1 are the ranks, 2 and 3 the servers, 4 the spare."""
     training = start(f"{point}:kill:member={member}", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
-    answer = ask(training.run_dir, resize=size)
+    answer = send_request(training.run_dir, resize=size)
     assert ("refused" not in answer) == comes_through, answer
     trained = training.wait()
     check_same(trained, undisturbed)
@@ -212,7 +212,7 @@ def test_who_was_to_leave_stays_if_the_only_other_one_dies(
 def test_a_full_disk_leaves_the_size_and_the_next_attempt_is_free(start, undisturbed) -> None:
     training = start("server.parting:full:member=3", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
-    assert "No space left" in ask(training.run_dir, resize="servers=1")["refused"]
+    assert "No space left" in send_request(training.run_dir, resize="servers=1")["refused"]
     resize(training, "servers=1")
     check(training.wait(), undisturbed, ["data=2 sync=server pieces=3"])
 
@@ -223,7 +223,9 @@ def test_a_stop_in_a_resize_stops(start, undisturbed) -> None:
     training = start("seat.ready:stop:member=4", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
     answers: list[dict[str, Any]] = []
-    caller = threading.Thread(target=lambda: answers.append(ask(training.run_dir, resize="data=3")))
+    caller = threading.Thread(
+        target=lambda: answers.append(send_request(training.run_dir, resize="data=3"))
+    )
     caller.start()
     training.wait_for_step(10)
     training.command.send_signal(signal.SIGTERM)
@@ -268,7 +270,7 @@ def test_evaluations_saves_and_loaders_go_on(start) -> None:
 def test_a_model_that_trains_on_one_rank_alone_takes_in_no_other(start) -> None:
     training = start(recipe="sparse", plan="data=1 pieces=2", pause=0.05)
     training.wait_for_step(1)
-    assert "sparse" in ask(training.run_dir, resize="data=2")["refused"]
+    assert "sparse" in send_request(training.run_dir, resize="data=2")["refused"]
     assert training.wait().exit_code == 0
 
 
@@ -278,7 +280,9 @@ def test_one_resize_at_a_time(start, undisturbed) -> None:
     training.wait_for_step(5)
     answers: list[dict[str, Any]] = []
     callers = [
-        threading.Thread(target=lambda: answers.append(ask(training.run_dir, resize="data=3")))
+        threading.Thread(
+            target=lambda: answers.append(send_request(training.run_dir, resize="data=3"))
+        )
         for _ in range(4)
     ]
     for caller in callers:

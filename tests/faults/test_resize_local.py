@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.elastic.control import ask
+from shoal.elastic.control import send_request
 from shoal.plans.plan import Plan
 from shoal.training.recipe import load_recipe
 from tests.faults.replicas import play
@@ -68,7 +68,7 @@ def test_replicas_come_and_go(start, plan: str, recipe: str, sizes: list[str]) -
     trained = training.wait()
     check_sizes(trained, [one["plan"] for one in told], NUM_STEPS)
     check_played(trained, plan, recipe)
-    assert "goes on from step" in trained.errors
+    assert "continues from step" in trained.errors
     assert "went with it" in trained.errors
     assert trained.result["recoveries"] == trained.result["steps_again"] == 0
     assert trained.pids()[0][0] == trained.pids()[-1][0]
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start) -> None:
         "servers=2": "this run has no servers",
     }
     for size, why in wrong.items():
-        assert why in ask(training.run_dir, resize=size)["refused"], size
+        assert why in send_request(training.run_dir, resize=size)["refused"], size
     assert training.wait().exit_code == 0
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import MANIFEST, seal
 from shoal.errors import RUN_AGAIN
-from shoal.storage.rundir import claimed
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.run_dir import lock_directory
+from shoal.storage.store import SEAL, DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.support import faults
 from tests.support.faults import Trained, Training, check_ledger, check_same
@@ -58,9 +58,9 @@ def train(pool: Pool, tmp_path: Path):
 
 def checkpoints(run_dir: Path) -> list[int]:
     """The steps of the checkpoints of a run, all of which are good; nothing else is there."""
-    store = Directory(run_dir / "checkpoints")
+    store = DirectoryStore(run_dir / "checkpoints")
     for name in store.names():
-        Opened(store, name).verify()
+        CheckpointReader(store, name).verify()
     assert set(os.listdir(store.path)) == set(store.names()), "something half-written remained"
     return [int(name.rpartition("-")[2]) for name in store.names()]
 
@@ -178,7 +178,7 @@ def test_a_bad_checkpoint_is_passed_over(train, undisturbed: Trained) -> None:
     training.wait_for_step(45)
     training.command.send_signal(signal.SIGTERM)
     stopped = training.wait()
-    names = Directory(stopped.run_dir / "checkpoints").names()
+    names = DirectoryStore(stopped.run_dir / "checkpoints").names()
     _flip(stopped.run_dir / "checkpoints" / names[-1] / "rank-00001.safetensors")
     (stopped.run_dir / "checkpoints" / names[-2] / "manifest.json").unlink()
     trained = train(pause=0.02, resume=True).wait()
@@ -257,7 +257,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -
     stopped = training.wait()
     assert stopped.exit_code == RUN_AGAIN, stopped.errors
     folder = stopped.run_dir / "checkpoints"
-    for name in Directory(folder).names():
+    for name in DirectoryStore(folder).names():
         _flip(folder / name / "rank-00000.safetensors")
     trained = train(pause=0.02, plan=plan, resume=True, steps=12).wait()
     assert trained.exit_code == 0, trained.errors
@@ -272,7 +272,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -
 def test_a_run_whose_manifests_are_all_damaged_begins_anew(train) -> None:
     stopped = train(pause=0, steps=4).wait()
     folder = stopped.run_dir / "checkpoints"
-    for name in Directory(folder).names():
+    for name in DirectoryStore(folder).names():
         (folder / name / "manifest.json").write_text("{")
     trained = train(pause=0, resume=True, steps=8).wait()
     assert trained.exit_code == 0, trained.errors
@@ -450,7 +450,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(
 
 def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: Path) -> None:
     """One of an earlier life of the run, later than those that come, counts for nothing."""
-    store = Directory(tmp_path / "run" / "checkpoints")
+    store = DirectoryStore(tmp_path / "run" / "checkpoints")
     # Slow enough for every save to end before the next is due: no step waits for one.
     assert train(steps=20, save_every=5, pause=0.05).wait().exit_code == 0
     _flip(store.path / "step-00000020" / "rank-00000.safetensors")
@@ -460,7 +460,7 @@ def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: 
     names = store.names()
     assert names == ["precious", *(f"step-{n:08d}" for n in (16, 18, 19, 20))]
     for name in names[1:4]:
-        Opened(store, name).verify()
+        CheckpointReader(store, name).verify()
 
 
 def test_a_run_goes_on_with_what_it_was_given(train, tmp_path: Path) -> None:
@@ -483,10 +483,10 @@ def test_checkpoints_of_another_run_are_not_gone_on_from_by_chance(
         ).wait()
 
     first = run("first", 4, "--checkpoints", str(there))
-    assert first.exit_code == 0 and Directory(there).names() == ["step-00000004"]
+    assert first.exit_code == 0 and DirectoryStore(there).names() == ["step-00000004"]
     second = run("second", 8, "--checkpoints", str(there))
     assert second.exit_code == 2 and "already holds checkpoints" in second.last_words
-    with claimed(there):
+    with lock_directory(there):
         third = run("first", 8, "--resume")
     assert third.exit_code == 2 and "is in use by" in third.last_words
 
@@ -523,12 +523,12 @@ def test_sealed_nonsense_is_passed_over(train, tmp_path: Path) -> None:
 
 def test_a_loss_scale_is_fp16s_alone(train, tmp_path: Path) -> None:
     """Not taken from fp32, which has none, and left behind where there is none."""
-    store = Directory(tmp_path / "run" / "checkpoints")
+    store = DirectoryStore(tmp_path / "run" / "checkpoints")
     for steps, precision, value in ((4, "fp32", None), (8, "fp16", 65536.0), (12, "bf16", None)):
         plan = f"data=2 precision={precision}"
         trained = train(plan=plan, steps=steps, pause=0, resume=steps > 4).wait()
         assert trained.exit_code == 0, trained.errors
-        progress = Opened(store, f"step-{steps:08d}").manifest.progress
+        progress = CheckpointReader(store, f"step-{steps:08d}").manifest.progress
         assert progress.loss_scale.get("value") == value
 
 

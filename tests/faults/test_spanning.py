@@ -213,12 +213,12 @@ def test_a_host_that_is_lost_ends_the_run(begin, cable) -> None:
 
 
 @pytest.mark.full
-def test_a_host_that_loses_its_nursery_ends_the_run(begin) -> None:
+def test_a_host_that_loses_its_fork_server_ends_the_run(begin) -> None:
     spanning = begin(pause=0.01)
     spanning.training.wait_for_step(5)
     command = spanning.joining.command.pid
-    (nursery,) = [pid for pid in descendants(command) if parent_of(pid) == command]
-    os.kill(nursery, signal.SIGKILL)
+    (fork_server,) = [pid for pid in descendants(command) if parent_of(pid) == command]
+    os.kill(fork_server, signal.SIGKILL)
     trained, code, said = spanning.wait()
     assert (trained.exit_code, code) == (1, 1)
     words = "lost the process that its ranks are forked from, which was killed by SIGKILL"
@@ -428,7 +428,7 @@ def check_wrong_keys(pool: Pool, run_dir: Path) -> None:
     keys.unlink()
     make_keys(keys)
     code, said = join(pool, run_dir).wait()
-    assert code == 2 and "Nobody answers at tcp://127.0.0.1:" in said, said
+    assert code == 2 and "No answer came from tcp://127.0.0.1:" in said, said
     keys.write_bytes(content)
 
 

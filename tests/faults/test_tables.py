@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.elastic.control import ask
+from shoal.elastic.control import send_request
 from shoal.testing.ranks import Pool
 from tests.support import faults
 from tests.support.faults import Trained, check_ledger, check_same
@@ -108,7 +108,7 @@ def test_servers_come_and_go(start, alone: Trained) -> None:
     training = start(recipe="tabled", pause=0.01, plan="data=2 sync=server pieces=3")
     training.wait_for_step(5)
     for size in ("servers=3", "data=3 servers=2", "data=1 servers=1"):
-        answer = ask(training.run_dir, resize=size)
+        answer = send_request(training.run_dir, resize=size)
         assert "refused" not in answer, answer
         assert answer["bytes"] > 1000 * 8 * 4 / 4
     check_same(training.wait(), alone)
@@ -143,7 +143,7 @@ def test_a_lazy_table_moves_to_another_number_of_servers(start, lazily_alone: Tr
     training = start(recipe="lazily", pause=0.01, plan="data=2 sync=server pieces=3")
     training.wait_for_step(5)
     for size in ("servers=3", "data=3 servers=2"):
-        answer = ask(training.run_dir, resize=size)
+        answer = send_request(training.run_dir, resize=size)
         assert "refused" not in answer, answer
     check_same(training.wait(), lazily_alone)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.data import waiting
-from shoal.elastic import asides
+from shoal.data import stalls
+from shoal.elastic import watchdog
 from shoal.errors import GroupLost
 
 NUM_SAMPLES = 120
@@ -339,7 +339,7 @@ class Hanging(Broken):
 
 def hanging(limit: float = 1.5, loaders: int = 0) -> shoal.Run:
     """A sample never comes; what a wait is told of and ends after is made short."""
-    waiting.FIRST_S, waiting.LIMIT_S, waiting.LIMIT_PER_SAMPLE_S = 0.3, limit, 0.0
+    stalls.FIRST_S, stalls.LIMIT_S, stalls.LIMIT_PER_SAMPLE_S = 0.3, limit, 0.0
     run = run_of(0.0, loaders=loaders, steps=10)
     return dataclasses.replace(run, data=shoal.data.in_order(Hanging(run.data)))
 
@@ -365,9 +365,9 @@ def sticking(where: str, while_stopping: bool = False) -> shoal.Run:
     """Something hangs: the optimizer, or the model in rank 1. What is told then is told soon, or
     soon after the run was asked to stop."""
     if while_stopping:
-        asides.STOPPING_PAUSE_S, asides.STOPPING_TIMES_LONGEST = 0.5, 1.0
+        watchdog.STOPPING_PAUSE_S, watchdog.STOPPING_TIMES_LONGEST = 0.5, 1.0
     else:
-        asides.PAUSE_S, asides.TIMES_LONGEST = 0.5, 1.0
+        watchdog.PAUSE_S, watchdog.TIMES_LONGEST = 0.5, 1.0
     calls = count()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.comm.buckets import Buckets
-from shoal.comm.codecs import PackedMean
+from shoal.comm.buckets import GradientBuckets
+from shoal.comm.codecs import CompressedMean
 from shoal.comm.collectives import Group, Pending
 from shoal.data.batches import Piece
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds
 from shoal.sync import rounds
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.averaging import StagedAverage
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.consistency import Consistency
 from shoal.sync.local import LocalSGD
-from shoal.sync.means import Means
-from shoal.sync.server.lookups import Lookups
-from shoal.sync.server.shard import Shard
-from shoal.sync.server.sharing import Shown
-from shoal.sync.strategy import Agreed, Tally
-from shoal.sync.tail import Tail
+from shoal.sync.server.lookups import WorkerLookups
+from shoal.sync.server.shard import ServerShard
+from shoal.sync.server.table_memory import SharedTables
+from shoal.sync.step_metadata import StepMetadata
+from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.training import build, compute, trainer
 from shoal.training.run import Objective
 
@@ -36,7 +36,7 @@ def missing_average() -> None:
     """Gradients are summed and not divided."""
     original = trainer.Trainer._update
 
-    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
         return original(self, agreed, unit * self.mesh.num_ranks)
 
     trainer.Trainer._update = update  # type: ignore[method-assign]
@@ -45,7 +45,7 @@ def missing_average() -> None:
 def clip_norm_of_one_bucket() -> None:
     original = AllReduce.exchange
 
-    def exchange(self: AllReduce, tally: Tally, want_norm: bool) -> Agreed:
+    def exchange(self: AllReduce, tally: LocalStep, want_norm: bool) -> GlobalStep:
         agreed = original(self, tally, want_norm)
         assert self.parameters[-1].grad is not None
         return agreed._replace(norm=gradient_norm([self.parameters[-1].grad]))
@@ -57,7 +57,7 @@ def clip_norm_summed_over_ranks() -> None:
     """The norm of shards is summed where every rank holds all of it."""
     original = AllReduce.exchange
 
-    def exchange(self: AllReduce, tally: Tally, want_norm: bool) -> Agreed:
+    def exchange(self: AllReduce, tally: LocalStep, want_norm: bool) -> GlobalStep:
         agreed = original(self, tally, want_norm)
         assert agreed.norm is not None
         return agreed._replace(norm=agreed.norm * math.sqrt(self.mesh.data.num_ranks))
@@ -67,9 +67,9 @@ def clip_norm_summed_over_ranks() -> None:
 
 def clip_before_the_exchange() -> None:
     """Each rank clips by the norm of its own pieces."""
-    original = Buckets.send_rest
+    original = GradientBuckets.send_rest
 
-    def send_rest(self: Buckets) -> None:
+    def send_rest(self: GradientBuckets) -> None:
         own = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
         for p in self.parameters:
             assert p.grad is not None
@@ -77,8 +77,8 @@ def clip_before_the_exchange() -> None:
         original(self)
 
     # Send only here, so that no bucket left before it was clipped.
-    Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
-    Buckets.send_rest = send_rest  # type: ignore[method-assign]
+    GradientBuckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
+    GradientBuckets.send_rest = send_rest  # type: ignore[method-assign]
 
 
 class RankSeeds(PieceSeeds):
@@ -92,8 +92,8 @@ def seeds_of_the_rank() -> None:
     original = trainer.Trainer._settle
 
     def settle(self: trainer.Trainer, mesh: Any) -> None:
-        assert isinstance(self.prepared.seeds, RankSeeds)
-        self.prepared.seeds.rank = mesh.rank
+        assert isinstance(self.built.seeds, RankSeeds)
+        self.built.seeds.rank = mesh.rank
         original(self, mesh)
 
     build.PieceSeeds = RankSeeds  # type: ignore[misc]
@@ -136,7 +136,7 @@ def parameter_left_out() -> None:
         attach(self, *arguments)
         self.parameters[-2].register_hook(keep)
 
-    def agree_but_for_one(self: AllReduce, tally: Tally) -> Agreed:
+    def agree_but_for_one(self: AllReduce, tally: LocalStep) -> GlobalStep:
         agreed = agree(self, tally)
         summed = self.parameters[-2].grad
         assert summed is not None
@@ -153,7 +153,7 @@ def last_gradient_times(factor: float) -> Callable[[], None]:
     def bug() -> None:
         original = AllReduce._agree
 
-        def agree(self: AllReduce, tally: Tally) -> Agreed:
+        def agree(self: AllReduce, tally: LocalStep) -> GlobalStep:
             agreed = original(self, tally)
             gradient = self.parameters[-1].grad
             assert gradient is not None
@@ -191,7 +191,7 @@ def slow_rank() -> None:
     """No bug: rank 0 is far ahead of the others, where it may be."""
     original = trainer.Trainer._update
 
-    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
         time.sleep(0.2 * (self.mesh.rank > 0))
         return original(self, agreed, unit)
 
@@ -226,22 +226,22 @@ def weight_as_a_mean() -> None:
 
 def last_piece_lost() -> None:
     """Of several pieces a rank sends only the sum of the others."""
-    original = compute.Compute.round
+    original = compute.PieceRunner.round
 
-    def round_(self: compute.Compute, step: int, indices: range, *rest: Any) -> None:
+    def round_(self: compute.PieceRunner, step: int, indices: range, *rest: Any) -> None:
         original(self, step, indices, *rest)
         if indices == self.rounds[-1]:
             self.spread.model.zero_grad(set_to_none=False)
 
-    compute.Compute.round = round_  # type: ignore[method-assign]
-    Buckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
+    compute.PieceRunner.round = round_  # type: ignore[method-assign]
+    GradientBuckets._count = lambda self, index: None  # type: ignore[assignment,method-assign]
 
 
 def rate_of_the_rank() -> None:
     """The schedule counts the samples of one rank as steps."""
     original = trainer.Trainer._update
 
-    def update(self: trainer.Trainer, agreed: Agreed, unit: float) -> float | None:
+    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
         self.step += self.mesh.num_ranks
         try:
             return original(self, agreed, unit)
@@ -278,7 +278,7 @@ def frozen_weight_drifts() -> None:
         done = original(self, *arguments, **options)
         if self.mesh.data.rank == 1:
             with torch.no_grad():
-                for p in self.held.model.parameters():
+                for p in self.attached.model.parameters():
                     if not p.requires_grad:
                         p[0] += 1e-2
         return done
@@ -314,29 +314,29 @@ def talks_all_the_time() -> None:
 
 def forgets_to_average() -> None:
     """Local SGD whose replicas never meet, though they exchange their losses."""
-    Means.take = lambda self: None  # type: ignore[method-assign]
+    StagedAverage.apply = lambda self: None  # type: ignore[method-assign]
 
 
 def loses_what_packing_drops() -> None:
     """Rounded outer gradients whose rest is not kept for the next."""
-    original = PackedMean.__init__
+    original = CompressedMean.__init__
 
-    def init(self: PackedMean, group: Group, codec: Any, flat: Any, owed: Any) -> None:
+    def init(self: CompressedMean, group: Group, codec: Any, flat: Any, owed: Any) -> None:
         original(self, group, codec, flat, owed)
-        self.dropped.zero_()
+        self.residual.zero_()
 
-    PackedMean.__init__ = init  # type: ignore[method-assign]
+    CompressedMean.__init__ = init  # type: ignore[method-assign]
 
 
 def loss_of_one_rank() -> None:
     """Gradients agree; the loss that is told is the own one."""
-    original = Tail.read
+    original = StepMetadata.read
 
-    def read(self: Tail) -> Any:
+    def read(self: StepMetadata) -> Any:
         agreed, touched, moved = original(self)
         return agreed._replace(sums=agreed.sums[:1], weights=agreed.weights[:1]), touched, moved
 
-    Tail.read = read  # type: ignore[method-assign]
+    StepMetadata.read = read  # type: ignore[method-assign]
 
 
 def first_weights_differ() -> None:
@@ -355,40 +355,40 @@ def first_weights_differ() -> None:
 
 def applied_twice() -> None:
     """A server steps on the third update again."""
-    original = Shard.apply
+    original = ServerShard.apply
     calls: list[int] = []
 
-    def apply(self: Shard, *what: Any) -> None:
+    def apply(self: ServerShard, *what: Any) -> None:
         original(self, *what)
         calls.append(1)
         if len(calls) == 3:
             original(self, *what)
 
-    Shard.apply = apply  # type: ignore[method-assign]
+    ServerShard.apply = apply  # type: ignore[method-assign]
 
 
 def a_row_forgotten() -> None:
     """A worker leaves the first row of a table out of what it pushes."""
-    original = Lookups._gradient
+    original = WorkerLookups._gradient
 
-    def gradient(self: Lookups, table: int) -> torch.Tensor | None:
+    def gradient(self: WorkerLookups, table: int) -> torch.Tensor | None:
         found = original(self, table)
         if found is not None and found._nnz():
             found._values()[0] = 0.0
         return found
 
-    Lookups._gradient = gradient  # type: ignore[method-assign]
+    WorkerLookups._gradient = gradient  # type: ignore[method-assign]
 
 
 def rows_before_the_step() -> None:
     """Workers read rows as they were when they greeted the server."""
-    original, first = Shown.rows, dict[tuple[int, int], torch.Tensor | None]()
+    original, first = SharedTables.rows, dict[tuple[int, int], torch.Tensor | None]()
 
-    def rows(self: Shown, table: int, server: int, batch: int) -> torch.Tensor | None:
+    def rows(self: SharedTables, table: int, server: int, batch: int) -> torch.Tensor | None:
         found = original(self, table, server, batch)
         return first.setdefault((table, server), None if found is None else found.clone())
 
-    Shown.rows = rows  # type: ignore[method-assign]
+    SharedTables.rows = rows  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.storage.files import replacing
+from shoal.storage.files import atomic_replace
 
 WIDTH = 128
 
@@ -33,7 +33,7 @@ def watch(directory: Path) -> None:
         while True:
             if (now := held_bytes()) >= most:
                 most = now
-                with replacing(directory / str(os.getpid())) as unfinished:
+                with atomic_replace(directory / str(os.getpid())) as unfinished:
                     unfinished.write_text(str(most - first))
             time.sleep(0.002)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.mesh import Mesh
 from shoal.storage.object_store import open_store
-from shoal.training.checkpointing import Keeper, Keeping, origin_of
+from shoal.training.checkpointing import Checkpointer, CheckpointSettings, origin_of
 from shoal.training.own_loop import OwnLoop
 from shoal.training.recipe import provenance
 from shoal.training.run import resolve
@@ -39,12 +39,14 @@ def run_of(**changes: Any) -> shoal.Run:
 def trainer_of(mesh: Mesh, plan: str, directory: str | None = None) -> Trainer:
     run = run_of(save_every=4 if directory else None)
     resolved, seat = resolve(run, plan, mesh.num_ranks), GivenSeat(mesh)
-    keeper = None
+    checkpointer = None
     if directory is not None:
         fields = {name: field["value"] for name, field in provenance(run, {}).items()}
         origin = origin_of("own_loops", fields, resolved, run)
-        keeper = Keeper(Keeping(open_store(directory), origin, others_may_write=True), seat.tell)
-    return Trainer(run, resolved, seat, keeper=keeper, loop=OwnLoop(recovers=False))
+        checkpointer = Checkpointer(
+            CheckpointSettings(open_store(directory), origin, others_may_write=True), seat.tell
+        )
+    return Trainer(run, resolved, seat, checkpointer=checkpointer, loop=OwnLoop(recovers=False))
 
 
 def own(tensor: Tensor) -> Tensor:

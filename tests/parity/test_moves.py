@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint.compare import compare
-from shoal.checkpoint.load import Opened
-from shoal.storage.store import Directory
+from shoal.checkpoint.compare import compare_checkpoints
+from shoal.checkpoint.load import CheckpointReader
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.support import faults
 from tests.support.faults import Trained
@@ -78,8 +78,8 @@ def train(pool: Pool, model: str, plan: str, run_dir: Path, steps: int, *words: 
     return trained
 
 
-def opened(run_dir: Path, step: int) -> Opened:
-    return Opened(Directory(run_dir / "checkpoints"), f"step-{step:08d}")
+def opened(run_dir: Path, step: int) -> CheckpointReader:
+    return CheckpointReader(DirectoryStore(run_dir / "checkpoints"), f"step-{step:08d}")
 
 
 def check_moved(
@@ -90,7 +90,7 @@ def check_moved(
     there = tmp_path / "there"
     source = str(stopped.run_dir / "checkpoints" / f"step-{MIDDLE:08d}")
     train(pool, model, after, there, MIDDLE, "--from", source, "--take", "everything")
-    found = compare(opened(stopped.run_dir, MIDDLE), opened(there, MIDDLE))
+    found = compare_checkpoints(opened(stopped.run_dir, MIDDLE), opened(there, MIDDLE))
     assert not found.tensors, found.tensors
     assert not [entry for entry in found.entries if entry.name.startswith("plain")]
     on = tmp_path / "on"
@@ -227,7 +227,9 @@ def test_replicas_become_one(pool: Pool, apart: Path, tmp_path: Path, plan: str)
         assert torch.equal(one.whole(name), expected), name
 
 
-def moved(pool: Pool, run_dir: Path, there: Path, plan: str, model: str = "gpt") -> Opened:
+def moved(
+    pool: Pool, run_dir: Path, there: Path, plan: str, model: str = "gpt"
+) -> CheckpointReader:
     """What another plan makes of a checkpoint, saved again at the same step."""
     source = str(run_dir / "checkpoints" / f"step-{MIDDLE:08d}")
     train(pool, model, plan, there, MIDDLE, "--from", source, "--take", "everything")
@@ -252,7 +254,9 @@ def test_a_run_that_ends_where_it_began_saves_what_it_loaded(
 ) -> None:
     """In the middle of a window, though its last step is one after which replicas are alike."""
     source = outer if plan == OUTER else apart
-    found = compare(opened(source, MIDDLE), moved(pool, source, tmp_path / "there", plan))
+    found = compare_checkpoints(
+        opened(source, MIDDLE), moved(pool, source, tmp_path / "there", plan)
+    )
     assert not found.tensors, found.tensors
 
 

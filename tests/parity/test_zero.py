@@ -8,7 +8,7 @@ import torch
 
 from shoal.errors import PlanError
 from shoal.testing.ranks import Pool
-from shoal.training.build import prepare
+from shoal.training.build import build_model
 from shoal.training.run import resolve
 from tests.parity.shards import OPTIMIZERS, awkward, train
 
@@ -67,7 +67,7 @@ def test_parameters_can_be_sharded_too(pool: Pool, optimizer: str) -> None:
 def test_whole_tensors_are_not_cut(optimizer: str, key: str) -> None:
     run = awkward(optimizer, CLIP)
     with pytest.raises(PlanError, match=f"{optimizer} may look at a whole tensor .* and {key}"):
-        prepare(run, resolve(run, f"data=2 {key}", None))
+        build_model(run, resolve(run, f"data=2 {key}", None))
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -13,13 +13,13 @@ import torch
 from shoal.comm.collectives import LOOK, Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
+from shoal.comm.rendezvous import join_store, serve_store, wait_for_ranks
 from shoal.comm.sockets import open_sockets, shut_down
-from shoal.comm.store import client, come_together, listen
 from shoal.comm.tree import Block, blocks_of, fold
 from shoal.data.split import share
 from shoal.errors import FormError, GroupLost
-from shoal.parallel.layout import whole
-from shoal.sync.state import State, share_bytes, share_state
+from shoal.parallel.layout import whole_slice
+from shoal.sync.state import ShardedState, broadcast_bytes, broadcast_state
 from shoal.testing.ranks import Pool
 from shoal.world import World
 
@@ -71,11 +71,11 @@ def collectives(mesh: Mesh) -> dict[str, Any]:
     summed = torch.full((3,), float(rank + 1))
     group.all_reduce(summed).wait()
     shards = [torch.full((2,), float(r)) if r == rank else torch.zeros(2) for r in range(3)]
-    group.gather_shards(shards).wait()
+    group.all_gather_shards(shards).wait()
     copied = torch.full((2,), float(rank))
     group.broadcast(copied, source=2)
     before = group.bytes_sent
-    numbers = group.gather_numbers([float(rank), 0.1 * rank])
+    numbers = group.all_gather_numbers([float(rank), 0.1 * rank])
     return {
         "summed": summed,
         "shards": torch.cat(shards),
@@ -108,13 +108,13 @@ def test_messages_leave_nothing_behind(pool: Pool) -> None:
 
 def shares_state(mesh: Mesh) -> dict[str, Any]:
     tensors = {
-        "model.a": [whole(torch.full((2, 3), float(mesh.rank)))],
-        "optimizer.a.step": [whole(torch.tensor(mesh.rank))],
-        "number.x": [whole(torch.tensor([mesh.rank], dtype=torch.uint8))],
-        "half": [whole(torch.full((3,), mesh.rank, dtype=torch.bfloat16))],
+        "model.a": [whole_slice(torch.full((2, 3), float(mesh.rank)))],
+        "optimizer.a.step": [whole_slice(torch.tensor(mesh.rank))],
+        "number.x": [whole_slice(torch.tensor([mesh.rank], dtype=torch.uint8))],
+        "half": [whole_slice(torch.full((3,), mesh.rank, dtype=torch.bfloat16))],
     }
-    got = share_state(mesh.data, 1, State(tensors, {"rank": mesh.rank}))
-    content = share_bytes(mesh.data, 2, f"from {mesh.rank}".encode() * (mesh.rank + 1))
+    got = broadcast_state(mesh.data, 1, ShardedState(tensors, {"rank": mesh.rank}))
+    content = broadcast_bytes(mesh.data, 2, f"from {mesh.rank}".encode() * (mesh.rank + 1))
     tensors = {name: part.tensor for name, (part,) in got.tensors.items()}
     return {"state": tensors, "plain": got.plain, "bytes": content}
 
@@ -177,11 +177,11 @@ def test_a_killed_peer_is_a_lost_group(pool: Pool) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    store, port = listen()
+    store, port = serve_store()
     try:
-        joined = client("127.0.0.1", port, timeout_s=5.0)
+        joined = join_store("127.0.0.1", port, timeout_s=5.0)
         with pytest.raises(FormError, match="rank 1, 2 did not come"):
-            come_together(joined, "test", World(0, 3, 0, 3), timeout_s=0.2)
+            wait_for_ranks(joined, "test", World(0, 3, 0, 3), timeout_s=0.2)
         del joined
     finally:
         del store
@@ -189,7 +189,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(FormError, match=r"No store answers at 127\.0\.0\.1:1 "):
-        client("127.0.0.1", 1, timeout_s=0.5)
+        join_store("127.0.0.1", 1, timeout_s=0.5)
 
 
 def test_a_group_of_one_is_silent() -> None:
@@ -202,7 +202,7 @@ def parts_in_turn(mesh: Mesh) -> list[float]:
     found = []
     for ranks in ([0, 2], [0, 1, 2]):
         total = torch.ones(())
-        mesh.world.part(ranks).all_reduce(total).wait()
+        mesh.world.subgroup(ranks).all_reduce(total).wait()
         found.append(float(total))
     return found
 

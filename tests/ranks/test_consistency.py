@@ -8,11 +8,11 @@ import torch
 
 from shoal.checkpoint.manifest import Origin
 from shoal.comm.mesh import Axes, Mesh
-from shoal.storage.store import Directory
-from shoal.sync.consistency import lines_of
+from shoal.storage.store import DirectoryStore
+from shoal.sync.consistency import data_lines
 from shoal.sync.guard import CorruptState
 from shoal.testing.ranks import Pool
-from shoal.training.checkpointing import Keeper, Keeping
+from shoal.training.checkpointing import Checkpointer, CheckpointSettings
 from shoal.training.run import resolve
 from shoal.training.trainer import Trainer
 from tests.parity.runs import GivenSeat, network
@@ -56,9 +56,11 @@ def train(mesh: Mesh, plan: str, how: str, folder: str) -> str:
 
     seat.tell = tell  # type: ignore[method-assign]
     origin = Origin("r.py:f", {}, str(resolved), 1, len(run.data), {})
-    keeper = Keeper(Keeping(Directory(Path(folder)), origin, others_may_write=True), tell)
+    checkpointer = Checkpointer(
+        CheckpointSettings(DirectoryStore(Path(folder)), origin, others_may_write=True), tell
+    )
     try:
-        with Trainer(run, resolved, seat, keeper=keeper) as trainer:
+        with Trainer(run, resolved, seat, checkpointer=checkpointer) as trainer:
             for info in trainer:
                 write(trainer, how, info.step)
     except CorruptState as error:
@@ -105,9 +107,9 @@ def test_of_three_ranks_the_one_that_writes_alone_is_repaired(pool: Pool, tmp_pa
 def lines(mesh: Mesh, tensor: int, pipeline: int) -> tuple[list[list[int]], list[int]]:
     """As they are counted, and as the group of this rank's line has them."""
     formed = Mesh.form(mesh.world, Axes(tensor, pipeline), "cpu")
-    told = [int(row[0]) for row in formed.data.gather_numbers([formed.rank])]
-    formed.world.gather_numbers([0])  # nobody leaves while others still form
-    return lines_of(formed), told
+    told = [int(row[0]) for row in formed.data.all_gather_numbers([formed.rank])]
+    formed.world.all_gather_numbers([0])  # nobody leaves while others still form
+    return data_lines(formed), told
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)])

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline.absent import drop_foreign
 from shoal.parallel.pipeline.pipeline import Pipeline
-from shoal.parallel.pipeline.stages import record, split
+from shoal.parallel.pipeline.placeholders import drop_unowned
+from shoal.parallel.pipeline.stages import record, split_stages
 from shoal.testing.ranks import Pool
 from shoal.training.run import call_model
 from tests import zoo
@@ -82,7 +82,7 @@ class Piped:
         num_stages = PER_RANK[schedule] * group.num_ranks
         forwards = [partial(call_model, self.model, inputs) for inputs in batch[0][:2]]
         tape = record(self.model, forwards, num_stages, self.seeds)
-        self.plan = split(tape, num_stages)
+        self.plan = split_stages(tape, num_stages)
         self.hooks = Taking(self.seeds, self.model)
         self.pipeline = Pipeline(
             self.model,
@@ -96,7 +96,7 @@ class Piped:
         self.names = self.plan.held_by(self.pipeline.own_stages)
         # While all are there: a rank may hold none of what a group of the optimizer is made for.
         self.optimizer = run.make_optimizer(self.model)
-        drop_foreign(self.model, self.names)
+        drop_unowned(self.model, self.names)
 
     def step(self, step: int, batch: Batch) -> list[float]:
         self.hooks.step, self.count, losses = step, len(batch[0]), {}
@@ -332,7 +332,7 @@ def fail(mesh: Mesh, who: str) -> str:
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     model = nn.Sequential(*layers[:2], nn.Sequential(Fussy(), layers[2]), layers[3])
     inputs = [torch.randn(2, 4) for _ in range(4)]
-    plan = split(record(model, [partial(model, x) for x in inputs[:2]], 2), 2)
+    plan = split_stages(record(model, [partial(model, x) for x in inputs[:2]], 2), 2)
     pipeline = Pipeline(model, plan, schedule="1f1b", group=group, device="cpu", call=call_model)
     try:
         if who == "model" and group.rank == 1:
@@ -380,7 +380,9 @@ class OneWay(nn.Linear):
 def made_of(layers: list[nn.Module], schedule: str, inputs: list[Tensor]) -> Pipeline:
     model, group = nn.Sequential(*layers), Group(dist.group.WORLD)
     num_stages = PER_RANK[schedule] * group.num_ranks
-    plan = split(record(model, [partial(model, x) for x in inputs[:2]], num_stages), num_stages)
+    plan = split_stages(
+        record(model, [partial(model, x) for x in inputs[:2]], num_stages), num_stages
+    )
     return Pipeline(model, plan, schedule=schedule, group=group, device="cpu", call=call_model)
 
 

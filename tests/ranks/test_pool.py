@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.comm.mesh import Mesh
-from shoal.testing.ranks import Pool, RankError, name_of, pack, unpack
+from shoal.testing.ranks import Pool, RankError, importable_name, pack, unpack
 
 
 def whoami(mesh: Mesh, offset: int) -> list[int]:
@@ -89,4 +89,4 @@ def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(TypeError, match="object cannot be sent"):
         pack(object())
     with pytest.raises(TypeError, match="no importable name"):
-        name_of(lambda mesh: None)
+        importable_name(lambda mesh: None)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from shoal.numerics.fragments import Timetable
-from shoal.numerics.quantization import codec_of
+from shoal.numerics.fragments import FragmentSchedule
+from shoal.numerics.quantization import make_codec
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.local import LocalSGD
-from shoal.sync.outer import Rule
+from shoal.sync.outer import OuterConfig
 from shoal.sync.sharded import Sharded
 from shoal.testing.conformance import NUM_STEPS, StrategyConformance
 
@@ -20,16 +20,16 @@ def ring(num_pieces: int) -> AllReduce:
 
 
 def local(num_pieces: int) -> LocalSGD:
-    return LocalSGD(num_pieces, Timetable(2, 1, NUM_STEPS))
+    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS))
 
 
 def nesterov(num_pieces: int) -> LocalSGD:
-    return LocalSGD(num_pieces, Timetable(2, 1, NUM_STEPS), rule=Rule(0.7, 0.9))
+    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS), rule=OuterConfig(0.7, 0.9))
 
 
 def streamed(num_pieces: int) -> LocalSGD:
-    rule = Rule(0.7, 0.9, codec_of("int8"))
-    return LocalSGD(num_pieces, Timetable(4, 2, NUM_STEPS), rule=rule)
+    rule = OuterConfig(0.7, 0.9, make_codec("int8"))
+    return LocalSGD(num_pieces, FragmentSchedule(4, 2, NUM_STEPS), rule=rule)
 
 
 def zero_1(num_pieces: int) -> Sharded:

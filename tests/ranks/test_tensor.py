@@ -18,7 +18,13 @@ from torch.utils.data import default_collate
 from shoal.comm.mesh import Mesh
 from shoal.errors import RecipeError
 from shoal.parallel.layout import Cut, part_of
-from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
+from shoal.parallel.tensor.cutting import (
+    TensorForward,
+    TensorPlan,
+    cut_tensors,
+    find_cuts,
+    mark_cut_parameters,
+)
 from shoal.parallel.tensor.part import share_of
 from shoal.testing.ranks import Pool
 from tests import zoo
@@ -403,7 +409,7 @@ def with_fsdp(mesh: Mesh) -> float:
         fully_shard(block, mesh=both["data"])
     fully_shard(subject.cut, mesh=both["data"])
     for module in subject.cut.modules():  # after FSDP's own hook, which puts parameters in place
-        module.register_forward_pre_hook(lambda module, _: tag(module))
+        module.register_forward_pre_hook(lambda module, _: mark_cut_parameters(module))
     for loss in subject.losses(0):
         loss.backward()
     return subject.worst(lambda t: None if t.grad is None else _full(t.grad))

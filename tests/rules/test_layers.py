@@ -52,6 +52,8 @@ def imported(tree: ast.AST, module: str, is_package: bool, known: set[str]) -> I
                 base = ".".join([*package, *([base] if base else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
+                if inner == "shoal.__version__":  # which is no module's, and loads none
+                    continue
                 if inner in known:
                     yield inner
                 elif base in known:

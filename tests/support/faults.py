@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.elastic.control import ask
-from shoal.events.scribe import last_step
+from shoal.elastic.control import send_request
+from shoal.events.metrics_writer import last_recorded_step
 from shoal.faults import VARIABLE
 from shoal.storage.object_store import open_store
 from shoal.testing.ranks import LIMIT_S, Command, Pool
@@ -102,9 +102,9 @@ class Training(NamedTuple):
         """Until the record has this step; it is written several times a second."""
         path = self.run_dir / "metrics.jsonl"
         came = wait_until(
-            lambda: last_step(path) >= step or not self.command.is_running(), timeout_s
+            lambda: last_recorded_step(path) >= step or not self.command.is_running(), timeout_s
         )
-        assert came and last_step(path) >= step, (
+        assert came and last_recorded_step(path) >= step, (
             f"step {step} was not reached; it said: {_told(self.run_dir, '.err')}"
         )
 
@@ -212,7 +212,7 @@ def check_recovered(trained: Trained, causes: Mapping[int, str]) -> None:
 
 def resize(training: Training, size: str) -> dict[str, Any]:
     """Ask for another size, which is not refused."""
-    answer = ask(training.run_dir, resize=size)
+    answer = send_request(training.run_dir, resize=size)
     assert "refused" not in answer, answer
     return answer
 
@@ -233,7 +233,7 @@ def resize_while_one_is_killed(
     killer.start()
     answers = []
     for size in draws.sample(sizes, len(sizes)):
-        answers.append(ask(training.run_dir, resize=size))
+        answers.append(send_request(training.run_dir, resize=size))
         print(size, answers[-1])
     killer.join()
     return answers

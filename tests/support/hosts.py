@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.cli.main import run_here
-from shoal.cluster import joining
+from shoal.cluster import host_agent
 from shoal.testing.ranks import Command, Pool
 
 PATIENCE_S = 3.0  # with which a host waits for the run's first answer
@@ -114,7 +114,7 @@ def run_in(namespace: str, words: list[str]) -> int:
     """Run a command of Shoal on a host, or here; the process that calls this stays there."""
     if namespace:
         _enter(namespace)
-    joining.ANSWER_S = PATIENCE_S
+    host_agent.ANSWER_S = PATIENCE_S
     return run_here(words)
 
 

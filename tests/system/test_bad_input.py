@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.storage.rundir import RunDir
+from shoal.storage.run_dir import RunDir
 from shoal.testing.ranks import Pool
 
 RECIPES = str(Path(__file__).with_name("bad_recipes.py"))

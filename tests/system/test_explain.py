@@ -40,7 +40,7 @@ class Watched:
                 self.groups.append(group)
 
         monkey.setattr(Group, "__init__", watched)
-        for name in ("all_reduce", "all_to_all", "gather_shards"):
+        for name in ("all_reduce", "all_to_all", "all_gather_shards"):
             monkey.setattr(Group, name, self._told(getattr(Group, name)))
         for name in ("all_gather_single", "reduce_scatter_single"):
             monkey.setattr(dist, name, self._counted(getattr(dist, name)))

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import run_here
-from shoal.cluster.invitation import Invitation, Options, invite
+from shoal.cluster.invitation import Invitation, write_invitation
 from shoal.data.ledger import mark
 from shoal.data.orders import Sequential, Shuffled, Weighted, order_name
 from shoal.training.lineage import batches_of, read_record
+from shoal.training.options import StartOptions
 from tests.unit.checkpoint.made import make, tensors
 
 # What the run names, in three ways: by file, by module, and by modules that commands import.
@@ -128,7 +129,7 @@ def test_nobody_joins_by_an_invitation_of_another_user(
 ) -> None:
     """Whose recipe this host would load: its mode alone says nothing about who wrote it."""
     invitation = Invitation("tcp://127.0.0.1:81", str(run.parent), "run", "r.py:f", {}, PLAIN)
-    invite(invitation, run)
+    write_invitation(invitation, run)
     if what == "link":
         (run / "join.json").rename(run / "elsewhere.json")
         (run / "join.json").symlink_to("elsewhere.json")
@@ -140,4 +141,4 @@ def test_nobody_joins_by_an_invitation_of_another_user(
     assert not traps_that_ran(run)
 
 
-PLAIN = Options(plan="data=2 sync=server hosts=2")
+PLAIN = StartOptions(plan="data=2 sync=server hosts=2")

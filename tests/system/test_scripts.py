@@ -160,7 +160,7 @@ def test_a_script_that_hangs_is_ended_within_the_bound_of_a_stop(
     training.command.send_signal(signal.SIGTERM)
     trained = training.wait()
     assert trained.exit_code == 128 + signal.SIGTERM
-    assert "it was told to stop, and nothing was done for" in trained.errors
+    assert "it was asked to stop, and no work was done for" in trained.errors
 
 
 @pytest.mark.parametrize(

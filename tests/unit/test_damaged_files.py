@@ -18,32 +18,33 @@ import torch
 import shoal
 from shoal.checkpoint import manifest as manifests
 from shoal.cli.main import run_here
-from shoal.cluster.invitation import INVITATION, Invitation, Options, invite, read_invitation
+from shoal.cluster.invitation import INVITATION, Invitation, read_invitation, write_invitation
 from shoal.comm.wire import load_keys, make_keys
 from shoal.data import packing
-from shoal.data.cache.joining import _Member
-from shoal.data.cache.joining import _read as members_in
+from shoal.data.cache.host_memory import _Attachment
+from shoal.data.cache.host_memory import _read as members_in
 from shoal.data.ledger import mark
 from shoal.data.orders import Shuffled, order_name
 from shoal.data.shard_files import format as shard_format
 from shoal.data.shard_files.reading import shards
-from shoal.data.shard_files.sets import LostSample
+from shoal.data.shard_files.shard_source import LostSample
 from shoal.data.shard_files.writing import build
-from shoal.data.transforms.quarantine import BadQuarantine, quarantine, read_notes
+from shoal.data.transforms.quarantine import BadQuarantine, quarantine, read_entries
 from shoal.data.transforms.statistics import load_statistics, statistics
-from shoal.elastic.control import Control, Request
+from shoal.elastic.control import ControlRequest, ControlSocket
 from shoal.errors import ShoalError, UsageError
-from shoal.events.scribe import Scribe, last_step, samples_on_record
+from shoal.events.metrics_writer import MetricsWriter, count_recorded_samples, last_recorded_step
 from shoal.formats import dcp, huggingface, safetensors, state_dict
-from shoal.formats.opening import import_from
-from shoal.formats.weights import Foreign, Model, entry
+from shoal.formats.open_weights import open_import
+from shoal.formats.weights import ForeignWeights, ModelWeights, stored_whole
 from shoal.numerics.precision import _recall
-from shoal.storage.rundir import read_description
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.run_dir import read_description
+from shoal.storage.store import SEAL, DirectoryStore
 from shoal.sync.server.journal import records_of, write_record
-from shoal.training.lineage import audit_run, batches_of, missed_in, only_new, read_record
+from shoal.training.lineage import audit_run, batches_of, missed_samples, read_record, select_new
+from shoal.training.options import StartOptions
 from shoal.training.recipe import provenance
-from shoal.training.resume import newest, plan_to_go_on, refuse_changes
+from shoal.training.resume import newest, plan_to_resume, refuse_changes
 from tests.mutations import mutated
 from tests.unit.checkpoint.made import NAME, make, tensors
 
@@ -121,7 +122,7 @@ def new_data(folder: Path) -> Case:
 
     def read() -> None:
         record, data = read_record(run), range(60)
-        only_new(data, record, 0.25, missed_in(record, data))
+        select_new(data, record, 0.25, missed_samples(record, data))
         audit_run(record, data)
 
     return Case(record_files(run), read)
@@ -151,19 +152,19 @@ def metrics(folder: Path) -> Case:
     path = made_run(folder) / "metrics.jsonl"
 
     def read() -> None:
-        last_step(path)
-        samples_on_record(path)
-        Scribe(path, lambda: False).rewind(2)
+        last_recorded_step(path)
+        count_recorded_samples(path)
+        MetricsWriter(path, lambda: False).rewind(2)
 
     return Case([path], read)
 
 
 @case
 def invitation(folder: Path) -> Case:
-    options = Options(plan="data=2 sync=server hosts=2", keep="last=2", new_data_missed=[1])
+    options = StartOptions(plan="data=2 sync=server hosts=2", keep="last=2", new_data_missed=[1])
     run = made_run(folder)
     written = Invitation("tcp://10.0.0.1:81", str(folder), "run", "a.py:b", {"a": "b"}, options)
-    invite(written, run)
+    write_invitation(written, run)
 
     def read() -> None:
         found = read_invitation(run)
@@ -228,29 +229,29 @@ def going_on(folder: Path) -> Case:
         (folder / NAME / SEAL).write_bytes(manifests.seal(path.read_bytes()))
 
     def read() -> None:
-        found = newest(Directory(folder))
+        found = newest(DirectoryStore(folder))
         if found is None:
             raise UsageError("There is no good one, and the run begins anew.")
         refuse_changes(own, run, found.origin)
-        plan_to_go_on(run, None, None, found.origin)
+        plan_to_resume(run, None, None, found.origin)
 
     reseal()
     return Case([path], read, reseal)
 
 
-def weights() -> Model:
+def weights() -> ModelWeights:
     torch.manual_seed(0)
     found = {"a.weight": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2).bfloat16()}
 
     def held(tensor: torch.Tensor) -> Any:
-        return entry(tensor.dtype, tensor.shape, lambda: tensor)
+        return stored_whole(tensor.dtype, tensor.shape, lambda: tensor)
 
-    return Model(Foreign({name: held(tensor) for name, tensor in found.items()}))
+    return ModelWeights(ForeignWeights({name: held(tensor) for name, tensor in found.items()}))
 
 
 def imported(path: Path) -> Callable[[], None]:
     def read() -> None:
-        found = import_from(path, "")
+        found = open_import(path, "")
         for name in found:
             found.whole(name)
 
@@ -374,7 +375,7 @@ def quarantine_file(folder: Path) -> Case:
 
     def read() -> None:
         try:
-            read_notes(path)
+            read_entries(path)
             quarantine([(float(i), 0) for i in range(9)], path).left_out()
         except BadQuarantine as bad:
             raise UsageError(str(bad)) from None
@@ -395,7 +396,7 @@ def statistics_file(folder: Path) -> Case:
 @case
 def list_of_members(folder: Path) -> Case:
     path = folder / "memory.json"
-    path.write_bytes(msgspec.json.encode([_Member(1, 2), _Member(3, 4)]))
+    path.write_bytes(msgspec.json.encode([_Attachment(1, 2), _Attachment(3, 4)]))
 
     def read() -> None:
         with path.open("rb") as file:
@@ -473,14 +474,16 @@ def test_many_damaged_files(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def control(tmp_path: Path) -> Iterator[Control]:
+def control(tmp_path: Path) -> Iterator[ControlSocket]:
     (tmp_path / "run.json").write_text("{}")
-    made = Control(tmp_path)
+    made = ControlSocket(tmp_path)
     yield made
     made.close()
 
 
-def sent(folder: Path, control: Control, content: bytes) -> tuple[list[Request], bytes]:
+def sent(
+    folder: Path, control: ControlSocket, content: bytes
+) -> tuple[list[ControlRequest], bytes]:
     """What a run takes for a request, and what it answers, when a stranger sends bytes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(30)
@@ -501,7 +504,7 @@ def _heard(line: socket.socket) -> bytes:
         return b""
 
 
-def check_control(folder: Path, control: Control, num_changes: int, seed: int) -> None:
+def check_control(folder: Path, control: ControlSocket, num_changes: int, seed: int) -> None:
     draw = random.Random(seed)
     good = b'{"resize":"data=3"}\n'
     for content in (b"[" * 60_000, b'{"resize":' * 9_000, b'{"resize":3}', b"\xff\n", b"\n"):
@@ -511,15 +514,15 @@ def check_control(folder: Path, control: Control, num_changes: int, seed: int) -
         content = mutated(good, draw)[:60_000] or b"\n"
         asked, answer = sent(folder, control, content)
         assert asked or b"This is no request" in answer, content
-    assert sent(folder, control, good) == ([Request("data=3")], b"")
+    assert sent(folder, control, good) == ([ControlRequest("data=3")], b"")
 
 
-def test_what_is_no_request_is_refused(tmp_path: Path, control: Control) -> None:
+def test_what_is_no_request_is_refused(tmp_path: Path, control: ControlSocket) -> None:
     check_control(tmp_path, control, QUICK, seed=1)
 
 
 @pytest.mark.full
-def test_much_that_is_no_request(tmp_path: Path, control: Control) -> None:
+def test_much_that_is_no_request(tmp_path: Path, control: ControlSocket) -> None:
     check_control(tmp_path, control, FULL, seed=int.from_bytes(os.urandom(4)))
 
 

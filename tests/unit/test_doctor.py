@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from shoal.cli import doctor as command
 from shoal.doctor import doctor
-from shoal.doctor.doctor import Check
+from shoal.doctor.doctor import Finding
 from shoal.events.meters import cpu_limit, memory_limit_bytes
 
 MB, GB = 2**20, 2**30
@@ -78,7 +78,7 @@ def test_a_check_that_breaks_is_reported_and_the_rest_go_on(monkeypatch, tmp_pat
 
     for name in ("check_torch", "check_devices", "check_fused_optimizer"):
         monkeypatch.setattr(doctor, name, broken)
-    monkeypatch.setattr(doctor, "check_bf16", lambda measure: Check("bf16", "ok", "runs"))
+    monkeypatch.setattr(doctor, "check_bf16", lambda measure: Finding("bf16", "ok", "runs"))
     checks = {check.name: check for check in doctor.examine(tmp_path, quick=True)}
     assert checks["torch"].verdict == "problem" and "no such file" in checks["torch"].value
     assert checks["clock"].verdict == "ok" and "all-reduce" not in checks
@@ -90,15 +90,15 @@ def run(monkeypatch, checks, *options):
 
 
 def test_exit_code_follows_the_worst_verdict(monkeypatch):
-    fine = [Check("cores", "ok", "2 usable of 2"), Check("bf16", "note", "[none]", "Use fp32.")]
+    fine = [Finding("cores", "ok", "2 usable of 2"), Finding("bf16", "note", "[none]", "Use fp32.")]
     result = run(monkeypatch, fine)
     assert result.exit_code == 0 and "[none]" in result.output and "Use fp32." in result.output
-    result = run(monkeypatch, [*fine, Check("network", "problem", "none is up", "ip link")])
+    result = run(monkeypatch, [*fine, Finding("network", "problem", "none is up", "ip link")])
     assert result.exit_code == 1 and "1 problem" in result.output
 
 
 def test_json_is_one_object_on_one_line(monkeypatch):
-    result = run(monkeypatch, [Check("cores", "note", "1 of 2", "taskset")], "--json", "--quick")
+    result = run(monkeypatch, [Finding("cores", "note", "1 of 2", "taskset")], "--json", "--quick")
     (line,) = result.output.splitlines()
     assert json.loads(line) == {
         "verdict": "note",

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.cost.explain import Explanation, explain
-from shoal.cost.picture import draw
-from shoal.cost.words import in_words
+from shoal.cost.svg import draw_svg
+from shoal.cost.text import format_explanation
 from shoal.errors import PlanError, RecipeError
 from shoal.formatting import in_units, table
-from shoal.parallel.tensor.cutting import Row
+from shoal.parallel.tensor.cutting import ParameterCut
 from shoal.parallel.tensor.summary import grouped
-from shoal.sync.server.shard import Shard, layout_of, settings_of
+from shoal.sync.server.shard import ServerShard, layout_of, settings_of
 from shoal.training.run import Run, resolve
 
 WIDTH = 64
@@ -51,7 +51,7 @@ def test_one_process_holds_all_and_sends_nothing() -> None:
     assert rank.memory.parameters.num_bytes == found.alone["parameters"] == 4 * NUM_ELEMENTS
     assert rank.memory.optimizer.num_bytes == found.alone["optimizer"]
     assert not rank.messages and found.bubble is None and found.cuts is None and not found.stages
-    assert "Messages: none" in in_words(found, "recipe")
+    assert "Messages: none" in format_explanation(found, "recipe")
 
 
 def test_buffers_of_one_process_are_kept_twice_and_not_sent() -> None:
@@ -138,8 +138,8 @@ def test_servers_hold_the_state_that_workers_do_not(optimizer: Any) -> None:
     model = run.model()
     for told in found.servers:
         stepping = run.make_optimizer(model)
-        shard = Shard(model, stepping, layout_of(model, stepping, 3), told.server)
-        shard.sets.double()  # as in lockstep
+        shard = ServerShard(model, stepping, layout_of(model, stepping, 3), told.server)
+        shard.sets.add_second()  # as in lockstep
         touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
         sums = {key: torch.zeros_like(value) for key, value in shard.values.items()}
         shard.apply(sums, touched, 1.0, 1.0, settings_of(stepping))
@@ -183,14 +183,14 @@ def test_workers_push_what_the_tree_keeps_apart(
     found = under(f"data=3 sync=server pieces=5 {bound}", layers(batch_size=10))
     assert [r.messages[0].num_bytes // (4 * NUM_ELEMENTS) for r in found.ranks] == num_rows
     assert [message.what for message in found.ranks[0].messages] == kinds
-    words = in_words(found, "recipe")
+    words = format_explanation(found, "recipe")
     assert "3 ranks = data 3, 1 server;" in words and "the rank and the server that have" in words
 
 
 def test_uneven_shares_of_pieces() -> None:
     found = under("data=3 pieces=4", layers(batch_size=12))
     assert [rank.num_pieces for rank in found.ranks] == [1, 1, 2]
-    assert "1 to 2 for each replica" in in_words(found, "recipe")
+    assert "1 to 2 for each replica" in format_explanation(found, "recipe")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_tied_parameters_are_named_with_who_holds_them() -> None:
     (tied,) = found.tied
     assert (tied.name, tied.ranks) == ("first.weight", [0, 1])
     assert all("tied gradients" in [m.what for m in rank.messages] for rank in found.ranks)
-    assert "first.weight (16.4 kB) is held by ranks 0 and 1" in in_words(found, "recipe")
+    assert "first.weight (16.4 kB) is held by ranks 0 and 1" in format_explanation(found, "recipe")
 
 
 def test_the_tensor_axis_is_told_with_its_messages() -> None:
@@ -247,7 +247,7 @@ def test_the_tensor_axis_is_told_with_its_messages() -> None:
     assert (found.cuts.moves.num_forward, found.cuts.moves.num_backward) == (2, 1)
     assert found.cuts.share > 0.98
     assert {rank.num_held for rank in found.ranks} == {NUM_ELEMENTS // 2 + WIDTH}
-    assert "cut over 2 ranks" in in_words(found, "recipe")
+    assert "cut over 2 ranks" in format_explanation(found, "recipe")
 
 
 def test_a_plan_that_cannot_work_is_refused() -> None:
@@ -255,8 +255,8 @@ def test_a_plan_that_cannot_work_is_refused() -> None:
         under("data=1 pipeline=8")
 
 
-def rows_of(names: Sequence[str]) -> list[Row]:
-    return [Row(name, (2, 2), "dim 0", "columns") for name in names]
+def rows_of(names: Sequence[str]) -> list[ParameterCut]:
+    return [ParameterCut(name, (2, 2), "dim 0", "columns") for name in names]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,10 @@ def test_repeated_blocks_are_one_row(names: list[str], told: list[str]) -> None:
 
 
 def test_rows_that_differ_stay_apart() -> None:
-    rows = [Row("a.0.w", (2, 2), "whole", "small"), Row("a.1.w", (2, 2), "dim 0", "columns")]
+    rows = [
+        ParameterCut("a.0.w", (2, 2), "whole", "small"),
+        ParameterCut("a.1.w", (2, 2), "dim 0", "columns"),
+    ]
     assert [row.names for row in grouped(rows)] == ["a.0.w", "a.1.w"]
 
 
@@ -309,7 +312,7 @@ def test_the_record_travels_and_the_picture_is_sound(plan: str) -> None:
     found = under(plan, run)
     again = msgspec.json.decode(msgspec.json.encode(found), type=Explanation)
     assert again == found
-    root = ElementTree.fromstring(draw(found, "recipe <&> more"))
+    root = ElementTree.fromstring(draw_svg(found, "recipe <&> more"))
     words = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
     drawn = [word for word in words if word.startswith("rank ")]
     assert len(drawn) == min(found.num_ranks, 8)
@@ -321,7 +324,7 @@ def test_the_record_travels_and_the_picture_is_sound(plan: str) -> None:
         assert any(f"about {in_units(rank.memory.extra.num_bytes)} extra" in w for w in words) == (
             rank.memory.extra.num_bytes > 0
         )
-    table = in_words(found, "recipe")
+    table = format_explanation(found, "recipe")
     heaviest = max(rank.memory.num_bytes for rank in found.ranks)
     assert re.search(rf"in all +{re.escape(in_units(heaviest))}\b", table)
     width = float(root.attrib["width"])

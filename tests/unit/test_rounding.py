@@ -17,8 +17,8 @@ import shoal
 from shoal.numerics.precision import environment_for
 from shoal.training.run import Run, resolve
 from shoal.verify import reference
-from shoal.verify.compare import Verdict, compare, path_of
-from shoal.verify.rounding import move
+from shoal.verify.compare import VerifyResult, compare, step_path
+from shoal.verify.rounding import perturb
 
 Change = Callable[[dict[str, Tensor]], object]
 NUM_STEPS = 3
@@ -47,7 +47,7 @@ class Moved(reference.Replica):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        move(self.model, self.precision, self.num_ulps, self.seed)
+        perturb(self.model, self.precision, self.num_ulps, self.seed)
 
 
 def broken(change: Change) -> type[Moved]:
@@ -70,7 +70,7 @@ def broken(change: Change) -> type[Moved]:
 
 def judge(
     directory: Path, run: Run, kind: type[reference.Replica] = Moved, plan: str = "data=1"
-) -> Verdict:
+) -> VerifyResult:
     """Write down what such a process makes, as a rank would, and compare."""
     resolved = resolve(run, plan, None)
     for step, (own,) in enumerate(reference.train(run, resolved, kind), start=1):
@@ -78,7 +78,7 @@ def judge(
         content |= {"bytes_sent": torch.tensor([0]), "stepped": torch.tensor([1])}
         content |= dict(_parts("gradient", own.gradients))
         content |= dict(_parts("held", {**own.weights, **own.buffers}))
-        save_file(content, path_of(directory, step, 0))
+        save_file(content, step_path(directory, step, 0))
     return compare(run, resolved, directory)
 
 
@@ -87,7 +87,7 @@ def _parts(kind: str, tensors: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{kind}/{name}/{','.join('0' * tensor.dim())}", tensor.detach().clone()
 
 
-def place(verdict: Verdict) -> tuple[int, str, str] | None:
+def place(verdict: VerifyResult) -> tuple[int, str, str] | None:
     first = verdict.first
     return None if first is None else (first.step, first.what, first.name)
 
@@ -271,7 +271,7 @@ class Jittered(reference.Replica):
 
     def step(self, batch: Any) -> tuple[float, float]:
         self.kept = [p.detach().clone() for p in self.model.parameters()]
-        move(self.model, self.precision, 1, batch.step)
+        perturb(self.model, self.precision, 1, batch.step)
         return super().step(batch)
 
     def update(self, *given: Any) -> bool:

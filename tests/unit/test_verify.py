@@ -16,7 +16,7 @@ from shoal.cli.verify import in_words
 from shoal.errors import RecipeError
 from shoal.training.run import Run, resolve
 from shoal.verify import reference
-from shoal.verify.compare import Divergence, Verdict, compare, finished, path_of
+from shoal.verify.compare import Divergence, VerifyResult, compare, finished, step_path
 
 NUM_STEPS = 3
 Content = dict[str, Tensor]
@@ -69,7 +69,7 @@ def judge(
     step: int = 2,
     rank: int = 1,
     plan: str = "data=2",
-) -> Verdict:
+) -> VerifyResult:
     """Write down what right ranks would, change one rank's step, and compare."""
     run = small_run()
     resolved = resolve(run, plan, None)
@@ -85,7 +85,7 @@ def judge(
             content |= {f"buffer/{name}": t.clone() for name, t in own.buffers.items()}
             if (at, who) == (step, rank):
                 change(content)
-            save_file(placed(content), path_of(directory, at, who))
+            save_file(placed(content), step_path(directory, at, who))
     return compare(run, resolved, directory)
 
 
@@ -211,7 +211,7 @@ def test_a_divergence_in_words() -> None:
 
 def test_the_words_of_a_verdict_name_plan_and_place() -> None:
     first = Divergence(1, 0, "loss", "", 1.0)
-    verdict = Verdict(1, False, {"loss": 1.0}, first=first, plan="data=2 pieces=2")
+    verdict = VerifyResult(1, False, {"loss": 1.0}, first=first, plan="data=2 pieces=2")
     words: Any = in_words(verdict, "a.py:b")
     assert "a.py:b under 'data=2 pieces=2' against one process, 1 steps" in words
     assert "DIFFERENT: first at step 1, rank 0: the loss differs by 1.00e+00." in words
@@ -220,14 +220,14 @@ def test_the_words_of_a_verdict_name_plan_and_place() -> None:
 @pytest.mark.parametrize(
     ("verdict", "word"),
     [
-        (Verdict(), "SAME"),
-        (Verdict(identical=False), "WITHIN ROUNDING"),
-        (Verdict(complaint="it did nothing"), "NOT AS PLANNED"),
-        (Verdict(first=Divergence(1, 0, "loss", "", 1.0)), "DIFFERENT"),
-        (Verdict(first=Divergence(1, 0, "loss", "", 1.0), complaint="it failed"), "DIFFERENT"),
+        (VerifyResult(), "SAME"),
+        (VerifyResult(identical=False), "WITHIN ROUNDING"),
+        (VerifyResult(complaint="it did nothing"), "NOT AS PLANNED"),
+        (VerifyResult(first=Divergence(1, 0, "loss", "", 1.0)), "DIFFERENT"),
+        (VerifyResult(first=Divergence(1, 0, "loss", "", 1.0), complaint="it failed"), "DIFFERENT"),
     ],
 )
-def test_the_verdict_is_one_of_four(verdict: Verdict, word: str) -> None:
+def test_the_verdict_is_one_of_four(verdict: VerifyResult, word: str) -> None:
     assert verdict.verdict == word
     assert verdict.passed == (word in ("SAME", "WITHIN ROUNDING"))
     assert word in in_words(verdict, "recipe")

@@ -1,24 +1,24 @@
-"""A rank's part of a checkpoint: which chunks it writes, and the safetensors file they lie in.
+"""Which chunks each rank writes, and the layout of the safetensors file that holds them.
 
-Each logical byte is dealt to one of the ranks that hold it, so that all have alike to write. The
-file is an ordinary one: any reader of safetensors can open it, and finds each chunk under the
-tensor's name, with its box in brackets where it is not the whole.
+Each byte of a logical tensor is assigned to one of the ranks that hold it, so that all ranks write
+about equally much. The file is ordinary safetensors: a chunk has its tensor's name, with its box in
+brackets if it is not the whole tensor. Read next: `write.py`, `save.py`.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES
-from shoal.parallel.boxes import Box, pieces
+from shoal.parallel.boxes import Box, split_box
 from shoal.storage.store import MOST_CHUNK_BYTES
 
-WORTH_CUTTING = 64 << 10  # bytes; below, a part costs more in the manifest than it spreads
+MIN_SPLIT_BYTES = 64 << 10  # of a rank; smaller parts cost more in the manifest than they save
 
 
-class Held(NamedTuple):
-    """A box of a logical tensor that a rank holds."""
+class TensorRegion(NamedTuple):
+    """A box of a logical tensor, such as a rank holds."""
 
     name: str
     dtype: str
@@ -30,42 +30,42 @@ class Held(NamedTuple):
         return self.box.numel * ITEM_BYTES[self.dtype]
 
 
-class Placed(NamedTuple):
-    """A chunk and the bytes of the file's data that it takes."""
+class PlacedChunk(NamedTuple):
+    """A chunk, and its range of bytes in the file's data."""
 
-    held: Held
+    region: TensorRegion
     start: int  # from the end of the header
     stop: int
 
     @property
     def key(self) -> str:
-        box = self.held.box
-        if box.shape == self.held.whole:
-            return self.held.name
+        box = self.region.box
+        if box.shape == self.region.whole:
+            return self.region.name
         spans = (f"{start}:{start + length}" for start, length in zip(box.offset, box.shape))
-        return f"{self.held.name}[{','.join(spans)}]"
+        return f"{self.region.name}[{','.join(spans)}]"
 
 
-def deal(held: Sequence[Iterable[Held]]) -> list[list[Held]]:
-    """Who writes what, so that each logical byte is written once and all have alike to do.
+def assign_writers(held: Sequence[Iterable[TensorRegion]]) -> list[list[TensorRegion]]:
+    """Assign each logical byte to one rank, so that all ranks write about equally much.
 
-    `held` lists for each rank what it holds. A box that several hold is cut between them along its
-    first dim if it is large, or given to the one with the least to write.
+    `held` lists what each rank holds. A large box that several ranks hold is cut between them
+    along its first dim; a small one goes to the rank with the least to write.
     """
-    holders: dict[Held, list[int]] = {}
+    holders: dict[TensorRegion, list[int]] = {}
     for rank, items in enumerate(held):
         for item in items:
             holders.setdefault(item, []).append(rank)
-    shares: list[list[Held]] = [[] for _ in held]
+    shares: list[list[TensorRegion]] = [[] for _ in held]
     load = [0] * len(held)
 
-    def give(rank: int, item: Held) -> None:
+    def give(rank: int, item: TensorRegion) -> None:
         shares[rank].append(item)
         load[rank] += item.num_bytes
 
     for item, ranks in sorted(holders.items()):
         rows = item.box.shape[0] if item.box.shape else 0
-        if item.num_bytes < WORTH_CUTTING * len(ranks) or rows < len(ranks):
+        if item.num_bytes < MIN_SPLIT_BYTES * len(ranks) or rows < len(ranks):
             give(min(ranks, key=load.__getitem__), item)
             continue
         for i, rank in enumerate(ranks):
@@ -74,31 +74,36 @@ def deal(held: Sequence[Iterable[Held]]) -> list[list[Held]]:
     return shares
 
 
-def place(share: Iterable[Held]) -> list[Placed]:
-    """Chunks one after the other, those of the largest elements first, so that all are aligned."""
+def lay_out_file(share: Iterable[TensorRegion]) -> list[PlacedChunk]:
+    """Put chunks one after the other, the largest element types first, so that all are aligned."""
     chunks = [
         item._replace(box=box)
         for item in sorted(share, key=lambda item: -ITEM_BYTES[item.dtype])
-        for box in pieces(item.box, MOST_CHUNK_BYTES // ITEM_BYTES[item.dtype])
+        for box in split_box(item.box, MOST_CHUNK_BYTES // ITEM_BYTES[item.dtype])
     ]
     placed, at = [], 0
     for chunk in chunks:
         stop = at + chunk.num_bytes
-        placed.append(Placed(chunk, at, stop))
+        placed.append(PlacedChunk(chunk, at, stop))
         at = stop
     return placed
 
 
-def header(placed: Iterable[Placed]) -> bytes:
-    """What stands before the data: the length of the description, and the description."""
+def encode_header(placed: Iterable[PlacedChunk]) -> bytes:
+    """The bytes before the data: the length of the JSON header, and the header."""
     entries = {
         chunk.key: {
-            "dtype": chunk.held.dtype,
-            "shape": chunk.held.box.shape,
+            "dtype": chunk.region.dtype,
+            "shape": chunk.region.box.shape,
             "data_offsets": (chunk.start, chunk.stop),
         }
         for chunk in placed
     }
+    return pack_header(entries)
+
+
+def pack_header(entries: Mapping[str, Any]) -> bytes:
+    """Encode the header of a safetensors file, padded so that the data is aligned."""
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -1,8 +1,9 @@
-"""How two checkpoints differ: tensor by tensor, and in what they say of their runs.
+"""Compare two checkpoints: tensor by tensor, and the entries of their manifests.
 
-They may have been saved under different plans, so boxes are compared, not files: each chunk of the
-one with the same box of the other. Two tensors whose chunks are the same boxes with the same hashes
-are equal without being read; whatever is read is verified. Costs the memory of a few chunks.
+The two may have been saved under different plans, so boxes are compared, not files: each chunk of
+the first with the same box of the second. Tensors whose chunks have equal boxes and equal hashes
+are equal without being read; all bytes that are read are verified. Costs the memory of a few
+chunks.
 """
 
 import math
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint
 from shoal.parallel.layout import Slice
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Values(msgspec.Struct, frozen=True):
-    """How far two tensors of one shape and type are apart.
+class ValueDistance(msgspec.Struct, frozen=True):
+    """How far two tensors of one shape and dtype are apart.
 
-    An element differs if its bits do. A difference to what is not a number counts as infinite.
+    An element differs if its bits differ. A difference to NaN counts as infinite.
     """
 
     num_elements: int
@@ -34,17 +35,17 @@ class Values(msgspec.Struct, frozen=True):
 
 
 class TensorDifference(msgspec.Struct, frozen=True):
-    """A tensor that is not the same in both; `a` and `b` are its type and shape, if it is there."""
+    """A tensor that differs; `a` and `b` are its dtype and shape, None where it is missing."""
 
     name: str
     kind: str  # "only in a", "only in b", "type", "shape" or "values"
     a: str | None = None
     b: str | None = None
-    values: Values | None = None
+    values: ValueDistance | None = None
 
 
 class ValueDifference(msgspec.Struct, frozen=True):
-    """An entry of the manifest beside the tensors, as in `progress.step`."""
+    """An entry of the manifest that differs and is no tensor, such as `progress.step`."""
 
     name: str
     a: Any = None
@@ -53,7 +54,7 @@ class ValueDifference(msgspec.Struct, frozen=True):
 
 
 class Differences(msgspec.Struct, frozen=True):
-    """All of them, and how many tensors are equal."""
+    """All differences, and the number of equal tensors."""
 
     num_equal: int
     tensors: list[TensorDifference]
@@ -63,8 +64,8 @@ class Differences(msgspec.Struct, frozen=True):
         return bool(self.tensors or self.entries)
 
 
-def compare(a: Opened, b: Opened) -> Differences:
-    """Find what differs. A byte that is read and not what was written raises BadCheckpoint."""
+def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> Differences:
+    """Find all differences. Raises BadCheckpoint for bytes that are not those saved."""
     names = sorted({*a, *b})
     tensors = [found for name in names if (found := _compare_tensor(a, b, name)) is not None]
     entries = [
@@ -75,33 +76,35 @@ def compare(a: Opened, b: Opened) -> Differences:
     return Differences(len(names) - len(tensors), tensors, entries)
 
 
-def _compare_tensor(a: Opened, b: Opened, name: str) -> TensorDifference | None:
+def _compare_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference | None:
     if name not in b:
         return TensorDifference(name, "only in a", a=_described(a, name))
     if name not in a:
         return TensorDifference(name, "only in b", b=_described(b, name))
-    told = (_described(a, name), _described(b, name))
+    described = (_described(a, name), _described(b, name))
     if a.dtype(name) != b.dtype(name):
-        return TensorDifference(name, "type", *told)
+        return TensorDifference(name, "type", *described)
     if a.shape(name) != b.shape(name):
-        return TensorDifference(name, "shape", *told)
+        return TensorDifference(name, "shape", *described)
     ours, others = a.tensor(name), b.tensor(name)
     if _hashes(ours) == _hashes(others):
         return None
     values = _compare_values(a, b, ours)
-    return TensorDifference(name, "values", *told, values) if values.num_different else None
+    return TensorDifference(name, "values", *described, values) if values.num_different else None
 
 
-def _described(opened: Opened, name: str) -> str:
+def _described(opened: CheckpointReader, name: str) -> str:
     tensor = opened.tensor(name)
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _hashes(tensor: manifests.Tensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+def _hashes(tensor: manifests.TensorEntry) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
     return {(chunk.offset, chunk.shape): chunk.hash for chunk in tensor.chunks}
 
 
-def _compare_values(a: Opened, b: Opened, tensor: manifests.Tensor) -> Values:
+def _compare_values(
+    a: CheckpointReader, b: CheckpointReader, tensor: manifests.TensorEntry
+) -> ValueDistance:
     different, absolute, relative = 0, 0.0, 0.0
     for chunk in tensor.chunks:
         ours, others = (torch.empty(chunk.shape, dtype=a.dtype(tensor.name)) for _ in range(2))
@@ -113,17 +116,17 @@ def _compare_values(a: Opened, b: Opened, tensor: manifests.Tensor) -> Values:
         differs = _bits(ours) != _bits(others)
         count = int(differs.sum())
         if count:
-            furthest = _apart(ours.reshape(-1)[differs], others.reshape(-1)[differs])
+            furthest = _largest_difference(ours.reshape(-1)[differs], others.reshape(-1)[differs])
             different += count
             absolute, relative = max(absolute, furthest[0]), max(relative, furthest[1])
-    return Values(math.prod(tensor.shape), different, absolute, relative)
+    return ValueDistance(math.prod(tensor.shape), different, absolute, relative)
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(_BITS[tensor.element_size()])
 
 
-def _apart(ours: Tensor, others: Tensor) -> tuple[float, float]:
+def _largest_difference(ours: Tensor, others: Tensor) -> tuple[float, float]:
     """The largest absolute and relative difference."""
     wide = torch.int64  # whole numbers as such: doubles do not hold all of 64 bits
     if ours.is_complex():
@@ -139,7 +142,7 @@ def _apart(ours: Tensor, others: Tensor) -> tuple[float, float]:
     return float(apart.max()), float(share.max())
 
 
-def _plain(opened: Opened, part: str) -> Any:
+def _plain(opened: CheckpointReader, part: str) -> Any:
     return msgspec.to_builtins(getattr(opened.manifest, part))
 
 

@@ -1,11 +1,10 @@
-"""What a checkpoint says of itself: every logical tensor, where its bytes are, and the run's state.
+"""The manifest of a checkpoint: every logical tensor, where its bytes are, and the run's state.
 
-`manifest.json` lists the files, the tensors and, for each, the chunks that make it up: a box of the
-tensor, the file, the first byte, the XXH3-128 of its bytes. `manifest.sha256` seals it. A manifest
-is checked as a whole before a byte of a file is believed: boxes tile their tensors, chunks and
-headers tile their files, names stay inside the directory. So what a reader goes by is either
-complete and consistent or refused, and needs no torch to be. The format is described for readers
-in other languages in docs/reference/checkpoint.md.
+`manifest.json` lists the files, the tensors, and the chunks of each tensor: a box, the file, the
+first byte, the XXH3-128 of the bytes. `manifest.sha256` seals it. A manifest is checked as a whole
+before any file is read: boxes tile their tensors, chunks and headers tile their files, file names
+stay inside the directory. So a manifest is complete and consistent, or refused; this needs no
+torch. docs/reference/checkpoint.md describes the format for readers in other languages.
 """
 
 import hashlib
@@ -41,7 +40,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    file: int  # its place in the list of files
+    file: int  # index in the list of files
     start: int
     hash: str
 
@@ -50,8 +49,8 @@ class Chunk(msgspec.Struct, frozen=True):
         return Box(self.offset, self.shape)
 
 
-class Tensor(msgspec.Struct, frozen=True):
-    """A logical tensor, whole, whoever held which part of it."""
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A logical tensor, whole, independent of the plan that saved it."""
 
     name: str
     dtype: str
@@ -62,7 +61,7 @@ class Tensor(msgspec.Struct, frozen=True):
         return chunk.box.numel * ITEM_BYTES[self.dtype]
 
 
-class File(msgspec.Struct, frozen=True):
+class FileEntry(msgspec.Struct, frozen=True):
     """A safetensors file. Its header's bytes are hashed like a chunk."""
 
     name: str
@@ -72,13 +71,13 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far the run is: everything it needs to go on beside tensors and `plain`."""
+    """How far the run is: what it needs to resume, beside tensors and `plain`."""
 
     step: int
     samples: int  # consumed so far
     epoch: int  # of the next batch
     batch: int  # of that epoch, the next one
-    metrics: dict[str, float] = {}  # the loss of the last step, and what was measured after it
+    metrics: dict[str, float] = {}  # the loss of the last step, and metrics measured after it
     loss_scale: dict[str, Any] = {}
 
 
@@ -91,7 +90,7 @@ class Origin(msgspec.Struct, frozen=True):
     num_pieces: int
     num_samples: int  # of the data
     versions: dict[str, str]
-    parent: str | None = None  # the seal of the checkpoint that it went on from
+    parent: str | None = None  # the seal of the checkpoint that the run resumed from
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -102,15 +101,15 @@ class Manifest(msgspec.Struct, frozen=True):
     progress: Progress
     origin: Origin
     plain: dict[str, Any]  # numbers and text of the optimizer's state
-    files: tuple[File, ...]
-    tensors: tuple[Tensor, ...]
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
 
-    def chunks(self) -> Iterator[tuple[Tensor, Chunk]]:
+    def chunks(self) -> Iterator[tuple[TensorEntry, Chunk]]:
         return ((tensor, chunk) for tensor in self.tensors for chunk in tensor.chunks)
 
 
-class _Kind(msgspec.Struct):
-    """What must be understood of a manifest before the rest is."""
+class _FormatTag(msgspec.Struct):
+    """The fields that are checked before the rest is decoded."""
 
     format: str = ""
     version: int = 0
@@ -125,15 +124,15 @@ def digest(content: bytes) -> str:
 
 
 def seal(content: bytes) -> bytes:
-    """What `sha256sum -c` reads."""
+    """The seal, in the form that `sha256sum -c` reads."""
     return f"{digest(content)}  {MANIFEST}\n".encode()
 
 
 def decode(content: bytes, sealed: bytes) -> Manifest:
-    """A manifest that is what was sealed, and consistent."""
+    """Decode a manifest that matches its seal and is consistent."""
     if sealed != seal(content):
         raise BadCheckpoint(f"{MANIFEST} is not what {SEAL} says: one of them was changed.")
-    kind = decode_json(content, _Kind, MANIFEST, BadCheckpoint)
+    kind = decode_json(content, _FormatTag, MANIFEST, BadCheckpoint)
     if kind.format != FORMAT:
         raise BadCheckpoint(f"{MANIFEST} is of the format {kind.format!r}, not {FORMAT!r}.")
     if kind.version != VERSION:
@@ -168,7 +167,7 @@ def _check(manifest: Manifest) -> None:
         _check_spans(file, sorted(spans))
 
 
-def _check_tensor(tensor: Tensor, num_files: int) -> None:
+def _check_tensor(tensor: TensorEntry, num_files: int) -> None:
     if tensor.dtype not in ITEM_BYTES:
         raise BadCheckpoint(f"{tensor.name} has the unknown type {tensor.dtype!r}.")
     if any(size < 0 for size in tensor.shape):
@@ -191,7 +190,7 @@ def _check_tensor(tensor: Tensor, num_files: int) -> None:
         )
 
 
-def _check_spans(file: File, spans: list[tuple[int, int]]) -> None:
+def _check_spans(file: FileEntry, spans: list[tuple[int, int]]) -> None:
     at = 0
     for start, stop in spans:
         if start != at:

@@ -1,8 +1,8 @@
-"""Which checkpoints are kept. Pure.
+"""Which checkpoints to keep. Pure.
 
-`last=N` keeps the newest N, `every=K` one for each K steps for good, `best=METRIC` the one that was
-best by a number of its last step or evaluation. Whatever is asked for, the newest is never
-superfluous, and what is found superfluous stays so when more checkpoints come.
+`last=N` keeps the newest N, `every=K` one for each K steps, permanently, `best=METRIC` the one with
+the best value of a metric of its last step or evaluation. The newest checkpoint never expires, and
+one that has expired stays expired when more checkpoints are added.
 """
 
 import math
@@ -17,16 +17,16 @@ _ORDERS = ("min", "max")
 _RULE = "A rule is for example 'last=3 every=1000 best=loss'."
 
 
-class Known(NamedTuple):
-    """What retention knows of a checkpoint."""
+class CheckpointSummary(NamedTuple):
+    """What a retention policy needs of a checkpoint."""
 
     name: str
     step: int
     metrics: Mapping[str, float]
 
 
-class Keep(NamedTuple):
-    """What is kept; `every` and `best` are None if nothing is kept for them."""
+class RetentionPolicy(NamedTuple):
+    """What to keep; `every` and `best` are None if the rule is not used."""
 
     last: int = 2
     every: int | None = None
@@ -59,7 +59,7 @@ class Keep(NamedTuple):
         )
 
     def refuse_unknown(self, metrics: Collection[str], sentence: str) -> None:
-        """Refuse to keep the best by a metric that is not known; `sentence` says to whom."""
+        """Refuse `best` by an unknown metric; `sentence` says what does not have it."""
         if self.best is not None and self.best not in metrics:
             way_out = nearest(self.best, metrics) if metrics else "Leave best out."
             raise UsageError(f"best={self.best}: {sentence}. {way_out}")
@@ -76,8 +76,10 @@ class Keep(NamedTuple):
 _EXAMPLES = {"last": "3", "every": "1000", "best": "loss"}
 
 
-def superfluous(known: Iterable[Known], keep: Keep) -> list[Known]:
-    """Those that no rule keeps, the oldest first."""
+def find_expired(
+    known: Iterable[CheckpointSummary], keep: RetentionPolicy
+) -> list[CheckpointSummary]:
+    """The checkpoints that no rule keeps, oldest first."""
     ordered = sorted(known, key=lambda one: (one.step, one.name))
     kept = {one.name for one in ordered[-max(1, keep.last) :]}
     if keep.every is not None:
@@ -87,7 +89,7 @@ def superfluous(known: Iterable[Known], keep: Keep) -> list[Known]:
     return [one for one in ordered if one.name not in kept]
 
 
-def _one_for_each(ordered: Sequence[Known], every: int) -> set[str]:
+def _one_for_each(ordered: Sequence[CheckpointSummary], every: int) -> set[str]:
     """The first at or after each multiple of `every` steps: saves need not hit multiples."""
     first: dict[int, str] = {}
     for one in ordered:
@@ -96,8 +98,8 @@ def _one_for_each(ordered: Sequence[Known], every: int) -> set[str]:
     return set(first.values())
 
 
-def _best_of(ordered: Sequence[Known], metric: str, is_large_best: bool) -> set[str]:
-    """Of several that are as good, the newest; a number that is not one is never the best."""
+def _best_of(ordered: Sequence[CheckpointSummary], metric: str, is_large_best: bool) -> set[str]:
+    """Of equally good ones the newest; NaN is never the best."""
     sign = 1.0 if is_large_best else -1.0
     best, name = -math.inf, ""
     for one in ordered:

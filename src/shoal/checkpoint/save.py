@@ -1,15 +1,15 @@
-"""Saving while training goes on: each rank writes what it owns, once, and one commits.
+"""Save checkpoints while training continues: each rank writes its share, rank 0 commits.
 
-The state does not change between two updates. So a thread writes it while the next forward and
-backward run, and the next update waits only until what is left has been copied (`snapshot.py`).
-Buffers change in a forward, so they are copied at once.
+The state does not change between two updates. So a thread writes it during the next forward and
+backward passes, and the next update only waits until the rest is copied (`snapshot.py`). Buffers
+change in a forward pass, so they are copied at once.
 
-All ranks agree first: nobody may still be busy with an older save, and if what they hold has
-changed they deal anew who writes what. Everything else is the threads': rank 0's begins the draft,
-for which the others wait, since a distant store takes its time; each then writes its own file and
-says in a small one what is in it; rank 0's waits for all of those, writes the manifest and the
-seal, and commits. A rank that cannot write discards the draft, which the others notice: a full disk
-costs a warning, not a step.
+All ranks agree first: no rank may still write an older checkpoint, and if what they hold has
+changed they assign the writers again. The threads do the rest. Rank 0 creates the draft, for which
+the others wait, since a remote store may be slow. Each rank writes its file, and a small JSON file
+that lists its content; rank 0 waits for all of these, writes the manifest and the seal, and
+commits. A rank that cannot write discards the draft, and the others notice: a full disk costs a
+warning, not a step. Read next: `write.py`, `storage/store.py`.
 """
 
 import errno
@@ -26,61 +26,62 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Held, Placed, deal, place
-from shoal.checkpoint.manifest import File, Manifest, Origin, Progress
+from shoal.checkpoint.chunks import PlacedChunk, TensorRegion, assign_writers, lay_out_file
+from shoal.checkpoint.dtypes import dtype_name
+from shoal.checkpoint.manifest import FileEntry, Manifest, Origin, Progress
 from shoal.checkpoint.signing import signing_key
-from shoal.checkpoint.snapshot import Snapshot, Space
-from shoal.checkpoint.types import name_of_type
-from shoal.checkpoint.writing import commit, joined, write_chunks
+from shoal.checkpoint.snapshot import Snapshot, SnapshotBuffer
+from shoal.checkpoint.write import commit_checkpoint, merge_tensors, write_chunks
 from shoal.comm.collectives import Group
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
-from shoal.storage.remote import StoreError
+from shoal.storage.object_client import StoreError
 from shoal.storage.store import Draft, Store
-from shoal.sync.state import share_bytes
+from shoal.sync.state import broadcast_bytes
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.5
 PATIENCE_S = 600.0  # for the slowest rank's disk
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote."""
+class RankManifest(msgspec.Struct, frozen=True):
+    """What one rank wrote: a JSON file of the draft, dropped at the commit."""
 
-    file: File
-    tensors: tuple[manifests.Tensor, ...]
+    file: FileEntry
+    tensors: tuple[manifests.TensorEntry, ...]
     plain: dict[str, Any]
 
 
-class Saved(NamedTuple):
-    """What became of a save; `problem` is empty if it was committed."""
+class SaveResult(NamedTuple):
+    """The outcome of a save; `problem` is empty if it was committed."""
 
     name: str
     num_bytes: int
     seconds: float
     problem: str = ""
-    is_committed: bool = False  # True on rank 0 alone, which commits
-    is_echo: bool = False  # the problem is another rank's, which gave the draft up
+    is_committed: bool = False  # True on rank 0 only, which commits
+    is_echo: bool = False  # another rank had the problem, and discarded the draft
 
 
 class Saver:
-    """A rank's side of all saves of a run. `told` hears, on any rank, how each one ended."""
+    """One rank's part in all saves of a run. Every rank's `on_result` gets the outcome of each."""
 
-    def __init__(self, store: Store, told: Callable[[Saved], None]):
-        signing_key()  # one that is wrong is refused now, and not by each save
+    def __init__(self, store: Store, on_result: Callable[[SaveResult], None]):
+        signing_key()  # refuse a bad key now, and not in each save
         self.store = store
-        self._told = told
+        self._on_result = on_result
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._begun, self._written = threading.Event(), threading.Event()
-        self._begun.set()  # or never to be
+        self._begun.set()  # no save is under way
         self._written.set()
         self._given_up = threading.Event()
-        self._dealt = 0.0  # a digest of what all held when it was last dealt who writes what
-        self._placed: list[Placed] = []
-        self._sources: list[tuple[Held, Box]] = []  # of each chunk: what is held, where in it
-        self._space = Space()
+        self._assigned = 0.0  # a digest of what all ranks held when writers were last assigned
+        self._placed: list[PlacedChunk] = []
+        # Of each chunk: the region that holds it, and where in it.
+        self._sources: list[tuple[TensorRegion, Box]] = []
+        self._space = SnapshotBuffer()
 
     @property
     def is_busy(self) -> bool:
@@ -97,28 +98,28 @@ class Saver:
         at_once: Collection[str] = (),
         copied: Collection[str] = (),
     ) -> str:
-        """Begin a save; every rank calls it with what it holds. Returns why not, if it did not.
+        """Start a save; every rank calls it with what it holds. Returns why not, if it did not.
 
-        The tensors in `at_once` may change as soon as this returns, the others once
-        `await_copy` has; those in `copied` never do.
+        The tensors in `at_once` may change as soon as this returns, those in `copied` never
+        change, the others may change after `await_copy`.
         """
-        views = dict(listed(tensors, name_of_type))
+        views = dict(list_regions(tensors, dtype_name))
         token = int.from_bytes(os.urandom(6), "big")
-        rows = group.gather_numbers([self.is_busy, token, _digest(list(views)), self._dealt])
+        rows = group.all_gather_numbers([self.is_busy, token, _digest(list(views)), self._assigned])
         late = [str(rank) for rank, row in enumerate(rows) if row[0]]
         if late:
-            if not rows[0][0]:  # the save that this rank may wait for has ended without it
+            if not rows[0][0]:  # rank 0 has ended the save that this rank may wait for
                 self._begun.set()
             return f"rank {', '.join(late)} still writes the one before"
         all_held = _digest([row[2] for row in rows])
-        if any(row[3] != all_held for row in rows):  # also if one of them is new here
-            self._deal(group, list(views))
-            self._dealt = all_held
+        if any(row[3] != all_held for row in rows):  # also if a rank is new
+            self._assign(group, list(views))
+            self._assigned = all_held
         sources = [where.of(views[held]) for held, where in self._sources]
         now = [held.name in at_once for held, _ in self._sources]
         never = [held.name in copied for held, _ in self._sources]
         self._snapshot = Snapshot(self._placed, sources, now, self._space, never)
-        work = _Work(group.rank, group.num_ranks, name, f"{int(rows[0][1]):x}", plain, about)
+        work = _RankSave(group.rank, group.num_ranks, name, f"{int(rows[0][1]):x}", plain, about)
         self._begun.clear()
         self._written.clear()
         self._given_up = threading.Event()
@@ -129,39 +130,41 @@ class Saver:
         return ""
 
     def await_copy(self) -> None:
-        """Until the state may change again."""
+        """Wait until the state may change again."""
         if self._snapshot is not None:
             self._snapshot.release()
             self._snapshot = None
 
     def finish(self, group: Group) -> None:
-        """Until the save under way has ended, one way or another. Every rank must call it."""
+        """Wait until the save under way has ended. Every rank must call it."""
         if group.rank == 0:
             self._begun.wait()
-        group.gather_numbers([1.0])
-        self._begun.set()  # what is not there now will not come
+        group.all_gather_numbers([1.0])
+        self._begun.set()  # a draft that does not exist now will not be created
         self._written.wait()
-        group.gather_numbers([1.0])  # so rank 0 need not wait for a part that will not come
+        group.all_gather_numbers([1.0])  # so rank 0 does not wait for a file that will not come
         if self._thread is not None:
             self._thread.join()
 
     def give_up(self) -> None:
-        """A rank was lost, and its part will not come."""
+        """End the save: a rank was lost, and its file will not come."""
         self._given_up.set()
         self.await_copy()
 
-    def _deal(self, group: Group, own: list[Held]) -> None:
-        self._placed = place(deal(held_by_all(group, own))[group.rank])
-        by_name: dict[str, list[Held]] = {}
+    def _assign(self, group: Group, own: list[TensorRegion]) -> None:
+        self._placed = lay_out_file(assign_writers(gather_regions(group, own))[group.rank])
+        by_name: dict[str, list[TensorRegion]] = {}
         for held in own:
             by_name.setdefault(held.name, []).append(held)
-        self._sources = [_source(chunk.held, by_name[chunk.held.name]) for chunk in self._placed]
+        self._sources = [
+            _source(chunk.region, by_name[chunk.region.name]) for chunk in self._placed
+        ]
 
-    def _run(self, work: "_Work", snapshot: Snapshot) -> None:
-        """In the thread."""
+    def _run(self, work: "_RankSave", snapshot: Snapshot) -> None:
+        """The thread: write, and on rank 0 commit."""
         started = time.monotonic()
         problem, size, committed, is_echo = "", 0, False, False
-        draft = self.store.join(work.name, work.token)
+        draft = self.store.join_draft(work.name, work.token)
         try:
             snapshot.copy()
             self._begin(work, draft)
@@ -171,12 +174,12 @@ class Saver:
                 size, committed = work.commit(draft, self._given_up), True
         except (GroupLost, TimeoutError) as error:
             problem = str(error)
-        except FileNotFoundError as error:  # whoever has a reason of its own says it
+        except FileNotFoundError as error:  # another rank reports why
             gone = f"what was to become {self.store}/{work.name} is gone"
             problem, is_echo = gone if error.filename else str(error.strerror), True
         except OSError as error:
             problem = error.strerror or str(error)
-        except Exception as error:  # noqa: BLE001 (a defect must not look like a save that worked)
+        except Exception as error:  # noqa: BLE001 (a defect must not look like a good save)
             problem = f"{type(error).__name__}: {error}"
         finally:
             snapshot.close()
@@ -185,34 +188,34 @@ class Saver:
         if problem:
             draft.discard()
         seconds = time.monotonic() - started
-        self._told(Saved(work.name, size, seconds, problem, committed, is_echo))
+        self._on_result(SaveResult(work.name, size, seconds, problem, committed, is_echo))
 
-    def _begin(self, work: "_Work", draft: Draft) -> None:
-        """Rank 0 opens the draft; the others wait until it has."""
+    def _begin(self, work: "_RankSave", draft: Draft) -> None:
+        """Rank 0 creates the draft; the others wait for it."""
         if work.rank == 0:
             try:
                 faultpoint("checkpoint.beginning")
                 self.store.sweep()
-                self.store.begin(work.name, work.token)
+                self.store.create_draft(work.name, work.token)
             except StoreError:
-                raise  # which says where
+                raise  # its message names the store
             except OSError as error:
                 raise OSError(error.errno, f"{self.store}: {error.strerror}") from error
             finally:
                 self._begun.set()
             return
-        pauses = _Pauses(self._given_up, "rank 0 was lost before it had begun")
+        backoff = _Backoff(self._given_up, "rank 0 was lost before it had begun")
         while True:
-            is_last = self._begun.is_set()  # asked before the look: it may come in between
+            is_last = self._begun.is_set()  # read first: it may be created in between
             if _is_there(draft):
                 return
             if is_last:
                 raise FileNotFoundError(errno.ENOENT, "rank 0 has given it up")
-            pauses.pause("rank 0 began nothing")
+            backoff.pause("rank 0 began nothing")
 
 
-class _Work(NamedTuple):
-    """One save of one rank."""
+class _RankSave(NamedTuple):
+    """One save, of one rank."""
 
     rank: int
     num_ranks: int
@@ -221,18 +224,20 @@ class _Work(NamedTuple):
     plain: dict[str, Any]
     about: tuple[Progress, Origin]
 
-    def write(self, draft: Draft, placed: Sequence[Placed], snapshot: Snapshot) -> Part:
-        """Write this rank's file, and what is in it."""
+    def write(
+        self, draft: Draft, placed: Sequence[PlacedChunk], snapshot: Snapshot
+    ) -> RankManifest:
+        """Write this rank's file, and the list of its content."""
         faultpoint("checkpoint.begun")
         file, tensors = write_chunks(draft, self.rank, placed, snapshot.chunks())
         snapshot.close()
-        part = Part(file, tensors, self.plain)
-        draft.write(_part_name(self.rank), [msgspec.json.encode(part)])
+        part = RankManifest(file, tensors, self.plain)
+        draft.write(_rank_manifest_name(self.rank), [msgspec.json.encode(part)])
         return part
 
     def commit(self, draft: Draft, given_up: threading.Event) -> int:
-        """On rank 0: wait for all parts, then make the checkpoint appear. Returns its bytes."""
-        parts = [_await_part(draft, rank, given_up) for rank in range(self.num_ranks)]
+        """On rank 0: wait for all ranks, then commit. Returns the checkpoint's bytes."""
+        parts = [_await_rank_manifest(draft, rank, given_up) for rank in range(self.num_ranks)]
         progress, origin = self.about
         manifest = Manifest(
             manifests.FORMAT,
@@ -241,20 +246,21 @@ class _Work(NamedTuple):
             origin,
             {name: value for part in parts for name, value in part.plain.items()},
             tuple(part.file for part in parts),
-            joined(part.tensors for part in parts),
+            merge_tensors(part.tensors for part in parts),
         )
-        return commit(draft, manifest, drop=[_part_name(rank) for rank in range(self.num_ranks)])
+        drop = [_rank_manifest_name(rank) for rank in range(self.num_ranks)]
+        return commit_checkpoint(draft, manifest, drop)
 
 
-class _Pauses:
-    """Between looks at what another rank is to do: short at first, and not for ever."""
+class _Backoff:
+    """Growing pauses while waiting for another rank, with a deadline."""
 
     def __init__(self, given_up: threading.Event, lost: str):
         self._given_up, self._lost = given_up, lost
         self._deadline, self._pause_s = time.monotonic() + PATIENCE_S, SHORTEST_PAUSE_S
 
     def pause(self, late: str) -> None:
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)  # asking a distant store is costly
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)  # remote stores are slow
         if self._given_up.wait(self._pause_s):
             raise GroupLost(self._lost)
         if time.monotonic() > self._deadline:
@@ -265,49 +271,52 @@ class _Pauses:
 
 def _is_there(draft: Draft) -> bool:
     with suppress(FileNotFoundError):
-        draft.read(_part_name(0))
+        draft.read(_rank_manifest_name(0))
         return True
     return False
 
 
-def _await_part(draft: Draft, rank: int, given_up: threading.Event) -> Part:
-    pauses = _Pauses(given_up, f"rank {rank} was lost before it had written its part")
-    while (content := draft.read(_part_name(rank))) is None:
-        pauses.pause(f"rank {rank} wrote nothing")
-    return msgspec.json.decode(content, type=Part)
+def _await_rank_manifest(draft: Draft, rank: int, given_up: threading.Event) -> RankManifest:
+    backoff = _Backoff(given_up, f"rank {rank} was lost before it had written its part")
+    while (content := draft.read(_rank_manifest_name(rank))) is None:
+        backoff.pause(f"rank {rank} wrote nothing")
+    return msgspec.json.decode(content, type=RankManifest)
 
 
-def _part_name(rank: int) -> str:
+def _rank_manifest_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def listed(
+def list_regions(
     tensors: Mapping[str, Sequence[Slice]], name_of: Callable[[torch.dtype], str]
-) -> Iterator[tuple[Held, Tensor]]:
-    """What a rank holds, as others are told of it, and the values."""
+) -> Iterator[tuple[TensorRegion, Tensor]]:
+    """The regions that a rank holds, each with its values."""
     for name, parts in tensors.items():
         for part in parts:
             box = Box(part.offset, tuple(part.tensor.shape))
-            yield Held(name, name_of(part.tensor.dtype), part.global_shape, box), part.tensor
+            yield (
+                TensorRegion(name, name_of(part.tensor.dtype), part.global_shape, box),
+                part.tensor,
+            )
 
 
-def held_by_all(group: Group, own: list[Held]) -> list[list[Held]]:
-    """What each rank holds. Every rank must call it."""
+def gather_regions(group: Group, own: list[TensorRegion]) -> list[list[TensorRegion]]:
+    """The regions of every rank. Every rank must call it."""
     encoded = msgspec.msgpack.encode(own)
     return [
-        msgspec.msgpack.decode(share_bytes(group, rank, encoded), type=list[Held])
+        msgspec.msgpack.decode(broadcast_bytes(group, rank, encoded), type=list[TensorRegion])
         for rank in range(group.num_ranks)
     ]
 
 
 def _digest(items: list[Any]) -> float:
-    """A number that changes when they do; a float carries 53 bits of it."""
+    """A hash as a float, which carries 53 bits of it."""
     return float(xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(items)) >> 11)
 
 
-def _source(chunk: Held, own: Sequence[Held]) -> tuple[Held, Box]:
-    """Which of the boxes that this rank holds a chunk is a part of, and where in it."""
+def _source(chunk: TensorRegion, own: Sequence[TensorRegion]) -> tuple[TensorRegion, Box]:
+    """Which of this rank's regions contains a chunk, and where in it."""
     held = next(
-        held for held in own if held.box.meet(chunk.box) == chunk.box or not chunk.box.numel
+        held for held in own if held.box.intersect(chunk.box) == chunk.box or not chunk.box.numel
     )
-    return held, chunk.box.inside(held.box)
+    return held, chunk.box.relative_to(held.box)

@@ -1,8 +1,9 @@
-"""Signed checkpoints: who has the key made them, and nobody has changed them since.
+"""Signed checkpoints: only someone with the key can have made or changed them.
 
-The seal finds what broke; it does not stop who can write files, since he can seal as well. With
-`SHOAL_CHECKPOINT_KEY` naming a file with a secret, every checkpoint that is saved is signed
-(HMAC-SHA256 over the manifest, which holds the hash of every byte), and only signed ones are read.
+The seal detects damage; it does not stop an attacker who can write files, since he can seal them
+too. With `SHOAL_CHECKPOINT_KEY` naming a file with a secret, every checkpoint that is saved is
+signed (HMAC-SHA256 over the manifest, which holds the hash of every byte), and only signed ones are
+read.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.errors import MayBeGood, UsageError
+from shoal.errors import UnusableCheckpoint, UsageError
 from shoal.storage.files import read_private
 
 SIGNATURE = "manifest.hmac"
@@ -21,13 +22,13 @@ LEAST_KEY_BYTES = 16
 
 
 def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret, or None if nothing is to be signed."""
+    """The secret key, or None if checkpoints are not signed."""
     path = environment.get(VARIABLE)
     return read_key(path, VARIABLE) if path else None
 
 
 def read_key(path: str, named_by: str) -> bytes:
-    """The secret in a file that is this user's alone."""
+    """Read the key from a file that only this user may read."""
     try:
         way_out = f"{named_by} names a file of your own."
         key = read_private(Path(path), way_out, is_chosen=True).strip()
@@ -44,18 +45,18 @@ def read_key(path: str, named_by: str) -> bytes:
 
 
 def sign(content: bytes, key: bytes) -> bytes:
-    """What stands beside a manifest."""
+    """The content of the signature file beside a manifest."""
     return f"{hmac.new(key, content, hashlib.sha256).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def unsigned() -> MayBeGood:
-    """What is said of a checkpoint without a signature where one is asked for."""
-    return MayBeGood(
+def unsigned_error() -> UnusableCheckpoint:
+    """The error for a checkpoint without a signature where a key is set."""
+    return UnusableCheckpoint(
         f"It is not signed, and with a key ({VARIABLE}) only signed ones are read. If you trust "
         "it, sign a copy: shoal checkpoint convert SOURCE TARGET --source-key none"
     )
 
 
-def check(content: bytes, signature: bytes, key: bytes) -> None:
+def check_signature(content: bytes, signature: bytes, key: bytes) -> None:
     if not hmac.compare_digest(sign(content, key), signature):
-        raise MayBeGood(f"{MANIFEST} was not signed with this key ({VARIABLE}).")
+        raise UnusableCheckpoint(f"{MANIFEST} was not signed with this key ({VARIABLE}).")

@@ -1,10 +1,10 @@
-"""The state of one moment, read later.
+"""A consistent copy of the state of one step, made while training continues.
 
-The state of a job does not change between two updates. In that time the saving thread copies it,
-chunk by chunk, beside the forward and backward passes; an update that comes earlier copies the rest
-itself. So an update waits for a part of one copy at most, and never for a store.
+The state of a run does not change between two updates. In that time the saver thread copies it,
+chunk by chunk, beside the forward and backward passes; an update that starts earlier copies the
+rest itself. So an update waits for at most a part of one copy, and never for a store.
 
-Cost: a copy of what the rank saves, in the host's memory, kept from one save to the next.
+Cost: a copy of what the rank saves, in host memory, reused from save to save.
 """
 
 import threading
@@ -13,35 +13,35 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.chunks import Placed
-from shoal.checkpoint.types import bytes_of, type_of_name
+from shoal.checkpoint.chunks import PlacedChunk
+from shoal.checkpoint.dtypes import dtype_from_name, tensor_bytes
 
 PART_BYTES = 1 << 20  # how much of it an update may have to wait for
 
 
-class Space:
-    """Memory for copies, kept from one save to the next; what is not used is not taken."""
+class SnapshotBuffer:
+    """Memory for copies, reused from save to save; allocated at first use."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def place_of(self, chunk: Placed, num_bytes: int) -> Tensor:
+    def place_of(self, chunk: PlacedChunk, num_bytes: int) -> Tensor:
         if self._memory.numel() < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        flat = self._memory[chunk.start : chunk.stop].view(type_of_name(chunk.held.dtype))
-        return flat.view(chunk.held.box.shape)
+        flat = self._memory[chunk.start : chunk.stop].view(dtype_from_name(chunk.region.dtype))
+        return flat.view(chunk.region.box.shape)
 
 
 class Snapshot:
-    """`sources` are the chunks' tensors; those in `at_once` are copied now, and those that `never`
-    change are read where they are. One thread reads."""
+    """A copy of the chunks' tensors, `sources`: those in `at_once` are copied now; those that
+    `never` change are not copied. One thread reads."""
 
     def __init__(
         self,
-        placed: Sequence[Placed],
+        placed: Sequence[PlacedChunk],
         sources: list[Tensor],
         at_once: Sequence[bool],
-        space: Space,
+        space: SnapshotBuffer,
         never: Sequence[bool] | None = None,
     ):
         self._placed, self._sources, self._space = placed, sources, space
@@ -50,17 +50,17 @@ class Snapshot:
         self._is_copied = [*self._never]
         self._versions = [source._version for source in sources]
         self._lock = threading.Lock()
-        self._spoilt: RuntimeError | None = None  # found by a release, and the reader's to raise
+        self._spoilt: RuntimeError | None = None  # set by `release`, raised by the reader
         self._copy([i for i, now in enumerate(at_once) if now])
 
     def copy(self) -> None:
-        """Copy what is not copied yet, while the state does not change."""
+        """Copy the rest, chunk by chunk, while the state does not change."""
         for i in range(len(self._placed)):
             with self._lock:
                 self._copy([i])
 
     def release(self) -> None:
-        """Let the state change: what is not copied yet is copied first."""
+        """Copy the rest at once; then the state may change."""
         with self._lock:
             try:
                 self._copy(range(len(self._sources)))
@@ -69,19 +69,19 @@ class Snapshot:
                 self._is_copied = [True] * len(self._sources)
 
     def chunks(self) -> Iterator[Iterator[memoryview]]:
-        """The bytes of each chunk in turn, a little at a time."""
+        """The bytes of each chunk in turn, in small parts."""
         self.copy()
         if self._spoilt is not None:
             raise self._spoilt
         return (self._parts(i) for i in range(len(self._placed)))
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Release the tensors; nothing more will be read."""
         with self._lock:
-            self._sources = []  # let go of what the run may want to free
+            self._sources = []
 
     def _parts(self, i: int) -> Iterator[memoryview]:
-        content = bytes_of(self._sources[i] if self._never[i] else self._place(i))
+        content = tensor_bytes(self._sources[i] if self._never[i] else self._place(i))
         return (content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES))
 
     def _place(self, i: int) -> Tensor:
@@ -100,6 +100,6 @@ class Snapshot:
     def _check(self, i: int) -> None:
         if self._sources[i]._version != self._versions[i]:
             raise RuntimeError(
-                f"{self._placed[i].held.name} was changed while it was being saved; only an "
+                f"{self._placed[i].region.name} was changed while it was being saved; only an "
                 "update may change it"
             )

@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.data.sources import Source
-    from shoal.training.lineage import Record
+    from shoal.training.lineage import RunRecord
 
 
 @click.command()
@@ -62,7 +62,7 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
         raise SystemExit(1)
 
 
-def _data(record: "Record", recipe: str | None, settings: dict[str, str]) -> "Source":
+def _data(record: "RunRecord", recipe: str | None, settings: dict[str, str]) -> "Source":
     from shoal.training.lineage import data_on_record, recipe_data
 
     if recipe is not None:
@@ -78,7 +78,7 @@ def _data(record: "Record", recipe: str | None, settings: dict[str, str]) -> "So
     return data
 
 
-def _nothing(record: "Record") -> UsageError:
+def _nothing(record: "RunRecord") -> UsageError:
     return UsageError(
         f"{record.path}: nothing to compare: of {len(record.steps)} steps on record none has a "
         "mark of known samples. Audit a run that has made steps under `shoal train`, under a plan "

@@ -7,9 +7,9 @@ from typing import Any
 import click
 import msgspec
 
-from shoal.checkpoint.finding import Found, find, open_newest
-from shoal.checkpoint.manifest import Origin, Progress, Tensor
-from shoal.checkpoint.sealed import Sealed
+from shoal.checkpoint.find import FoundCheckpoints, find_checkpoints, open_newest
+from shoal.checkpoint.manifest import Origin, Progress, TensorEntry
+from shoal.checkpoint.verify import VerifiedCheckpoint
 from shoal.cli import options
 from shoal.cli.checkpoint_convert import convert
 from shoal.cli.checkpoint_diff import diff
@@ -62,7 +62,7 @@ def list_(path: str, as_json: bool) -> None:
 
     Looks at seals, names and lengths, not at every byte: that is what verify is for.
     """
-    found = find(path)
+    found = find_checkpoints(path)
     rows = [_row(found, name) for name in found.names]
     if as_json:
         print_json({"directory": str(found.store), "checkpoints": rows})
@@ -85,9 +85,9 @@ def list_(path: str, as_json: bool) -> None:
     say(table([head, *cells], numbers=[1, 2, 4]))
 
 
-def _row(found: Found, name: str) -> Row:
+def _row(found: FoundCheckpoints, name: str) -> Row:
     try:
-        sealed = Sealed(found.store, name)
+        sealed = VerifiedCheckpoint(found.store, name)
     except BadCheckpoint as bad:
         return Row(name, problem=str(bad))
     progress, origin = sealed.manifest.progress, sealed.manifest.origin
@@ -139,7 +139,7 @@ def show(path: str, pattern: str | None, as_json: bool) -> None:
 
     Of a directory with several, the newest that is sealed and whole in length.
     """
-    sealed, *_, told = open_newest(Sealed, path)
+    sealed, *_, told = open_newest(VerifiedCheckpoint, path)
     if told:
         say(told, is_error=True)
     rows = [
@@ -175,7 +175,7 @@ def show(path: str, pattern: str | None, as_json: bool) -> None:
     say(f"{len(rows)} tensors, {in_units(sum(row.bytes for row in rows))}.")
 
 
-def _tensor_row(tensor: Tensor) -> TensorRow:
+def _tensor_row(tensor: TensorEntry) -> TensorRow:
     size = sum(map(tensor.num_bytes, tensor.chunks))
     return TensorRow(tensor.name, tensor.dtype, tensor.shape, size, len(tensor.chunks))
 
@@ -192,18 +192,18 @@ def verify(path: str) -> None:
     Prints a line for each: ok and how fast, or the file and what is wrong with it. Ends with exit
     code 1 if one is bad.
     """
-    found = find(path)
+    found = find_checkpoints(path)
     problems = [problem for name in found.names if (problem := _verify(found, name))]
     if problems:
         say(f"{len(problems)} of {len(found.names)} checkpoints are bad.", is_error=True)
         raise SystemExit(1)
 
 
-def _verify(found: Found, name: str) -> str:
+def _verify(found: FoundCheckpoints, name: str) -> str:
     """Print whether it is good; returns the first thing that is wrong with it."""
     started = time.monotonic()
     try:
-        sealed = Sealed(found.store, name)
+        sealed = VerifiedCheckpoint(found.store, name)
         faults = list(sealed.faults(cores()))
     except BadCheckpoint as bad:
         faults = [str(bad)]

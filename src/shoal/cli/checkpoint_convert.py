@@ -6,18 +6,18 @@ from typing import TypeVar
 
 import click
 
-from shoal.checkpoint.finding import open_newest
+from shoal.checkpoint.convert import copy_checkpoint, reshard
+from shoal.checkpoint.find import open_newest
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.rewrite import copy, deal_anew
-from shoal.checkpoint.sealed import Sealed
 from shoal.checkpoint.signing import VARIABLE, read_key, signing_key
-from shoal.checkpoint.writing import Place, free_place, new_draft
+from shoal.checkpoint.verify import VerifiedCheckpoint
+from shoal.checkpoint.write import CheckpointTarget, new_target, open_draft
 from shoal.cli.output import say
 from shoal.formatting import in_units
 from shoal.storage.store import Draft, Store
 from shoal.world import cores
 
-Kind = TypeVar("Kind", bound=Sealed)
+Kind = TypeVar("Kind", bound=VerifiedCheckpoint)
 _UNSIGNED = "none"
 
 
@@ -51,28 +51,28 @@ def convert(source: str, target: str, num_files: int | None, source_key: str | N
     SHOAL_CHECKPOINT_KEY is set, whatever SOURCE was signed with. Without --files it holds the same
     files and has the same seal. Exit codes: 0 done, 2 usage or input, or SOURCE is bad.
     """
-    key_of, place = _key_of(source_key), free_place(target)
+    key_of, place = _key_of(source_key), new_target(target)
     if num_files is None:
-        made = _rewrite(partial(Sealed, key_of=key_of), source, place, copy)
+        made = _rewrite(partial(VerifiedCheckpoint, key_of=key_of), source, place, copy_checkpoint)
     else:
-        from shoal.checkpoint.load import Opened
+        from shoal.checkpoint.load import CheckpointReader
 
-        anew = partial(deal_anew, num_files=num_files)
-        made = _rewrite(partial(Opened, key_of=key_of), source, place, anew)
+        anew = partial(reshard, num_files=num_files)
+        made = _rewrite(partial(CheckpointReader, key_of=key_of), source, place, anew)
     say(_told(made, str(place)))
 
 
 def _rewrite(
     kind: Callable[[Store, str], Kind],
     source: str,
-    place: Place,
+    place: CheckpointTarget,
     write: Callable[[Kind, Draft], Manifest],
 ) -> Manifest:
     """Open the newest good one at SOURCE, and write it."""
     chosen = open_newest(kind, source, lambda sealed: sealed.verify(cores()))
-    if chosen.told:
-        say(chosen.told, is_error=True)
-    with new_draft(place) as draft:
+    if chosen.note:
+        say(chosen.note, is_error=True)
+    with open_draft(place) as draft:
         return write(chosen.opened, draft)
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.checkpoint.finding import find_one, open_one
+from shoal.checkpoint.find import find_checkpoint, open_checkpoint
 from shoal.cli.output import as_json, in_json, print_json, say
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ def diff(a: str, b: str, as_json: bool) -> None:
 
     They may have been saved under different plans. Ends with exit code 1 if they differ.
     """
-    find_one(a), find_one(b)  # before torch is loaded
-    from shoal.checkpoint.compare import compare
-    from shoal.checkpoint.load import Opened
+    find_checkpoint(a), find_checkpoint(b)  # before torch is loaded
+    from shoal.checkpoint.compare import compare_checkpoints
+    from shoal.checkpoint.load import CheckpointReader
 
-    found = compare(open_one(Opened, a), open_one(Opened, b))
+    found = compare_checkpoints(
+        open_checkpoint(CheckpointReader, a), open_checkpoint(CheckpointReader, b)
+    )
     if as_json:
         print_json(found)
     else:

@@ -14,8 +14,8 @@ from shoal.storage.object_store import local_path
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.formats.program import Written
-    from shoal.formats.weights import Model, Weights
+    from shoal.formats.exported_program import ExportResult
+    from shoal.formats.weights import ModelWeights, Weights
     from shoal.training.run import Run
 
 FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
@@ -73,11 +73,11 @@ def export(
     path = local_path(out)
     if path is None:
         raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")
-    from shoal.formats.opening import locate
+    from shoal.formats.open_weights import open_weights
 
-    source = locate(checkpoint)
-    if source.told:
-        say(source.told, is_error=True)
+    source = open_weights(checkpoint)
+    if source.note:
+        say(source.note, is_error=True)
     run = _load(recipe, settings)
     if form in _PROGRAMS:
         assert run is not None
@@ -97,20 +97,20 @@ def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
 def _export_tensors(
     source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
 ) -> str:
-    from shoal.checkpoint.types import first_names
+    from shoal.checkpoint.dtypes import canonical_names
     from shoal.formats import dcp, huggingface, safetensors, state_dict
-    from shoal.formats.weights import Model
+    from shoal.formats.weights import ModelWeights
 
     model = run.make_model() if run is not None else None
     tied: dict[str, str] = {}
     if model is not None:
-        tied = {name: first for name, first in first_names(model).items() if name != first}
+        tied = {name: first for name, first in canonical_names(model).items() if name != first}
         _refuse_other_model(source, model)
     only = set(model.state_dict()) if model is not None else None
     inside, config = "", None
     if form == "huggingface" and model is not None:
-        inside, config = huggingface.find_inner(model)
-    weights = Model(source, only, inside)
+        inside, config = huggingface.find_inner_model(model)
+    weights = ModelWeights(source, only, inside)
     if form == "safetensors":
         safetensors.export_safetensors(weights, out)
     elif form == "huggingface":
@@ -126,13 +126,13 @@ def _export_tensors(
 
 def _refuse_other_model(source: "Weights", model: "nn.Module") -> None:
     """A recipe of another model would say nothing about these weights."""
-    from shoal.formats.program import load_into
-    from shoal.formats.weights import Model
+    from shoal.formats.exported_program import load_weights
+    from shoal.formats.weights import ModelWeights
 
-    load_into(model, Model(source))
+    load_weights(model, ModelWeights(source))
 
 
-def _told(weights: "Model", out: Path) -> str:
+def _told(weights: "ModelWeights", out: Path) -> str:
     size = sum(map(weights.num_bytes, weights.names))
     left = _some("left out", weights.left_out)
     return f"{out}: {len(weights.names)} tensors, {in_units(size)}{left}."
@@ -146,20 +146,20 @@ def _some(what: str, names: Any) -> str:
 
 
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
-    from shoal.data.batches import Loading
+    from shoal.data.batches import LoadOptions
     from shoal.data.pieces import pieces_in_order
-    from shoal.formats import program
-    from shoal.formats.weights import Model
+    from shoal.formats import exported_program
+    from shoal.formats.weights import ModelWeights
 
     model = run.make_model()
-    program.load_into(model, Model(source))
-    piece = pieces_in_order(run.data, program.NUM_SAMPLES, Loading(run.collate))[0]
-    inputs = program.call_with(piece.inputs, piece.num_samples)
-    write = program.export_pt2 if form == "pt2" else program.export_onnx
+    exported_program.load_weights(model, ModelWeights(source))
+    piece = pieces_in_order(run.data, exported_program.NUM_SAMPLES, LoadOptions(run.collate))[0]
+    inputs = exported_program.example_inputs(piece.inputs, piece.num_samples)
+    write = exported_program.export_pt2 if form == "pt2" else exported_program.export_onnx
     return _told_of_program(write(model, inputs, out), inputs.num_samples, out)
 
 
-def _told_of_program(written: "Written", num_samples: int, out: Path) -> str:
+def _told_of_program(written: "ExportResult", num_samples: int, out: Path) -> str:
     batch = "any number of samples" if written.any_batch else f"{num_samples} samples at a time"
     return f"{out}: a program for {batch}, checked with {written.checked}."
 
@@ -189,22 +189,22 @@ def import_(
     if settings and recipe is None:
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.errors import BadCheckpoint
-    from shoal.formats.adopt import adopt, as_they_are, fitted
-    from shoal.formats.matching import made_again
-    from shoal.formats.opening import fetched, import_from
-    from shoal.formats.weights import Model
+    from shoal.formats.import_weights import import_weights, target_all, target_model
+    from shoal.formats.match import non_persistent_buffers
+    from shoal.formats.open_weights import fetch_to_disk, open_import
+    from shoal.formats.weights import ModelWeights
 
-    with fetched(source) as path:
-        found = import_from(path, prefix)
-        weights, run = Model(found), _load(recipe, settings)
+    with fetch_to_disk(source) as path:
+        found = open_import(path, prefix)
+        weights, run = ModelWeights(found), _load(recipe, settings)
         try:
             model = run.make_model() if run is not None else None
-            wanted = as_they_are(weights) if model is None else fitted(weights, model)
-            adopt(weights, wanted, out, recipe or "")
+            wanted = target_all(weights) if model is None else target_model(weights, model)
+            import_weights(weights, wanted, out, recipe or "")
         except BadCheckpoint as bad:
             raise BadCheckpoint(f"{source}: {bad}") from bad
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
-    again = set[str]() if model is None else made_again(model)
+    again = set[str]() if model is None else non_persistent_buffers(model)
     left = [*found.left_out, *(name for name in weights.names if name in again)]
     told = _some("converted to the model's types", changed) + _some("left out", left)
     say(f"{out}: {len(wanted)} tensors{told}.")

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import click
 
-from shoal.checkpoint.finding import Found, find
-from shoal.checkpoint.retention import Keep, Known, superfluous
-from shoal.checkpoint.sealed import Sealed, known_of
+from shoal.checkpoint.find import FoundCheckpoints, find_checkpoints
+from shoal.checkpoint.retention import CheckpointSummary, RetentionPolicy, find_expired
+from shoal.checkpoint.verify import VerifiedCheckpoint, inspect_checkpoints
 from shoal.cli.output import say
 from shoal.errors import BadCheckpoint, UsageError
 from shoal.world import cores
@@ -16,8 +16,8 @@ from shoal.world import cores
 class _Sorted(NamedTuple):
     """What becomes of the checkpoints of a run: which stay, which go, which cannot be judged."""
 
-    stay: list[Known]
-    go: list[Known]
+    stay: list[CheckpointSummary]
+    go: list[CheckpointSummary]
     bad: dict[str, str]
 
 
@@ -45,7 +45,7 @@ def prune(path: str, rule: str, yes: bool, dry_run: bool) -> None:
     """
     if yes and dry_run:
         raise UsageError("--yes and --dry-run contradict each other. Give one of them.")
-    keep, found = Keep.parse(rule), find(path)
+    keep, found = RetentionPolicy.parse(rule), find_checkpoints(path)
     chosen = _sort_out(found, keep)
     for name, problem in chosen.bad.items():
         say(f"bad   {name}  {problem}")
@@ -68,25 +68,25 @@ def prune(path: str, rule: str, yes: bool, dry_run: bool) -> None:
     say(f"{len(chosen.go)} removed, {len(chosen.stay)} stay.")
 
 
-def _sort_out(found: Found, keep: Keep) -> _Sorted:
-    known, bad = known_of(found.store, found.names)
+def _sort_out(found: FoundCheckpoints, keep: RetentionPolicy) -> _Sorted:
+    known, bad = inspect_checkpoints(found.store, found.names)
     if known:
         metrics = {metric for one in known for metric in one.metrics}
         keep.refuse_unknown(metrics, "no checkpoint has such a metric")
     while known:
         newest = max(known, key=lambda one: (one.step, one.name))
         try:
-            Sealed(found.store, newest.name).verify(cores())
+            VerifiedCheckpoint(found.store, newest.name).verify(cores())
         except BadCheckpoint as problem:
             known.remove(newest)
             bad[newest.name] = str(problem)
             continue
         break
-    go = superfluous(known, keep)
+    go = find_expired(known, keep)
     return _Sorted([one for one in known if one not in go], go, bad)
 
 
-def _remove(found: Found, name: str) -> None:
+def _remove(found: FoundCheckpoints, name: str) -> None:
     try:
         found.store.remove(name)
     except FileNotFoundError:

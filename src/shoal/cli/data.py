@@ -20,13 +20,13 @@ from shoal.data.shard_files.format import (
     Index,
     Leaf,
     NoShards,
-    Rows,
+    RowLayout,
     shard_name,
 )
-from shoal.data.shard_files.places import Place, open_place, read_index
+from shoal.data.shard_files.locations import ShardLocation, open_location, read_index
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.formatting import in_units
-from shoal.storage.remote import shown_url
+from shoal.storage.object_client import redact_url
 from shoal.world import cores
 
 TOLD_EVERY_S = 5.0
@@ -99,13 +99,13 @@ def build(
     appears when it is whole. A build that was interrupted goes on when it is started again.
     """
     from shoal.data.shard_files.writing import build as build_shards
-    from shoal.data.waiting import watched
+    from shoal.data.stalls import report_stalls
     from shoal.logs import set_up
 
     set_up()
     found, identity = _source(source)
     told = _Told(len(found))
-    with watched(_tell_of_wait):
+    with report_stalls(_tell_of_wait):
         index = build_shards(
             found,
             out,
@@ -116,7 +116,7 @@ def build(
             identity=identity,
             progress=told,
         )
-    shown = _shown(open_place(out), index)
+    shown = _shown(open_location(out), index)
     if as_json:
         print_json(shown)
     else:
@@ -182,20 +182,20 @@ def verify(path: str) -> None:
     Prints `ok` and how fast, or a line for each thing that is wrong, with the shard, the bytes and
     the samples. Ends with exit code 1 if there is one.
     """
-    place = open_place(path)
+    place = open_location(path)
     started = time.monotonic()
-    faults, num_bytes = _faults(place)
-    if not faults:
+    find_faults, num_bytes = _faults(place)
+    if not find_faults:
         seconds = max(time.monotonic() - started, 1e-9)
         say(f"ok   {place}  {in_units(num_bytes)}, {in_units(num_bytes / seconds)}/s")
         return
-    for fault in faults:
+    for fault in find_faults:
         say(f"bad  {place}  {fault}")
     raise SystemExit(1)
 
 
-def _faults(place: Place) -> tuple[list[str], int]:
-    from shoal.data.shard_files.verifying import faults
+def _faults(place: ShardLocation) -> tuple[list[str], int]:
+    from shoal.data.shard_files.verifying import find_faults
 
     try:
         index = read_index(place)
@@ -203,7 +203,7 @@ def _faults(place: Place) -> tuple[list[str], int]:
         raise
     except BadShards as bad:
         return [str(bad).removeprefix(f"{place}: ")], 0
-    return list(faults(place, index, cores())), sum(map(index.num_bytes, index.shards))
+    return list(find_faults(place, index, cores())), sum(map(index.num_bytes, index.shards))
 
 
 def _source(text: str) -> tuple[Any, str]:
@@ -212,11 +212,11 @@ def _source(text: str) -> tuple[Any, str]:
     if kind is not None:
         try:
             reader = getattr(importlib.import_module("shoal.data"), kind)
-            return reader(text.rstrip("/") if kind == "images" else text), shown_url(text)
+            return reader(text.rstrip("/") if kind == "images" else text), redact_url(text)
         except OSError as error:
             if isinstance(error, ShoalError):
                 raise
-            raise UsageError(f"{shown_url(text)} cannot be read: {error.strerror}.") from error
+            raise UsageError(f"{redact_url(text)} cannot be read: {error.strerror}.") from error
     from shoal.data.sources import as_source
     from shoal.training.recipe import find_recipe
     from shoal.training.run import Run
@@ -243,7 +243,7 @@ def _kind(text: str) -> str | None:
     is_function = ":" in text and "://" not in text
     if not is_function:
         raise UsageError(
-            f"{shown_url(text)!r} is no source. Give file.py:function, a file that ends in "
+            f"{redact_url(text)!r} is no source. Give file.py:function, a file that ends in "
             f"{', '.join(KINDS)}, or a folder of images (a URL of one ends in /)."
         )
     return None
@@ -287,8 +287,8 @@ class _Told:
             sys.stderr.write(line + "\n")
 
 
-def _shown(place: Place, index: Index, sample: str | None = None) -> Shown:
-    rows = index.layout if isinstance(index.layout, Rows) else None
+def _shown(place: ShardLocation, index: Index, sample: str | None = None) -> Shown:
+    rows = index.layout if isinstance(index.layout, RowLayout) else None
     return Shown(
         path=str(place),
         samples=index.num_samples,

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from shoal.doctor.doctor import Check, examine
+from shoal.doctor.doctor import Finding, examine
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -18,7 +18,7 @@ def doctor(as_json: bool, quick: bool) -> None:
 
     Ends with exit code 1 if there is a problem that stops or breaks a run.
     """
-    checks: list[Check] = []
+    checks: list[Finding] = []
     if as_json:
         checks += examine(Path("runs"), quick)
         click.echo(msgspec.json.encode({"verdict": worst(checks), "checks": checks}).decode())
@@ -27,11 +27,11 @@ def doctor(as_json: bool, quick: bool) -> None:
     raise SystemExit(1 if worst(checks) == "problem" else 0)
 
 
-def worst(checks: list[Check]) -> str:
+def worst(checks: list[Finding]) -> str:
     return max((check.verdict for check in checks), key=list(_STYLES).index, default="ok")
 
 
-def _show(checks: list[Check], quick: bool) -> None:
+def _show(checks: list[Finding], quick: bool) -> None:
     """Fill `checks` while a line says what is going on, then draw them."""
     from rich.console import Console
     from rich.table import Table

@@ -15,7 +15,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.cost.explain import Explanation
-    from shoal.system.fork_server import Birth, ChildMain
+    from shoal.system.fork_server import WorkerMain, WorkerSpec
 
 
 @click.command(epilog=options.plan_help())
@@ -49,28 +49,28 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
 def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
     from shoal.cluster.local import NotLoaded, await_facts
     from shoal.cost.explain import Explanation
-    from shoal.cost.words import in_words
-    from shoal.system.fork_server import Nursery
+    from shoal.cost.text import format_explanation
+    from shoal.system.fork_server import ForkServer
 
     with tempfile.TemporaryDirectory(prefix="shoal-explain-") as name:
         directory = Path(name)
 
-        def prepare() -> "tuple[dict[str, Any], ChildMain]":
+        def prepare() -> "tuple[dict[str, Any], WorkerMain]":
             explanation = _in_child(recipe, settings, given)
             # Through a file: of many ranks it is longer than a message may be.
             (directory / "explanation").write_bytes(msgspec.msgpack.encode(explanation))
             return {}, _bear_no_rank
 
-        nursery = Nursery(prepare, directory / "recipe.log")
+        fork_server = ForkServer(prepare, directory / "recipe.log")
         try:
-            await_facts(nursery)
+            await_facts(fork_server)
         except NotLoaded as error:
             if error.trace:
                 tell(error.trace)
             say(f"shoal: {error}", is_error=True)
             return error.exit_code
         finally:
-            nursery.close()
+            fork_server.close()
         content = (directory / "explanation").read_bytes()
     found = msgspec.msgpack.decode(content, type=Explanation)
     if given["svg"] is not None:
@@ -78,19 +78,19 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
     if given["as_json"]:
         print(msgspec.json.encode(found).decode(), flush=True)
     else:
-        click.echo(in_words(found, recipe))
+        click.echo(format_explanation(found, recipe))
     return 0
 
 
 def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":
     from shoal.cost.explain import explain as explained
-    from shoal.elastic.worker import use_threads
+    from shoal.elastic.worker import set_rank_threads
     from shoal.numerics.precision import environment_for
     from shoal.plans.plan import Plan
     from shoal.training.recipe import load_recipe
     from shoal.training.run import resolve
 
-    use_threads()
+    set_rank_threads()
     if given["plan"] is not None:  # before the recipe computes anything
         os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
     run = load_recipe(recipe, settings)
@@ -99,15 +99,15 @@ def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "
     return explained(run, plan)
 
 
-def _bear_no_rank(birth: "Birth") -> int:
+def _bear_no_rank(birth: "WorkerSpec") -> int:
     raise AssertionError("an explanation bears no ranks")
 
 
 def _draw(found: "Explanation", recipe: str, path: Path) -> None:
-    from shoal.cost.picture import draw
+    from shoal.cost.svg import draw_svg
 
     try:
-        path.write_text(draw(found, recipe), encoding="utf-8")
+        path.write_text(draw_svg(found, recipe), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"The picture cannot be written to {path}: {error.strerror}. "

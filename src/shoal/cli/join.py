@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from shoal.cli import options
 from shoal.cli.output import say
@@ -35,24 +34,22 @@ def join(run: Path, address: str | None) -> None:
     is refused.
     """
     options.refuse_closed_output()
+    from shoal.cluster.host_agent import join_run
     from shoal.cluster.invitation import read_invitation
-    from shoal.cluster.joining import join_run
     from shoal.cluster.local import NotLoaded
-    from shoal.comm.reach import interface_of
-    from shoal.numerics.precision import environment_for
-    from shoal.plans.plan import Plan
+    from shoal.comm.endpoint import interface_of
+    from shoal.training.options import Recipe
 
     invitation = read_invitation(run)
     if address is not None:
         interface_of(address)
     os.chdir(invitation.directory)
-    os.environ.update(environment_for(Plan.parse(invitation.options.plan).precision))
 
     def prepare() -> Any:
-        from shoal.cli.train import prepare_run
+        from shoal.launch.prepare import prepare_run
 
-        given, run_dir = msgspec.structs.asdict(invitation.options), Path(invitation.run_dir)
-        return prepare_run(invitation.recipe, invitation.settings, given, run_dir, joins=True)
+        recipe = Recipe.named(invitation.recipe, invitation.settings)
+        return prepare_run(recipe, invitation.options, Path(invitation.run_dir), joins=True)
 
     try:
         farewell = join_run(

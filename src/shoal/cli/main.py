@@ -8,23 +8,34 @@ import sys
 
 import click
 
+from shoal import __version__
 from shoal.cli.output import say, tell
 from shoal.errors import Ended, ShoalError, nearest
 from shoal.system.processes import stop_signals
 
-_VERBS = {
-    "train": "Train a recipe under a plan.",
-    "join": "Take part in a run that spans hosts, from another host.",
-    "run": "Run a script of your own on several ranks.",
-    "verify": "Prove that a plan trains what one process would.",
-    "explain": "Say what a plan does to a model, without starting a rank.",
-    "resize": "Give a run that goes on more or fewer ranks and servers.",
-    "checkpoint": "List, check and compare checkpoints.",
-    "data": "Build, show and check data.",
-    "doctor": "Show what this machine offers and what is wrong with it.",
-    "warm": "Keep a warm process, so that the next commands start at once.",
+_GROUPS = {
+    "Train": {
+        "train": "Train a recipe under a plan.",
+        "run": "Run a script of your own on several ranks.",
+        "resize": "Give a run more or fewer ranks and servers while it trains.",
+    },
+    "Understand": {
+        "verify": "Prove that a plan trains what one process would.",
+        "explain": "Say what a plan does to a model, without starting a rank.",
+        "doctor": "Show what this machine offers and what is wrong with it.",
+    },
+    "The model": {
+        "checkpoint": "List, check, compare, convert, export and import checkpoints.",
+    },
+    "Data": {
+        "data": "Build, show and check data.",
+    },
+    "Elsewhere": {
+        "join": "Take part in a run that spans hosts, from another host.",
+        "warm": "Keep a warm process, so that the next commands start at once.",
+    },
 }
-
+_VERBS = {verb: what for group in _GROUPS.values() for verb, what in group.items()}
 
 _WARM = ("train", "run", "verify", "explain")
 
@@ -59,12 +70,13 @@ class Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(_VERBS.items()))
+        for title, group in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(group.items()))
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="shoal", message="shoal %(version)s")
+@click.version_option(__version__, message="shoal %(version)s")
 def verbs() -> None:
     """Train any PyTorch model on many processes and machines.
 

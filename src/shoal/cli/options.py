@@ -6,11 +6,11 @@ from pathlib import Path
 import click
 
 from shoal.errors import UsageError
-from shoal.plans.plan import Plan, describe
+from shoal.plans.plan import Plan, describe_keys
 
 
 def plan_help() -> str:
-    rows = "\n".join(f"  {key:<13}{values}: {meaning}" for key, values, meaning in describe())
+    rows = "\n".join(f"  {key:<13}{values}: {meaning}" for key, values, meaning in describe_keys())
     return f"\b\nThe keys of a plan, key=value, separated by spaces or commas:\n{rows}"
 
 

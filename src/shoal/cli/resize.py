@@ -1,7 +1,6 @@
 """`shoal resize`: more or fewer ranks and servers for a run that goes on."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,21 +26,16 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     the pieces. Plans with zero, tensor, pipeline or fragments cannot be resized: stop the run, and
     go on with --resume. Exit codes: 0 done, 2 refused.
     """
-    from shoal.elastic.control import ask
+    from shoal.elastic.control import send_request
+    from shoal.events.screen import resized
 
     try:
-        answer = ask(run, resize=size)
+        answer = send_request(run, resize=size)
     except KeyboardInterrupt:
         click.echo("shoal: the run was asked, and goes on with it. Its screen tells.", err=True)
         raise SystemExit(130) from None
     if "refused" in answer:
         raise UsageError(answer["refused"])
-    say(f"shoal: {in_a_sentence(answer)}", is_error=True)
+    say(f"shoal: {resized(answer)}", is_error=True)
     if as_json:
         print_json(answer)
-
-
-def in_a_sentence(told: dict[str, Any]) -> str:
-    moved = f", {told['bytes'] / 1e6:.3g} MB moved" if told["bytes"] else ""
-    what = f"resized at step {told['step']}: {told['change']}{moved}, in {told['ms']:.0f} ms"
-    return f"{what}. {told['lost']}" if told["lost"] else what

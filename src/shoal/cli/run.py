@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say, steady, tell
+from shoal.cli.output import say, tell
 from shoal.errors import UsageError
+from shoal.system.streams import steady
 
 
 class Echo:
@@ -72,20 +73,21 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     shoal run --ranks 2 examples/own_loop.py
     """
     options.refuse_closed_output()
-    from shoal.storage.rundir import RunDir
+    from shoal.storage.run_dir import RunDir
 
     with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:
-        if run_dir.goes_on and (began := run_dir.record().get("script")) != str(script):
+        if run_dir.is_resumed and (began := run_dir.record().get("script")) != str(script):
             what = "a recipe" if began is None else f"the script {began}"
             raise UsageError(f"The run in {run_dir.path} was begun with {what}, not {script}.")
         sys.exit(_run(script, arguments, given, run_dir))
 
 
 def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_dir: Any) -> int:
-    from shoal.cli.display import Display
+    from shoal.cluster.local import LocalBackend
     from shoal.elastic.membership import Membership
     from shoal.elastic.worker import prepare_script
-    from shoal.launch import launch
+    from shoal.events.screen import Display
+    from shoal.launch.supervised import run_supervised
     from shoal.world import cores
 
     num_ranks = given["ranks"] or cores()
@@ -99,9 +101,10 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
         if record["event"] == "tick" and (moved := run_dir.moved()):
             display({"event": "warning", "text": moved})
 
-    outcome = launch(
+    outcome = run_supervised(
         lambda: prepare_script(script, arguments),
         run_dir.path,
+        backend=LocalBackend(),
         watch=watch,
         members=lambda _: Membership(
             num_ranks,

@@ -40,7 +40,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
     options.check_plan(given["plan"])
     if "steps" in settings or "epochs" in settings:
         raise UsageError("Say how many steps to compare with --steps, not with --set.")
-    from shoal.storage.rundir import RunDir
+    from shoal.storage.run_dir import RunDir
 
     with RunDir(given["run_dir"], f"verify-{recipe.rpartition('/')[2]}") as run_dir:
         code = _verify(recipe, {**settings, "steps": str(steps)}, given, run_dir)
@@ -48,8 +48,8 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
-    from shoal.cli.display import Display
     from shoal.cluster.local import NotLoaded
+    from shoal.events.screen import Display
     from shoal.numerics.precision import environment_for
     from shoal.plans.plan import Plan
     from shoal.training.recipe import load_recipe

@@ -1,57 +1,40 @@
-"""What a run leaves in its directory for hosts that join it: an invitation, and the keys beside it.
+"""The invitation in a run directory for hosts that join the run, and the keys beside it.
 
 Only the user of the run can read them, and they are removed when it ends. A host loads the recipe
-that the invitation names, so it is followed only if this user wrote it. The directory must lie on
-a file system that all hosts see, under the same path; a host on which it does not is told so here.
+that the invitation names, so it follows only one that its own user wrote. The directory must be on
+a file system that all hosts see under one path; else an error says so here.
 """
 
 import ipaddress
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shoal import __version__
 from shoal.errors import UsageError
 from shoal.plans.plan import Plan
 from shoal.storage.decoding import decode_json
 from shoal.storage.files import read_private, write_private
-from shoal.storage.rundir import read_description
+from shoal.storage.run_dir import read_description
+from shoal.training.options import StartOptions
 
 INVITATION = "join.json"
 KEYS = "keys"
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of the command line, what a preparation is given, on the first host and on all others."""
-
-    plan: str
-    ranks: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    resume: bool = False
-    checkpoints: str | None = None
-    keep: str = "last=2"
-    begin_from: str | None = None
-    take: Literal["weights", "everything"] = "weights"
-    partial: bool = False
-    new_data: str | None = None
-    new_data_steps: int | None = None
-    new_data_missed: list[int] | None = None
-    replay: float | None = None
-    tensorboard: bool = False
-    begun: dict[str, Any] | None = None  # what run.json says, of a run that goes on
-
-
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    address: str  # where hosts come in
+    address: str  # where hosts connect
     directory: str  # in which the run was started
     run_dir: str  # as seen from there
     recipe: str
     settings: dict[str, str]
-    options: Options
-    shoal: str = version("shoal")
+    options: StartOptions
+    shoal: str = __version__
 
     def __post_init__(self) -> None:
+        if self.options.plan is None:
+            raise ValueError("it names no plan")
         ip, port = self.endpoint
         ipaddress.ip_address(ip)
         if (
@@ -68,25 +51,25 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Version(msgspec.Struct):
-    """What must be understood of an invitation before the rest is."""
+    """The version, which is checked before the rest is decoded."""
 
     shoal: str
 
 
-def invite(invitation: Invitation, run_dir: Path) -> None:
-    """Let hosts find it."""
+def write_invitation(invitation: Invitation, run_dir: Path) -> None:
+    """Write it for hosts to find."""
     write_private(run_dir / INVITATION, msgspec.json.encode(invitation), replace=True)
 
 
-def withdraw(run_dir: Path) -> None:
-    """Remove what was left for hosts."""
+def remove_invitation(run_dir: Path) -> None:
+    """Remove the invitation and the keys."""
     for name in (INVITATION, KEYS):
         with suppress(OSError):  # of a disk that cannot be written any more
             (run_dir / name).unlink(missing_ok=True)
 
 
 def read_invitation(run_dir: Path) -> Invitation:
-    """UsageError says why there is none, or none that this host can follow."""
+    """UsageError says why there is none, or why this host cannot follow it."""
     path, way_out = run_dir / INVITATION, "Join as the user who started the run."
     try:
         content = read_private(path, way_out)
@@ -96,10 +79,10 @@ def read_invitation(run_dir: Path) -> Invitation:
         raise UsageError(f"{path} cannot be read: {error.strerror}. {way_out}") from error
     again = "Start the run again."
     shoal = decode_json(content, _Version, str(path), way_out=again).shoal
-    if shoal != version("shoal"):
+    if shoal != __version__:
         raise UsageError(
             f"The run in {run_dir} was started by Shoal {shoal}, and this host has "
-            f"{version('shoal')}. Install one version on all hosts."
+            f"{__version__}. Install one version on all hosts."
         )
     found = decode_json(content, Invitation, str(path), way_out=again)
     there = Path(found.directory) / found.run_dir
@@ -113,7 +96,7 @@ def read_invitation(run_dir: Path) -> Invitation:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Whether both are one directory; what is no path at all is none."""
+    """Whether both are one directory; False for an invalid path."""
     try:
         return one.is_dir() and one.samefile(other)
     except (OSError, ValueError):

@@ -1,17 +1,26 @@
-"""A run's processes on this machine: a fork server that has loaded the recipe."""
+"""The back end of one machine: a fork server that has loaded the recipe, and its children."""
 
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.backend import OnEvent, Started
+from shoal.comm.endpoint import Endpoint
+from shoal.comm.unix import socket_directory
 from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.logs import log
-from shoal.system.fork_server import ChildMain, NotPrepared, Nursery, Prepare, Prepared
-from shoal.system.processes import NOTICE, Wait, how_it_ended, readable
+from shoal.system.fork_server import (
+    ForkServer,
+    ForkServerReady,
+    PreparationFailed,
+    Prepare,
+    WorkerMain,
+)
+from shoal.system.processes import WAIT_PAGE, SampleWait, describe_exit, readable
 
 Facts = dict[str, Any]
 FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
@@ -25,46 +34,60 @@ class NotLoaded(ShoalError):
         super().__init__(message)
         self.trace = trace
         self.exit_code = exit_code
+        if trace:
+            self.add_note(trace)
+
+
+class LocalBackend:
+    """Starts the processes of a run on this machine."""
+
+    @contextmanager
+    def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[Started]:
+        with ExitStack() as held:
+            sockets = held.enter_context(socket_directory(run_dir))
+            output = run_dir / "logs" / "recipe.log"
+            server, facts = held.enter_context(prepared_fork_server(prepare, output))
+            yield Started(server, facts, Endpoint(str(sockets)), lambda exit_code, cause: None)
 
 
 @contextmanager
-def nursed(prepare: Prepare, output: Path) -> Iterator[tuple[Nursery, Facts]]:
-    """A nursery that has prepared, and what it found; it ends with the block."""
-    NOTICE.open()
-    nursery = Nursery(partial(_prepare, prepare), output)
+def prepared_fork_server(prepare: Prepare, output: Path) -> Iterator[tuple[ForkServer, Facts]]:
+    """A fork server that has prepared, and what it found; it ends with the block."""
+    WAIT_PAGE.open()
+    fork_server = ForkServer(partial(_prepare, prepare), output)
     try:
-        _tell_of_wait(nursery)
-        yield nursery, await_facts(nursery)
+        _tell_of_wait(fork_server)
+        yield fork_server, await_facts(fork_server)
     finally:
-        nursery.close()
-        NOTICE.close()
+        fork_server.close()
+        WAIT_PAGE.close()
 
 
-def _prepare(prepare: Prepare) -> tuple[Facts, ChildMain]:
-    """In the nursery; ranks, which are forked from it later, have heartbeats."""
-    NOTICE.begin()
+def _prepare(prepare: Prepare) -> tuple[Facts, WorkerMain]:
+    """In the fork server; ranks, which are forked from it later, have heartbeats."""
+    WAIT_PAGE.begin()
     try:
         return prepare()
     finally:
-        NOTICE.end()
+        WAIT_PAGE.end()
 
 
-def _tell_of_wait(nursery: Nursery) -> None:
+def _tell_of_wait(fork_server: ForkServer) -> None:
     """While the recipe is prepared, which may load samples: a source may hang, or be slow.
 
     A sample has its limit, as in training. What else a recipe does may take as long as it likes.
     """
     began = time.monotonic()
     next_s = FIRST_S
-    while not readable([nursery.fileno()], min(next_s, LOOK_S)):
-        now, wait = time.monotonic(), NOTICE.read()
+    while not readable([fork_server.fileno()], min(next_s, LOOK_S)):
+        now, wait = time.monotonic(), WAIT_PAGE.read()
         is_lost = wait is not None and now - wait.since_s >= wait.limit_s
         if now - began < next_s and not is_lost:
             continue
         next_s *= 2
-        nursery.say_where()
+        fork_server.dump_stack()
         if wait is not None and is_lost:
-            readable([nursery.fileno()], 0.5)  # while it writes that
+            readable([fork_server.fileno()], 0.5)  # while it writes that
             raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
         log.warning(
             "The recipe is not ready after %.0f s. What it does just now is at the end of "
@@ -73,7 +96,7 @@ def _tell_of_wait(nursery: Nursery) -> None:
         )
 
 
-def _lost(wait: Wait, seconds: float) -> str:
+def _lost(wait: SampleWait, seconds: float) -> str:
     last = wait.first + wait.num_samples - 1
     named = f"sample {last}" if wait.num_samples == 1 else f"samples {wait.first} to {last}"
     return (
@@ -83,22 +106,22 @@ def _lost(wait: Wait, seconds: float) -> str:
     )
 
 
-def await_facts(nursery: Nursery) -> Facts:
+def await_facts(fork_server: ForkServer) -> Facts:
     try:
-        report = nursery.next_report()
+        report = fork_server.next_report()
     except EOFError:
-        status = nursery.close()
+        status = fork_server.close()
         hints = {
             -signal.SIGKILL: " (for want of memory, perhaps: the system's log says so then)",
             -signal.SIGILL: " (an instruction that this CPU does not have: so ends bf16 where it "
             "only says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
         }
         raise RecipeError(
-            f"The process that loads the recipe {how_it_ended(status)}{hints.get(status, '')}. "
+            f"The process that loads the recipe {describe_exit(status)}{hints.get(status, '')}. "
             "Its output is in logs/recipe.log of the run directory."
         ) from None
-    if isinstance(report, NotPrepared):
+    if isinstance(report, PreparationFailed):
         raise NotLoaded(report.message, report.trace, report.exit_code)
-    if not isinstance(report, Prepared):
+    if not isinstance(report, ForkServerReady):
         raise UsageError("The process that loads the recipe answered out of turn.")
     return report.facts

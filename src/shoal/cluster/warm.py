@@ -1,13 +1,13 @@
-"""A process kept warm between commands, so that the next `shoal train` need not import torch.
+"""A process that stays warm between commands, so that the next `shoal train` need not import torch.
 
-`shoal warm start` puts it in the background; it forks itself for each command it is handed, with
-the caller's terminal, directory and environment, and leaves after an hour without work. The
-caller passes signals on and gets the exit code; if it dies, the command dies with it. The socket
-is in a directory that only its owner can enter, under a name that changes with the code, so a
-stale process is not used. Both sides look whose process the other one is: a caller hands over its
-environment. A command with a closed stream, or in a locale other than UTF-8, runs by itself.
+`shoal warm start` starts it in the background. For each command it forks itself, with the client's
+terminal, directory and environment, and it exits after an hour without work. The client forwards
+signals and gets the exit code; if the client dies, its command is killed. The socket is in a
+directory that only its owner can enter, under a name that changes with the code, so a stale process
+is not used. Both sides check the other's user, since the client sends its environment. A command
+with a closed stream, or in a locale other than UTF-8, runs by itself.
 
-This module is also what the client side imports, so it loads nothing heavy.
+The client imports this module too, so it loads nothing heavy. Read next: `system/fork_server.py`.
 """
 
 import gc
@@ -27,11 +27,11 @@ from types import FrameType
 from typing import TypedDict
 
 from shoal.comm.unix import is_own
-from shoal.storage.files import private_directory, write_private
+from shoal.storage.files import make_private_directory, write_private
 from shoal.system.processes import readable, stop_signals
 
 IDLE_S = 3600.0
-ANSWER_S = 5.0  # for a caller to say what it wants
+ANSWER_S = 5.0  # for a client's request
 MOST_BYTES = 64 << 20  # of arguments and environment
 Command = Callable[[list[str]], int]
 _PRELOADED = (
@@ -44,21 +44,21 @@ _PRELOADED = (
     "shoal.cli.train",
     "shoal.cli.run",
     "shoal.cli.verify",
-    "shoal.cli.display",
+    "shoal.events.screen",
     "shoal.launch",
     "shoal.elastic.worker",
     "shoal.verify",
 )
 
 
-class _Request(TypedDict):
-    """A command, and what it has from its caller."""
+class _CommandRequest(TypedDict):
+    """A command, and its client's context."""
 
     arguments: list[str]
     cwd: str
     environment: dict[str, str]
     umask: int
-    streams: list[tuple[str, str]]  # the encoding of output and of errors, and what it cannot hold
+    streams: list[tuple[str, str]]  # encoding and error mode of output and of errors
 
 
 def socket_path() -> Path:
@@ -71,7 +71,7 @@ def socket_path() -> Path:
 
 
 def run_warm(arguments: list[str]) -> int | None:
-    """Have the warm process run a command; None if there is none, or none that could."""
+    """Run a command in the warm process; None if there is none, or if it cannot."""
     content = _request(arguments)
     connection = None if content is None else _connect()
     if content is None or connection is None:
@@ -80,14 +80,14 @@ def run_warm(arguments: list[str]) -> int | None:
         try:
             socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
             connection.sendall(content)
-        except OSError:  # it has just ended, before it knew what to do
+        except OSError:  # it has just ended, before it had the request
             return None
         answers = connection.makefile("rb")
-        pid = _told(answers.readline(), "pid")
+        pid = _read_number(answers.readline(), "pid")
         if pid is not None:
             for number in stop_signals():
                 signal.signal(number, lambda n, _: os.kill(pid, n))
-            status = _told(answers.readline(), "status")
+            status = _read_number(answers.readline(), "status")
             if status is not None:
                 return status
         print("shoal: the warm process ended under this command.", file=sys.stderr)
@@ -95,14 +95,14 @@ def run_warm(arguments: list[str]) -> int | None:
 
 
 def _request(arguments: list[str]) -> bytes | None:
-    """A command with all that is its caller's; None if it had better run by itself."""
+    """The request for a command; None if the command must run by itself."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     if sys.getfilesystemencoding().lower() != "utf-8":
-        return None  # the names of its files would be others there
+        return None  # file names would be encoded in another way there
     if any(stream is None or stream.closed for stream in streams):
-        return None  # what is opened next would take the place of it
+        return None  # the next file opened would take its descriptor
     try:
-        request = _Request(
+        request = _CommandRequest(
             arguments=arguments,
             cwd=os.getcwd(),
             environment=dict(os.environ),
@@ -115,14 +115,14 @@ def _request(arguments: list[str]) -> bytes | None:
 
 
 def _umask() -> int:
-    """The system tells it only to who sets one; nothing else runs here meanwhile."""
+    """The system returns it only when it is set; no other thread runs here."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
-def _told(line: bytes, name: str) -> int | None:
-    """A number that the warm process tells; None if it is gone."""
+def _read_number(line: bytes, name: str) -> int | None:
+    """A number from a line of the warm process; None if that has ended."""
     try:
         return int(json.loads(line)[name])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -134,7 +134,7 @@ def start(idle_s: float = IDLE_S) -> bool:
     path = socket_path()
     if is_up(path):
         return False
-    private_directory(path.parent, "Remove it and try again, or set XDG_RUNTIME_DIR.")
+    make_private_directory(path.parent, "Remove it and try again, or set XDG_RUNTIME_DIR.")
     log = path.with_suffix(".log")
     # In UTF-8 whatever the locale is here: commands of other locales do not come to it.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUTF8": "1"}
@@ -190,20 +190,20 @@ def _connect(path: Path | None = None) -> socket.socket | None:
     return None
 
 
-class Warm:
-    """The process itself: single-threaded, so that it may fork."""
+class WarmServer:
+    """The warm process: single-threaded, so that it may fork."""
 
     def __init__(self, path: Path, idle_s: float, command: Command):
         self._path = path
         self._idle_s = idle_s
         self._command = command
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, caller
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, client
 
     def serve(self) -> None:
         self._path.unlink(missing_ok=True)
         self._listener.bind(str(self._path))
-        os.chmod(self._path, 0o600)  # before it listens, so nobody comes in between
+        os.chmod(self._path, 0o600)  # before it listens
         self._listener.listen(16)
         try:
             while self._serve_one():
@@ -212,65 +212,65 @@ class Warm:
             self._path.unlink(missing_ok=True)
 
     def _serve_one(self) -> bool:
-        callers = {caller.fileno(): pidfd for pidfd, (_, caller) in self._children.items()}
-        watched = [self._listener.fileno(), *self._children, *callers]
-        ready = readable(watched, self._idle_s if not callers else None)
+        clients = {client.fileno(): pidfd for pidfd, (_, client) in self._children.items()}
+        watched = [self._listener.fileno(), *self._children, *clients]
+        ready = readable(watched, self._idle_s if not clients else None)
         for descriptor in ready:
             if descriptor in self._children:
                 self._report_end(descriptor)
-            elif callers.get(descriptor) in self._children:
-                os.kill(self._children[callers[descriptor]][0], signal.SIGKILL)  # caller is gone
+            elif clients.get(descriptor) in self._children:
+                os.kill(self._children[clients[descriptor]][0], signal.SIGKILL)  # it has no client
         if self._listener.fileno() in ready:
             try:
-                return self._answer(self._listener.accept()[0])
-            except OSError:  # the caller has gone, or too many files are open
+                return self._accept_command(self._listener.accept()[0])
+            except OSError:  # the client has gone, or too many files are open
                 return True
         return bool(ready)
 
-    def _answer(self, caller: socket.socket) -> bool:
-        """Run a caller's command in a fork; False when asked to end."""
-        caller.settimeout(ANSWER_S)
+    def _accept_command(self, client: socket.socket) -> bool:
+        """Run a client's command in a fork; False on a request to end."""
+        client.settimeout(ANSWER_S)
         descriptors: list[int] = []
         try:
-            if not is_own(caller):
+            if not is_own(client):
                 raise ValueError("another user's process")
-            head, descriptors, _, _ = socket.recv_fds(caller, 8, 3)
+            head, descriptors, _, _ = socket.recv_fds(client, 8, 3)
             if head == bytes(8):
-                caller.close()
+                client.close()
                 _close(descriptors)
                 return False
-            request = _read_request(caller, head)
+            request = _read_request(client, head)
             if len(descriptors) != 3:
                 raise ValueError("a command has an input, an output and a place for errors")
-        except (OSError, ValueError, RecursionError):  # or only asked whether we are here
-            caller.close()
+        except (OSError, ValueError, RecursionError):  # or a client of `is_up`
+            client.close()
             _close(descriptors)
             return True
-        caller.settimeout(None)
+        client.settimeout(None)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(request, descriptors, caller, parent)
+            self._run_command(request, descriptors, client, parent)
         _close(descriptors)
-        self._children[os.pidfd_open(pid)] = (pid, caller)
-        _tell(caller, pid=pid)
+        self._children[os.pidfd_open(pid)] = (pid, client)
+        _send_number(client, pid=pid)
         return True
 
-    def _become(
+    def _run_command(
         self,
-        request: _Request,
+        request: _CommandRequest,
         descriptors: list[int],
-        caller: socket.socket,
+        client: socket.socket,
         parent: int,
     ) -> None:
-        """In the fork: turn into the caller's command."""
-        from shoal.system.fork_server import exit_with
+        """In the fork: take over the client's context and run its command."""
+        from shoal.system.fork_server import run_and_exit
         from shoal.system.processes import die_with_parent
 
         die_with_parent(parent)
         os.setsid()
         self._listener.close()
-        caller.close()
+        client.close()
         for _, other in self._children.values():
             other.close()
         for target, descriptor in enumerate(descriptors):
@@ -289,47 +289,40 @@ class Warm:
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = ["shoal", *request["arguments"]]
 
-        exit_with(self._command, request["arguments"])
+        run_and_exit(self._command, request["arguments"])
 
     def _report_end(self, pidfd: int) -> None:
-        pid, caller = self._children.pop(pidfd)
+        pid, client = self._children.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(status)
-        _tell(caller, status=code if code >= 0 else 128 - code)
-        caller.close()
+        _send_number(client, status=code if code >= 0 else 128 - code)
+        client.close()
 
 
-def _read_request(caller: socket.socket, head: bytes) -> _Request:
-    """What a caller wants to be run; ValueError if that is nothing that a command is made of."""
+def _read_request(client: socket.socket, head: bytes) -> _CommandRequest:
+    """A client's request; ValueError if it is malformed. Python's own JSON keeps names that are not
+    UTF-8."""
+    from shoal.storage.decoding import PARSE_ERRORS
+
     length = int.from_bytes(head, "big")
     if len(head) < 8 or length > MOST_BYTES:
         raise ValueError("no request")
     content = b""
-    while len(content) < length and (part := caller.recv(length - len(content))):
+    while len(content) < length and (part := client.recv(length - len(content))):
         content += part
-    found = _read(content)
-    if found is None:
-        raise ValueError("no request")
-    return found
-
-
-def _read(content: bytes) -> _Request | None:
-    """Python's own JSON, which keeps names that are not UTF-8; None if it is no request."""
-    from shoal.storage.decoding import UNREADABLE
-
     try:
-        found: _Request = json.loads(content)
+        found: _CommandRequest = json.loads(content)
         environment = found["environment"]
-        return _Request(
+        return _CommandRequest(
             arguments=[str(word) for word in found["arguments"]],
             cwd=str(found["cwd"]),
             environment={str(name): str(value) for name, value in dict(environment).items()},
             umask=int(found["umask"]) & 0o777,
             streams=[(str(encoding), str(errors)) for encoding, errors in found["streams"][:2]],
         )
-    except UNREADABLE:
-        return None
+    except PARSE_ERRORS as error:
+        raise ValueError("no request") from error
 
 
 def _close(descriptors: list[int]) -> None:
@@ -337,14 +330,14 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def _tell(caller: socket.socket, **what: int) -> None:
+def _send_number(client: socket.socket, **what: int) -> None:
     try:
-        caller.sendall(json.dumps(what).encode() + b"\n")
+        client.sendall(json.dumps(what).encode() + b"\n")
     except OSError:
-        return  # it has gone; its command is ended when that shows
+        return  # it has ended; its command is killed when the socket shows that
 
 
-def _ended(number: int, frame: FrameType | None) -> None:
+def _on_term(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
@@ -355,5 +348,5 @@ def serve(path: Path, idle_s: float, command: Command) -> None:
     sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGTERM, _ended)
-    Warm(path, idle_s, command).serve()
+    signal.signal(signal.SIGTERM, _on_term)
+    WarmServer(path, idle_s, command).serve()

@@ -1,6 +1,6 @@
-"""Gradients gathered into flat buffers that leave while backward is still running.
+"""Gradient buckets: flat buffers that are sent while backward is still running.
 
-Parameters are dealt to buckets of about 4 MB in reverse order, which is roughly the order in
+Parameters are assigned to buckets of about 4 MB in reverse order, which is roughly the order in
 which their gradients arrive; a larger parameter has a bucket of its own. Layout and order of
 sending are pure functions of the parameter list, never of arrival, so ranks that use different
 parameters cannot deadlock: a hook only starts early what `send_rest` would start anyway. Buffers
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.comm.collectives import draining_ends
-from shoal.comm.spares import Spares
+from shoal.comm.buffer_pool import BufferPool
+from shoal.comm.collectives import drain_deadline
 from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
 
@@ -28,13 +28,13 @@ BUCKET_BYTES = 4 << 20
 WINDOW_BYTES = 8 << 20  # sent and not yet added up: what arrives is as large as what was sent
 
 
-def deal(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Deal parameters to buckets, those of one type and device together."""
-    return layout([(p.nbytes, (p.dtype, p.device)) for p in parameters], BUCKET_BYTES)
+def assign_parameters(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Assign parameters to buckets; a bucket has one dtype and device."""
+    return assign_buckets([(p.nbytes, (p.dtype, p.device)) for p in parameters], BUCKET_BYTES)
 
 
-def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
-    """Deal parameters, given as (bytes, kind), to buckets: in reverse, kinds kept apart."""
+def assign_buckets(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
+    """Assign parameters, given as (bytes, kind), to buckets: in reverse order, one kind in each."""
     buckets: list[list[int]] = []
     filled, kind = 0, None
     for index in reversed(range(len(sizes))):
@@ -47,11 +47,11 @@ def layout(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[
     return buckets
 
 
-class Bucket:
+class GradientBucket:
     """Some parameters and a flat buffer with a row for each block of this rank's pieces.
 
     `starts` says where each parameter stands in a row, and how long a row is; one after another if
-    it is left out. The buffer is taken from `spares` when it is first filled, until `close`.
+    it is left out. The buffer is taken from `buffers` when it is first filled, until `close`.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class Bucket:
         indices: list[int],
         parameters: Sequence[nn.Parameter],
         num_rows: int,
-        spares: Spares,
+        buffers: BufferPool,
         starts: Sequence[int] | None = None,
     ):
-        self.indices, self._num_rows, self._spares = indices, num_rows, spares
+        self.indices, self._num_rows, self._buffers = indices, num_rows, buffers
         self._parameters = [parameters[i] for i in indices]
         self._starts = starts or [0, *accumulate(p.numel() for p in self._parameters)]
         self.rows: list[Tensor] = []
         self.views: list[list[Tensor]] = []
 
     def close(self) -> None:
-        """Give the buffer back."""
+        """Return the buffer to the pool."""
         for row in self.rows:
-            self._spares.give(row)
+            self._buffers.give(row)
         self.rows, self.views = [], []
 
     def _open(self) -> None:
         first = self._parameters[0]
-        self.rows = [self._spares.take(self._starts[-1], first) for _ in range(self._num_rows)]
+        self.rows = [self._buffers.take(self._starts[-1], first) for _ in range(self._num_rows)]
         self.views = [[] for _ in self.rows]
         for row, views in zip(self.rows, self.views, strict=True):
             for p, (start, end) in zip(self._parameters, pairwise(self._starts), strict=True):
@@ -98,7 +98,7 @@ class Bucket:
         torch._foreach_copy_(views, values)
 
     def add(self, row: int, values: Values) -> None:
-        """Add to a row what pieces before it left."""
+        """Add the values of earlier pieces to a row."""
         views, present = self._present(row, values)
         if present:
             torch._foreach_add_(views, present)
@@ -114,7 +114,7 @@ class Bucket:
         return views, present
 
 
-class LoneBucket(Bucket):
+class SingleParameterBucket(GradientBucket):
     """One large parameter with one row: its gradient is sent from where autograd put it."""
 
     def close(self) -> None:
@@ -132,31 +132,31 @@ def make_bucket(
     indices: list[int],
     parameters: Sequence[nn.Parameter],
     num_rows: int,
-    spares: Spares,
+    buffers: BufferPool,
     starts: Sequence[int] | None = None,
-) -> Bucket:
-    """A bucket of the kind that suits; `starts` as `Bucket` takes them."""
+) -> GradientBucket:
+    """A bucket of the class that fits; `starts` as in `GradientBucket`."""
     fills_row = starts is None or starts[-1] == parameters[indices[0]].numel()
-    kind = LoneBucket if len(indices) == num_rows == 1 and fills_row else Bucket
-    return kind(indices, parameters, num_rows, spares, starts)
+    kind = SingleParameterBucket if len(indices) == num_rows == 1 and fills_row else GradientBucket
+    return kind(indices, parameters, num_rows, buffers, starts)
 
 
-class UnderWay(Protocol):
-    """What `start` returns: messages that are being sent."""
+class InFlight(Protocol):
+    """What `start` returns: messages in flight."""
 
     def fold(self) -> None:
         """Add up what arrived. Every rank calls it, in the order of the starts."""
         ...
 
     def drain(self, deadline: float) -> None:
-        """Wait until nothing touches the bucket any more, whatever the outcome; or so long."""
+        """Wait until no message uses the bucket any more, failed or not; or until `deadline`."""
         ...
 
 
-Sent = TypeVar("Sent", bound=UnderWay)
+Sent = TypeVar("Sent", bound=InFlight)
 
 
-class Buckets(Generic[Sent]):
+class GradientBuckets(Generic[Sent]):
     """The buckets of a parameter list and the hooks that send them.
 
     Order of calls in a step: `begin`; `arm` before the last piece's backward; `send_rest` after it.
@@ -167,9 +167,9 @@ class Buckets(Generic[Sent]):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        buckets: Sequence[Bucket],
+        buckets: Sequence[GradientBucket],
         num_rows: int,
-        start: Callable[[Bucket], Sent],
+        start: Callable[[GradientBucket], Sent],
         kept: bool = True,
     ):
         self.parameters, self.buckets = parameters, buckets
@@ -182,7 +182,7 @@ class Buckets(Generic[Sent]):
         self.begin()
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Start a step: reset the counters."""
         self.armed = False
         self.sent: list[Sent] = []
         self._sizes: list[int] = []  # in bytes, of what was sent
@@ -214,15 +214,15 @@ class Buckets(Generic[Sent]):
         self._in_flight -= self._sizes[self._num_folded]
         self._num_folded += 1
 
-    def hand_out(self, touched: Sequence[bool]) -> None:
+    def assign_gradients(self, touched: Sequence[bool]) -> None:
         """Make the sums the gradients; as in a plain loop, what no piece touched has none."""
         for bucket in self.buckets:
             for i, view in zip(bucket.indices, bucket.views[0], strict=True):
                 self.parameters[i].grad = view if touched[i] else None
 
     def close(self) -> None:
-        """Let what is under way end, and remove the hooks."""
-        deadline = draining_ends()
+        """Wait for the messages in flight, and remove the hooks."""
+        deadline = drain_deadline()
         for sent in self.sent:
             sent.drain(deadline)
         for hook in self._hooks:

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import FailedElsewhere, GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-LOOK = timedelta(seconds=0.5)  # between two looks whether a group that is waited for is lost
+LOOK = timedelta(seconds=0.5)  # between two checks whether the group of a wait is lost
 DRAIN_S = 2.0
 SMALL_BYTES = 128 * 1024  # to send in a sum that waits for messages rather than for bytes
 
 
 @contextmanager
-def loss_of_group(doing: str) -> Iterator[None]:
+def as_group_lost(doing: str) -> Iterator[None]:
     """Turn what the transport raises when a peer is gone into `GroupLost`."""
     try:
         yield
@@ -34,17 +34,17 @@ def loss_of_group(doing: str) -> Iterator[None]:
         raise GroupLost(f"the group broke while {doing}: {str(error).splitlines()[0]}") from error
 
 
-def goes_at_once(num_bytes: int, num_ranks: int) -> bool:
-    """Whether each rank sends all it has to each other one, to be added up there. Pure.
+def fits_direct_exchange(num_bytes: int, num_ranks: int) -> bool:
+    """Whether each rank sends its whole tensor to each other rank, which adds them up. Pure.
 
-    One message's time instead of a ring's 2 (n - 1), for n / 2 times the bytes.
+    The latency of one message instead of a ring's 2 (n - 1), for n / 2 times the bytes.
     """
     return num_bytes * (num_ranks - 1) <= SMALL_BYTES
 
 
 def bytes_of_all_reduce(num_bytes: int, num_ranks: int) -> int:
-    """That a rank sends. Pure."""
-    if goes_at_once(num_bytes, num_ranks):
+    """The bytes that a rank sends in an all-reduce. Pure."""
+    if fits_direct_exchange(num_bytes, num_ranks):
         return num_bytes * (num_ranks - 1)
     return int(num_bytes * 2 * (num_ranks - 1) / num_ranks)
 
@@ -53,8 +53,8 @@ class Pending:
     """Operations under way on some tensors. `wait` once before the tensors are read.
 
     Gloo forgets what it had begun to send when a connection breaks, and would wait for it until
-    the group's timeout. So whoever waits looks now and then whether the group is lost; but for
-    messages between two ranks, which a wait that ends early would break.
+    the group's timeout. So `wait` polls whether the group is lost; except for messages between two
+    ranks, which a wait that ends early would break.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Pending:
         then: Sequence[Callable[[], object]] = (),
         is_lost: Callable[[], bool] | None = None,
     ):
-        """`is_lost`: whether nobody will finish them; None if waiting does not block."""
+        """`is_lost`: whether they will never finish; None if waiting does not block."""
         self._works, self._then, self._is_lost = works, then, is_lost
 
     def __add__(self, other: "Pending") -> "Pending":
@@ -71,7 +71,7 @@ class Pending:
         return Pending(works, then, self._is_lost or other._is_lost)
 
     def wait(self) -> None:
-        with loss_of_group("waiting for a collective"):
+        with as_group_lost("waiting for a collective"):
             for work in self._works:
                 self._await(work)
         for finish in self._then:
@@ -84,7 +84,7 @@ class Pending:
         work.wait()
 
     def drain(self, deadline: float) -> None:
-        """Wait until nothing touches the tensors any more, whatever the outcome; or so long.
+        """Wait until no operation uses the tensors any more, failed or not; or until `deadline`.
 
         The group is being left: what has not ended by then ends with its connections.
         """
@@ -92,8 +92,8 @@ class Pending:
             _ends_within(work, timedelta(seconds=max(deadline - monotonic(), 0.001)))
 
 
-def draining_ends() -> float:
-    """By when all that is under way in a group that is being left must have ended."""
+def drain_deadline() -> float:
+    """By when the pending operations of a group that is being left must have ended."""
     return monotonic() + DRAIN_S
 
 
@@ -104,8 +104,8 @@ def _ends_within(work: dist.Work, time: timedelta) -> bool:
     return bool(work.is_completed())
 
 
-class Sent:
-    """What left this rank, through a group or any part of it."""
+class ByteCounter:
+    """Counts the bytes that left this rank, through a group or its subgroups."""
 
     num_bytes = 0
 
@@ -118,12 +118,12 @@ class Group:
         group: dist.ProcessGroup | None = None,
         *,
         is_lost: Callable[[], bool] = lambda: False,
-        sent: Sent | None = None,
+        sent: ByteCounter | None = None,
     ):
         self.handle, self.is_lost = group, is_lost
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
-        self._sent = Sent() if sent is None else sent
+        self._sent = ByteCounter() if sent is None else sent
 
     @property
     def bytes_sent(self) -> int:
@@ -133,15 +133,15 @@ class Group:
     def bytes_sent(self, value: int) -> None:
         self._sent.num_bytes = value
 
-    def part(self, ranks: Sequence[int]) -> "Group":
+    def subgroup(self, ranks: Sequence[int]) -> "Group":
         """A group of some of these ranks; of this one alone if it is not among them.
 
         All ranks of this group must call it, as often as each other and in the same order: torch
-        names a group by how many a process has, and members of two names would wait for ever.
+        names a group by how many a process has, and ranks with two names would deadlock.
         """
         ranks_of_world = dist.get_process_group_ranks(self.handle)
         ranks = ranks if self.rank in ranks else [self.rank]
-        with loss_of_group(f"forming the group of ranks {ranks}"):
+        with as_group_lost(f"forming the group of ranks {ranks}"):
             return Group(
                 dist.new_group(
                     [ranks_of_world[rank] for rank in ranks],
@@ -157,8 +157,8 @@ class Group:
         if self.num_ranks == 1:
             return Pending()
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
-        with loss_of_group("starting an all-reduce"):
-            if goes_at_once(tensor.nbytes, self.num_ranks):
+        with as_group_lost("starting an all-reduce"):
+            if fits_direct_exchange(tensor.nbytes, self.num_ranks):
                 return self._all_reduce_at_once(tensor)
             return self._pending(dist.all_reduce(tensor, group=self.handle, async_op=True))
 
@@ -177,13 +177,13 @@ class Group:
             out.copy_(tensor)
             return Pending()
         self.bytes_sent += (sum(lengths) - lengths[self.rank]) * tensor.element_size()
-        with loss_of_group("starting an all-to-all"):
+        with as_group_lost("starting an all-to-all"):
             work = dist.all_to_all_single(
                 out, tensor, out_lengths, lengths, group=self.handle, async_op=True
             )
             return self._pending(work)
 
-    def gather_shards(self, shards: Sequence[Tensor]) -> Pending:
+    def all_gather_shards(self, shards: Sequence[Tensor]) -> Pending:
         """Each rank holds the shard of its own number; afterwards all hold all of them.
 
         One broadcast a shard: with Gloo faster than its all-gather, and in place.
@@ -191,7 +191,7 @@ class Group:
         if self.num_ranks == 1:
             return Pending()
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
-        with loss_of_group("starting to gather shards"):
+        with as_group_lost("starting to gather shards"):
             works = [self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()]
             return self._pending(*works)
 
@@ -201,7 +201,7 @@ class Group:
             return
         if self.rank == source:
             self.bytes_sent += tensor.nbytes * (self.num_ranks - 1)
-        with loss_of_group(f"copying from rank {source}"):
+        with as_group_lost(f"copying from rank {source}"):
             there = tensor.to(self._device)  # the tensor itself, unless the transport wants a GPU
             self._pending(self._broadcast(there, source)).wait()
             if there is not tensor:
@@ -210,34 +210,34 @@ class Group:
     def send(self, tensor: Tensor, to: int) -> None:
         """Hand a tensor to one rank, which must call `receive`."""
         self.bytes_sent += tensor.nbytes
-        with loss_of_group(f"sending to rank {to}"):
+        with as_group_lost(f"sending to rank {to}"):
             dist.send(tensor.to(self._device), group_dst=to, group=self.handle)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        with loss_of_group(f"receiving from rank {source}"):
+        with as_group_lost(f"receiving from rank {source}"):
             there = tensor.to(self._device)
             dist.recv(there, group_src=source, group=self.handle)
             if there is not tensor:
                 tensor.copy_(there)
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Everybody's numbers, by rank."""
+    def all_gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of all ranks, by rank."""
         table = torch.zeros(self.num_ranks, len(numbers), dtype=torch.float64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         rows: list[list[float]] = self.merge(table).tolist()
         return rows
 
     @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """What fails on one rank fails on all, before any of them goes on."""
+    def raise_on_all(self) -> Iterator[None]:
+        """If the body fails on one rank, raise on all ranks before any of them continues."""
         try:
             yield
         except GroupLost:
             raise
         except Exception:
-            self.gather_numbers([True])
+            self.all_gather_numbers([True])
             raise
-        if any(failed for (failed,) in self.gather_numbers([False])):
+        if any(failed for (failed,) in self.all_gather_numbers([False])):
             raise FailedElsewhere("Another rank failed in what all ranks had to do.")
 
     def merge(self, table: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""The mesh: this rank's place along each axis, and the group to talk to there.
+"""The mesh: this rank's index along each axis, and its process group there.
 
-Ranks are numbered with the tensor axis running fastest, then data, then pipeline, so that those
-who talk most sit next to each other.
+Ranks are numbered with the tensor axis running fastest, then data, then pipeline, so that the ranks
+which communicate most are neighbours.
 
 A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the
 group once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under
-the next generation. Forming has a deadline of its own, because left alone it can wait half an
-hour for a rank that never came.
+the next generation. Forming has a deadline of its own, because torch would wait half an hour for a
+rank that never comes.
 """
 
 import math
@@ -18,12 +18,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
-from shoal.comm.store import client, come_together, form_group, leave_group, listen
+from shoal.comm.rendezvous import form_group, join_store, leave_group, serve_store, wait_for_ranks
 from shoal.comm.wire import Keys
 from shoal.errors import GroupLost, PlanError, UsageError
 from shoal.events.step import StepInfo
 from shoal.logs import log
-from shoal.plans.size import Size
+from shoal.plans.resize import RunSize
 from shoal.world import World
 
 FORM_TIMEOUT_S = 30.0
@@ -46,19 +46,19 @@ class Servers(NamedTuple):
     keys: Keys | None = None  # if they are on several hosts
 
 
-class Asked(NamedTuple):
-    """What a rank was asked for, to be agreed on with the others: that all stop after a step, or
-    wait there for the next generation."""
+class RankRequests(NamedTuple):
+    """Requests to one rank, which all ranks must agree on: to stop after a step, or to wait there
+    for the next generation."""
 
     stop: bool = False
     meet: bool = False
 
 
-NOTHING_ASKED = Asked()
+NO_REQUESTS = RankRequests()
 
 
 class Mesh(NamedTuple):
-    """Ranks that run one step together. Built anew for every generation."""
+    """Ranks that run one step together. A new one is built for every generation."""
 
     world: Group  # all of them
     data: Group
@@ -67,7 +67,7 @@ class Mesh(NamedTuple):
     device: str
     counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
     servers: Servers | None = None
-    sizes: tuple[Size, ...] = ()  # that the run had, the last one now; unless it keeps its size
+    sizes: tuple[RunSize, ...] = ()  # that the run had, the last one now; unless it keeps its size
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:
@@ -82,8 +82,8 @@ class Mesh(NamedTuple):
         if num_data < world.num_ranks:
             # The group that ranks met in was formed under a short deadline, which Gloo keeps for
             # messages between two ranks; and a stage may take its time.
-            world = world.part(range(world.num_ranks))
-        pipeline, data, tensor = (_line(world, shape, axis) for axis in range(3))
+            world = world.subgroup(range(world.num_ranks))
+        pipeline, data, tensor = (_group_along(world, shape, axis) for axis in range(3))
         return cls(world, data, tensor, pipeline, device)
 
     @property
@@ -104,7 +104,7 @@ class Mesh(NamedTuple):
         return self.world.bytes_sent
 
 
-def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
+def _group_along(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
     """The ranks that differ from this one along one axis alone."""
     if shape[axis] == world.num_ranks:
         return world
@@ -112,7 +112,7 @@ def _line(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
         return Group(is_lost=world.is_lost)
     stride = math.prod(shape[axis + 1 :])
     first = world.rank - world.rank // stride % shape[axis] * stride
-    return world.part([first + i * stride for i in range(shape[axis])])
+    return world.subgroup([first + i * stride for i in range(shape[axis])])
 
 
 Check = Callable[[Group], None]
@@ -126,7 +126,7 @@ class Seat(Protocol):
     """A rank's place in the mesh. Called by the trainer, from its thread only.
 
     `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed. `step`
-    is the one of which a failure is told.
+    is the step that a report of a failure names.
     """
 
     step: int
@@ -148,7 +148,7 @@ class Seat(Protocol):
         """Put something on the run's record."""
         ...
 
-    def asked(self) -> Asked: ...
+    def asked(self) -> RankRequests: ...
     def finish(self, meets: bool = False) -> bool:
         """Wait until this rank may end: True; False if another generation comes first.
 
@@ -186,12 +186,12 @@ class LauncherSeat:
         if not dist.is_initialized():
             host, port = _master()
             if world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-                store, _ = listen(host, port)
+                store, _ = serve_store(host, port)
                 store.set_timeout(timedelta(seconds=self._form_timeout_s))
             else:
-                store = client(host, port, self._form_timeout_s)
+                store = join_store(host, port, self._form_timeout_s)
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            come_together(store, f"shoal/{restart}", world, self._form_timeout_s)
+            wait_for_ranks(store, f"shoal/{restart}", world, self._form_timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))
             self._owns_group = True
         group = Group(dist.group.WORLD)
@@ -202,17 +202,16 @@ class LauncherSeat:
         raise lost
 
     def formed(self, step: int) -> None:
-        """Nobody keeps account."""
+        """There is no supervisor to inform."""
 
     def stepped(self, info: StepInfo) -> None:
-        """Nobody watches."""
+        """There is no supervisor to inform."""
 
     def tell(self, event: str, **what: Any) -> None:
-        told = ", ".join(f"{name} {value}" for name, value in what.items())
-        log.info("%s: %s", event, told)
+        log.info("%s: %s", event, ", ".join(f"{name} {value}" for name, value in what.items()))
 
-    def asked(self) -> Asked:
-        return Asked(stop=self._stop)
+    def asked(self) -> RankRequests:
+        return RankRequests(stop=self._stop)
 
     def finish(self, meets: bool = False) -> bool:
         return True

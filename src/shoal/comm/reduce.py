@@ -1,10 +1,10 @@
 """Sums over ranks whose bits do not depend on how many ranks there are.
 
-Each rank brings one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
+Each rank has one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
 all-reduce adds the same two numbers. Otherwise every rank gets its shard of every row by an
-all-to-all, folds them in the tree's order and hands the result round: the bytes of a ring
-all-reduce when each rank brings one row. Rows so small that only messages count go whole to all,
-and everyone folds. Not for sums whose order is free: that is `Group.all_reduce`.
+all-to-all, folds them in the tree's order and sends the result to all: the bytes of a ring
+all-reduce when each rank has one row. Small rows, whose cost is latency, go whole to all ranks, and
+every rank folds them. Not for sums whose order is free: that is `Group.all_reduce`.
 
 Cost per rank and step: (rows + 1)(n-1)/n times the gradient's bytes; rows (n-1) times, if small.
 """
@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Group, Pending, goes_at_once
-from shoal.comm.spares import Spares
+from shoal.comm.buffer_pool import BufferPool
+from shoal.comm.collectives import Group, Pending, fits_direct_exchange
 from shoal.comm.tree import Block, fold
 
 
@@ -30,7 +30,7 @@ class TreeReduce:
         self.num_rows = len(blocks[group.rank])
         self.num_pieces = sum(block.num_pieces for row in blocks for block in row)
         self.any_order = all(len(row) == 1 for row in blocks) and len(blocks) <= 2
-        self.spares = Spares()  # for what arrives
+        self.buffers = BufferPool()  # for received rows
 
     def start(self, rows: Sequence[Tensor]) -> "Reduction":
         """Begin to sum flat rows of equal length; the result takes the place of the first row."""
@@ -43,11 +43,11 @@ class TreeReduce:
     def at_once(self, num_bytes: int) -> bool:
         """Whether rows of this size go whole to all. Pure, and the same on every rank."""
         most = max(len(blocks) for blocks in self.blocks)
-        return goes_at_once(most * num_bytes, len(self.blocks))
+        return fits_direct_exchange(most * num_bytes, len(self.blocks))
 
 
 class Reduction:
-    """A sum under way. `fold` may start more messages; `finish` returns the sum."""
+    """A pending sum. `fold` may start more messages; `finish` returns the sum."""
 
     def __init__(self, result: Tensor, pending: Pending):
         self.result = result
@@ -64,8 +64,8 @@ class Reduction:
         self.pending.drain(deadline)
 
 
-class Scatter:
-    """Every rank gets its shard of the rows of all, to add them up in the tree's order in `sum`.
+class ReduceScatter:
+    """Every rank gets its shard of all rows, and adds them up in the tree's order in `sum`.
 
     `cuts` are where the shards begin, and the end. Held until `fold`: as many elements as a row has
     for each row that a rank brings.
@@ -81,7 +81,7 @@ class Scatter:
         self._lent: list[Tensor] = []
         for k in range(max(len(blocks) for blocks in tree.blocks)):
             senders = [r for r in range(num_ranks) if k < len(tree.blocks[r])]
-            out = tree.spares.take(own * len(senders), rows[0])
+            out = tree.buffers.take(own * len(senders), rows[0])
             out_lengths = [own if r in senders else 0 for r in range(num_ranks)]
             sends = group.rank in senders
             self.arrivals.append(
@@ -106,7 +106,7 @@ class Scatter:
             if root is not self.sum:
                 self.sum.copy_(root)
         for out in self._lent:
-            self.tree.spares.give(out)
+            self.tree.buffers.give(out)
         self.received, self.arrivals, self._lent = {}, [], []
 
     def drain(self, deadline: float) -> None:
@@ -115,7 +115,7 @@ class Scatter:
 
 
 class WholeReduction(Reduction):
-    """The rows of all to everyone, who folds them: one message's time."""
+    """All rows go to all ranks, and each folds them: the latency of one message."""
 
     def __init__(self, tree: TreeReduce, rows: Sequence[Tensor]):
         length, num_ranks = rows[0].numel(), tree.group.num_ranks
@@ -141,11 +141,11 @@ class ShardedReduction(Reduction):
         length, rank, num_ranks = rows[0].numel(), tree.group.rank, tree.group.num_ranks
         cuts = [length * r // num_ranks for r in range(num_ranks + 1)]
         self.shards = [self.result[start:stop] for start, stop in pairwise(cuts)]
-        self.scatter = Scatter(tree, rows, cuts, self.shards[rank])
+        self.scatter = ReduceScatter(tree, rows, cuts, self.shards[rank])
 
     def fold(self) -> None:
         self.scatter.fold()
-        self.pending = self.scatter.tree.group.gather_shards(self.shards)
+        self.pending = self.scatter.tree.group.all_gather_shards(self.shards)
 
     def drain(self, deadline: float) -> None:
         self.scatter.drain(deadline)

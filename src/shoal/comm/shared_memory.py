@@ -4,10 +4,10 @@ A segment is an anonymous file of the kernel (memfd). Another process opens it t
 descriptor of one that holds it, `/proc/<pid>/fd/<fd>`, so nothing has to be cleared away: it is
 gone with the last process that holds it, however that ends. Its size is sealed, because a peer
 that shrank it would end every other with a bus error. Not for processes of two hosts or two
-containers: these are told apart by a name drawn at random, and refused.
+containers: a random name distinguishes them, and `open` raises NotShared.
 
 Linux only. The pages are there before the first use, large ones where the kernel has them
-(`system/large_pages.py`): creating costs as much as writing zeros.
+(`system/huge_pages.py`): creating costs as much as writing zeros.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ import torch
 from shoal.errors import ShoalError
 from shoal.events.meters import memory_left_bytes
 from shoal.faults import faultpoint
-from shoal.system.large_pages import enlarge_pages, map_shared
+from shoal.system.huge_pages import map_shared, use_huge_pages
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MOST_PID = 1 << 22  # the kernel's own limit
@@ -35,7 +35,7 @@ class NotShared(ShoalError):
     """This memory cannot be had or reached; the peers must send the bytes instead."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class SegmentHandle(msgspec.Struct, frozen=True):
     """How another process of this host finds a segment. It holds while process `pid` has it open.
 
     `name` is random: on another host, or in another container, the same process number may hold
@@ -48,7 +48,7 @@ class Place(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Segment:
+class SharedSegment:
     """Memory that processes of one host share; gone with the last of them, however they end.
 
     `bytes` is all of it, on the boundary of a page; `segment.bytes[a:b].view(torch.float32)` is a
@@ -75,7 +75,7 @@ class Segment:
             faultpoint("memory.share")
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, num_bytes)
-            enlarge_pages(fd, num_bytes)
+            use_huge_pages(fd, num_bytes)
             os.posix_fallocate(fd, 0, num_bytes)  # what is small still
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(fd, num_bytes, name)
@@ -87,7 +87,7 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, place: Place, most_bytes: int, at_once: bool = True) -> Self:
+    def open(cls, place: SegmentHandle, most_bytes: int, at_once: bool = True) -> Self:
         """The segment that another process holds; NotShared if it is not the one that was meant.
 
         Pages are mapped `at_once`, or each with its first use.
@@ -115,12 +115,12 @@ class Segment:
             ) from error
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SegmentHandle:
         """Where others find it: at this process, which in a forked child is the child."""
-        return Place(os.getpid(), self._fd, self.num_bytes, self._name)
+        return SegmentHandle(os.getpid(), self._fd, self.num_bytes, self._name)
 
     def close(self) -> None:
-        """Let go of it. Tensors that still view it keep the memory, until the last one is gone."""
+        """Release it. Tensors that still view it keep the memory, until the last one is gone."""
         fd, self._fd = self._fd, -1
         _close(fd)
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def _check_free(num_bytes: int) -> None:
         )
 
 
-def _check_numbers(place: Place, most_bytes: int) -> None:
+def _check_numbers(place: SegmentHandle, most_bytes: int) -> None:
     if not (0 < place.pid <= MOST_PID and 0 <= place.fd <= MOST_FD):
         raise NotShared(
             f"There is no process {place.pid} with a descriptor {place.fd}: the message that names "
@@ -158,7 +158,7 @@ def _check_numbers(place: Place, most_bytes: int) -> None:
         )
 
 
-def _check_link(path: str, place: Place) -> None:
+def _check_link(path: str, place: SegmentHandle) -> None:
     """What the kernel shows of an anonymous file is its name, so a file on a disk is seen here."""
     if os.readlink(path) != f"/memfd:{place.name} (deleted)":
         raise NotShared(
@@ -168,7 +168,7 @@ def _check_link(path: str, place: Place) -> None:
         )
 
 
-def _check_seals(fd: int, place: Place) -> None:
+def _check_seals(fd: int, place: SegmentHandle) -> None:
     """With its seals, the size that is seen here is its size for good."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise NotShared(

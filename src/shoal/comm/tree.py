@@ -2,8 +2,8 @@
 
 Floating-point sums depend on their order, so "the same weights at any number of ranks" needs one
 order that every split of the work can follow: a binary tree over the piece numbers. A rank adds
-up the largest aligned subtrees that lie wholly in its share and sends those; whoever holds all of
-them folds them into the root. Pure; costs log2(pieces) partial sums of memory while pieces
+up the largest aligned subtrees that lie wholly in its share and sends those; the rank that holds
+all of them folds them into the root. Pure; costs log2(pieces) partial sums of memory while pieces
 accumulate.
 
 Read next: `buckets.py`, which sends the subtrees.

@@ -1,4 +1,4 @@
-"""Unix sockets that processes of one user reach, and nobody else.
+"""Unix sockets that only processes of one user can reach.
 
 They lie in a directory that only its owner may enter, so the kernel lets no other user connect,
 and no other user can put a socket of its own in the place of one. Ports of loopback and abstract
@@ -55,7 +55,7 @@ def socket_directory(run_dir: Path) -> Iterator[Path]:
 
 
 def _try_out(directory: str) -> None:
-    directory.encode()  # as others are told of it
+    directory.encode()  # as messages carry it
     path = reachable(new_path(directory))
     with socket.socket(socket.AF_UNIX) as trial:
         trial.bind(path)
@@ -97,10 +97,10 @@ def reachable(path: str) -> str:
 def is_own(connection: socket.socket) -> bool:
     """Whether the process at the other end is one of this user's."""
     try:
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     except OSError:
         return False
-    return bool(_PEER.unpack(told)[1] == os.geteuid())
+    return bool(_PEER.unpack(credentials)[1] == os.geteuid())
 
 
 def _forget(directory: str) -> None:

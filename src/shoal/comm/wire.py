@@ -1,11 +1,11 @@
 """Messages between workers and parameter servers: a typed record and raw tensors, over ZeroMQ.
 
 A message is one small frame, the head, and a frame for each tensor, which is sent from where it
-lies. The head holds the record as MessagePack, the frames' lengths and one XXH3-64 over all of
-it, so a frame that was damaged, cut or mixed up on the way is refused before anything is made of
-it, and nothing is unpickled. Each frame is bounded before memory is taken for it. A message is only
-when all its frames are in memory, since ZeroMQ hands over whole messages: whoever gets in may take
-as much for a while as it can send.
+lies. The head holds the record as MessagePack, the frames' lengths and one XXH3-64 over all of it,
+so a frame that was damaged, cut or mixed up on the way is refused before anything is made of it,
+and nothing is unpickled. Each frame is bounded before memory is allocated. A message is complete
+when all its frames are in memory, since ZeroMQ hands over whole messages: a peer with the keys may
+make this process hold as much as it can send.
 
 Without keys only Unix sockets are used that this user alone can reach (`unix.py`): on loopback
 every user of the machine would get in. With keys (CURVE) it is TCP, every byte is encrypted, and
@@ -34,7 +34,7 @@ from zmq.utils import z85
 
 from shoal.comm.unix import new_path, reachable, refuse_open
 from shoal.errors import ShoalError, UsageError
-from shoal.storage.decoding import json_or_none
+from shoal.storage.decoding import try_decode_json
 from shoal.storage.files import read_private, write_private
 
 VERSION = 1
@@ -225,7 +225,7 @@ def load_keys(path: Path) -> Keys:
         raise UsageError(
             f"Cannot read the run's keys in {path}: {error.strerror}. {way_out}"
         ) from error
-    keys = json_or_none(content, Keys)
+    keys = try_decode_json(content, Keys)
     if keys is None or not _are_whole(keys):
         raise UsageError(
             f"{path} does not hold the keys of a run, or they are damaged. Give the file that the "
@@ -271,7 +271,7 @@ def listen(context: Context, place: str, keys: Keys | None, most_bytes: int) -> 
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, keys.client_public.encode())
-        # Else everybody gets in who knows the server's public key, if no thread checks.
+        # Without it every client that knows the server's public key gets in, if no thread checks.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         ip = _resolve(place)
         socket.setsockopt(zmq.IPV6, ":" in ip)
@@ -367,26 +367,26 @@ def _check_clients(context: Context) -> None:
     One answers for all sockets of a context, since each names the key it lets in as its domain.
     """
     # A shadow, so that `context.destroy` does not close the socket under the thread.
-    door: Socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    zap: Socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     try:
-        door.setsockopt(zmq.LINGER, 0)
-        door.bind("inproc://zeromq.zap.01")
+        zap.setsockopt(zmq.LINGER, 0)
+        zap.bind("inproc://zeromq.zap.01")
     except zmq.ZMQError as error:
-        door.close()
+        zap.close()
         if error.errno != zmq.EADDRINUSE:
             raise
     else:
-        threading.Thread(target=_answer, args=(door,), name="shoal-keys", daemon=True).start()
+        threading.Thread(target=_authenticate, args=(zap,), name="shoal-keys", daemon=True).start()
 
 
-def _answer(door: Socket) -> None:
+def _authenticate(zap: Socket) -> None:
     """Until the context ends. ZeroMQ has made sure that the client holds the key's other half."""
-    with door:
+    with zap:
         while True:
             try:
-                version, request, domain, _, _, mechanism, *proof = door.recv_multipart()
+                version, request, domain, _, _, mechanism, *proof = zap.recv_multipart()
                 is_in = mechanism == b"CURVE" and [domain] == [z85.encode(key) for key in proof]
                 verdict = [b"200", b"", b"client"] if is_in else [b"400", b"unknown key", b""]
-                door.send_multipart([version, request, *verdict, b""])
+                zap.send_multipart([version, request, *verdict, b""])
             except zmq.ContextTerminated:
                 return

@@ -1,11 +1,11 @@
-"""What a plan does to a model, said before a rank starts.
+"""What a plan does to a model, computed before a rank starts.
 
-`explain` builds the model once, looks at it as the ranks' common process would
-(`training/build.py`), and works out for every rank what it holds and what it sends in a step. The
+`explain` builds the model once, surveys it as the ranks' parent process would
+(`training/build.py`), and computes for every rank what it holds and what it sends in a step. The
 optimizer's state is found by one step on tiny stand-ins of the parameters; messages of the tensor
 axis are counted on a dry run of one piece that sends nothing. Activations are not predicted.
 
-Cost: one copy of the model, a handful of forwards, and one backward pass if `tensor` is above 1.
+Cost: one copy of the model, a few forward passes, and one backward pass if `tensor` is above 1.
 Read next: `rank.py` for who holds what, `memory.py` and `traffic.py` for bytes and messages,
 `tensor.py` for the tensor axis, `servers.py` for parameter servers.
 """
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cost.lookups import count_lookups
-from shoal.cost.memory import Memory, memory
-from shoal.cost.rank import Facts, Kept, Rank, Whole
+from shoal.cost.memory import MemoryUse, rank_memory
+from shoal.cost.rank import ModelParameter, PlanFacts, Rank, StateTensor
 from shoal.cost.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
-from shoal.cost.tensor import Cuts, count_moves, cuts_of
-from shoal.cost.traffic import Message, holders_of, messages
+from shoal.cost.tensor import TensorCuts, count_tensor_traffic, cuts_of
+from shoal.cost.traffic import Message, holders_of, rank_messages
 from shoal.errors import RecipeError
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.optimizers import Part, is_element_wise, put_parts, stepper
+from shoal.numerics.optimizers import ParameterPart, is_element_wise, put_parts, stepper
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
-from shoal.training.build import Prepared, prepare
+from shoal.training.build import BuiltModel, build_model
 from shoal.training.run import Run, call_model, make_batches
 
-_TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in: all differ, so that its state tells its dims
+_TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in; all differ, so that state shows its dims
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -51,21 +51,21 @@ class StageRow(msgspec.Struct, frozen=True):
     stays: bool  # the next stage is on the same rank
 
 
-class Tied(msgspec.Struct, frozen=True):
+class TiedParameter(msgspec.Struct, frozen=True):
     name: str
     ranks: list[int]  # on the pipeline axis
     num_bytes: int
 
 
 class Bubble(msgspec.Struct, frozen=True):
-    """The share of the time for which a pipeline rank waits, stages being equal."""
+    """The share of the time that a pipeline rank waits, if all stages take equally long."""
 
     share: float
     formula: str
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """One rank: its place, what it holds, what it sends in a step."""
+    """One rank: its coordinates, what it holds, what it sends in a step."""
 
     rank: int
     pipeline: int
@@ -75,7 +75,7 @@ class RankRow(msgspec.Struct, frozen=True):
     num_pieces: int  # of each step
     num_held: int  # elements of parameters
     num_stepped: int  # elements that its optimizer steps on
-    memory: Memory
+    memory: MemoryUse
     messages: list[Message]
 
 
@@ -91,9 +91,9 @@ class Explanation(msgspec.Struct, frozen=True):
     num_trained: int
     alone: dict[str, int]  # bytes in one process: parameters, gradients, optimizer
     stages: list[StageRow]
-    tied: list[Tied]
+    tied: list[TiedParameter]
     bubble: Bubble | None
-    cuts: Cuts | None
+    cuts: TensorCuts | None
     ranks: list[RankRow]
     servers: list[ServerRow]
     hosts: list[ServerRow]  # the servers that hosts have of their own
@@ -111,7 +111,7 @@ _TABLES = (
 
 def explain(run: Run, plan: Plan) -> Explanation:
     """What a resolved plan does to a run's model. Raises PlanError if it cannot work."""
-    prepared = prepare(run, plan)
+    prepared = build_model(run, plan)
     facts = _facts(run, plan, prepared)
     ranks = [Rank(facts, number) for number in range(plan.num_ranks)]
     norm_blocks = sum(rank.counted_blocks() for rank in ranks)
@@ -131,7 +131,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         alone=_alone(facts),
         stages=_stage_rows(found, plan, sizes) if found else [],
         tied=[
-            Tied(name, holders, count * size)
+            TiedParameter(name, holders, count * size)
             for name, (count, size) in sizes.items()
             if len(holders := holders_of(name, facts)) > 1
         ],
@@ -148,10 +148,10 @@ def explain(run: Run, plan: Plan) -> Explanation:
     )
 
 
-# ---- what is asked of the model
+# ---- facts about the model
 
 
-def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
+def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> PlanFacts:
     model, survey = prepared.model, prepared.survey
     piece = make_batches(run, plan.num_pieces).at(0).piece(0)
     places = [
@@ -162,7 +162,7 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
     ]
     optimizer = run.make_optimizer(model)
     parameters = [
-        Whole(name, tuple(p.shape), p.dtype, p.requires_grad)
+        ModelParameter(name, tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()
     ]
     tables = weights_of(tables_of(model).values())
@@ -176,7 +176,7 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
         call_model(model, piece.inputs)
     changed = dict(zip([name for name, _ in places], held.end_piece(), strict=True))
     held.restore()
-    facts = Facts(
+    facts = PlanFacts(
         plan=plan,
         survey=survey,
         parameters=parameters,
@@ -193,10 +193,10 @@ def _facts(run: Run, plan: Plan, prepared: Prepared) -> Facts:
     )
     if survey.tensor is None:
         return facts
-    return facts._replace(moves=count_moves(run, plan, prepared, piece))
+    return facts._replace(moves=count_tensor_traffic(run, plan, prepared, piece))
 
 
-def _units(prepared: Prepared, plan: Plan, rank: int) -> list[list[str]]:
+def _units(prepared: BuiltModel, plan: Plan, rank: int) -> list[list[str]]:
     """The parameters that FSDP2 shards on a pipeline rank, by unit; the model itself comes last."""
     model, found, tensor = prepared.model, prepared.survey.stages, prepared.survey.tensor
     names = {p: name for name, p in model.named_parameters()}
@@ -217,17 +217,17 @@ def _units(prepared: Prepared, plan: Plan, rank: int) -> list[list[str]]:
 
 def _state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tables: Collection[Tensor]
-) -> dict[str, list[Kept]]:
-    """What the optimizer keeps of each parameter: one step on stand-ins of a few elements."""
+) -> dict[str, list[StateTensor]]:
+    """The optimizer's state of each parameter, found by one step on stand-ins of a few elements."""
     names = {p: name for name, p in model.named_parameters()}
     stand_ins: dict[str, nn.Parameter] = {}
 
-    def stand_in(p: nn.Parameter) -> list[Part]:
+    def stand_in(p: nn.Parameter) -> list[ParameterPart]:
         sizes = [*_TINY, *[1] * p.dim()][: p.dim()]
         tiny = stand_ins[names[p]] = nn.Parameter(torch.ones(sizes, dtype=p.dtype))
         dense = torch.ones_like(tiny)
         tiny.grad = dense.to_sparse(1) if p in tables else dense
-        return [Part(tiny, lambda _: torch.zeros_like(tiny))]
+        return [ParameterPart(tiny, lambda _: torch.zeros_like(tiny))]
 
     put_parts(optimizer, stand_in)
     try:
@@ -246,13 +246,15 @@ def _state(
     return {name: [one for one in parts if one is not None] for name, parts in kept.items()}
 
 
-def _kept(value: Any, tiny: nn.Parameter) -> Kept | None:
+def _kept(value: Any, tiny: nn.Parameter) -> StateTensor | None:
     if not isinstance(value, Tensor):
         return None
     if value.shape == tiny.shape and value.dim():
-        return Kept(None, value.element_size())
+        return StateTensor(None, value.element_size())
     sizes = list(tiny.shape)
-    return Kept(tuple(sizes.index(n) for n in value.shape if n in sizes), value.element_size())
+    return StateTensor(
+        tuple(sizes.index(n) for n in value.shape if n in sizes), value.element_size()
+    )
 
 
 # ---- rows
@@ -266,13 +268,13 @@ def _rank_row(rank: Rank, norm_blocks: int) -> RankRow:
         num_pieces=len(rank.rounds) * rank.plan.num_microbatches,
         num_held=sum(p.num_elements for p in rank.parameters),
         num_stepped=rank.num_stepped,
-        memory=worker_memory(rank) if is_worker else memory(rank),
-        messages=worker_messages(rank) if is_worker else messages(rank, norm_blocks),
+        memory=worker_memory(rank) if is_worker else rank_memory(rank),
+        messages=worker_messages(rank) if is_worker else rank_messages(rank, norm_blocks),
     )
 
 
-def _alone(facts: Facts) -> dict[str, int]:
-    """What one process would hold, in bytes."""
+def _alone(facts: PlanFacts) -> dict[str, int]:
+    """The bytes that one process would hold."""
     sizes = {p.name: math.prod(p.shape) * p.dtype.itemsize for p in facts.parameters}
     trained = [p for p in facts.parameters if p.is_trained]
     kept = [one.num_bytes(p.shape) for p in trained for one in facts.state.get(p.name, ())]
@@ -304,14 +306,14 @@ def _stage_rows(
 
 
 def _bubble(plan: Plan, found: StagePlan) -> Bubble:
-    """By the orders of work that PyTorch's schedules make, if all stages take the same time."""
+    """From the orders of PyTorch's schedules, if all stages take the same time."""
     p, m, v = plan.pipeline, plan.num_microbatches, plan.num_stages
     if plan.schedule in ("gpipe", "1f1b"):
         return Bubble((p - 1) / (m + p - 1), "(p-1)/(m+p-1)")
     split = all(stage.splits_backward for stage in found.stages)
     if plan.schedule == "interleaved" or not split:
         return Bubble((p - 1) / (v * m + p - 1), "(p-1)/(vm+p-1)")
-    # With the backward pass in two a rank idles for p-1 of 3vm+p-1 parts; in a V with few
+    # With a split backward pass a rank idles for p-1 of 3vm+p-1 parts; in a V with few
     # microbatches for more.
     idle = max(p - 1, 4 * p - 2 - 2 * m) if plan.schedule == "zbv" else p - 1
     words = "(p-1)/(3vm+p-1)" if idle == p - 1 else "i/(3vm+i), i=4p-2-2m"
@@ -335,7 +337,7 @@ def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
             "Gradients and parameters count as sent also where they stay in memory that workers "
             "and servers of a host share."
         )
-    if plan.bound != 0:
+    if plan.staleness_bound != 0:
         notes.append(
             f"staleness={plan.staleness}: each rank's pieces are a step of the optimizer, with a "
             "learning rate that is their share of the batch."
@@ -343,7 +345,7 @@ def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
     if plan.deadline_s is not None:
         notes.append(
             f"deadline={plan.deadline}: a round closes so many seconds after its first replica "
-            "came. Who is late brings what it learnt to its next round."
+            "came. A late replica pushes its outer gradient in its next round."
         )
     if plan.precision != "fp32":
         notes.append(

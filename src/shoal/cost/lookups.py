@@ -1,7 +1,7 @@
-"""What a step looks up in tables whose rows are on servers, seen on the first batch.
+"""The lookups of a step in tables whose rows are on servers, counted on the first batch.
 
-How many rows a step touches is for the samples to say: the figures are those of the first batch,
-found by running its pieces, and others differ by as much as batches do.
+The number of rows that a step touches depends on the samples: the figures are those of the first
+batch, found by running its pieces; other batches differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from shoal.comm.tree import Block
 from shoal.cost.rank import Rank
 from shoal.cost.traffic import Message
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.reserved import Reserved
+from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.striping import Striping, tables_of
 from shoal.training.run import Run, call_model, make_batches
 
-NUMBER = 8  # bytes, of a row's place
+NUMBER = 8  # bytes of a row's index
 
 
-class Uses(NamedTuple):
-    """Of one table: the rows that each lookup asks for, by piece."""
+class TableLookups(NamedTuple):
+    """The rows that each lookup in one table asks for, by piece."""
 
     num_rows: int
     row_bytes: int
@@ -32,28 +32,28 @@ class Uses(NamedTuple):
     is_lazy: bool = False  # only touched rows take memory
 
     def touched(self, block: Block) -> int:
-        """Rows in the sum of some pieces."""
+        """The number of rows in the sum of some pieces."""
         found = [ids for n in range(block.num_pieces) for ids in self.by_piece[block.first + n]]
         return len({*torch.cat(found).tolist()} - {self.padding}) if found else 0
 
     @property
     def rows(self) -> Tensor:
-        """All that are looked up."""
+        """All rows that are looked up."""
         found = [ids for calls in self.by_piece for ids in calls]
         rows: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *found]).unique()
         return rows
 
 
-def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, Uses]:
-    """Run the pieces of the first batch and see what they look up."""
+def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, TableLookups]:
+    """Run the pieces of the first batch and record their lookups."""
     tables = tables_of(model)
     uses = {
-        name: Uses(
+        name: TableLookups(
             m.num_embeddings,
             m.embedding_dim * m.weight.itemsize,
             [],
             m.padding_idx,
-            isinstance(m.weight, Reserved),
+            isinstance(m.weight, ReservedParameter),
         )
         for name, m in tables.items()
     }
@@ -76,12 +76,12 @@ def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, Uses
 
 
 def sent_by_worker(rank: Rank, blocks: Sequence[Block]) -> list[Message]:
-    """Numbers of rows to look up, and the sums of touched rows.
+    """The row indices that a worker sends, and the gradients of the touched rows.
 
-    In lockstep rows are read where they stand, unless they are lazy.
+    In lockstep rows are read in shared memory, unless they are lazy.
     """
     uses = rank.facts.tables
-    looked = [use for use in uses.values() if rank.plan.bound != 0 or use.is_lazy]
+    looked = [use for use in uses.values() if rank.plan.staleness_bound != 0 or use.is_lazy]
     calls = [ids for use in looked for index in rank.rounds for ids in use.by_piece[index]]
     asked = Message("numbers of rows", "servers", "look", len(calls), NUMBER * sum(map(len, calls)))
     pushed = sum(
@@ -91,8 +91,8 @@ def sent_by_worker(rank: Rank, blocks: Sequence[Block]) -> list[Message]:
     return [asked, Message("gradients of rows", "servers", "push", count, pushed)]
 
 
-def sent_by_server(uses: Mapping[str, Uses], server: int, num_servers: int) -> Message:
-    """The rows that all workers look up there."""
+def sent_by_server(uses: Mapping[str, TableLookups], server: int, num_servers: int) -> Message:
+    """The rows that all workers look up on a server."""
     count = num_bytes = 0
     for use in uses.values():
         striping = Striping(use.num_rows, num_servers)
@@ -102,16 +102,16 @@ def sent_by_server(uses: Mapping[str, Uses], server: int, num_servers: int) -> M
     return Message("rows", "workers", "look", count, num_bytes)
 
 
-def rows_held(use: Uses, server: int, num_servers: int) -> int:
-    """That take memory there; of a lazy table, after the first batch."""
+def rows_held(use: TableLookups, server: int, num_servers: int) -> int:
+    """The rows that take memory on a server; of a lazy table, after the first batch."""
     striping = Striping(use.num_rows, num_servers)
     if use.is_lazy:
         return int((striping.servers_of(use.rows) == server).sum())
     return sum(map(len, striping.stripes_of(server)))
 
 
-def sum_bytes(use: Uses, server: int, num_servers: int) -> int:
-    """Of a step's gradients of one server's rows, with the numbers of these."""
+def sum_bytes(use: TableLookups, server: int, num_servers: int) -> int:
+    """The bytes of a step's gradients of one server's rows, with the row indices."""
     rows = use.rows[use.rows != (-1 if use.padding is None else use.padding)]
     own = Striping(use.num_rows, num_servers).servers_of(rows) == server
     return int(own.sum()) * (use.row_bytes + NUMBER)

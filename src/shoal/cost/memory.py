@@ -1,6 +1,6 @@
-"""What a rank holds, in bytes.
+"""The memory of a rank, in bytes.
 
-The figures follow the strategies line by line (`sync/`, `training/compute.py`) on the sizes of
+The figures follow the strategies line by line (`sync/`, `training/compute.py`), with the sizes of
 `rank.py`; those of an outer optimizer are in `outer.py`.
 """
 
@@ -20,8 +20,9 @@ class Amount(msgspec.Struct, frozen=True):
     formula: str
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """Of one rank, without activations. `extra` is an estimate of what a step needs on top."""
+class MemoryUse(msgspec.Struct, frozen=True):
+    """The memory of one rank or server, without activations. `extra` is what a step needs on top,
+    estimated."""
 
     parameters: Amount
     gradients: Amount
@@ -35,8 +36,8 @@ class Memory(msgspec.Struct, frozen=True):
         return sum(part.num_bytes for part in parts)
 
 
-def memory(rank: Rank) -> Memory:
-    """What a rank holds, in bytes."""
+def rank_memory(rank: Rank) -> MemoryUse:
+    """The memory of a rank."""
     parameters = sum(p.num_bytes for p in rank.parameters)
     gradients = sum(p.num_bytes for p in rank.trained)
     held, first = "what this rank holds", Amount(gradients, "as the parameters")
@@ -52,7 +53,7 @@ def memory(rank: Rank) -> Memory:
         rows = len(rank.tree[rank.place.data]) if rank.plan.sums == "exact" else 1
         first = Amount(gradients * rows, "buckets" + (f" x {rows} subtrees" if rows > 1 else ""))
     buffers = rank.buffer_bytes()
-    return Memory(
+    return MemoryUse(
         Amount(parameters, held),
         first,
         _state(rank),
@@ -62,7 +63,7 @@ def memory(rank: Rank) -> Memory:
 
 
 def _num_shards(rank: Rank) -> int:
-    """The terms of the sum that zero=2 keeps apart until the last has come."""
+    """The partial sums that zero=2 keeps until the last piece is done."""
     if rank.plan.zero == 1:
         return 1
     return len(blocks_of(range(most_rounds(rank.num_rounds, rank.num_replicas))))
@@ -94,7 +95,7 @@ def _state(rank: Rank) -> Amount:
 
 
 def _extra(rank: Rank, gradients: int) -> Amount:
-    """What a step holds for some time on top, at its most."""
+    """What a step holds temporarily, at its peak."""
     plan = rank.plan
     if plan.zero == 3:
         return _extra_gathered(rank)
@@ -102,7 +103,7 @@ def _extra(rank: Rank, gradients: int) -> Amount:
     words = [f"{num_sums} partial sum{'s' * (num_sums > 1)} of gradients"] if num_sums else []
     extra = num_sums * gradients
     if plan.local_steps > 1 and plan.has_anchor:
-        num_bytes, named = outer.kept(rank)
+        num_bytes, named = outer.outer_memory(rank)
         extra += num_bytes
         words.append(named)
     elif plan.local_steps > 1:
@@ -120,7 +121,7 @@ def _extra(rank: Rank, gradients: int) -> Amount:
 
 
 def _num_sums(rank: Rank) -> int:
-    """The whole gradients that are kept apart while pieces come."""
+    """The partial sums of whole gradients that are kept while pieces are computed."""
     plan, size, rounds = rank.plan, rank.plan.num_microbatches, len(rank.rounds)
     exact = plan.sums == "exact"
     in_round = most_sums(size) if exact and size > 1 else 0
@@ -131,7 +132,7 @@ def _num_sums(rank: Rank) -> int:
 
 
 def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
-    """Bytes of messages that are not added up yet, and of the largest bucket."""
+    """The bytes of messages in flight, and of the largest bucket."""
     if rank.plan.zero:
         sizes = [size for size, _ in rank.shelf_bytes]
         return 2 * min(WINDOW_BYTES, sum(sizes)), max(sizes, default=0)
@@ -154,7 +155,7 @@ def _extra_gathered(rank: Rank) -> Amount:
 
 
 def most_sums(num_terms: int) -> int:
-    """How many sums the tree keeps at once while terms come, the one that comes included."""
+    """The most partial sums that the tree keeps at once, with the newest term."""
     made, most = PieceSum(range(num_terms)), 0
     for _ in range(num_terms):
         most = max(most, len(made.rows) + len(made.levels) + 1)

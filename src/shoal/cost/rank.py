@@ -1,10 +1,10 @@
-"""What one rank of a plan holds and works on, by arithmetic alone. No rank is started.
+"""What one rank of a plan holds and computes, by arithmetic. No rank is started.
 
-It asks the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
-`parallel/zero.py`, `data/split.py`), so counts are those of a real step and not of a formula that
-was written down twice.
+It calls the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
+`parallel/zero.py`, `data/split.py`), so the counts are those of a real step, not of a second
+formula.
 
-Read next: `costs.py` for what that costs, `explain.py`, which puts the ranks together.
+Read next: `memory.py` and `traffic.py` for the cost, `explain.py`, which puts the ranks together.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from shoal.comm.buckets import BUCKET_BYTES, layout
+from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
 from shoal.data.split import share
 from shoal.numerics.norms import num_blocks
 from shoal.parallel import zero
@@ -27,11 +27,11 @@ from shoal.plans.plan import Plan
 from shoal.sync.rounds import blocks_by_rank
 
 if TYPE_CHECKING:
-    from shoal.cost.lookups import Uses
+    from shoal.cost.lookups import TableLookups
 
 
-class Place(NamedTuple):
-    """A rank's number along each axis."""
+class RankCoordinates(NamedTuple):
+    """A rank's coordinates along the axes."""
 
     rank: int
     pipeline: int
@@ -39,13 +39,13 @@ class Place(NamedTuple):
     tensor: int
 
     @classmethod
-    def of(cls, rank: int, plan: Plan) -> "Place":
+    def of(cls, rank: int, plan: Plan) -> "RankCoordinates":
         line, tensor = divmod(rank, plan.tensor)
         pipeline, data = divmod(line, plan.num_replicas)
         return cls(rank, pipeline, data, tensor)
 
 
-class Whole(NamedTuple):
+class ModelParameter(NamedTuple):
     """A parameter of the whole model."""
 
     name: str
@@ -54,8 +54,8 @@ class Whole(NamedTuple):
     is_trained: bool
 
 
-class Kept(NamedTuple):
-    """A tensor of an optimizer's state: the parameter's dims that it has, or None for all."""
+class StateTensor(NamedTuple):
+    """A tensor of an optimizer's state: the dims of the parameter that it has, None for all."""
 
     dims: tuple[int, ...] | None
     itemsize: int
@@ -65,15 +65,15 @@ class Kept(NamedTuple):
         return math.prod(own) * self.itemsize
 
 
-class Local(NamedTuple):
-    """What a rank holds of a parameter."""
+class LocalParameter(NamedTuple):
+    """A rank's part of a parameter."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trained: bool
     is_sharded: bool  # by FSDP2
-    rows: int  # of the largest shard, to which FSDP2 fills up all
+    rows: int  # of the largest shard, to which FSDP2 pads all
 
     @property
     def num_elements(self) -> int:
@@ -85,12 +85,12 @@ class Local(NamedTuple):
 
     @property
     def filled_bytes(self) -> int:
-        """Of this rank's shard as it is sent."""
+        """The bytes of this rank's shard as it is sent."""
         return self.rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class Moves(msgspec.Struct):
-    """What crosses the tensor axis for one piece in one stage, counted on a dry run."""
+class TensorTraffic(msgspec.Struct):
+    """The messages over the tensor axis for one piece in one stage, counted on a dry run."""
 
     num_forward: int = 0
     forward_bytes: int = 0
@@ -98,30 +98,30 @@ class Moves(msgspec.Struct):
     backward_bytes: int = 0
 
 
-class Facts(NamedTuple):
-    """What is known of a model and a plan, the same for every rank."""
+class PlanFacts(NamedTuple):
+    """Facts about a model and a plan that are the same for every rank."""
 
     plan: Plan
     survey: Survey
-    parameters: list[Whole]
+    parameters: list[ModelParameter]
     units: list[list[list[str]]]  # of zero=3, by pipeline rank: the parameters of each unit
-    state: Mapping[str, list[Kept]]  # of the optimizer, by parameter
+    state: Mapping[str, list[StateTensor]]  # of the optimizer, by parameter
     is_element_wise: bool
     buffers: Mapping[str, int]  # bytes
     changed: Mapping[str, int]  # elements of the buffers that a forward changes
     averaged_buffers: int  # elements of those that local steps average
-    moves: Mapping[int, Moves]  # over the tensor axis, by stage
+    moves: Mapping[int, TensorTraffic]  # over the tensor axis, by stage
     clips: bool
-    tables: Mapping[str, "Uses"] = MappingProxyType({})  # whose rows are on servers
+    tables: Mapping[str, "TableLookups"] = MappingProxyType({})  # whose rows are on servers
     is_lazy: bool = False  # whether there are tables that take memory as rows are touched
 
 
 class Rank:
     """One rank of a plan."""
 
-    def __init__(self, facts: Facts, rank: int):
+    def __init__(self, facts: PlanFacts, rank: int):
         self.facts, self.plan = facts, facts.plan
-        self.place = Place.of(rank, facts.plan)
+        self.place = RankCoordinates.of(rank, facts.plan)
         size, num_replicas = self.plan.num_microbatches, self.num_replicas
         self.num_rounds = self.plan.num_pieces // size
         self.rounds = share(self.place.data, num_replicas, self.num_rounds)
@@ -145,14 +145,14 @@ class Rank:
         return found.held_by([stage.index for stage in self.stages])
 
     @cached_property
-    def parameters(self) -> list[Local]:
-        """In the model's order; what only other stages use is left out."""
+    def parameters(self) -> list[LocalParameter]:
+        """In the model's order, without those that only other stages use."""
         sharded = {name for unit in self._units() for name in unit}
         held = self.owned - self.facts.tables.keys()
         return [self._local(p, sharded) for p in self.facts.parameters if p.name in held]
 
     @cached_property
-    def trained(self) -> list[Local]:
+    def trained(self) -> list[LocalParameter]:
         return [p for p in self.parameters if p.is_trained]
 
     @property
@@ -165,19 +165,19 @@ class Rank:
         return sum(p.num_elements for p in self.trained)
 
     @cached_property
-    def buckets(self) -> list[list[Local]]:
-        """What is sent together of the gradients, without ZeRO."""
-        dealt = layout([(p.num_bytes, p.dtype) for p in self.trained], BUCKET_BYTES)
+    def buckets(self) -> list[list[LocalParameter]]:
+        """The gradient buckets, without ZeRO."""
+        dealt = assign_buckets([(p.num_bytes, p.dtype) for p in self.trained], BUCKET_BYTES)
         return [[self.trained[i] for i in bucket] for bucket in dealt]
 
     @cached_property
-    def shelves(self) -> list[zero.Shelf]:
+    def shelves(self) -> list[zero.FlatBuffer]:
         """The flat buffers of zero=1 and 2."""
         sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
-        return zero.shelve(sizes, self.num_replicas, self.facts.is_element_wise)
+        return zero.lay_out_buffers(sizes, self.num_replicas, self.facts.is_element_wise)
 
     @cached_property
-    def segments(self) -> list[zero.Segment]:
+    def segments(self) -> list[zero.FlatSegment]:
         """What of them is this rank's."""
         return [s for shelf in self.shelves for s in shelf.segments(self.place.data)]
 
@@ -191,7 +191,7 @@ class Rank:
         ]
 
     def counted_blocks(self) -> int:
-        """The blocks of the gradient's norm that this rank brings."""
+        """The blocks that this rank contributes to the gradient norm."""
         names = {p.name for p in self.trained if self._counts(p)}
         if self.plan.zero in (1, 2):
             own = [s.length for s in self.segments if self.trained[s.parameter].name in names]
@@ -200,7 +200,7 @@ class Rank:
         return sum(map(num_blocks, own))
 
     def changed_elements(self) -> int:
-        """Of the buffers that this rank's forward changes."""
+        """The elements of buffers that this rank's forward pass changes."""
         names = set(self.facts.changed)
         if self.stages:
             names &= {name for stage in self.stages for name in stage.buffers}
@@ -210,7 +210,7 @@ class Rank:
         return sum(self._part(name, size) for name, size in self.facts.buffers.items())
 
     def gathered_units(self) -> list[int]:
-        """The bytes of each unit of zero=3 when it is gathered, filled up."""
+        """The bytes of each unit of zero=3 when it is gathered, with padding."""
         by_name = {p.name: p for p in self.parameters}
         return [
             sum(self.num_replicas * by_name[name].filled_bytes for name in unit)
@@ -228,7 +228,7 @@ class Rank:
         tensor = self.facts.survey.tensor
         return size // self.plan.tensor if tensor is not None and name in tensor.cuts else size
 
-    def _local(self, p: Whole, sharded: set[str]) -> Local:
+    def _local(self, p: ModelParameter, sharded: set[str]) -> LocalParameter:
         shape, tensor = p.shape, self.facts.survey.tensor
         if tensor is not None and p.name in tensor.cuts:
             cut = tensor.cuts[p.name]
@@ -240,10 +240,10 @@ class Rank:
             rows = -(-shape[0] // self.num_replicas)
             left = max(0, min(rows, shape[0] - rows * self.place.data))
             shape = (left, *shape[1:])
-        return Local(p.name, shape, p.dtype, p.is_trained, p.name in sharded, rows)
+        return LocalParameter(p.name, shape, p.dtype, p.is_trained, p.name in sharded, rows)
 
-    def _counts(self, p: Local) -> bool:
-        """As `Holding.counts` and the strategies say."""
+    def _counts(self, p: LocalParameter) -> bool:
+        """As `LocalLayout.counts` and the strategies say."""
         found, tensor = self.facts.survey, self.facts.survey.tensor
         if found.stages is not None:
             first = found.stages.holders[p.name][0]

@@ -1,8 +1,8 @@
-"""What parameter servers cost: what a worker sends and holds, and what each server does.
+"""The cost of parameter servers: what a worker sends and holds, and what each server does.
 
-By the layout that workers and servers agree on themselves (`sync/server/layout.py`). Counted are
-gradients and parameters, also where they are not sent but read in memory that a host shares; the
-few bytes of the questions around them are not.
+It uses the layout that workers and servers use themselves (`sync/server/layout.py`). Gradients and
+parameters count as sent also where they are read in memory that a host shares; the few bytes of the
+requests around them do not count.
 """
 
 from collections.abc import Sequence
@@ -11,40 +11,40 @@ import msgspec
 
 from shoal.comm.tree import Block, blocks_of
 from shoal.cost.lookups import rows_held, sent_by_server, sent_by_worker, sum_bytes
-from shoal.cost.memory import Amount, Memory, most_sums
-from shoal.cost.rank import Facts, Local, Rank
-from shoal.cost.traffic import Message, changed_buffers, tail
-from shoal.sync.server.copies import kept_by
-from shoal.sync.server.layout import Key, Layout, lay_out
-from shoal.sync.server.packing import BYTES, is_packed
-from shoal.sync.server.views import stands_of
+from shoal.cost.memory import Amount, MemoryUse, most_sums
+from shoal.cost.rank import LocalParameter, PlanFacts, Rank
+from shoal.cost.traffic import Message, changed_buffers, metadata_message
+from shoal.sync.server.layout import ParameterKey, ServerLayout, make_layout
+from shoal.sync.server.packing import PACKED_BYTES, is_packed
+from shoal.sync.server.parameter_views import parameter_addresses
+from shoal.sync.server.replication import leaders_of
 
 
 class ServerRow(msgspec.Struct, frozen=True):
-    """One server: the elements that its optimizers step on, what it holds, sends in a step."""
+    """One server: the elements that it steps on, what it holds, what it sends in a step."""
 
     server: int
     num_stepped: int
-    memory: Memory
+    memory: MemoryUse
     messages: list[Message]
 
 
-def worker_memory(rank: Rank) -> Memory:
-    """A worker keeps no state of the optimizer; its gradients stand where servers read them.
+def worker_memory(rank: Rank) -> MemoryUse:
+    """A worker holds no optimizer state; its gradients are in memory that the servers read.
 
-    In lockstep a parameter that one server holds is read there, and is not the worker's own.
+    In lockstep a parameter that one server holds is read in shared memory, without a copy.
     """
     layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
     sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
-    sizes = zip(layout.shelves, layout.itemsizes, strict=True)
+    sizes = zip(layout.flat_buffers, layout.itemsizes, strict=True)
     largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
     rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
     held = sum(p.num_bytes for p in rank.parameters)
     read = 0
-    if rank.plan.bound == 0:
-        read = sum(rank.trained[number].num_bytes for number in stands_of(layout))
+    if rank.plan.staleness_bound == 0:
+        read = sum(rank.trained[number].num_bytes for number in parameter_addresses(layout))
     words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
-    return Memory(
+    return MemoryUse(
         Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
         Amount(layout.row_places(num_rows)[-1], rows),
         Amount(0, "on the servers"),
@@ -58,27 +58,29 @@ def worker_messages(rank: Rank) -> list[Message]:
     num_bytes = _num_rows(rank) * sum(_sent_bytes(key, rank.plan.codec) for key in layout.keys)
     sent = [Message("gradients", "servers", "push", len(layout.keys), num_bytes)]
     sent += sent_by_worker(rank, _blocks(rank))
-    if rank.plan.bound == 0:  # else workers tell each other nothing
-        sent += [tail(rank), changed_buffers(rank)]
+    if rank.plan.staleness_bound == 0:  # else workers send each other nothing
+        sent += [metadata_message(rank), changed_buffers(rank)]
     return [message for message in sent if message.count]
 
 
-def _sent_bytes(key: Key, codec: str) -> int:
+def _sent_bytes(key: ParameterKey, codec: str) -> int:
     if codec == "none" or not is_packed(key.itemsize):
         return key.num_bytes
-    return BYTES * (key.stop - key.start)
+    return PACKED_BYTES * (key.stop - key.start)
 
 
-def server_rows(facts: Facts) -> list[ServerRow]:
+def server_rows(facts: PlanFacts) -> list[ServerRow]:
     trained = Rank(facts, 0).trained
     layout = _layout(facts, trained)
     return [_server_row(facts, trained, layout, n) for n in range(facts.plan.num_servers)]
 
 
-def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: int) -> ServerRow:
+def _server_row(
+    facts: PlanFacts, trained: Sequence[LocalParameter], layout: ServerLayout, number: int
+) -> ServerRow:
     plan, num_servers = facts.plan, facts.plan.num_servers
     own, held = [number], _bytes_of(layout, [number])
-    own += kept_by(number, num_servers, plan.copies)
+    own += leaders_of(number, num_servers, plan.copies)
     num_stepped = state = 0
     for segment in (s for n in own for key in layout.held_by(n) for s in layout.segments(key)):
         p = trained[segment.parameter]
@@ -100,7 +102,7 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     if plan.waits_for_all:
         sizes, words = [sizes[0], *sizes], f"{words}, two sets"
     words += "".join(f", and of server {n}" for n in own[1:])
-    memory = Memory(
+    memory = MemoryUse(
         Amount(sum(sizes) + rows, words),
         Amount(_bytes_of(layout, own), "of the last step"),
         Amount(state, f"of {num_stepped:,} elements"),
@@ -109,21 +111,21 @@ def _server_row(facts: Facts, trained: Sequence[Local], layout: Layout, number: 
     )
     num_ranks = plan.num_ranks
     who, count = ("workers", num_ranks) if plan.hosts == 1 else ("hosts", plan.hosts)
-    told = [Message("parameters", who, "pull", count, count * held)]
+    sent = [Message("parameters", who, "pull", count, count * held)]
     looked = sent_by_server(facts.tables, number, num_servers)
-    told += [looked] if looked.count else []
+    sent += [looked] if looked.count else []
     if plan.copies > 1:
-        count = (1 if plan.bound == 0 else num_ranks) * (plan.copies - 1)
+        count = (1 if plan.staleness_bound == 0 else num_ranks) * (plan.copies - 1)
         summed = held + sum(sum_bytes(use, number, num_servers) for use in facts.tables.values())
-        told.append(Message("sums", "servers", "copy", count, count * summed))
-    return ServerRow(number, num_stepped, memory, told)
+        sent.append(Message("sums", "servers", "copy", count, count * summed))
+    return ServerRow(number, num_stepped, memory, sent)
 
 
-def host_rows(facts: Facts) -> list[ServerRow]:
-    """What a host's own server holds and passes on; all hosts are alike."""
-    plan, layout = facts.plan, _layout(facts, Rank(facts, 0).trained).on_one()
+def host_rows(facts: PlanFacts) -> list[ServerRow]:
+    """What a host's aggregator server holds and forwards; all hosts are alike."""
+    plan, layout = facts.plan, _layout(facts, Rank(facts, 0).trained).on_one_server()
     held = sum(key.num_bytes for key in layout.keys)
-    memory = Memory(
+    memory = MemoryUse(
         Amount(2 * layout.value_places(0)[-1], "all, for its workers, two sets"),
         Amount(held, "sums over its workers"),
         Amount(0, "on the servers"),
@@ -138,14 +140,14 @@ def host_rows(facts: Facts) -> list[ServerRow]:
     return [ServerRow(host, 0, memory, sent) for host in range(plan.hosts)]
 
 
-def _bytes_of(layout: Layout, servers: Sequence[int]) -> int:
+def _bytes_of(layout: ServerLayout, servers: Sequence[int]) -> int:
     return sum(layout.keys[key].num_bytes for n in servers for key in layout.held_by(n))
 
 
-def _layout(facts: Facts, trained: Sequence[Local]) -> Layout:
+def _layout(facts: PlanFacts, trained: Sequence[LocalParameter]) -> ServerLayout:
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in trained]
     may_cut = facts.is_element_wise or facts.plan.local_steps > 1
-    return lay_out(sizes, may_cut, facts.plan.num_servers)
+    return make_layout(sizes, may_cut, facts.plan.num_servers)
 
 
 def _num_rows(rank: Rank) -> int:
@@ -153,8 +155,8 @@ def _num_rows(rank: Rank) -> int:
 
 
 def _blocks(rank: Rank) -> list[Block]:
-    """The sums that a worker pushes apart, for the servers to add up in the order of the tree."""
-    if rank.plan.bound == 0:
+    """The partial sums that a worker pushes; the servers add them in the order of the tree."""
+    if rank.plan.staleness_bound == 0:
         return rank.tree[rank.place.data]
     own = blocks_of(range(len(rank.rounds)))
     return [Block(block.first + rank.rounds.start, block.num_pieces) for block in own]

@@ -1,10 +1,10 @@
-"""The tensor axis of a plan explained: what is cut how, what is whole and why, what is sent.
+"""The tensor axis of a plan: what is cut and how, what stays whole and why, what is sent.
 
 Messages are counted on a dry run: the model is cut as rank 0 would cut it and runs one piece, stage
 by stage, on a group that counts and sends nothing. Values are meaningless, shapes are right; where
-the data says what is computed (experts), the counts are those of this piece.
+control flow depends on data (experts), the counts are those of this piece.
 
-Cost: one forward and one backward of a piece.
+Cost: one forward and one backward pass of a piece.
 """
 
 import math
@@ -17,26 +17,26 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group, Pending, bytes_of_all_reduce
-from shoal.cost.rank import Facts, Moves
+from shoal.cost.rank import PlanFacts, TensorTraffic
 from shoal.numerics.precision import Precision
-from shoal.parallel.pipeline.calls import Gate
-from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.calls import CallInterceptor
+from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.parallel.pipeline.stages import StagePlan
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors
 from shoal.parallel.tensor.summary import CutRow, grouped
 from shoal.plans.plan import Plan
-from shoal.training.build import Prepared
+from shoal.training.build import BuiltModel
 from shoal.training.run import Run, call_model, objective
 
 
-class Cuts(msgspec.Struct, frozen=True):
+class TensorCuts(msgspec.Struct, frozen=True):
     rows: list[CutRow]
     share: float  # of the parameters that are cut
-    moves: Moves  # for one piece, over all stages
+    moves: TensorTraffic  # for one piece, over all stages
 
 
-class _Counting(Group):
-    """A line of ranks of which there is one: it counts what would be sent."""
+class _CountingGroup(Group):
+    """A tensor-parallel group with one real rank: it counts what would be sent."""
 
     def __init__(self, num_ranks: int):
         super().__init__()
@@ -48,31 +48,33 @@ class _Counting(Group):
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
         return Pending()
 
-    def gather_shards(self, shards: Sequence[Tensor]) -> Pending:
+    def all_gather_shards(self, shards: Sequence[Tensor]) -> Pending:
         self.count += 1
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
         for shard in shards:
             shard.copy_(shards[self.rank])
         return Pending()
 
-    def taken(self) -> tuple[int, int]:
-        """The count and the bytes since it was asked before."""
+    def take_counts(self) -> tuple[int, int]:
+        """The messages and bytes since the last call."""
         answer = self.count, self.bytes_sent
         self.count = self.bytes_sent = 0
         return answer
 
 
-def count_moves(run: Run, plan: Plan, prepared: Prepared, piece: Any) -> dict[int, Moves]:
-    """Cut the model as rank 0 would, run one piece and count. The model is spent afterwards."""
+def count_tensor_traffic(
+    run: Run, plan: Plan, prepared: BuiltModel, piece: Any
+) -> dict[int, TensorTraffic]:
+    """Cut the model as rank 0 would, run one piece and count. Do not use the model afterwards."""
     model, survey = prepared.model, prepared.survey
     assert survey.tensor is not None
     cut_tensors(model, survey.tensor, 0, plan.tensor)
-    line = _Counting(plan.tensor)
-    forward = survey.again.mode = TensorForward(line)
-    gate, moves = Gate(model), {}
+    line = _CountingGroup(plan.tensor)
+    forward = survey.recompute_context.mode = TensorForward(line)
+    gate, moves = CallInterceptor(model), {}
     prepared.seeds.enter(0, 0)
 
-    def run_part(stage: Stage | None, received: Sequence[Tensor]) -> Any:
+    def run_part(stage: StageRunner | None, received: Sequence[Tensor]) -> Any:
         with Precision(plan.precision).autocast("cpu"), forward:
             if stage is None:
                 return forward.whole(call_model(model, piece.inputs))
@@ -82,20 +84,22 @@ def count_moves(run: Run, plan: Plan, prepared: Prepared, piece: Any) -> dict[in
     try:
         for stage, received in _parts(gate, survey.stages):
             output = run_part(stage, received)
-            sent = line.taken()
+            sent = line.take_counts()
             if stage is None or stage.is_last:
                 objective(run, output, piece).tensor.backward()
             else:
                 tensors = [t for t in tree_leaves(output) if t.requires_grad]
                 torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
-            moves[stage.spec.index if stage else 0] = Moves(*sent, *line.taken())
+            moves[stage.spec.index if stage else 0] = TensorTraffic(*sent, *line.take_counts())
     finally:
         gate.close()
     return moves
 
 
-def _parts(gate: Gate, found: StagePlan | None) -> Iterator[tuple[Stage | None, Sequence[Tensor]]]:
-    """Each stage with made-up values for what it receives; or the model at once."""
+def _parts(
+    gate: CallInterceptor, found: StagePlan | None
+) -> Iterator[tuple[StageRunner | None, Sequence[Tensor]]]:
+    """Each stage with zeros as its inputs; or the whole model."""
     if found is None:
         yield None, ()
         return
@@ -107,16 +111,16 @@ def _parts(gate: Gate, found: StagePlan | None) -> Iterator[tuple[Stage | None, 
             )
             for n in spec.received
         ]
-        yield Stage(gate, found.tape, spec, spec is found.stages[-1]), received
+        yield StageRunner(gate, found.tape, spec, spec is found.stages[-1]), received
 
 
-def cuts_of(plan: TensorPlan, facts: Facts, total: int) -> Cuts:
+def cuts_of(plan: TensorPlan, facts: PlanFacts, total: int) -> TensorCuts:
     moves = list(facts.moves.values())
     cut = sum(math.prod(p.shape) for p in facts.parameters if p.name in plan.cuts)
-    return Cuts(
+    return TensorCuts(
         grouped(plan.table()),
         cut / total,
-        Moves(
+        TensorTraffic(
             sum(m.num_forward for m in moves),
             sum(m.forward_bytes for m in moves),
             sum(m.num_backward for m in moves),

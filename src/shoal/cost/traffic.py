@@ -1,9 +1,9 @@
-"""What a rank sends in a step.
+"""The messages that a rank sends in a step.
 
-The figures follow the strategies line by line (`sync/`, `training/compute.py`) on the sizes of
-`rank.py`; those of an outer optimizer are in `outer.py`. The bytes of a message are what leaves
-this rank: of an all-reduce over n ranks 2(n-1)/n of the tensor. Gathers of zero=3 are FSDP2's.
-Evaluation and the messages of a start or a recovery are not in it.
+The figures follow the strategies line by line (`sync/`, `training/compute.py`), with the sizes of
+`rank.py`; those of an outer optimizer are in `outer.py`. The bytes of a message are those that
+leave this rank: of an all-reduce over n ranks, 2(n-1)/n of the tensor. Gathers of zero=3 are
+FSDP2's. Evaluation, and the messages of a start or a recovery, are not counted.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from shoal.comm.collectives import Group, bytes_of_all_reduce
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block
 from shoal.cost import outer
-from shoal.cost.rank import Facts, Rank
+from shoal.cost.rank import PlanFacts, Rank
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.plan import Plan
-from shoal.sync.local import NUM_TOLD
+from shoal.sync.local import NUM_WINDOW_NUMBERS
 from shoal.sync.rounds import blocks_by_rank, most_rounds
-from shoal.sync.tail import tail_lengths
+from shoal.sync.step_metadata import metadata_lengths
 
 DOUBLE, SINGLE = 8, 4  # bytes
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What a rank sends of one kind in a step. `num_bytes` leave this rank."""
+    """The messages of one kind in a step. `num_bytes` leave this rank."""
 
     what: str
     axis: str
@@ -34,11 +34,11 @@ class Message(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def messages(rank: Rank, norm_blocks: int) -> list[Message]:
-    """What a rank sends in a step. `norm_blocks` are those that all ranks bring to the norm."""
+def rank_messages(rank: Rank, norm_blocks: int) -> list[Message]:
+    """All messages of a rank in a step. `norm_blocks` are the norm blocks of all ranks."""
     if rank.plan.local_steps > 1:
         return _averages(rank)
-    sent = [*_gradients(rank), *_pipeline(rank), *_tensor(rank), tail(rank)]
+    sent = [*_gradients(rank), *_pipeline(rank), *_tensor(rank), metadata_message(rank)]
     if rank.facts.clips and (_is_cut(rank.plan) or rank.plan.zero):
         sent.append(_all_reduce("gradient norm", "world", [norm_blocks * SINGLE], rank))
     if rank.plan.precision == "fp16" and (_is_cut(rank.plan) or rank.plan.zero):
@@ -82,7 +82,7 @@ def _scatters(rank: Rank) -> list[Message]:
 
 
 def _gathers(rank: Rank) -> list[Message]:
-    """FSDP2's: a unit is gathered for forward and again for backward, unless it was kept."""
+    """Of FSDP2: a unit is gathered for forward and again for backward, unless it was kept."""
     units, n = rank.gathered_units(), rank.num_replicas
     units_sent = [size for size in units if size]
     pieces = len(rank.rounds) * rank.plan.num_microbatches
@@ -130,7 +130,7 @@ def _pipeline(rank: Rank) -> list[Message]:
     return [*sent, Message("tied gradients", "pipeline", "all-reduce", count, num_bytes)]
 
 
-def holders_of(name: str, facts: Facts) -> list[int]:
+def holders_of(name: str, facts: PlanFacts) -> list[int]:
     """The pipeline ranks that hold a parameter."""
     found, plan = facts.survey.stages, facts.plan
     if found is None:
@@ -165,11 +165,11 @@ def _tensor(rank: Rank) -> list[Message]:
     ]
 
 
-def tail(rank: Rank) -> Message:
-    """Losses, seconds and requests of all; of a data line, what was touched and changed."""
+def metadata_message(rank: Rank) -> Message:
+    """Losses, times and requests of all ranks; of a data group, what was touched and changed."""
     plan = rank.plan
     counts = len(rank.trained), len(rank.facts.buffers)
-    of_all, of_part = map(sum, tail_lengths(plan.num_pieces, plan.num_ranks, *counts))
+    of_all, of_part = map(sum, metadata_lengths(plan.num_pieces, plan.num_ranks, *counts))
     if not _is_cut(plan):
         return _all_reduce("losses and flags", "world", [(of_all + of_part) * DOUBLE], rank)
     message = _all_reduce("losses and flags", "world", [of_all * DOUBLE], rank)
@@ -186,7 +186,7 @@ def changed_buffers(rank: Rank) -> Message:
 
 
 def _averages(rank: Rank) -> list[Message]:
-    """Of a window of local steps: of the one after which replicas agree, unless in fragments."""
+    """The messages of a window of local steps; without fragments, all in its last step."""
     n, plan, kinds = rank.num_replicas, rank.plan, {SINGLE: rank.facts.averaged_buffers}
     for p in rank.parameters:
         if p.dtype.is_floating_point and not plan.has_anchor:
@@ -195,30 +195,30 @@ def _averages(rank: Rank) -> list[Message]:
     what, times = "buffers" if plan.has_anchor else "weights", f"once in {plan.local_steps} steps"
     sent = [
         _in_tree(f"{what}, {times}", rows, blocks_by_rank(n, n), rank),
-        _all_reduce("losses and flags", "data", [NUM_TOLD * n * DOUBLE], rank),
+        _all_reduce("losses and flags", "data", [NUM_WINDOW_NUMBERS * n * DOUBLE], rank),
     ]
     if plan.has_anchor:
         sent.insert(0, _outer_gradients(rank, f"outer gradients, {times}"))
     if plan.fragments == 1 and not plan.num_servers:
         sent.append(_all_reduce("that all have it", "data", [n * DOUBLE], rank))
-    told = sent if plan.waits_for_all else sent[:1]  # else replicas tell each other nothing
-    return [message for message in told if message.count]
+    kept = sent if plan.waits_for_all else sent[:1]  # else replicas send each other nothing
+    return [message for message in kept if message.count]
 
 
 def _outer_gradients(rank: Rank, what: str) -> Message:
-    """Of all fragments, each of which is sent in another step."""
+    """The outer gradients of all fragments, each of which is sent in another step."""
     if rank.plan.num_servers:
-        return Message(what, "servers", "push", *outer.pushed(rank))
+        return Message(what, "servers", "push", *outer.push_traffic(rank))
     if rank.plan.codec != "none":
-        return Message(what, "data", "all-to-all, gather", *outer.packed(rank))
+        return Message(what, "data", "all-to-all, gather", *outer.packed_traffic(rank))
     tree = blocks_by_rank(rank.num_replicas, rank.num_replicas)
-    return _in_tree(what, outer.parcels(rank), tree, rank)
+    return _in_tree(what, outer.outer_buckets(rank), tree, rank)
 
 
 def _in_tree(
     what: str, rows: Sequence[tuple[int, int]], tree: Sequence[Sequence[Block]], rank: Rank
 ) -> Message:
-    """Sums in the tree's order (`comm/reduce.py`) of rows given as (elements, bytes of one)."""
+    """Sums in tree order (`comm/reduce.py`); `rows` are (elements, bytes of one)."""
     n, data = rank.num_replicas, rank.place.data
     if n == 1 or any_order(tree):
         return _all_reduce(what, "data", [count * size for count, size in rows], rank)
@@ -247,5 +247,5 @@ def _is_cut(plan: Plan) -> bool:
 
 
 def any_order(tree: Sequence[Sequence[Block]]) -> bool:
-    """Whether two numbers are all there is to add, so that an all-reduce will do."""
+    """Whether each sum has two terms, so that an all-reduce gives the same bits."""
     return TreeReduce(Group(), tree).any_order

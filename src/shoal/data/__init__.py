@@ -1,7 +1,8 @@
-"""Data: what to train on, in which order, and who loads what.
+"""Data: what to train on, in which order, and which rank loads what.
 
-The names a recipe uses (`shoal.data.windows`, `shoal.data.catalog`) are loaded when first asked
-for, so that importing this package loads neither torch nor numpy.
+The names a recipe uses (`shoal.data.windows`, `shoal.data.catalog`) are loaded on first use, so
+that importing this package loads neither torch nor numpy. Next: `sources.py`, `orders.py`,
+`batches.py`.
 """
 
 import importlib
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     from shoal.data.sources import tensors as tensors
     from shoal.data.sources import windows as windows
     from shoal.data.transforms.cleaning import clean as clean
-    from shoal.data.transforms.drawing import chain as chain
-    from shoal.data.transforms.drawing import on as on
     from shoal.data.transforms.mapping import mapped as mapped
     from shoal.data.transforms.normalizing import normalized as normalized
     from shoal.data.transforms.quarantine import quarantine as quarantine
+    from shoal.data.transforms.randomness import chain as chain
+    from shoal.data.transforms.randomness import on as on
     from shoal.data.transforms.statistics import load_statistics as load_statistics
     from shoal.data.transforms.statistics import statistics as statistics
     from shoal.data.views import by_length as by_length
     from shoal.data.views import in_order as in_order
     from shoal.data.views import join as join
     from shoal.data.views import mix as mix
-    from shoal.data.views import some as some
+    from shoal.data.views import subset as subset
     from shoal.data.views import weighted as weighted
 
 _MODULES = ("batches", "catalog", "permutation", "sources", "split", "transforms")
@@ -60,12 +61,12 @@ _NAMES = {  # by the module that has them
     "shard_files.writing": ("build",),
     "sources": ("Source", "tensors", "windows"),
     "transforms.cleaning": ("clean",),
-    "transforms.drawing": ("chain", "on"),
+    "transforms.randomness": ("chain", "on"),
     "transforms.mapping": ("mapped",),
     "transforms.normalizing": ("normalized",),
     "transforms.quarantine": ("quarantine",),
     "transforms.statistics": ("load_statistics", "statistics"),
-    "views": ("by_length", "in_order", "join", "mix", "some", "weighted"),
+    "views": ("by_length", "in_order", "join", "mix", "subset", "weighted"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

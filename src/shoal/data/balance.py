@@ -1,12 +1,13 @@
-"""Slow replicas take less work: whole pieces move to the fast ones, and the result stays the same.
+"""Load balancing: slow replicas take less work. Whole pieces move; the result stays the same.
 
-Every rank knows how long each replica was busy with a step, since that rides in the message that
-commits it. From the median of the last few steps each decides alike, without another message. The
-sum of the gradients is taken in one tree over the pieces, so who computes a piece does not show in
-its bits. Pieces are the grain: with as many pieces as replicas there is nothing to move; with
+The message that commits a step says how long each replica was busy, so every rank knows it. From
+the median of the last few steps each rank decides alike, without another message. The sum of the
+gradients is taken in one tree over the pieces, so the rank that computes a piece does not show in
+its bits. The unit is a piece: with as many pieces as replicas there is nothing to move; with
 `pieces=16` on 4 replicas, one that is five times slower takes 1 piece and the others 5 each.
 
-Whoever keeps the others waiting all the same, because work cannot move, is named (`Pace`).
+A replica that still keeps the others waiting, because work cannot move, is reported
+(`StragglerDetector`).
 
 Not for plans whose bits depend on who does what (`sums=ring`, `zero=2`) or that must do equal work
 (`zero=3`, `local_steps`). Cost: nothing until work moves, then a few milliseconds.
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from statistics import median, median_low
 from typing import NamedTuple
 
-from shoal.data.split import deal, shares
+from shoal.data.split import apportion_pieces, shares
 from shoal.plans.plan import Plan
 
 _STEPS = 5  # whose median counts
@@ -35,7 +36,7 @@ def can_balance(plan: Plan) -> bool:
     return exact and plan.num_pieces // plan.num_microbatches > plan.num_replicas > 1
 
 
-class Move(NamedTuple):
+class Rebalance(NamedTuple):
     """Work that moves between replicas, and why."""
 
     before: list[int]  # rounds of each replica
@@ -43,7 +44,7 @@ class Move(NamedTuple):
     seconds: list[float]  # that each replica takes for a round, at the median
 
 
-class Balance:
+class LoadBalancer:
     """Pure: fed with the same seconds, every rank comes to the same counts."""
 
     def __init__(self, num_rounds: int, num_replicas: int):
@@ -51,33 +52,33 @@ class Balance:
         self.counts = [len(own) for own in shares(num_rounds, num_replicas)]
         self._seen: deque[list[float]] = deque(maxlen=_STEPS)
 
-    def observe(self, busy_s: Sequence[float]) -> Move | None:
+    def observe(self, busy_s: Sequence[float]) -> Rebalance | None:
         """Take in how long each replica was busy; say what moves, if work should."""
         self._seen.append([busy / count for busy, count in zip(busy_s, self.counts, strict=True)])
         gain = _GAINS.get(len(self._seen))
         if gain is None:
             return None
         seconds = [median(of_replica) for of_replica in zip(*self._seen, strict=True)]
-        before, after = self.counts, deal(self.num_rounds, seconds)
+        before, after = self.counts, apportion_pieces(self.num_rounds, seconds)
         if _span(after, seconds) > _span(before, seconds) * (1 - gain):
             return None
         self.counts = after
         self._seen.clear()
-        return Move(before, after, seconds)
+        return Rebalance(before, after, seconds)
 
 
-class Pace:
-    """Pure: tells of replicas that keep the others waiting, of each once."""
+class StragglerDetector:
+    """Pure: reports each replica that keeps the others waiting, once."""
 
     def __init__(self) -> None:
         self._seen: deque[list[float]] = deque(maxlen=_STEPS)
         self._named: set[int] = set()
 
     def observe(self, busy_s: Sequence[float], counts: Sequence[int]) -> dict[int, float]:
-        """Take in how long each replica was busy with its rounds; say who is slow, and how many
-        times as long as usual it takes, if that is new."""
+        """Take in how long each replica was busy with its rounds; return the slow ones that were
+        not reported before, and how many times as long as usual each takes."""
         usual_s, usual_count = median_low(busy_s), max(1, median_low(counts))
-        # One's own in place of all: nobody waited for anybody. And most may have nothing to do.
+        # All equal: no replica waited for another. And most may have nothing to do.
         if len(set(busy_s)) == 1 or not usual_s:
             return {}
         self._seen.append(

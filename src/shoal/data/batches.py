@@ -8,8 +8,8 @@ Samples are loaded in the caller's thread; for samples that are slow to read or 
 work once and keep the result. Cost: for a source with `take`, the rows of several steps are
 gathered in one call and handed out in parts, at most 512 KiB over all pieces; the ids of up to
 16,384 coming samples are kept beside them. A part that a model wrote into is noticed, and loaded
-anew should its step be done again. Every tensor starts where a cache line does, because matrix
-kernels round differently elsewhere, and who loads a piece must not show in its bits.
+again should its step be repeated. Every tensor starts where a cache line does, because matrix
+kernels round differently elsewhere, and the rank that loads a piece must not show in its bits.
 Next: `permutation.py` for the order, `split.py` for the pieces, `pieces.py` for evaluation.
 """
 
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from shoal.data import permutation, split
-from shoal.data.collating import Alike, collate_samples, fetch, good_samples
-from shoal.data.foresight import foresight_of
-from shoal.data.loaders import Key, Loaders, Turns
+from shoal.data.collating import SampleTypeCheck, collate_samples, load_collated, load_good_samples
+from shoal.data.loaders import Loaders, PieceKey, PieceSchedule
 from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
-from shoal.data.sources import Collate, LeavesOut, Pass, Source, Takes, Varied, as_source
-from shoal.data.waiting import WAITING
+from shoal.data.prefetcher import prefetcher_for
+from shoal.data.sources import BatchSource, Collate, EpochSource, Pass, SkipsBad, Source, as_source
+from shoal.data.stalls import STALLS
 from shoal.errors import RecipeError, UsageError
 
 _WINDOW_BYTES = 512 << 10
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     ids: Ids
 
 
-class Loading(NamedTuple):
+class LoadOptions(NamedTuple):
     """How samples become tensors, and where."""
 
     collate: Collate | None = None
@@ -53,7 +53,7 @@ class Loading(NamedTuple):
     loaders: int = 0  # processes that load ahead
 
 
-PLAIN = Loading()
+DEFAULT_LOADING = LoadOptions()
 
 
 class Batch:
@@ -93,7 +93,7 @@ class Batches:
         num_pieces: int = 1,
         seed: int = 0,
         end: str = "drop",
-        loading: Loading = PLAIN,
+        loading: LoadOptions = DEFAULT_LOADING,
     ):
         check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
         self.source: Source = source
@@ -112,13 +112,15 @@ class Batches:
         self._ids: _IdWindow | None = None
         self._rows: dict[int, _RowWindow] = {}
         # Steps gathered at once; unknown until a first piece has shown how large samples are.
-        each_alone = isinstance(source, LeavesOut | Varied)
-        gathers = loading.collate is None and isinstance(source, Takes) and not each_alone
+        each_alone = isinstance(source, SkipsBad | EpochSource)
+        gathers = loading.collate is None and isinstance(source, BatchSource) and not each_alone
         self._window_steps: int | None = None if gathers and not loading.loaders else 1
-        self._alike = Alike(source, lambda near: self.order.ids(near, seed, 0), batch_size)
+        self._type_check = SampleTypeCheck(
+            source, lambda near: self.order.ids(near, seed, 0), batch_size
+        )
         self._loaders = Loaders(self._to_pass_on, loading.loaders) if loading.loaders else None
-        self._turns = Turns()
-        self._foresight = foresight_of(source, self._ids_after, batch_size)
+        self._schedule = PieceSchedule()
+        self._prefetcher = prefetcher_for(source, self._ids_after, batch_size)
 
     def at(self, step: int) -> Batch:
         """The global batch of the 0-based `step`."""
@@ -131,13 +133,13 @@ class Batches:
         """End what loads and fetches ahead, if there is anything."""
         if self._loaders is not None:
             self._loaders.close()
-        if self._foresight is not None:
-            self._foresight.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def _piece(self, batch: Batch, index: int) -> Piece:
         piece = self._own_piece(batch, index)
-        if self._foresight is not None:
-            self._foresight.at(batch.step)
+        if self._prefetcher is not None:
+            self._prefetcher.at(batch.step)
         return piece
 
     def _own_piece(self, batch: Batch, index: int) -> Piece:
@@ -152,13 +154,13 @@ class Batches:
         return self._load(batch.epoch, self._ids_of(batch, index))
 
     def _load(self, epoch: int, ids: Ids) -> Piece:
-        return load(self.source, ids, self._loading, Pass(self.seed, epoch), self._alike)
+        return load(self.source, ids, self._loading, Pass(self.seed, epoch), self._type_check)
 
     def _from_loaders(self, loaders: Loaders, batch: Batch, index: int) -> Piece:
         """Take what was loaded ahead, and let what will be asked for next be loaded."""
-        now = Key(batch.step, index)
+        now = PieceKey(batch.step, index)
         loaders.forget_before(batch.step)
-        for key in self._turns.after(now):
+        for key in self._schedule.after(now):
             if not loaders.has_room:
                 break
             if not loaders.has(key):
@@ -166,14 +168,14 @@ class Batches:
                 loaders.ask(key, ahead.epoch, self._ids_of(ahead, key.piece))
         if not loaders.has(now):  # no room: too much is still in use
             return self._load(batch.epoch, self._ids_of(batch, index))
-        with WAITING.on(self._ids_of(batch, index)):
+        with STALLS.on(self._ids_of(batch, index)):
             inputs, target, ids = loaders.take(now)
-        return Piece(placed(inputs, self.device), placed(target, self.device), len(ids), ids)
+        return Piece(to_device(inputs, self.device), to_device(target, self.device), len(ids), ids)
 
     def _to_pass_on(self, epoch: int, ids: Ids) -> tuple[Any, Any, Ids]:
         """In a loader."""
         here = self._loading._replace(device="cpu")
-        piece = load(self.source, ids, here, Pass(self.seed, epoch), self._alike)
+        piece = load(self.source, ids, here, Pass(self.seed, epoch), self._type_check)
         return piece.inputs, piece.target, piece.ids
 
     def _may_gather(self, batch: Batch) -> bool:
@@ -248,25 +250,29 @@ class Batches:
 def load(
     source: Source,
     ids: Ids,
-    loading: Loading,
+    loading: LoadOptions,
     of: Pass | None = None,
-    alike: Alike | None = None,
+    type_check: SampleTypeCheck | None = None,
 ) -> Piece:
     """Load the samples `ids` as one piece; those that are left out are not in it."""
     samples, (collate, device, _) = None, loading
-    with WAITING.on(ids):
+    with STALLS.on(ids):
         if hasattr(source, "record"):
-            assert isinstance(source, LeavesOut)
-            samples, ids = good_samples(source, ids, of, alike if collate is None else None)
+            assert isinstance(source, SkipsBad)
+            samples, ids = load_good_samples(
+                source, ids, of, type_check if collate is None else None
+            )
         if not len(ids):
             return Piece(None, None, 0, ids)
         if samples is not None:
             inputs, target = collate_samples(samples, collate, ids)
         else:
-            inputs, target = fetch(source, ids, collate, of)
-        if alike is not None and collate is None:
-            alike.require((inputs, target), ids, lambda one: fetch(source, one, None, of))
-    return Piece(placed(inputs, device), placed(target, device), len(ids), ids)
+            inputs, target = load_collated(source, ids, collate, of)
+        if type_check is not None and collate is None:
+            type_check.require(
+                (inputs, target), ids, lambda one: load_collated(source, one, None, of)
+            )
+    return Piece(to_device(inputs, device), to_device(target, device), len(ids), ids)
 
 
 def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
@@ -317,7 +323,7 @@ class _IdWindow(NamedTuple):
 class _RowWindow:
     """One piece of several consecutive steps, gathered at once and handed out in parts.
 
-    The parts share memory but no version counter, so each tells whether somebody wrote into it.
+    The parts share memory but no version counter, so each shows whether it was written to.
     """
 
     __slots__ = ("_tensors", "epoch", "first", "pieces")
@@ -364,7 +370,7 @@ def _cut(rows: Any, size: int, columns: list[Sequence[Tensor]]) -> Sequence[Any]
     return columns[-1]
 
 
-def placed(value: Any, device: str) -> Any:
+def to_device(value: Any, device: str) -> Any:
     """`value` with its tensors on `device`, aligned; whatever else a collate put in stays."""
     if isinstance(value, Tensor):
         if device.startswith("cuda"):  # pinned, the copy runs beside what the host does
@@ -372,9 +378,9 @@ def placed(value: Any, device: str) -> Any:
         value = value.to(device)
         return value.clone() if value.data_ptr() % _ALIGNMENT else value
     if isinstance(value, Mapping):
-        return {name: placed(part, device) for name, part in value.items()}
+        return {name: to_device(part, device) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        parts = tuple(placed(part, device) for part in value)
+        parts = tuple(to_device(part, device) for part in value)
         return value._make(parts) if hasattr(value, "_make") else parts
     return value
 

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
-from shoal.storage.files import write_whole
-from shoal.storage.rundir import cache_directory
+from shoal.storage.files import write_atomic
+from shoal.storage.run_dir import cache_directory
 
 _PIP_TIMEOUT_S = 600
 _MAGIC = b"shoal-cache-1"
@@ -185,7 +185,7 @@ def _cached(name: str, package: Package, derive: Callable[[bytes], bytes]) -> by
     else:
         if header == _header(body) + b"\n":
             return body
-        log.warning("%s is damaged; fetching %s anew", path, package)
+        log.warning("%s is damaged; fetching %s again", path, package)
     body = bytearray(derive(_archive(package)))
     _write(path, _header(body) + b"\n" + body)
     return body
@@ -198,7 +198,7 @@ def _header(body: bytes | bytearray) -> bytes:
 def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
+        write_atomic(path, content)
     except OSError as error:
         raise UsageError(_unusable(path, error)) from error
 

@@ -1,10 +1,10 @@
-"""Samples side by side: a batch made of them, or a sentence that says why there is none.
+"""Collating: samples become a batch, or an error that says why they cannot.
 
 Each piece of a batch is loaded here, by one call to a source that has `take`, else sample by sample
-and brought together as torch's `default_collate` does, or by the Run's own `collate`. Whatever goes
-wrong is told with the numbers of the samples. Samples that are stacked must have one form, and all
-pieces the types of the first sample of the run (`Alike`): else the plan, which says who is in a
-piece with whom, would decide what numbers become. Next: `batches.py`.
+and collated by torch's `default_collate`, or by the Run's own `collate`. Errors name the samples by
+their numbers. Samples that are stacked must have one form, and all pieces the types of the first
+sample of the run (`SampleTypeCheck`): else the plan, which decides which samples share a piece,
+would decide the types of numbers. Next: `batches.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ from torch import Tensor, strided
 from torch.utils.data import default_collate
 
 from shoal.data.orders import batch_size_of, order_of
-from shoal.data.readers.records import ask_many
+from shoal.data.readers.records import load_many
 from shoal.data.sources import (
     Collate,
     Ids,
-    LeavesOut,
     Pass,
+    SkipsBad,
     Source,
-    failed,
-    is_of_sample,
     is_outage,
-    not_reached,
-    sample_of,
-    tensor_of,
+    is_sample_error,
+    load_failure,
+    load_sample,
+    outage_error,
+    tensor_from_array,
 )
 from shoal.errors import RecipeError
 
@@ -47,7 +47,7 @@ _ALIKE = (
 )
 
 
-class Alike:
+class SampleTypeCheck:
     """Holds all pieces to the types of the first sample, which any process can look at itself.
 
     So a sample of another type is refused at its step under every plan. Sizes are not compared:
@@ -72,7 +72,7 @@ class Alike:
         if self._good is None:
             self._good = self._first_good(load) or (index, sample)
         first, good = self._good
-        if unlike([good, sample], np.array([first, index])):
+        if describe_mismatch([good, sample], np.array([first, index])):
             # It may fit all the same, as an array beside tensors does.
             collate_samples([good, sample], ids=np.array([first, index]))
 
@@ -109,20 +109,21 @@ class Alike:
         return own, found
 
 
-def good_samples(
-    source: LeavesOut, ids: Ids, of: Pass | None, alike: Alike | None = None
+def load_good_samples(
+    source: SkipsBad, ids: Ids, of: Pass | None, type_check: SampleTypeCheck | None = None
 ) -> tuple[list[Any], Ids]:
-    """Those of the samples that can be loaded and are `alike`, and their ids; the source is told
-    of the others."""
+    """The samples that load and fit, and their ids; the source records the others."""
     samples, good = [], []
     begun = None if of is None else of._replace(epoch=0)
     found = _asked_for(source, ids, of)
     for at, index in enumerate(ids):
         try:
-            sample = sample_of(source, int(index), of) if found is None else found[at]
+            sample = load_sample(source, int(index), of) if found is None else found[at]
             _pair(sample, f"sample {index}")
-            if alike is not None:
-                alike.require_fit(sample, int(index), lambda other: sample_of(source, other, begun))
+            if type_check is not None:
+                type_check.require_fit(
+                    sample, int(index), lambda other: load_sample(source, other, begun)
+                )
         except RecipeError as error:
             source.record(int(index), error)
         else:
@@ -131,10 +132,10 @@ def good_samples(
     return samples, np.asarray(good, dtype=np.int64)
 
 
-def fetch(
+def load_collated(
     source: Source, ids: Ids, collate: Collate | None, of: Pass | None = None
 ) -> tuple[Any, Any]:
-    """The collated samples `ids`: by `take` where the source has it and nobody asked to collate.
+    """The collated samples `ids`: by `take` where the source has it and no `collate` is given.
 
     Samples that differ from pass to pass are those of the pass `of`, if one is given.
     """
@@ -144,19 +145,19 @@ def fetch(
         try:
             return _with_rows(_pair(take(ids), "take()"), len(ids))
         except BaseException as error:
-            if not is_of_sample(error):
+            if not is_sample_error(error):
                 raise
             if is_outage(error):
-                raise not_reached(int(ids[0]), error) from error
+                raise outage_error(int(ids[0]), error) from error
             found = None
             if len(ids) > 1:
                 for at in range(len(ids)):  # find the one to name
-                    fetch(source, ids[at : at + 1], None)
-                found = unlike([sample_of(source, int(index)) for index in ids], ids)
-            raise RecipeError(found or failed(ids, error)) from error
+                    load_collated(source, ids[at : at + 1], None)
+                found = describe_mismatch([load_sample(source, int(index)) for index in ids], ids)
+            raise RecipeError(found or load_failure(ids, error)) from error
     samples = _asked_for(source, ids, of)
     if samples is None:
-        samples = [sample_of(source, int(index), of) for index in ids]
+        samples = [load_sample(source, int(index), of) for index in ids]
     return collate_samples(samples, collate, ids)
 
 
@@ -183,7 +184,7 @@ def _with_rows(pair: tuple[Any, Any], num_rows: int) -> tuple[Any, Any]:
 
 def _asked_for(source: Source, ids: Ids, of: Pass | None) -> list[Any] | None:
     """All samples in one call, where that gives those of this pass."""
-    return None if of is not None and hasattr(source, "vary") else ask_many(source, ids)
+    return None if of is not None and hasattr(source, "vary") else load_many(source, ids)
 
 
 def collate_samples(
@@ -197,21 +198,21 @@ def collate_samples(
         try:
             return _pair(collate(samples), "collate")
         except BaseException as error:
-            if not is_of_sample(error):
+            if not is_sample_error(error):
                 raise
-            raise RecipeError(f"collate failed on {failed(names, error)}") from error
+            raise RecipeError(f"collate failed on {load_failure(names, error)}") from error
     for index, sample in zip(names, samples, strict=True):
         _pair(sample, f"sample {index}")
     columns = [[sample[part] for sample in samples] for part in (0, 1)]
     try:
         inputs, target = map(_stacked, columns)
     except Exception as error:
-        told = unlike(samples, names) or _unfit(samples, names)
+        told = describe_mismatch(samples, names) or _unfit(samples, names)
         if told is not None:  # all is said
             raise RecipeError(told) from None
-        raise RecipeError(failed(names, error)) from error
+        raise RecipeError(load_failure(names, error)) from error
     if not all(map(_are_of_one_type, columns)):  # torch would convert them, by what is in a batch
-        raise RecipeError(unlike(samples, names))
+        raise RecipeError(describe_mismatch(samples, names))
     # default_collate makes lists of tuples; a list would not be spread over the model's arguments.
     return _tuple_of_list(inputs), _tuple_of_list(target)
 
@@ -225,7 +226,7 @@ def _stacked(column: list[Any]) -> Any:
 
 def _with_tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return tensor_of(value)
+        return tensor_from_array(value)
     if isinstance(value, Mapping):
         return {name: _with_tensors(part) for name, part in value.items()}
     if not isinstance(value, (tuple, list)):
@@ -248,7 +249,7 @@ def _pair(value: Any, origin: str) -> tuple[Any, Any]:
     )
 
 
-def unlike(samples: list[Any], names: Ids) -> str | None:
+def describe_mismatch(samples: list[Any], names: Ids) -> str | None:
     """The first sample that is not made like the first one, and where, in a sentence."""
     for index, sample in zip(names, samples, strict=True):
         if not _is_pair(sample) or not _is_pair(samples[0]):

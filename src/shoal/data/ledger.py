@@ -1,4 +1,4 @@
-"""The ledger: which samples went into which committed step, and whether those were the right ones.
+"""The ledger: which samples went into which committed step, and whether they were the right ones.
 
 The order of samples is a pure function, so a ledger need not list them. Every rank marks the ids
 that it really loaded with a number; the marks of all ranks are added up in the message that commits
@@ -59,7 +59,7 @@ def audit(
     records: Iterable[Mapping[str, Any]], batches: Batches, left_out: Collection[int] = ()
 ) -> Audit:
     """Compare the record of a run's steps with the order of its samples."""
-    found, counts = Audit(), _Counts(len(batches.source))
+    found, counts = Audit(), _VisitCounts(len(batches.source))
     out = np.asarray(sorted(left_out), dtype=np.int64)
     marks: list[int] = []  # of the steps since one that has a mark on record
     num_unnamed = num_unknown = 0
@@ -78,7 +78,7 @@ def audit(
         marks.append(mark(ids))
         if record.get("mark") is None:
             continue
-        since, num_told = len(marks), _num_told(marks, int(record["mark"]))
+        since, num_told = len(marks), _num_covered(marks, int(record["mark"]))
         if num_told:
             found.num_marked += num_told
             found.num_unmarked += since - num_told
@@ -98,7 +98,7 @@ def audit(
     return found
 
 
-class _Counts:
+class _VisitCounts:
     """How often each sample came: a number each, or those that came where there are too many."""
 
     def __init__(self, num_samples: int):
@@ -122,17 +122,17 @@ class _Counts:
         return int(numbers.max(initial=0)), int(least)
 
 
-def _num_told(marks: Sequence[int], told: int) -> int:
+def _num_covered(marks: Sequence[int], told: int) -> int:
     """How many of these steps, the last ones, a mark on record is of; 0 if of none.
 
-    Of all, unless the run has gone on from a checkpoint in between, of which nobody told a mark:
-    within a window of local steps, or under a plan that keeps none.
+    Of all, unless the run resumed in between from a checkpoint whose step has no mark: within a
+    window of local steps, or under a plan that keeps none.
     """
     sums = accumulate(reversed(marks), lambda *pair: add_marks(pair))
     return max((number for number, own in enumerate(sums, 1) if own == told), default=0)
 
 
-def left_out_of(ids: Ids, named_bad: Ids, record: Mapping[str, Any]) -> Ids:
+def skipped_ids(ids: Ids, named_bad: Ids, record: Mapping[str, Any]) -> Ids:
     """Of the samples of a step those that it left out, as far as its mark proves it."""
     kept = _loaded(ids, named_bad, record)
     return ids[~np.isin(ids, kept)] if mark(kept) == record.get("mark") else ids[:0]

@@ -1,14 +1,14 @@
-"""Processes that load pieces ahead of their step, beside a rank.
+"""Loader processes: they load pieces ahead of their step, beside a rank.
 
 For samples that are slow to read or decode: `loaders=2` in a Run gives each rank two processes that
-load what the rank will ask for next. They are forked from the rank, so a source needs no code of
-its own; a piece comes back in shared memory, packed (`packing.py`) where it can be read without a
-copy. The order is a pure function of the step, so there is nothing to keep: after a restart the
-same pieces are asked for again. A loader that dies is forked anew and does its work again; the
-third death over one piece ends the run with the samples named.
+load its next pieces. They are forked from the rank, so a source needs no code of its own; a piece
+comes back in shared memory, packed (`packing.py`) so that it is read without a copy. The order is a
+pure function of the step, so there is no state to save: after a restart the same pieces are
+requested again. A loader that dies is replaced by a new fork, which repeats its work; the third
+death over one piece ends the run with an error that names the samples.
 
 Not for sources that gather rows in memory: passing them on would cost more than loading them.
-Cost: a copy of each piece, and memory for the pieces that are loaded ahead.
+Cost: a copy of each piece, and memory for the pieces that are loaded ahead. Next: `batches.py`.
 """
 
 import mmap
@@ -28,55 +28,55 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.packing import pack, unpack
+from shoal.data.packing import pack, unpack, write_all
 from shoal.data.permutation import Ids
 from shoal.data.readers.records import SourceLost
-from shoal.data.sources import failed, named
-from shoal.data.waiting import overdue
+from shoal.data.sources import format_ids, load_failure
+from shoal.data.stalls import judge_wait
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
 from shoal.system.processes import die_with_parent, readable
 
 Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
 _MOST_DEATHS = 3
-_AHEAD = 2  # pieces that a loader has to load, or has loaded and nobody took yet
+_AHEAD = 2  # pieces that a loader has to load, or has loaded and the rank did not take yet
 _SLOTS = 6  # pieces that may be in memory at once, those that the rank still uses among them
 _PATIENCE_S = 30.0
 _CLOSING_S = 2.0
 _MOST_TRACE = 16_000  # characters
 
 
-class Key(NamedTuple):
+class PieceKey(NamedTuple):
     step: int
     piece: int
 
 
-class Turns:
-    """In which order pieces are asked for: in each step those of the step before, once more."""
+class PieceSchedule:
+    """The order in which pieces are needed: in each step the same as in the step before."""
 
     def __init__(self) -> None:
         self._step, self._own, self._before = -1, [], []  # type: tuple[int, list[int], list[int]]
 
-    def after(self, key: Key) -> Iterator[Key]:
+    def after(self, key: PieceKey) -> Iterator[PieceKey]:
         """This piece, and those that will be asked for next, as far as that is known."""
         if key.step != self._step:
             self._step, self._own, self._before = key.step, [], self._own
         if key.piece not in self._own:
             self._own.append(key.piece)
         turn = self._before if key.piece in self._before else [key.piece]
-        yield from (Key(key.step, piece) for piece in turn[turn.index(key.piece) :])
+        yield from (PieceKey(key.step, piece) for piece in turn[turn.index(key.piece) :])
         for step in count(key.step + 1):
-            yield from (Key(step, piece) for piece in turn)
+            yield from (PieceKey(step, piece) for piece in turn)
 
 
-class _Request(msgspec.Struct, array_like=True):
+class _LoadRequest(msgspec.Struct, array_like=True):
     number: int
     epoch: int
     num_ids: int
     slot: int  # where the ids stand, and where the piece goes
 
 
-class _Reply(msgspec.Struct, array_like=True):
+class _LoadReply(msgspec.Struct, array_like=True):
     number: int
     num_bytes: int
     error: str = ""
@@ -85,13 +85,13 @@ class _Reply(msgspec.Struct, array_like=True):
     warnings: list[str] = []  # for the screen, which only the rank reaches
 
 
-class _Asked(NamedTuple):
+class _PendingPiece(NamedTuple):
     number: int
     epoch: int
     ids: Ids
 
 
-class InLoader(Exception):
+class LoaderTraceback(Exception):
     """What an error of a loader came from: the traceback there, as text."""
 
 
@@ -103,10 +103,10 @@ class Loaders:
 
     def __init__(self, load: Load, num_loaders: int):
         self._loaders = [_Loader(load) for _ in range(num_loaders)]
-        self._asked: dict[Key, tuple[_Loader, int]] = {}
+        self._asked: dict[PieceKey, tuple[_Loader, int]] = {}
         self._number = 0
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: PieceKey) -> bool:
         return key in self._asked
 
     @property
@@ -114,21 +114,21 @@ class Loaders:
         """Whether one more may be asked for: two are enough to keep a loader busy."""
         return any(loader.has_room for loader in self._loaders)
 
-    def ask(self, key: Key, epoch: int, ids: Ids) -> None:
+    def ask(self, key: PieceKey, epoch: int, ids: Ids) -> None:
         """Let the loader with least to do load these samples. Only if there is room."""
         self._number += 1
         able = (loader for loader in self._loaders if loader.has_room)
         loader = min(able, key=lambda loader: len(loader.waiting))
         self._asked[key] = loader, self._number
-        loader.ask(_Asked(self._number, epoch, ids))
+        loader.ask(_PendingPiece(self._number, epoch, ids))
 
-    def take(self, key: Key) -> tuple[Any, Any, Ids]:
+    def take(self, key: PieceKey) -> tuple[Any, Any, Ids]:
         """What was asked for, once it is there."""
         loader, number = self._asked.pop(key)
         return loader.take(number)
 
     def forget_before(self, step: int) -> None:
-        """Pieces of earlier steps that nobody took are not needed: another rank has them now."""
+        """Drop pieces of earlier steps that were not taken: another rank has them now."""
         for key in [key for key in self._asked if key.step < step]:
             loader, number = self._asked.pop(key)
             loader.forget(number)
@@ -143,22 +143,24 @@ class _Loader:
 
     def __init__(self, load: Load):
         self._load = load
-        self.waiting: dict[int, _Asked] = {}  # by number, in the order in which they were asked
-        self._done: dict[int, _Reply] = {}
+        self.waiting: dict[
+            int, _PendingPiece
+        ] = {}  # by number, in the order in which they were asked
+        self._done: dict[int, _LoadReply] = {}
         self._forgotten: set[int] = set()
         self._deaths: dict[int, int] = {}
-        self._slots: list[_Slot] = []
+        self._slots: list[_PieceSlot] = []
         self._free = list(range(_SLOTS))
         self._slot_of: dict[int, int] = {}
-        self._pid = 0  # until something is asked for: who never asks has nothing to close
+        self._pid = 0  # until the first request: without one there is nothing to close
 
     @property
     def has_room(self) -> bool:
         return bool(self._free) and len(self.waiting) + len(self._done) < _AHEAD
 
-    def ask(self, asked: _Asked) -> None:
+    def ask(self, asked: _PendingPiece) -> None:
         if not self._pid:
-            self._slots = [_Slot() for _ in range(_SLOTS)]
+            self._slots = [_PieceSlot() for _ in range(_SLOTS)]
             self._start()
         self._slot_of[asked.number] = self._free.pop()
         self.waiting[asked.number] = asked
@@ -205,11 +207,11 @@ class _Loader:
         os.close(theirs)
         os.close(answers)
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, asked: _PendingPiece) -> None:
         slot = self._slot_of[asked.number]
-        # Not through the pipe: one that is full would be waited for where nobody counts the time.
+        # Not through the pipe: a full one would block where no timeout applies.
         os.pwrite(self._slots[slot].file, asked.ids.tobytes(), 0)
-        request = _Request(asked.number, asked.epoch, len(asked.ids), slot)
+        request = _LoadRequest(asked.number, asked.epoch, len(asked.ids), slot)
         with suppress(BrokenPipeError):  # noticed where the answer is awaited
             _write(self._requests, msgspec.msgpack.encode(request))
 
@@ -219,7 +221,7 @@ class _Loader:
             if readable([self._replies], _PATIENCE_S):
                 self._hear()
                 continue
-            late = overdue(self.waiting[number].ids, time.monotonic() - since)
+            late = judge_wait(self.waiting[number].ids, time.monotonic() - since)
             if late.is_lost:
                 raise SourceLost(str(late))
             log.warning("%s: being loaded since %.0f s", late.samples, late.seconds)
@@ -231,7 +233,7 @@ class _Loader:
             return
         self._buffer += chunk
         while (end := _end_of_message(self._buffer)) is not None:
-            reply = msgspec.msgpack.decode(self._buffer[4:end], type=_Reply)
+            reply = msgspec.msgpack.decode(self._buffer[4:end], type=_LoadReply)
             self._buffer = self._buffer[end:]
             for_the_screen.extend(reply.warnings)
             del self.waiting[reply.number]
@@ -254,7 +256,7 @@ class _Loader:
             self._deaths[number] = self._deaths.get(number, 0) + 1
         if self._deaths.get(number) == _MOST_DEATHS:
             raise RecipeError(
-                f"The process that loads {named(asked.ids)} died {_MOST_DEATHS} times over "
+                f"The process that loads {format_ids(asked.ids)} died {_MOST_DEATHS} times over "
                 f"them, the last time by {how}. Load them by themselves (loaders=0) to see why."
             )
         log.warning("a loader died by %s; another one does its work", how)
@@ -262,7 +264,7 @@ class _Loader:
             self._send(again)
 
     def _drop_forgotten(self) -> None:
-        """What nobody needs any more is not loaded again, and its deaths do not count."""
+        """Do not load forgotten pieces again, and do not count their deaths."""
         for number in self._forgotten:
             del self.waiting[number]
             self._deaths.pop(number, None)
@@ -270,7 +272,7 @@ class _Loader:
         self._forgotten.clear()
 
 
-class _Slot:
+class _PieceSlot:
     """Shared memory for the ids of a piece, then for the piece, as large as the largest so far."""
 
     def __init__(self) -> None:
@@ -291,10 +293,10 @@ class _Slot:
         return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes)
 
     def close(self) -> None:
-        os.close(self.file)  # what is mapped stays until nobody looks into it
+        os.close(self.file)  # the map stays until no tensor uses it
 
 
-def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]) -> None:
+def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_PieceSlot]) -> None:
     """In the process that loads: never returns."""
     code, (requests, answers) = 1, pipes
     try:
@@ -303,7 +305,7 @@ def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]
         with os.fdopen(requests, "rb") as stream:
             while head := stream.read(4):
                 body = stream.read(int.from_bytes(head, "little"))
-                request = msgspec.msgpack.decode(body, type=_Request)
+                request = msgspec.msgpack.decode(body, type=_LoadRequest)
                 for_the_screen.clear()
                 reply = _answer(load, request, slots)
                 reply.warnings = list(for_the_screen)
@@ -315,7 +317,7 @@ def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Slot]
         os._exit(code)
 
 
-def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
+def _answer(load: Load, request: _LoadRequest, slots: Sequence[_PieceSlot]) -> _LoadReply:
     content = os.pread(slots[request.slot].file, 8 * request.num_ids, 0)
     ids = np.frombuffer(bytearray(content), dtype=np.int64)  # torch warns of what is only read
     try:
@@ -323,11 +325,13 @@ def _answer(load: Load, request: _Request, slots: Sequence[_Slot]) -> _Reply:
         slots[request.slot].write(packed)
     except ShoalError as error:
         kinds = [kind.__name__ for kind in type(error).mro()]
-        return _Reply(request.number, 0, sendable(str(error)), kinds, _trace_of(error.__cause__))
+        return _LoadReply(
+            request.number, 0, sendable(str(error)), kinds, _trace_of(error.__cause__)
+        )
     except BaseException as error:  # noqa: BLE001 (the source's own, told by the rank)
-        said = sendable(failed(ids, error))
-        return _Reply(request.number, 0, said, [RecipeError.__name__], _trace_of(error))
-    return _Reply(request.number, len(packed))
+        said = sendable(load_failure(ids, error))
+        return _LoadReply(request.number, 0, said, [RecipeError.__name__], _trace_of(error))
+    return _LoadReply(request.number, len(packed))
 
 
 def _trace_of(error: BaseException | None) -> str:
@@ -337,7 +341,7 @@ def _trace_of(error: BaseException | None) -> str:
     return sendable("".join(traceback.format_exception(error))[-_MOST_TRACE:])
 
 
-def _raised(reply: _Reply) -> ShoalError:
+def _raised(reply: _LoadReply) -> ShoalError:
     """The error of a loader, of the kind that the rank itself would raise.
 
     By name, and a class that only the loader has imported by the nearest above it.
@@ -346,7 +350,7 @@ def _raised(reply: _Reply) -> ShoalError:
     kind = next(known[name] for name in reply.kinds if name in known)
     error = kind.__new__(kind, reply.error)  # whatever a class asks for when it is made
     if reply.trace:
-        error.__cause__ = InLoader(f"\n{reply.trace}")
+        error.__cause__ = LoaderTraceback(f"\n{reply.trace}")
     return error
 
 
@@ -373,9 +377,7 @@ def _leave_the_rank_alone(kept: Sequence[int]) -> None:
 
 
 def _write(file: int, message: bytes) -> None:
-    content = memoryview(len(message).to_bytes(4, "little") + message)
-    while content:
-        content = content[os.write(file, content) :]
+    write_all(file, len(message).to_bytes(4, "little") + message)
 
 
 def _end_of_message(buffer: bytes) -> int | None:

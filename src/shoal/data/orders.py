@@ -16,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from shoal.data.permutation import Ids, parts_of_one, permute, uniform
+from shoal.data.permutation import Ids, normalize_weights, permute, uniform
+from shoal.data.sources import recorded_name
 from shoal.errors import UsageError
 
 _PATTERN = 1024  # positions over which a mixture keeps its weights exactly
@@ -33,15 +34,15 @@ class Order(Protocol):
 
 
 @runtime_checkable
-class KnowsParts(Order, Protocol):
-    """An order that tells how it would be with fewer samples."""
+class RestrictableOrder(Order, Protocol):
+    """An order that can be restricted to fewer samples."""
 
     def first(self, num_samples: int) -> Order | None:
         """That of the first `num_samples`, before more were added; None if it cannot be told."""
         ...
 
     def among(self, kept: Ids) -> Order:
-        """That of the samples that are kept, numbered anew."""
+        """That of the samples that are kept, renumbered."""
         ...
 
 
@@ -83,13 +84,15 @@ class Sequential:
         return Sequential(len(kept))
 
 
-class Blocks:
+class BlockShuffled:
     """Each sample once a pass, shuffled so that only `window` blocks are in use at a time.
 
     Blocks are shards, or whatever is best read together. Their order is shuffled, and samples are
     shuffled among each `window` of them. `numbers` are those of the samples that lie one after the
     other in the blocks, for a choice in which they are numbered otherwise.
     """
+
+    recorded_as = "Blocks"
 
     def __init__(self, sizes: Sequence[int], window: int = 8, numbers: Ids | None = None):
         if window < 1:
@@ -117,19 +120,19 @@ class Blocks:
         places = _by_pool(positions, bounds, pool)
         return places if self._numbers is None else self._numbers[places]
 
-    def first(self, num_samples: int) -> "Blocks | None":
+    def first(self, num_samples: int) -> "BlockShuffled | None":
         if self._numbers is not None:
             return None
         count = int(np.searchsorted(self._starts, num_samples))
         whole = count < len(self._starts) and self._starts[count] == num_samples
-        return Blocks(self._sizes[:count].tolist(), self._window) if whole else None
+        return BlockShuffled(self._sizes[:count].tolist(), self._window) if whole else None
 
-    def among(self, kept: Ids) -> "Blocks":
+    def among(self, kept: Ids) -> "BlockShuffled":
         places = kept if self._numbers is None else np.argsort(self._numbers)[kept]
         turn = np.argsort(places, kind="stable")
         sizes = np.diff(np.searchsorted(places[turn], self._starts)).tolist()
         is_as_it_lies = bool((turn[1:] > turn[:-1]).all())
-        return Blocks(sizes, self._window, None if is_as_it_lies else turn)
+        return BlockShuffled(sizes, self._window, None if is_as_it_lies else turn)
 
     def _deal(self, seed: int, epoch: int) -> tuple[Ids, Ids]:
         """The blocks in this pass's order, and where each window of them starts."""
@@ -146,7 +149,7 @@ class Weighted:
         given = np.asarray(weights, dtype=np.float64)
         if not given.size or not np.isfinite(given).all() or (given < 0).any() or not given.any():
             raise UsageError("weights must be finite, none below 0 and at least one above it.")
-        self._edges = np.cumsum(parts_of_one(given))
+        self._edges = np.cumsum(normalize_weights(given))
         self._last = int(np.flatnonzero(given)[-1])
         self._num_draws = num_draws
 
@@ -253,8 +256,10 @@ class Mixed:
         return found
 
 
-class Some:
+class SubsetOrder:
     """Some samples of an order's source: the ids of `order` are places in `chosen`."""
+
+    recorded_as = "Some"
 
     def __init__(self, chosen: Ids, order: Order | None = None):
         self._chosen = chosen
@@ -268,18 +273,20 @@ class Some:
         found: Ids = self._chosen[self._order.ids(positions, seed, epoch)]
         return found
 
-    def first(self, num_samples: int) -> "Some":
+    def first(self, num_samples: int) -> "SubsetOrder":
         return self.among(np.arange(num_samples))
 
-    def among(self, kept: Ids) -> "Some":
+    def among(self, kept: Ids) -> "SubsetOrder":
         stay = np.flatnonzero(np.isin(self._chosen, kept))
         numbers = np.searchsorted(kept, self._chosen[stay]).astype(np.int64)
-        return Some(numbers, order_among(self._order, stay))
+        return SubsetOrder(numbers, restrict_order(self._order, stay))
 
 
-class Among:
-    """The order of a source that is a choice, of the samples `chosen` of another: in these it is
-    told from other choices, while its ids count the choice itself."""
+class RenumberedOrder:
+    """The order of a subset, the samples `chosen` of another source: its ids count the subset
+    itself, and its name depends on `chosen`."""
+
+    recorded_as = "Among"
 
     def __init__(self, chosen: Ids, order: Order):
         self.chosen, self.order = chosen, order
@@ -291,26 +298,26 @@ class Among:
     def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
         return self.order.ids(positions, seed, epoch)
 
-    def first(self, num_samples: int) -> "Among | None":
-        order = self.order.first(num_samples) if isinstance(self.order, KnowsParts) else None
-        return None if order is None else Among(self.chosen[:num_samples], order)
+    def first(self, num_samples: int) -> "RenumberedOrder | None":
+        order = self.order.first(num_samples) if isinstance(self.order, RestrictableOrder) else None
+        return None if order is None else RenumberedOrder(self.chosen[:num_samples], order)
 
-    def among(self, kept: Ids) -> "Among":
-        return Among(self.chosen[kept], order_among(self.order, kept))
+    def among(self, kept: Ids) -> "RenumberedOrder":
+        return RenumberedOrder(self.chosen[kept], restrict_order(self.order, kept))
 
 
 def is_shuffle(order: Order) -> bool:
     """Whether nothing is lost when these samples are shuffled among others."""
     return (
         is_shuffle(order.order)
-        if isinstance(order, Among)
-        else isinstance(order, Shuffled | Blocks)
+        if isinstance(order, RenumberedOrder)
+        else isinstance(order, Shuffled | BlockShuffled)
     )
 
 
 def batch_size_of(order: Order) -> int | None:
     """The size of the batches that the order puts together; None if it does not."""
-    return order.batch_size if isinstance(order, Bucketed | Some | Among) else None
+    return order.batch_size if isinstance(order, Bucketed | SubsetOrder | RenumberedOrder) else None
 
 
 def order_of(source: Any) -> Order:
@@ -327,9 +334,9 @@ def order_of(source: Any) -> Order:
     return order
 
 
-def order_among(order: Order, kept: Ids) -> Order:
-    """The order of those samples that are kept, numbered anew."""
-    if isinstance(order, KnowsParts):
+def restrict_order(order: Order, kept: Ids) -> Order:
+    """The order of those samples that are kept, renumbered."""
+    if isinstance(order, RestrictableOrder):
         return order.among(kept)
     raise UsageError(
         f"samples are visited in an order of their own ({type(order).__name__}), which says "
@@ -346,9 +353,9 @@ def order_name(order: Order, seed: int) -> str:
         for first in (0, len(order) - num_known):
             positions = np.arange(first, first + num_known, dtype=np.int64)
             ids = np.asarray(order.ids(positions, seed, epoch), dtype=np.int64)
-            ids = order.chosen[ids] if isinstance(order, Among) else ids
+            ids = order.chosen[ids] if isinstance(order, RenumberedOrder) else ids
             hashed.update(ids.tobytes())
-    return f"{type(order).__name__} {hashed.hexdigest()}"
+    return f"{recorded_name(order)} {hashed.hexdigest()}"
 
 
 def order_before(source: Any, num_samples: int) -> Order | None:
@@ -356,7 +363,7 @@ def order_before(source: Any, num_samples: int) -> Order | None:
     if len(source) == num_samples:
         return order_of(source)
     order = order_of(source)
-    if not isinstance(order, KnowsParts) or len(source) < num_samples:
+    if not isinstance(order, RestrictableOrder) or len(source) < num_samples:
         return None
     return order.first(num_samples)
 
@@ -368,7 +375,7 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
         raise UsageError(f"weights={list(weights)}. Each source of a mixture needs one above 0.")
     if len(given) > total:
         raise UsageError(f"a mixture has {len(given)} sources. It can have {total} at most.")
-    exact = parts_of_one(given) * total
+    exact = normalize_weights(given) * total
     shares = np.maximum(np.floor(exact), 1).astype(np.int64)
     while shares.sum() < total:
         shares[int(np.argmax(exact - shares))] += 1

@@ -3,18 +3,19 @@
 A sample is a tree of tuples, lists and dicts; its leaves are tensors, numpy arrays, numbers, text,
 bytes or nothing. `pack` writes the tree as a small header and the arrays behind it, each where a
 cache line starts; `unpack` gives the tree back with arrays that look into the bytes and copy none
-of them (nobody may write into them). Whatever else stands in a sample is refused by its type.
+of them (they must not be written to). Any other type in a sample is refused by name.
 
     4 bytes   length of the header, little-endian
     header    msgpack: a leaf as it is, a container as a list that begins with its kind
     arrays    at the offsets that the header names, counted from a multiple of 64 after it
 
-Who writes the bytes somewhere can do without one piece of memory: `parts_of` gives what stands
-one behind the other in it. Cost: one copy of the arrays to pack, none to unpack or for the parts.
+A writer does not need them in one piece of memory: `pack_parts` gives the parts one after the
+other. Cost: one copy of the arrays to pack, none to unpack or for the parts.
 Not for objects with code of their own.
 """
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -29,17 +30,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal.data.shard_files.format import ITEM_BYTES
 from shoal.errors import RecipeError
-from shoal.storage.decoding import UNREADABLE, reason
+from shoal.storage.decoding import PARSE_ERRORS, reason
 
-TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _ALIGNMENT = 64
 _MOST_DEPTH = 32
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _OF_NUMPY = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 _OF_NUMPY |= {torch.float16, torch.float32, torch.float64}
-_NAMES = {kind: name for name, kind in TYPES.items()}
+_NAMES = {kind: name for name, kind in DTYPES.items()}
 
-Part: TypeAlias = bytes | bytearray | memoryview
+BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 
 class BadSample(RecipeError):
@@ -48,10 +49,10 @@ class BadSample(RecipeError):
 
 def pack(sample: Any) -> bytearray:
     """The sample's bytes; refuses by name what they cannot hold."""
-    return bytearray().join(parts_of(sample))
+    return bytearray().join(pack_parts(sample))
 
 
-def parts_of(sample: Any) -> list[Part]:
+def pack_parts(sample: Any) -> list[BytesLike]:
     """What `pack` joins: the header, up to the first array; then arrays, a gap between every two.
 
     The arrays are the sample's own memory, as far as they lie in one piece.
@@ -65,7 +66,7 @@ def parts_of(sample: Any) -> list[Part]:
             "what UTF-8 can hold; keep such a value as a tensor or in bytes."
         ) from error
     head = len(header).to_bytes(4, "little") + header
-    parts: list[Part] = [head.ljust(_aligned(len(head)), b"\0")]
+    parts: list[BytesLike] = [head.ljust(_aligned(len(head)), b"\0")]
     end = 0
     for offset, content in arrays:
         parts += [content] if len(parts) == 1 else [bytes(offset - end), content]
@@ -76,11 +77,11 @@ def parts_of(sample: Any) -> list[Part]:
 def unpack(packed: bytes | bytearray | memoryview) -> Any:
     """The sample in `packed`, whose arrays stay where they are."""
     view = memoryview(packed)
-    tree, start = header_of(view)
+    tree, start = read_header(view)
     return _Unpacker(view[min(start, view.nbytes) :]).tree(tree)
 
 
-def header_of(view: memoryview) -> tuple[Any, int]:
+def read_header(view: memoryview) -> tuple[Any, int]:
     """The header of a packed sample, and where its arrays begin."""
     if view.nbytes < 4:
         raise BadSample(f"{view.nbytes} bytes are no packed sample: the header's length is missing")
@@ -89,23 +90,30 @@ def header_of(view: memoryview) -> tuple[Any, int]:
         raise BadSample(f"its header would take {length} of {view.nbytes} bytes")
     try:
         tree = msgspec.msgpack.decode(view[4 : 4 + length])
-    except UNREADABLE as error:
+    except PARSE_ERRORS as error:
         raise BadSample(f"its header cannot be read: {reason(error)}") from None
     return tree, _aligned(4 + length)
 
 
-def type_name(tensor: Tensor) -> str | None:
+def dtype_name(tensor: Tensor) -> str | None:
     """The name of its type; None for a tensor that cannot be kept as bytes."""
     return _NAMES.get(tensor.dtype) if tensor.layout is torch.strided else None
 
 
-def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The elements of a dense tensor, row by row; what is only noted of them (conj) is done."""
     if tensor.dtype in _OF_NUMPY:  # in one call, where a tensor takes eight
         array = np.ascontiguousarray(tensor.numpy(force=True))
         return array.reshape(-1).view(np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def write_all(descriptor: int, content: BytesLike) -> None:
+    """Write all of it: the system may take a part at a time, and report a full disk only then."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 class _Packer:
@@ -138,13 +146,13 @@ class _Packer:
         )
 
     def tensor(self, tensor: Tensor) -> list[Any]:
-        kind = type_name(tensor)
+        kind = dtype_name(tensor)
         if kind is None:
             raise RecipeError(
                 f"a sample holds a {tensor.layout} tensor of {tensor.dtype}, which cannot be kept "
                 "as bytes. Make it a dense one of a common type."
             )
-        return ["tensor", kind, list(tensor.shape), self.place(bytes_of(tensor))]
+        return ["tensor", kind, list(tensor.shape), self.place(tensor_bytes(tensor))]
 
     def array(self, array: np.ndarray[Any, Any]) -> list[Any]:
         if array.dtype.hasobject or array.dtype.names:
@@ -178,8 +186,8 @@ class _Unpacker:
                 return [self.tree(part, depth + 1) for part in parts]
             case ["dict", *parts] if len(parts) % 2 == 0:
                 return self.mapping(parts, depth + 1)
-            case ["tensor", str(kind), [*shape], int(offset)] if kind in TYPES:
-                return self.tensor(TYPES[kind], shape, offset)
+            case ["tensor", str(kind), [*shape], int(offset)] if kind in DTYPES:
+                return self.tensor(DTYPES[kind], shape, offset)
             case ["array", str(kind), [*shape], int(offset)]:
                 return self.array(kind, shape, offset)
         raise BadSample("its header names something that no sample holds")
@@ -219,7 +227,7 @@ class _Unpacker:
 
 @cache
 def _quieten() -> None:
-    """Let torch say where nobody hears it, once, that such a tensor must not be written to."""
+    """Make torch issue, once and unheard, its warning that such a tensor is read-only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -64,7 +64,7 @@ def uniform(positions: Ids, seed: int, epoch: int) -> NDArray[np.float64]:
     return found
 
 
-def parts_of_one(weights: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+def normalize_weights(weights: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
     """Weights as shares of their sum, which may be too large for a number."""
     given = np.asarray(weights, dtype=np.float64)
     scaled = given * 2.0**-64 if given.max() > 1e280 else given

@@ -1,10 +1,10 @@
 """A source as a row of pieces, each sample in one: for evaluation, and a look at some samples.
 
-`pieces_in_order` cuts a source into neighbouring pieces, so who takes which does not change what is
-in them. Any can be asked for by its number; `ahead` goes through many, and lets the processes of a
-Run's `loaders` load them before their turn (`loaders.py`), which end with it.
+`pieces_in_order` cuts a source into neighbouring pieces, so the rank that takes a piece does not
+change what is in it. A piece is loaded by its index; `ahead` goes through many of them, and lets
+the loader processes of a Run's `loaders` load them ahead of time (`loaders.py`). They end with it.
 
-Cost: with loaders, forking them anew for each evaluation, some milliseconds. Next: `batches.py`.
+Cost: with loaders, one fork of each for every evaluation, some milliseconds. Next: `batches.py`.
 """
 
 from collections.abc import Generator, Sequence
@@ -12,29 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.batches import PLAIN, Loading, Piece, load, placed
-from shoal.data.collating import Alike
-from shoal.data.loaders import Key, Loaders
+from shoal.data.batches import DEFAULT_LOADING, LoadOptions, Piece, load, to_device
+from shoal.data.collating import SampleTypeCheck
+from shoal.data.loaders import Loaders, PieceKey
 from shoal.data.permutation import Ids
-from shoal.data.sources import Source, as_source, position
-from shoal.data.waiting import WAITING
+from shoal.data.sources import Source, as_source, normalize_index
+from shoal.data.stalls import STALLS
 from shoal.errors import UsageError
 
 
 class PiecesInOrder:
     """A source cut into neighbouring pieces; made by `pieces_in_order`."""
 
-    def __init__(self, source: Source, piece_size: int, loading: Loading):
+    def __init__(self, source: Source, piece_size: int, loading: LoadOptions):
         self._source = source
         self._size = piece_size
         self._loading = loading
-        self._alike = Alike(source, lambda near: near, piece_size)
+        self._type_check = SampleTypeCheck(source, lambda near: near, piece_size)
 
     def __len__(self) -> int:
         return (len(self._source) + self._size - 1) // self._size
 
     def __getitem__(self, index: int) -> Piece:
-        return load(self._source, self._ids_of(index), self._loading, alike=self._alike)
+        return load(self._source, self._ids_of(index), self._loading, type_check=self._type_check)
 
     def ahead(self, indices: Sequence[int]) -> Generator[Piece, None, None]:
         """These pieces in turn. Close it if it is left before its end."""
@@ -46,9 +46,9 @@ class PiecesInOrder:
             for turn, index in enumerate(indices):
                 num_asked = max(num_asked, turn)
                 while num_asked < len(indices) and loaders.has_room:
-                    loaders.ask(Key(num_asked, 0), 0, self._ids_of(indices[num_asked]))
+                    loaders.ask(PieceKey(num_asked, 0), 0, self._ids_of(indices[num_asked]))
                     num_asked += 1
-                if loaders.has(Key(turn, 0)):
+                if loaders.has(PieceKey(turn, 0)):
                     yield self._from_loaders(loaders, turn, index)
                 else:  # no room: too much is still in use
                     yield self[index]
@@ -56,22 +56,26 @@ class PiecesInOrder:
             loaders.close()
 
     def _from_loaders(self, loaders: Loaders, turn: int, index: int) -> Piece:
-        with WAITING.on(self._ids_of(index)):
-            inputs, target, ids = loaders.take(Key(turn, 0))
+        with STALLS.on(self._ids_of(index)):
+            inputs, target, ids = loaders.take(PieceKey(turn, 0))
         device = self._loading.device
-        return Piece(placed(inputs, device), placed(target, device), len(ids), ids)
+        return Piece(to_device(inputs, device), to_device(target, device), len(ids), ids)
 
     def _to_pass_on(self, _: int, ids: Ids) -> tuple[Any, Any, Ids]:
         """In a loader."""
-        piece = load(self._source, ids, self._loading._replace(device="cpu"), alike=self._alike)
+        piece = load(
+            self._source, ids, self._loading._replace(device="cpu"), type_check=self._type_check
+        )
         return piece.inputs, piece.target, piece.ids
 
     def _ids_of(self, index: int) -> Ids:
-        start = position(index, len(self), "piece") * self._size
+        start = normalize_index(index, len(self), "piece") * self._size
         return np.arange(start, min(start + self._size, len(self._source)), dtype=np.int64)
 
 
-def pieces_in_order(source: Any, piece_size: int, loading: Loading = PLAIN) -> PiecesInOrder:
+def pieces_in_order(
+    source: Any, piece_size: int, loading: LoadOptions = DEFAULT_LOADING
+) -> PiecesInOrder:
     """A source as a row of pieces of `piece_size` samples, in order; the last may be short.
 
     For evaluation: ranks take some of the indices each, and every sample is met once.

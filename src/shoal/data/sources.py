@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from shoal.data.given import require_whole
+from shoal.data.validate import require_whole
 from shoal.errors import Ended, RecipeError, ShoalError, UsageError
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Takes(Source, Protocol):
+class BatchSource(Source, Protocol):
     """A source that gives many collated samples in one call."""
 
     def take(self, ids: Ids) -> tuple[Any, Any]: ...
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
 
 
 @runtime_checkable
-class Varied(Source, Protocol):
+class EpochSource(Source, Protocol):
     """A source whose samples differ from one pass to the next, as a pure function of the pass."""
 
     def vary(self, index: int, of: Pass, /) -> Any: ...
@@ -76,7 +76,7 @@ class TensorSource:
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        at = position(index, self.num_samples)
+        at = normalize_index(index, self.num_samples)
 
         def row(tensor: Tensor) -> Tensor:
             return tensor[at]
@@ -102,7 +102,7 @@ class WindowSource:
         return self.spans.shape[0]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        span = self.spans[position(index, len(self))].long()
+        span = self.spans[normalize_index(index, len(self))].long()
         return span[:-1], span[1:]
 
     def take(self, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -161,12 +161,17 @@ def windows(text: Any, length: int) -> WindowSource:
     return WindowSource(tokens.unfold(0, length + 1, length))
 
 
-def position(index: int, length: int, what: str = "sample") -> int:
+def normalize_index(index: int, length: int, what: str = "sample") -> int:
     """The index from 0 on; -1 is the last. Iteration over a source ends by the IndexError."""
     at = as_int(index)
     if not -length <= at < length:
         raise IndexError(f"{what} {at} of {length}")
     return at % length
+
+
+def recorded_name(value: object) -> str:
+    """The class name of a source or an order in files; a renamed class keeps its old one there."""
+    return str(getattr(type(value), "recorded_as", type(value).__name__))
 
 
 def as_source(data: Any, name: str = "data") -> Source:
@@ -216,26 +221,26 @@ def _way_out(data: Any) -> str:
 
 
 @runtime_checkable
-class FetchesAhead(Source, Protocol):
-    """A source that fetches what it needs for samples before they are asked for.
+class PrefetchingSource(Source, Protocol):
+    """A source that can fetch what samples need before they are loaded.
 
-    It is told the ids that come next, in their turn; those told before no longer count. It returns
-    at once, with the number of these for which it provides. Told none, it gives up what is under
-    way. One that stands below several parts of another is told by each, and the last one counts.
+    `fetch_ahead` gets the next ids in their order; ids of an earlier call no longer count. It
+    returns at once, with how many of these it will fetch. Without ids, it cancels what is under
+    way. A source that is part of several others gets calls from each, and the last one counts.
     """
 
     def fetch_ahead(self, ids: Ids, /) -> int: ...
 
 
 @runtime_checkable
-class LeavesOut(Source, Protocol):
-    """A source whose bad samples are left out of the batch, and written down by `record`."""
+class SkipsBad(Source, Protocol):
+    """A source whose bad samples are skipped, and written down by `record`."""
 
     def record(self, index: int, error: Exception, /) -> None: ...
 
 
-def is_of_sample(error: BaseException) -> bool:
-    """Whether an error that came up while samples were loaded is their own doing.
+def is_sample_error(error: BaseException) -> bool:
+    """Whether an error that came up while samples were loaded is the fault of a sample.
 
     Not so our own errors, and what ends the work from outside: Ctrl-C, or a signal. All else is,
     `sys.exit()` too, which would end a rank as if all were done, and a KeyboardInterrupt that code
@@ -267,7 +272,7 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, _OUTAGES) or of_device
 
 
-def not_reached(index: int, error: BaseException) -> ShoalError:
+def outage_error(index: int, error: BaseException) -> ShoalError:
     """What to raise for an outage: it ends the run, whatever the source leaves out."""
     return ShoalError(
         f"sample {index} was not reached: {type(error).__name__}: {error}. That is no fault of the "
@@ -281,7 +286,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, np.ndarray):
-        return change(tensor_of(value))
+        return change(tensor_from_array(value))
     if isinstance(value, (tuple, list)):
         return tuple(map_tensors(change, part) for part in value)
     if isinstance(value, Mapping):
@@ -292,7 +297,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def tensor_of(array: NDArray[Any]) -> Tensor:
+def tensor_from_array(array: NDArray[Any]) -> Tensor:
     """An array as a tensor, without a copy if it lies in memory as tensors do."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     if any(stride < 0 for stride in native.strides):
@@ -306,28 +311,28 @@ def tensor_of(array: NDArray[Any]) -> Tensor:
         ) from None
 
 
-def sample_of(source: Source, index: int, of: Pass | None = None) -> Any:
+def load_sample(source: Source, index: int, of: Pass | None = None) -> Any:
     """A sample; a RecipeError if it is to blame, another ShoalError if it was not reached."""
     try:
         vary = None if of is None else getattr(source, "vary", None)
         return source[index] if vary is None else vary(index, of)
     except BaseException as error:
-        if not is_of_sample(error):
+        if not is_sample_error(error):
             raise
         if is_outage(error):
-            raise not_reached(index, error) from error
+            raise outage_error(index, error) from error
         raise RecipeError(
             f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
             f"must work for each i below len(data); try data[{index}] by itself."
         ) from error
 
 
-def failed(ids: Ids, error: BaseException) -> str:
+def load_failure(ids: Ids, error: BaseException) -> str:
     """A sentence for samples that could not be loaded together."""
-    return f"{named(ids)} could not be loaded: {type(error).__name__}: {error}"
+    return f"{format_ids(ids)} could not be loaded: {type(error).__name__}: {error}"
 
 
-def named(ids: Ids) -> str:
+def format_ids(ids: Ids) -> str:
     """Samples as a message names them: the first few."""
     some = "sample" if len(ids) == 1 else "samples"
     return f"{some} {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"

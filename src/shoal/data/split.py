@@ -1,4 +1,4 @@
-"""Who works on which part of a global batch.
+"""Which rank works on which part of a global batch.
 
 A batch is cut into pieces, and a rank's share is a run of neighbouring pieces. Both are pure
 functions of counts, so every rank knows every other rank's share without asking, and a change of
@@ -25,11 +25,11 @@ def shares(num_pieces: int, num_ranks: int, counts: Sequence[int] | None = None)
     return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def deal(num_pieces: int, seconds: Sequence[float]) -> list[int]:
+def apportion_pieces(num_pieces: int, seconds: Sequence[float]) -> list[int]:
     """How many pieces each rank takes so that all are done soonest, none of them without one.
 
-    `seconds` is what a rank takes for a piece. Each further piece goes to whoever would be done
-    with it first, which no other way beats when pieces are alike.
+    `seconds` is what a rank takes for a piece. Each further piece goes to the rank that would
+    finish it first, which is optimal when pieces are alike.
     """
     counts = [1] * len(seconds)
     due = [(2 * s, rank) for rank, s in enumerate(seconds)]

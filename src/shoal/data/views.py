@@ -3,7 +3,7 @@
     shoal.data.in_order(source)                       as they stand, pass after pass
     shoal.data.weighted(source, weights)              drawn with replacement, by weight
     shoal.data.by_length(source, lengths, batch_size) batches of like lengths
-    shoal.data.some(source, ids)                      these samples alone
+    shoal.data.subset(source, ids)                    these samples alone
     shoal.data.mix([a, b], weights=[7, 3])            from several sources, by weight
     shoal.data.join([a, b])                           one after the other, as one source
 
@@ -18,73 +18,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.collating import unlike
-from shoal.data.given import numbers_of, require_whole
+from shoal.data.collating import describe_mismatch
 from shoal.data.orders import (
-    Among,
     Bucketed,
     Mixed,
     Order,
+    RenumberedOrder,
     Sequential,
     Weighted,
     batch_size_of,
     is_shuffle,
     order_of,
 )
-from shoal.data.permutation import parts_of_one
-from shoal.data.readers.records import Many, positions
+from shoal.data.permutation import normalize_weights
+from shoal.data.readers.records import BulkSource, normalize_indices
 from shoal.data.sources import (
-    FetchesAhead,
+    BatchSource,
+    EpochSource,
     Ids,
-    LeavesOut,
     Pass,
+    PrefetchingSource,
+    SkipsBad,
     Source,
-    Takes,
-    Varied,
     as_source,
     map_tensors,
-    position,
+    normalize_index,
 )
-from shoal.data.transforms.layers import Layer, Part
+from shoal.data.transforms.wrapped import FilteredSource, WrappedSource
+from shoal.data.validate import numbers_of, require_whole
 from shoal.errors import RecipeError, UsageError
 from shoal.logs import warn_on_screen
 
 _MOST_ROUNDED = 1.5  # how much larger a share may become without a word
 
 
-class View(Layer):
+class View(WrappedSource):
     """A source's samples under an order of their own."""
 
     def __init__(self, source: Source, order: Order):
         super().__init__(source)
         self.order = order
-        if isinstance(source, Takes):
+        if isinstance(source, BatchSource):
             self.take = source.take
 
 
-class Chosen(Part):
-    """Some samples of a source; made by `some`."""
+class Subset(FilteredSource):
+    """Some samples of a source; made by `subset`."""
+
+    recorded_as = "Chosen"
 
     def __init__(self, source: Source, kept: Ids):
         super().__init__(source, kept)
-        self.order = Among(kept, order_of(self))
+        self.order = RenumberedOrder(kept, order_of(self))
 
 
-class Joined:
+class ConcatSource:
     """Sources one after the other; made by `join`."""
+
+    recorded_as = "Joined"
 
     def __init__(self, sources: Sequence[Source]):
         self.sources = list(sources)
         self.starts = np.cumsum([0, *map(len, self.sources)])
-        if all(isinstance(source, Takes) for source in self.sources):
+        if all(isinstance(source, BatchSource) for source in self.sources):
             self.take = self._take
-        if all(isinstance(source, Many) for source in self.sources):
+        if all(isinstance(source, BulkSource) for source in self.sources):
             self.many = self._many
-        if any(isinstance(source, Varied) for source in self.sources):
+        if any(isinstance(source, EpochSource) for source in self.sources):
             self.vary = self._vary
-        if any(isinstance(source, LeavesOut) for source in self.sources):
+        if any(isinstance(source, SkipsBad) for source in self.sources):
             self.record = self._record
-        if any(isinstance(source, FetchesAhead) for source in self.sources):
+        if any(isinstance(source, PrefetchingSource) for source in self.sources):
             self.fetch_ahead = self._fetch_ahead
 
     def __len__(self) -> int:
@@ -97,12 +101,12 @@ class Joined:
     def _vary(self, index: int, of: Pass) -> Any:
         which, at = self._place(index)
         source = self.sources[which]
-        return source.vary(at, of) if isinstance(source, Varied) else source[at]
+        return source.vary(at, of) if isinstance(source, EpochSource) else source[at]
 
     def _record(self, index: int, error: Exception) -> None:
         which, at = self._place(index)
         source = self.sources[which]
-        if not isinstance(source, LeavesOut):
+        if not isinstance(source, SkipsBad):
             raise error  # a bad sample of this one stops the run, as it would without the others
         source.record(at, error)
 
@@ -110,7 +114,7 @@ class Joined:
         """As many as all parts provide for, up to the first that one does not."""
         num_provided = len(ids)
         for source, here, of_part in self._by_part(ids) if len(ids) else self._none_of_each():
-            if isinstance(source, FetchesAhead):
+            if isinstance(source, PrefetchingSource):
                 num_of_part = source.fetch_ahead(of_part)
                 if num_of_part < len(here):
                     num_provided = min(num_provided, int(here[num_of_part]))
@@ -124,13 +128,13 @@ class Joined:
         try:
             return self._gathered(ids)
         except RecipeError as error:  # it may name samples by their numbers in a part
-            found = unlike([self[int(index)] for index in ids], ids)
+            found = describe_mismatch([self[int(index)] for index in ids], ids)
             raise (error if found is None else RecipeError(found)) from error.__cause__
 
     def _gathered(self, ids: Ids) -> tuple[Any, Any]:
         parts, places = [], []
         for source, here, of_part in self._by_part(ids):
-            assert isinstance(source, Takes)
+            assert isinstance(source, BatchSource)
             parts.append(source.take(of_part))
             places.append(here)
         if len(parts) == 1:
@@ -141,8 +145,8 @@ class Joined:
 
     def _many(self, ids: Ids) -> list[Any]:
         found: list[Any] = [None] * len(ids)
-        for source, here, of_part in self._by_part(positions(ids, len(self))):
-            assert isinstance(source, Many)
+        for source, here, of_part in self._by_part(normalize_indices(ids, len(self))):
+            assert isinstance(source, BulkSource)
             for place, sample in zip(here, source.many(of_part), strict=True):
                 found[place] = sample
         return found
@@ -155,7 +159,7 @@ class Joined:
             yield self.sources[number], here, ids[here] - self.starts[number]
 
     def _place(self, index: int) -> tuple[int, int]:
-        at = position(index, len(self))
+        at = normalize_index(index, len(self))
         which = int(np.searchsorted(self.starts, at, side="right")) - 1
         return which, at - int(self.starts[which])
 
@@ -183,16 +187,16 @@ def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int 
     return View(source, Bucketed(given, batch_size, window))
 
 
-def some(source: Any, ids: Sequence[int]) -> Chosen:
+def subset(source: Any, ids: Sequence[int]) -> Subset:
     """These samples alone, as a source of their own: sample i of it is number `ids[i]`."""
     source = as_source(source)
-    chosen = numbers_of(ids, "some()", are_whole=True).astype(np.int64)
+    chosen = numbers_of(ids, "subset()", are_whole=True).astype(np.int64)
     if not chosen.size or chosen.min() < 0 or chosen.max() >= len(source):
-        raise UsageError(f"some() was given ids that are not all from 0 to {len(source) - 1}.")
-    return Chosen(source, chosen)
+        raise UsageError(f"subset() was given ids that are not all from 0 to {len(source) - 1}.")
+    return Subset(source, chosen)
 
 
-def join(sources: Sequence[Any]) -> Joined:
+def join(sources: Sequence[Any]) -> ConcatSource:
     """Several sources as one, shuffled together."""
     joined = _joined(sources)
     for number, source in enumerate(joined.sources):
@@ -232,13 +236,13 @@ def mix(
             )
     num_samples = _pass_of("num_samples", num_samples, len(joined))
     mixed = Mixed(orders, lengths, weights, num_samples)
-    _tell_of_rounding(weights, mixed.shares)
+    _warn_of_rounding(weights, mixed.shares)
     return View(joined, mixed)
 
 
-def _tell_of_rounding(weights: Sequence[float], shares: Sequence[int]) -> None:
+def _warn_of_rounding(weights: Sequence[float], shares: Sequence[int]) -> None:
     """Shares are whole numbers: a small one may become far larger than it was asked for."""
-    for number, (asked, share) in enumerate(zip(parts_of_one(weights), shares, strict=True)):
+    for number, (asked, share) in enumerate(zip(normalize_weights(weights), shares, strict=True)):
         if share > _MOST_ROUNDED * asked * sum(shares):
             warn_on_screen(
                 f"mix(): the weight of source {number} (counted from 0) is {asked:.2g} of all, and "
@@ -247,11 +251,11 @@ def _tell_of_rounding(weights: Sequence[float], shares: Sequence[int]) -> None:
             )
 
 
-def _joined(sources: Sequence[Any]) -> Joined:
+def _joined(sources: Sequence[Any]) -> ConcatSource:
     given = list(sources) if isinstance(sources, Iterable) else []
     if not given:
         raise UsageError("join() and mix() need a list of sources, with one at least.")
-    return Joined([as_source(source) for source in given])
+    return ConcatSource([as_source(source) for source in given])
 
 
 def _pass_of(name: str, asked: int | None, usual: int) -> int:

@@ -1,7 +1,7 @@
-"""How long two ranks of this machine take to add something up, measured over loopback.
+"""Measure an all-reduce of two ranks of this machine, over loopback.
 
-Two child processes with a deadline of their own, so that a machine on which ranks cannot talk costs
-the doctor some seconds and no hang.
+The ranks are two child processes with their own deadline, so that a machine on which ranks cannot
+connect costs the doctor some seconds and never hangs it.
 """
 
 import os
@@ -27,12 +27,12 @@ class MeasurementFailed(Exception):
     """A measuring child did not answer in time, or died; the message says which."""
 
 
-def measure(interface: str) -> dict[str, float]:
-    """Seconds that a small and a large message take, in the median.
+def measure_all_reduce(interface: str) -> dict[str, float]:
+    """The median seconds of a small and a large message.
 
-    The ranks meet at a store held here; none is left behind, come what may.
+    The ranks meet at a store of this process; all are killed at the end, also after an error.
     """
-    from shoal.comm.reach import Reach
+    from shoal.comm.endpoint import Endpoint
     from shoal.comm.run_store import StoreServer
 
     roots = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -44,8 +44,8 @@ def measure(interface: str) -> dict[str, float]:
     }
     deadline = time.monotonic() + DEADLINE_S
     ranks: list[subprocess.Popen[str]] = []
-    sockets = tempfile.TemporaryDirectory(prefix="shoal-")  # which this user alone may enter
-    store = StoreServer(Reach(sockets.name))
+    sockets = tempfile.TemporaryDirectory(prefix="shoal-")  # only this user may enter
+    store = StoreServer(Endpoint(sockets.name))
     try:
         for rank in range(2):
             child = subprocess.Popen(
@@ -72,7 +72,7 @@ def measure(interface: str) -> dict[str, float]:
 
 
 def _first_failure(ranks: list[subprocess.Popen[str]], deadline: float) -> int | None:
-    """Wait until all have ended well, or one has not: the other then waits for it in vain."""
+    """Wait until all have succeeded, or one has failed: the other would wait for it forever."""
     while True:
         codes = [child.poll() for child in ranks]
         for rank, code in enumerate(codes):

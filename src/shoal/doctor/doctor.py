@@ -1,12 +1,12 @@
-"""What this machine offers, what is wrong with it, and the way out of each.
+"""What this machine offers, what is wrong with it, and a way out of each problem.
 
-Every check is a small function that returns one `Check`; those that judge a number take it as an
-argument, so the judgement is tested without the machine. A *problem* stops or breaks a run, a
-*note* is worth knowing, the rest is ok. `shoal doctor` prints them.
+Every check is a small function that returns one `Finding`; those that judge a number take it as an
+argument, so the judgement is tested without the machine. A *problem* breaks a run, a *note* is
+worth knowing, the rest is ok. `shoal doctor` prints them.
 
-It looks at this machine alone: run it on each host of a cluster. Cost: some seconds, most of them
-to import torch; the measurements start child processes with a deadline.
-Read next: `all_reduce.py`, `shoal.cli.doctor`, `shoal.numerics.precision`.
+It looks at this machine only: run it on each host of a cluster. Cost: some seconds, mostly to
+import torch; the measurements start child processes with a deadline. Read next: `all_reduce.py`,
+`cli/doctor.py`, `numerics/precision.py`.
 """
 
 import importlib.metadata
@@ -25,11 +25,11 @@ from typing import Literal
 import msgspec
 import psutil
 
-from shoal.doctor.all_reduce import MESSAGE_BYTES, MeasurementFailed, measure
+from shoal.doctor.all_reduce import MESSAGE_BYTES, MeasurementFailed, measure_all_reduce
 from shoal.errors import UsageError
 from shoal.events.meters import cpu_limit, memory_limit_bytes
 from shoal.numerics.precision import bf16_environment, bf16_speed
-from shoal.storage.rundir import cache_directory
+from shoal.storage.run_dir import cache_directory
 from shoal.world import cores
 
 Verdict = Literal["ok", "note", "problem"]
@@ -37,8 +37,8 @@ Verdict = Literal["ok", "note", "problem"]
 _MB, _GB = 2**20, 2**30
 
 
-class Check(msgspec.Struct, frozen=True):
-    """One finding. `advice` is the way out, empty where there is nothing to do."""
+class Finding(msgspec.Struct, frozen=True):
+    """The result of a check. `advice` is the way out, empty if there is nothing to do."""
 
     name: str
     verdict: Verdict
@@ -46,9 +46,9 @@ class Check(msgspec.Struct, frozen=True):
     advice: str = ""
 
 
-def examine(run_dir: Path, quick: bool) -> Iterator[Check]:
+def examine(run_dir: Path, quick: bool) -> Iterator[Finding]:
     """All checks in turn; `quick` leaves out what has to be measured."""
-    facts: list[tuple[str, Callable[[], Check]]] = [
+    facts: list[tuple[str, Callable[[], Finding]]] = [
         ("python", lambda: check_python(sys.version_info[:3])),
         ("packages", check_packages),
         ("extras", check_extras),
@@ -72,43 +72,43 @@ def examine(run_dir: Path, quick: bool) -> Iterator[Check]:
             yield check()
         except Exception as error:  # noqa: BLE001 (one broken check must not hide the others)
             what = f"could not be looked at: {type(error).__name__}: {error}"
-            yield Check(name, "problem", what, "This check itself failed; please report it.")
+            yield Finding(name, "problem", what, "This check itself failed; please report it.")
 
 
-def check_python(version: tuple[int, ...]) -> Check:
+def check_python(version: tuple[int, ...]) -> Finding:
     value = ".".join(map(str, version))
     if version < (3, 11):
-        return Check("python", "problem", value, "Shoal needs Python 3.11 or newer.")
-    return Check("python", "ok", f"{value} at {sys.executable}")
+        return Finding("python", "problem", value, "Shoal needs Python 3.11 or newer.")
+    return Finding("python", "ok", f"{value} at {sys.executable}")
 
 
-def check_packages() -> Check:
+def check_packages() -> Finding:
     try:
         found, missing = _installed(extra=False)
     except importlib.metadata.PackageNotFoundError:
         advice = "Shoal runs from its source tree and is not installed: pip install -e ."
-        return Check("packages", "note", "not known", advice)
+        return Finding("packages", "note", "not known", advice)
     if missing:
         advice = f"pip install {' '.join(missing)}"
-        return Check("packages", "problem", f"missing: {', '.join(missing)}", advice)
-    return Check("packages", "ok", ", ".join(found))
+        return Finding("packages", "problem", f"missing: {', '.join(missing)}", advice)
+    return Finding("packages", "ok", ", ".join(found))
 
 
-def check_extras() -> Check:
+def check_extras() -> Finding:
     try:
         found, missing = _installed(extra=True)
     except importlib.metadata.PackageNotFoundError:
-        return Check("extras", "note", "not known", "See packages.")
+        return Finding("extras", "note", "not known", "See packages.")
     value = ", ".join(found) or "none"
     if missing:
         value += f"; not installed: {', '.join(missing)}"
-    return Check("extras", "ok", value)
+    return Finding("extras", "ok", value)
 
 
 def _installed(extra: bool) -> tuple[list[str], list[str]]:
-    """What the package asks for, always or for an extra: installed with versions, and missing."""
+    """The requirements, of the package or of its extras: installed with versions, and missing."""
     found, missing = [], []
-    for requirement in importlib.metadata.requires("shoal") or []:
+    for requirement in importlib.metadata.requires("shoal-ml") or []:
         if ("extra ==" in requirement) is extra:
             name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
             try:
@@ -118,31 +118,35 @@ def _installed(extra: bool) -> tuple[list[str], list[str]]:
     return sorted(set(found)), sorted(set(missing))
 
 
-def check_torch() -> Check:
+def check_torch() -> Finding:
     import torch
 
     threads = torch.get_num_threads()
     value = f"{torch.__version__}, {threads} threads; each rank is given one"
     if not torch.distributed.is_available():
-        return Check("torch", "problem", value, "This build has no torch.distributed; use another.")
-    return Check("torch", "ok", value)
+        return Finding(
+            "torch", "problem", value, "This build has no torch.distributed; use another."
+        )
+    return Finding("torch", "ok", value)
 
 
-def check_devices() -> Check:
+def check_devices() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Check("devices", "ok", f"CPU only ({platform.machine()}); ranks talk through Gloo")
+        return Finding("devices", "ok", f"CPU only ({platform.machine()}); ranks talk through Gloo")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not torch.distributed.is_nccl_available():
-        return Check("devices", "problem", ", ".join(names), "This torch has no NCCL; use another.")
-    return Check("devices", "ok", ", ".join(names))
+        return Finding(
+            "devices", "problem", ", ".join(names), "This torch has no NCCL; use another."
+        )
+    return Finding("devices", "ok", ", ".join(names))
 
 
-def check_cores(usable: int, present: int, quota: float | None) -> Check:
+def check_cores(usable: int, present: int, quota: float | None) -> Finding:
     value = f"{usable} usable of {present}"
     if quota is not None and quota < usable:
-        return Check(
+        return Finding(
             "cores",
             "note",
             f"{value}, held to the time of {quota:g}",
@@ -150,58 +154,62 @@ def check_cores(usable: int, present: int, quota: float | None) -> Check:
             "use fewer with --ranks, or raise the limit.",
         )
     if usable < present:
-        return Check("cores", "note", value, "Affinity (taskset, a cpuset) keeps the others away.")
-    return Check("cores", "ok", value)
+        return Finding(
+            "cores", "note", value, "Affinity (taskset, a cpuset) keeps the others away."
+        )
+    return Finding("cores", "ok", value)
 
 
-def check_memory() -> Check:
+def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     return judge_memory(memory.total, memory.available, memory_limit_bytes())
 
 
-def judge_memory(total: int, available: int, limit: int | None) -> Check:
+def judge_memory(total: int, available: int, limit: int | None) -> Finding:
     usable = available if limit is None else min(available, limit)
     value = f"{total / _GB:.1f} GB, {available / _GB:.1f} available"
     if limit is not None and limit < total:
         value += f", held to {limit / _GB:.1f} by the container"
     if usable < 512 * _MB:
         advice = "A rank takes about 300 MB before its model; free some or raise the limit."
-        return Check("memory", "problem", value, advice)
+        return Finding("memory", "problem", value, advice)
     if usable < 2 * _GB:
-        return Check("memory", "note", value, "Enough for few ranks and small models.")
-    return Check("memory", "ok", value)
+        return Finding("memory", "note", value, "Enough for few ranks and small models.")
+    return Finding("memory", "ok", value)
 
 
-def check_shared_memory(path: Path) -> Check:
+def check_shared_memory(path: Path) -> Finding:
     if not path.is_dir():
-        return Check("shared memory", "note", f"no {path}", "Ranks of one host will talk over TCP.")
+        return Finding(
+            "shared memory", "note", f"no {path}", "Ranks of one host will talk over TCP."
+        )
     usage = shutil.disk_usage(path)
     return judge_shared_memory(usage.total, usage.free)
 
 
-def judge_shared_memory(total: int, free: int) -> Check:
+def judge_shared_memory(total: int, free: int) -> Finding:
     value = f"{total / _MB:.0f} MB, {free / _MB:.0f} free"
     if free < 32 * _MB:
         advice = "Remove what lies in /dev/shm, or give the container more (--shm-size=1g)."
-        return Check("shared memory", "problem", value, advice)
+        return Finding("shared memory", "problem", value, advice)
     if free < 256 * _MB:
         advice = "Small, as containers have it by default; raise it with --shm-size=1g."
-        return Check("shared memory", "note", value, advice)
-    return Check("shared memory", "ok", value)
+        return Finding("shared memory", "note", value, advice)
+    return Finding("shared memory", "ok", value)
 
 
-def check_network() -> Check:
+def check_network() -> Finding:
     interfaces = _interfaces()
     value = ", ".join(f"{name} {address}" for name, address in interfaces.items()) or "none is up"
     if loopback(interfaces) is None:
         advice = "Ranks of one host meet on loopback; bring it up: ip link set lo up."
-        return Check("network", "problem", value, advice)
+        return Finding("network", "problem", value, advice)
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
         advice = "Gloo looks the host name up; add it to /etc/hosts or set GLOO_SOCKET_IFNAME."
-        return Check("network", "note", f"{value}; {socket.gethostname()} is not known", advice)
-    return Check("network", "ok", value)
+        return Finding("network", "note", f"{value}; {socket.gethostname()} is not known", advice)
+    return Finding("network", "ok", value)
 
 
 def _interfaces() -> dict[str, str]:
@@ -219,47 +227,47 @@ def loopback(interfaces: dict[str, str]) -> str | None:
     return next((name for name, ip in interfaces.items() if ip.startswith("127.")), None)
 
 
-def check_open_files(soft: int) -> Check:
+def check_open_files(soft: int) -> Finding:
     value = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     if soft != resource.RLIM_INFINITY and soft < 1024:
         verdict: Verdict = "problem" if soft < 256 else "note"
-        return Check("open files", verdict, value, "Raise it for many ranks: ulimit -n 4096.")
-    return Check("open files", "ok", value)
+        return Finding("open files", verdict, value, "Raise it for many ranks: ulimit -n 4096.")
+    return Finding("open files", "ok", value)
 
 
-def check_disk(name: str, path: Path, setting: str) -> Check:
+def check_disk(name: str, path: Path, setting: str) -> Finding:
     """`path` need not exist: its nearest parent that does is looked at."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         advice = f"Make it writable, or choose another with {setting}."
-        return Check(name, "problem", f"{place} is not a directory that is writable", advice)
+        return Finding(name, "problem", f"{place} is not a directory that is writable", advice)
     return judge_disk(name, path, shutil.disk_usage(place).free, setting)
 
 
-def check_cache() -> Check:
+def check_cache() -> Finding:
     return check_disk("cache directory", cache_directory(), "SHOAL_CACHE")
 
 
-def judge_disk(name: str, path: Path, free: int, setting: str) -> Check:
+def judge_disk(name: str, path: Path, free: int, setting: str) -> Finding:
     value = f"{path}, {free / _GB:.1f} GB free"
     if free < _GB:
         verdict: Verdict = "problem" if free < 100 * _MB else "note"
-        return Check(name, verdict, value, f"Free some, or choose another with {setting}.")
-    return Check(name, "ok", value)
+        return Finding(name, verdict, value, f"Free some, or choose another with {setting}.")
+    return Finding(name, "ok", value)
 
 
-def check_clock() -> Check:
+def check_clock() -> Finding:
     clock = time.get_clock_info("monotonic")
     value = f"monotonic, resolution {clock.resolution * 1e9:.0f} ns"
     if not clock.monotonic or clock.resolution > 1e-3:
         advice = "Heartbeats need a steady clock of 1 ms or finer; this system has none."
-        return Check("clock", "problem", value, advice)
-    return Check("clock", "ok", value)
+        return Finding("clock", "problem", value, advice)
+    return Finding("clock", "ok", value)
 
 
-def check_fused_optimizer() -> Check:
+def check_fused_optimizer() -> Finding:
     import torch
 
     parameter = torch.nn.Parameter(torch.ones(16))
@@ -268,33 +276,33 @@ def check_fused_optimizer() -> Check:
         torch.optim.AdamW([parameter], fused=True).step()
     except RuntimeError as error:
         advice = "The optimizer step will be two to three times slower; use a newer torch."
-        return Check("fused optimizer", "note", str(error).splitlines()[0], advice)
-    return Check("fused optimizer", "ok", "AdamW(fused=True) works on the CPU")
+        return Finding("fused optimizer", "note", str(error).splitlines()[0], advice)
+    return Finding("fused optimizer", "ok", "AdamW(fused=True) works on the CPU")
 
 
-def check_bf16(measure: bool) -> Check:
+def check_bf16(measure: bool) -> Finding:
     try:
         variables = bf16_environment()
         ratio = bf16_speed(variables) if measure else None
     except UsageError as error:
-        return Check("bf16", "note", str(error), "Train with precision=fp32.")
+        return Finding("bf16", "note", str(error), "Train with precision=fp32.")
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
     value = f"runs with {settings}, which Shoal sets" if settings else "runs"
     if ratio is not None:
         value += f", a matmul at {ratio:.2g} of the speed of fp32"
         value += "" if ratio > 1 else ": it saves bytes, not time"
-    return Check("bf16", "ok", value)
+    return Finding("bf16", "ok", value)
 
 
-def check_all_reduce() -> Check:
+def check_all_reduce() -> Finding:
     name = loopback(_interfaces())
     if name is None:
-        return Check("all-reduce", "problem", "not measured: no loopback", "See network.")
+        return Finding("all-reduce", "problem", "not measured: no loopback", "See network.")
     try:
-        seconds = measure(name)
+        seconds = measure_all_reduce(name)
     except MeasurementFailed as error:
         advice = "Ranks of this host cannot talk; is loopback behind a firewall, the machine busy?"
-        return Check("all-reduce", "problem", f"2 ranks on {name}: {error}", advice)
+        return Finding("all-reduce", "problem", f"2 ranks on {name}: {error}", advice)
     rate = MESSAGE_BYTES / seconds["large_s"] / 1e9
     latency = f"{seconds['small_s'] * 1e6:.0f} us for 4 bytes"
-    return Check("all-reduce", "ok", f"2 ranks on {name}: {latency}, {rate:.2f} GB/s at 16 MB")
+    return Finding("all-reduce", "ok", f"2 ranks on {name}: {latency}, {rate:.2f} GB/s at 16 MB")

@@ -1,9 +1,9 @@
-"""What the supervisor is to do, as `membership.py` decides it; and what it knows of a member."""
+"""Actions that `membership.py` returns and `supervisor.py` carries out; and a member's state."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.plans.size import Size
+from shoal.plans.resize import RunSize
 
 
 class Spawn(NamedTuple):
@@ -18,53 +18,53 @@ class Kill(NamedTuple):
 
 
 class Announce(NamedTuple):
-    """Tell each seated member its place in a new generation."""
+    """Send each seated member its seat in a new generation."""
 
     generation: int
     seats: tuple[int, ...]
 
 
-class AllHere(NamedTuple):
-    """Tell the seated members to form the group."""
+class AllArrived(NamedTuple):
+    """All seated members have arrived: let them form the group."""
 
     generation: int
 
 
 class AllFormed(NamedTuple):
-    """The group works. `replaced` names the seats that were refilled and why."""
+    """The group works. `replaced` has the seats that were refilled, and why."""
 
     generation: int
     step: int
-    num_steps_again: int  # that were done, and are to be done again
+    num_steps_again: int  # done before, and to be repeated
     replaced: tuple[tuple[int, str], ...]
     lost_at: float | None
 
 
 class AllDone(NamedTuple):
-    """Let everybody go."""
+    """Release all members."""
 
 
-class Meet(NamedTuple):
-    """Ask the ranks to wait for each other after a step."""
+class PauseRanks(NamedTuple):
+    """Ask the ranks to wait after a step that they agree on."""
 
     generation: int
 
 
-class Part(NamedTuple):
-    """Ask the servers to write down what each of so many will hold; all ranks wait."""
+class RepartitionServers(NamedTuple):
+    """Ask the servers to write their state for another number of servers, while all ranks wait."""
 
     generation: int
     num_servers: int
 
 
 class Resized(NamedTuple):
-    """The group of another size works; who has no seat in it may go."""
+    """The group of the new size works; release the members without a seat in it."""
 
-    before: Size
-    after: Size
+    before: RunSize
+    after: RunSize
     leavers: tuple[int, ...]
-    met_at: float  # from when ranks waited
-    step: int  # after which they did
+    paused_at: float  # when the first rank began to wait
+    step: int  # after which the ranks waited
 
 
 class NotResized(NamedTuple):
@@ -84,20 +84,22 @@ Action = (
     Spawn
     | Kill
     | Announce
-    | AllHere
+    | AllArrived
     | AllFormed
     | AllDone
     | GiveUp
-    | Meet
-    | Part
+    | PauseRanks
+    | RepartitionServers
     | Resized
     | NotResized
 )
 
 
 @dataclass
-class Member:
+class MemberState:
+    """What the supervisor knows of a member."""
+
     last_heard: float
     host: int = 0
     ready: bool = False
-    suspected: str = ""
+    suspected: str = ""  # why it was killed

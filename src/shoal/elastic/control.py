@@ -1,7 +1,8 @@
-"""How a command reaches a run that goes on: a socket in its directory, for its owner alone.
+"""The control socket of a running run, in its run directory, which only its owner can use.
 
-A caller sends one line of JSON and gets one when what it asked for is done, or refused. Nothing
-here waits: the supervisor has ranks to look after. Loads nothing heavy, for commands' sake.
+A client sends one line of JSON and receives one when its request is done or refused. No call here
+blocks the supervisor. Imports nothing heavy, since commands import it. Read next:
+`resize_requests.py`.
 """
 
 import os
@@ -14,21 +15,21 @@ from typing import Any
 import msgspec
 
 from shoal.errors import UsageError, sendable
-from shoal.storage.decoding import decode_json, in_utf8, json_or_none
+from shoal.storage.decoding import decode_json, encode_json, try_decode_json
 
-NAME = "control"
+SOCKET_NAME = "control"
 MOST_BYTES = 65_536
-MOST_CALLERS = 32
+MOST_CLIENTS = 32
 
 
-class Request(msgspec.Struct, frozen=True):
-    """What a command asks for."""
+class ControlRequest(msgspec.Struct, frozen=True):
+    """What a command requests."""
 
     resize: str = ""
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was done, in the words of the event `resized`."""
+class SizeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A finished resize; the fields of the event `resized`."""
 
     step: int
     plan: str
@@ -38,109 +39,109 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost: str
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was done, or why it was refused."""
+class ControlReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was done, or why the request was refused."""
 
-    done: Change | None = None
+    done: SizeChange | None = None
     refused: str = ""
 
 
-class Caller:
-    """One command that waits for an answer; it may have gone away."""
+class ControlClient:
+    """A command that waits for a reply; it may have ended."""
 
-    def __init__(self, line: socket.socket):
-        self.line, self.heard = line, b""
+    def __init__(self, connection: socket.socket):
+        self.connection, self.received = connection, b""
 
-    def answer(self, answer: Answer) -> None:
-        with suppress(OSError):  # nobody waits any more
-            self.line.send(msgspec.json.encode(answer) + b"\n")
-        self.line.close()
+    def reply(self, reply: ControlReply) -> None:
+        with suppress(OSError):  # the command has ended
+            self.connection.send(msgspec.json.encode(reply) + b"\n")
+        self.connection.close()
 
     def refuse(self, why: str) -> None:
-        self.answer(Answer(refused=sendable(why)))
+        self.reply(ControlReply(refused=sendable(why)))
 
 
-class Control:
-    """The run's end of it. Its directory is locked by the run, so whatever stood there is old."""
+class ControlSocket:
+    """The run's end of the socket. The run has locked its directory, so a socket in it is stale."""
 
     def __init__(self, run_dir: Path):
-        self._path = run_dir / NAME
+        self._path = run_dir / SOCKET_NAME
         self._path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _short(run_dir) as path:
+        with _short_path(run_dir) as path:
             self._socket.bind(path)
-            os.chmod(path, 0o600)  # whatever the umask, and before anybody can come in
-        self._socket.listen(MOST_CALLERS)
+            os.chmod(path, 0o600)  # whatever the umask is, and before it listens
+        self._socket.listen(MOST_CLIENTS)
         self._socket.setblocking(False)
-        self._callers: list[Caller] = []
+        self._clients: list[ControlClient] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def requests(self) -> Iterator[tuple[Caller, Request]]:
-        """What was asked since the last time, by whom. Who asks for nonsense is told so."""
+    def requests(self) -> Iterator[tuple[ControlClient, ControlRequest]]:
+        """New requests and their clients; malformed requests are refused."""
         with suppress(OSError):
-            while len(self._callers) < MOST_CALLERS:
-                line, _ = self._socket.accept()
-                line.setblocking(False)
-                self._callers.append(Caller(line))
-        for caller in list(self._callers):
+            while len(self._clients) < MOST_CLIENTS:
+                connection, _ = self._socket.accept()
+                connection.setblocking(False)
+                self._clients.append(ControlClient(connection))
+        for client in list(self._clients):
             try:
-                content = caller.line.recv(MOST_BYTES)
+                content = client.connection.recv(MOST_BYTES)
             except BlockingIOError:
                 continue
             except OSError:
                 content = b""
-            caller.heard += content
-            if content and b"\n" not in caller.heard and len(caller.heard) < MOST_BYTES:
+            client.received += content
+            if content and b"\n" not in client.received and len(client.received) < MOST_BYTES:
                 continue
-            self._callers.remove(caller)
-            asked = json_or_none(caller.heard, Request)
-            if asked is None:
-                caller.refuse("This is no request. Use the same version of Shoal.")
+            self._clients.remove(client)
+            request = try_decode_json(client.received, ControlRequest)
+            if request is None:
+                client.refuse("This is no request. Use the same version of Shoal.")
                 continue
-            yield caller, asked
+            yield client, request
 
     def close(self) -> None:
-        for caller in self._callers:
-            caller.refuse("The run is over.")
+        for client in self._clients:
+            client.refuse("The run is over.")
         self._socket.close()
         with suppress(OSError):  # of a disk that cannot be written any more
             self._path.unlink(missing_ok=True)
 
 
-def ask(run_dir: Path, **what: str) -> dict[str, Any]:
-    """Ask the run that goes on in a directory, and wait for its answer: what was done, in the words
-    of the event, or `refused`."""
+def send_request(run_dir: Path, **what: str) -> dict[str, Any]:
+    """Send a request to the running run of a directory, and wait for its reply: the fields of
+    `SizeChange`, or `refused`."""
     if not (run_dir / "run.json").exists():
         raise UsageError(f"{run_dir} holds no run. Give the directory of one, as in runs/name-1.")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            with _short(run_dir) as path:
-                line.connect(path)
+            with _short_path(run_dir) as path:
+                connection.connect(path)
         except OSError as error:
             raise UsageError(
-                f"The run in {run_dir} cannot be asked ({error.strerror}): it is over, or was "
-                "started by another user. Only a run of `shoal train` that goes on can be."
+                f"The run in {run_dir} cannot be reached ({error.strerror}): it is over, or was "
+                "started by another user. Only a running `shoal train` can be."
             ) from error
         content = b""
-        with suppress(ConnectionError), line.makefile("rb") as answers:  # the same as no answer
-            line.sendall(in_utf8(what) + b"\n")
-            content = answers.readline(MOST_BYTES)
+        with suppress(ConnectionError), connection.makefile("rb") as replies:  # means no reply
+            connection.sendall(encode_json(what) + b"\n")
+            content = replies.readline(MOST_BYTES)
     if not content:
         raise UsageError(f"The run in {run_dir} ended before it answered.")
     same = "Use the same version of Shoal."
-    answer = decode_json(content, Answer, f"The answer of the run in {run_dir}", way_out=same)
-    if answer.done is None:
-        return {"refused": answer.refused or "The run refused it, and gave no reason."}
-    return msgspec.structs.asdict(answer.done)
+    reply = decode_json(content, ControlReply, f"The answer of the run in {run_dir}", way_out=same)
+    if reply.done is None:
+        return {"refused": reply.refused or "The run refused it, and gave no reason."}
+    return msgspec.structs.asdict(reply.done)
 
 
 @contextmanager
-def _short(run_dir: Path) -> Iterator[str]:
-    """The socket's path in a form short enough for the system, however deep the directory."""
+def _short_path(run_dir: Path) -> Iterator[str]:
+    """The socket's path, short enough for the system however deep the directory is."""
     directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{directory}/{NAME}"
+        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
     finally:
         os.close(directory)

@@ -1,17 +1,17 @@
-"""When a run that loses groups must end: it cannot get past a step, or a group does not form.
+"""When to end a run that loses its groups: it cannot complete a step, or a group does not form.
 
-Pure.
+Pure. Read next: `membership.py`, which counts with it.
 """
 
 from shoal.formatting import plural
-from shoal.plans.size import Size
+from shoal.plans.resize import RunSize
 
 MOST_FAILURES = 3
-ECHO_S = 1.0  # within which a death is known that another rank took for an error of its own
+ECHO_S = 1.0  # from a rank's error that a peer's death caused to the news of that death
 
 
-def did_not_form(size: Size, missing: list[int], timeout_s: float) -> str:
-    """What to tell of a group whose members did not all come, by the seats that are missing."""
+def describe_missing(size: RunSize, missing: list[int], timeout_s: float) -> str:
+    """The cause of a group whose members did not all arrive, by the missing seats."""
     names = ", ".join(size.name_of(seat) for seat in missing)
     servers = f" and {plural(size.num_servers, 'server')}" if size.num_servers else ""
     return (
@@ -20,18 +20,18 @@ def did_not_form(size: Size, missing: list[int], timeout_s: float) -> str:
     )
 
 
-class Failures:
-    """`lost` and `formed` say how many there were without a step between them."""
+class FailureCounter:
+    """Counts groups lost without a completed step between them; `lost` and `formed` return it."""
 
     def __init__(self) -> None:
         self.last = ""  # why
-        self._resumed_at = 0  # the step from which the newest group went on
+        self._resumed_at = 0  # the step at which the newest group began
         self._num_old = 0  # groups lost at that step
-        self._num_new = 0  # groups lost since that one formed; at which step is not known yet
+        self._num_new = 0  # groups lost since that one formed, at a step not known yet
         self._counted = -2  # the generation of the last
 
     def lost(self, what: str, generation: int, since_s: float | None) -> int:
-        """A generation's group is lost; ranks that die together, or nearly, are one failure."""
+        """The group of a generation is lost; ranks that die within `ECHO_S` are one failure."""
         again = self._num_new and since_s is not None and since_s < ECHO_S
         if again or self._counted == generation:
             return 0
@@ -40,12 +40,12 @@ class Failures:
         return self._num_new
 
     def formed(self, step: int) -> int:
-        """A new group says from which step it goes on, and so at which step the last was lost."""
+        """A new group begins at `step`, and so the last one was lost there."""
         if step == self._resumed_at:
             self._num_new += self._num_old
         self._num_old, self._num_new, self._resumed_at = self._num_new, 0, step
         return self._num_old
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Another training begins."""
         self._num_old = self._num_new = 0

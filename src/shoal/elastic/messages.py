@@ -1,15 +1,16 @@
-"""What the supervisor and the members say to each other: typed records as MessagePack, one a frame.
+"""Messages between the supervisor and the members: typed records as MessagePack, one a frame.
 
-A member's ZeroMQ identity is its number and the run's token, so who has lost its way is not heard;
-strangers do not reach the socket (`comm/wire.py`). Messages that belong to a generation carry it,
-and those of an older one are ignored.
+A member's ZeroMQ identity is its number and the run's token, so the supervisor ignores members of
+other runs; other processes cannot reach the socket (`comm/wire.py`). Messages of a generation carry
+its number, and the receiver ignores those of an older one. Read next: `seat.py` sends the first
+half, `supervisor.py` the second.
 """
 
 from typing import Any
 
 import msgspec
 
-from shoal.plans.size import Size
+from shoal.plans.resize import RunSize
 
 
 class FromMember(msgspec.Struct, frozen=True, tag_field="say"):
@@ -17,13 +18,13 @@ class FromMember(msgspec.Struct, frozen=True, tag_field="say"):
 
 
 class Ready(FromMember, frozen=True, tag="ready"):
-    """I can take a seat. `recovers` is false when a plan cannot do without any one rank."""
+    """I can take a seat. `recovers`: the plan can replace a rank that dies."""
 
     pid: int
     recovers: bool = True
 
 
-class Here(FromMember, frozen=True, tag="here"):
+class Arrived(FromMember, frozen=True, tag="arrived"):
     """I have left every older group."""
 
     generation: int
@@ -37,17 +38,17 @@ class Formed(FromMember, frozen=True, tag="formed"):
 
 
 class Lost(FromMember, frozen=True, tag="lost"):
-    """The group of this generation broke under me."""
+    """The group of this generation broke."""
 
     generation: int
     step: int
     why: str
 
 
-class Beat(FromMember, frozen=True, tag="beat"):
-    """I am alive; `step` is what I have committed, `progress` what a person wants to see. `stops`:
-    I was told to end; `at`: and this is where I work, if I do not wait for somebody. `work` is
-    another number each time that something was done."""
+class Heartbeat(FromMember, frozen=True, tag="heartbeat"):
+    """I am alive. `step` is the last committed one, `progress` is for the screen. `work` grows with
+    all that I complete. `stops`: I was asked to stop; `at` is then the line I am at, if I do not
+    wait for another member."""
 
     step: int
     progress: dict[str, Any] | None = None
@@ -56,24 +57,24 @@ class Beat(FromMember, frozen=True, tag="beat"):
     at: str = ""
 
 
-class Note(FromMember, frozen=True, tag="note"):
-    """Something for the run's record."""
+class MemberEvent(FromMember, frozen=True, tag="event"):
+    """An event for the run's events.jsonl."""
 
     event: str
     what: dict[str, Any]
 
 
-class Done(FromMember, frozen=True, tag="done"):
-    """I have nothing left to do, and wait to be let go."""
+class MemberDone(FromMember, frozen=True, tag="done"):
+    """I have completed all work and wait for `Release`."""
 
     generation: int
     step: int
     summary: dict[str, Any]
 
 
-class Met(FromMember, frozen=True, tag="met"):
-    """I wait after `step`; or, of a server: what each server will hold is written down, and so
-    many bytes of it move, or there is a problem."""
+class Paused(FromMember, frozen=True, tag="paused"):
+    """A rank: I wait after `step`. A server: I wrote the files of the new partition, of which
+    `num_bytes` move to other servers; or there was a problem."""
 
     generation: int
     step: int = -1
@@ -82,7 +83,7 @@ class Met(FromMember, frozen=True, tag="met"):
 
 
 class Failed(FromMember, frozen=True, tag="failed"):
-    """The recipe's own code failed here, or on `ranks`: who finds it need not be who did it."""
+    """The recipe's code failed here, or on `ranks`, if another rank found the failure."""
 
     step: int
     message: str
@@ -95,12 +96,12 @@ class FromSupervisor(msgspec.Struct, frozen=True, tag_field="say"):
     pass
 
 
-class TakeSeat(FromSupervisor, frozen=True, tag="seat"):
-    """Leave what you are in; this is your place in the next generation."""
+class SeatAssignment(FromSupervisor, frozen=True, tag="seat"):
+    """Leave your group; this is your seat in the next generation."""
 
     generation: int
     seat: int
-    sizes: tuple[Size, ...]  # that the run had, the last one now
+    sizes: tuple[RunSize, ...]  # all sizes of the run so far, the last one now
     store: str  # its address
 
     @property
@@ -113,39 +114,43 @@ class TakeSeat(FromSupervisor, frozen=True, tag="seat"):
 
     @property
     def server(self) -> int | None:
-        """The number of the server whose place it is."""
+        """The number of the server in this seat; None for a rank."""
         return self.sizes[-1].server_of(self.seat)
 
 
-class Go(FromSupervisor, frozen=True, tag="go"):
-    """All are here: form the group."""
+class FormGroup(FromSupervisor, frozen=True, tag="form"):
+    """All members have arrived: form the group."""
 
     generation: int
 
 
-class Stop(FromSupervisor, frozen=True, tag="stop"):
+class StopAfterStep(FromSupervisor, frozen=True, tag="stop"):
     """Agree with the others on a step after which to stop."""
 
 
-class Meet(FromSupervisor, frozen=True, tag="meet"):
+class PauseAfterStep(FromSupervisor, frozen=True, tag="pause"):
     """Agree with the others on a step after which to wait for the next generation."""
 
     generation: int
 
 
-class Part(FromSupervisor, frozen=True, tag="part"):
-    """You are a server, and all ranks wait: write down what each of so many servers will hold."""
+class Repartition(FromSupervisor, frozen=True, tag="repartition"):
+    """To a server, while all ranks wait: write the state, partitioned for so many servers."""
 
     generation: int
     num_servers: int
 
 
-class Leave(FromSupervisor, frozen=True, tag="leave"):
+class Release(FromSupervisor, frozen=True, tag="release"):
     """You may exit."""
 
 
-MemberMessage = Ready | Here | Formed | Lost | Beat | Note | Done | Met | Failed
-SupervisorMessage = TakeSeat | Go | Stop | Meet | Part | Leave
+MemberMessage = (
+    Ready | Arrived | Formed | Lost | Heartbeat | MemberEvent | MemberDone | Paused | Failed
+)
+SupervisorMessage = (
+    SeatAssignment | FormGroup | StopAfterStep | PauseAfterStep | Repartition | Release
+)
 
 encode = msgspec.msgpack.Encoder().encode
 FROM_MEMBER: msgspec.msgpack.Decoder[MemberMessage] = msgspec.msgpack.Decoder(MemberMessage)

@@ -1,92 +1,92 @@
-"""Whether a run gets further: if not, it is told; one that was told to stop is ended. Pure.
+"""Detects a run that makes no progress: it reports a standstill, and ends a stop that hangs. Pure.
 
-Who works without end says so itself (`asides.py`). Who waits for another does not, and ranks that
-wait for each other would wait for ever without a word. So members say with each beat how much they
-have done (a piece computed, a chunk written: `processes.WORK`), and the supervisor looks at all.
+The watchdog of a member reports work that does not end (`watchdog.py`). It cannot see ranks that
+wait for each other. So members send a count of completed work with each heartbeat (a piece
+computed, a chunk written: `processes.WORK`), and the supervisor looks at all of them.
 
-A standstill is told after 75 s, somewhat later than who works would tell, and ten times the longest
-pause so far, then at doubling times; nothing is ended, since a step may take that long. A run that
-was told to stop finishes a step and saves it, which may take long too: it is left alone as long as
-somebody gets something done. Once nothing was done for a minute, and for twice the longest pause,
-somebody hangs: the run is ended, and who had not come is named.
+A standstill is reported after 75 s, later than the watchdogs would report, and after ten times the
+longest pause so far, then at doubling times; it ends nothing, since a step may take that long. A
+run that was asked to stop finishes a step and saves it, which may take long too: it continues as
+long as any member completes work. Once there was none for a minute, and for twice the longest
+pause, the run is ended, and the members that had not finished are named.
 """
 
 from collections.abc import Collection, Mapping
 
-from shoal.elastic.meeting import Seats
-from shoal.plans.size import Size
+from shoal.elastic.seating import Seats
+from shoal.plans.resize import RunSize
 
 STANDSTILL_S, PAUSE_S = 75.0, 60.0
 TIMES_LONGEST, STOP_TIMES_LONGEST = 10.0, 2.0
 
 
-class Progress:
-    """`stop_timeout_s` is how long nothing may be done on the way to a stop; None leaves it to the
-    run's own pauses."""
+class ProgressMonitor:
+    """`stop_timeout_s` limits a pause on the way to a stop; None derives the limit from the run's
+    own pauses."""
 
     def __init__(self, stop_timeout_s: float | None = None):
         self._stop_timeout_s = stop_timeout_s
-        self._done: dict[int, tuple[int, int]] = {}  # by member: its step, and its work
-        self._last: float | None = None  # when something was done
-        self._longest_s = 0.0  # between two things
-        self._told_s = 0.0  # the pause that was told last
-        self._asked: float | None = None  # when it was first told to stop
+        self._work_of: dict[int, tuple[int, int]] = {}  # member -> its step, its count of work
+        self._last_work_at: float | None = None
+        self._longest_pause_s = 0.0
+        self._reported_s = 0.0  # length of this pause when it was last reported
+        self._stop_requested_at: float | None = None
 
     @property
     def patience_s(self) -> float:
         if self._stop_timeout_s is not None:
             return self._stop_timeout_s
-        return max(PAUSE_S, STOP_TIMES_LONGEST * self._longest_s)
+        return max(PAUSE_S, STOP_TIMES_LONGEST * self._longest_pause_s)
 
     def heard(self, member: int, step: int, work: int, now: float) -> None:
-        """What a member says of what it has done."""
-        if self._done.get(member) != (step, work):
-            self._done[member] = step, work
+        """A heartbeat with a member's step and count of work."""
+        if self._work_of.get(member) != (step, work):
+            self._work_of[member] = step, work
             self.done(now)
 
     def done(self, now: float) -> None:
-        if self._last is not None and self._asked is None:
-            self._longest_s = max(self._longest_s, now - self._last)
-        self._last, self._told_s = now, 0.0
+        if self._last_work_at is not None and self._stop_requested_at is None:
+            self._longest_pause_s = max(self._longest_pause_s, now - self._last_work_at)
+        self._last_work_at, self._reported_s = now, 0.0
 
     def explained(self, now: float) -> None:
-        """Somebody said what takes so long: what follows counts from here."""
-        self._told_s = max(self._told_s, self._pause_s(now))
+        """A member reported the reason of this pause: a report is due when it has doubled."""
+        self._reported_s = max(self._reported_s, self._pause_s(now))
 
     def standstill_s(self, now: float) -> float | None:
-        """For how long nothing was done, if that is to be told now."""
+        """Seconds without work, if a report is due."""
         pause_s = self._pause_s(now)
-        if pause_s < max(STANDSTILL_S, TIMES_LONGEST * self._longest_s, 2 * self._told_s):
+        if pause_s < max(STANDSTILL_S, TIMES_LONGEST * self._longest_pause_s, 2 * self._reported_s):
             return None
-        self._told_s = pause_s
+        self._reported_s = pause_s
         return pause_s
 
-    def asked(self, now: float) -> None:
-        """To stop; the first time counts."""
-        if self._asked is None:
-            self._asked = now
+    def stop_requested(self, now: float) -> None:
+        """The run was asked to stop; only the first call counts."""
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
 
     def late_s(self, now: float) -> float | None:
-        """For how long nothing was done on the way to a stop, if that is too long."""
-        if self._asked is None:
+        """Seconds without work on the way to a stop, if that is too long."""
+        if self._stop_requested_at is None:
             return None
-        pause_s = now - max(self._asked, self._last or self._asked)
+        pause_s = now - max(self._stop_requested_at, self._last_work_at or self._stop_requested_at)
         return pause_s if pause_s > self.patience_s else None
 
     def _pause_s(self, now: float) -> float:
-        return 0.0 if self._last is None else now - self._last
+        return 0.0 if self._last_work_at is None else now - self._last_work_at
 
 
-def did_not_stop(
-    size: Size, seats: Seats, done: Collection[int], at: Mapping[int, str], late_s: float
+def describe_hang(
+    size: RunSize, seats: Seats, done: Collection[int], at: Mapping[int, str], late_s: float
 ) -> str:
-    """Whom a run that was told to stop waited for in vain; `at` is where each member works."""
+    """Why a stop was not completed; `at` is the line that each member is at."""
     missing = {seat: at.get(n, "") for seat, n in enumerate(seats) if n is not None}
     missing = {seat: line for seat, line in missing.items() if seats[seat] not in done}
     busy = [f"{size.name_of(seat)} at {line}" for seat, line in missing.items() if line]
     names = ", ".join(busy or [size.name_of(seat) for seat in missing])
-    how = "came to no end of its step" if busy else "waited for each other"
+    how = "did not finish its step" if busy else "waited for each other"
     return (
-        f"it was told to stop, and nothing was done for {late_s:.0f} s: {names} {how}, so all were "
-        "ended. The stacks of each are at the end of its log"
+        f"it was asked to stop, and no work was done for {late_s:.0f} s: {names} {how}, so all "
+        "were ended. The stacks of each are at the end of its log"
     )

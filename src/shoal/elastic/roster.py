@@ -1,26 +1,26 @@
-"""The members of a run, numbered as they are spawned, each on one of its hosts. Pure."""
+"""The members of a run, numbered in the order of their start, each on one host. Pure."""
 
 from collections.abc import Callable, Set
 
-from shoal.elastic.actions import Action, Member, Spawn
+from shoal.elastic.actions import Action, MemberState, Spawn
 
 
 class Roster:
-    """Members that are `taken` have a seat, or just left one; the others are spares."""
+    """Members in `taken` have a seat, or just left one; the others are spares."""
 
     def __init__(self, num_hosts: int):
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, MemberState] = {}
         self._num_hosts, self._next = num_hosts, 0
 
     def spawn(self, now: float, host: int) -> Spawn:
         number, self._next = self._next, self._next + 1
-        self.members[number] = Member(now, host)
+        self.members[number] = MemberState(now, host)
         return Spawn(number, host)
 
     def spawn_spares(
         self, now: float, taken: Set[int | None], wanted: Callable[[int], int]
     ) -> list[Action]:
-        """Until each host has as many as are wanted there."""
+        """Spawn until each host has as many spares as wanted there."""
         spawned: list[Action] = []
         for host in range(self._num_hosts):
             num_missing = wanted(host) - len(self.spares(host, taken))
@@ -28,7 +28,7 @@ class Roster:
         return spawned
 
     def spares(self, host: int, taken: Set[int | None]) -> list[int]:
-        """Those of a host that can take a seat, now or once they are ready."""
+        """Members of a host that can take a seat, now or once they are ready."""
         own = [number for number, member in self.members.items() if member.host == host]
         return [n for n in own if n not in taken and not self.members[n].suspected]
 

@@ -1,10 +1,11 @@
-"""A member's side of the supervisor: heartbeats out, places in, and a way out of dead
-collectives.
+"""A member's connection to the supervisor: it sends heartbeats, receives seats, and interrupts
+collectives of a dead group.
 
-A control thread keeps the conversation going whatever the trainer is doing. When a newer
-generation is announced while the trainer still sits in a collective of an older one, the thread
-shuts down that group's connections, again on every tick until the trainer has taken its new
-place.
+A control thread talks to the supervisor while the trainer computes. When the supervisor announces
+a newer generation and the trainer is still in a collective of an older one, the thread shuts down
+the sockets of that group, on every tick until the trainer has taken its new seat. Cost: a
+heartbeat of some hundred bytes every 0.1 s. Read next: `messages.py`, `watchdog.py`, and
+`supervisor.py` for the other side.
 """
 
 import os
@@ -19,36 +20,36 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from shoal.comm.collectives import Group
-from shoal.comm.mesh import FORM_TIMEOUT_S, Asked, Axes, Check, Mesh, Servers, accept
-from shoal.comm.reach import Reach, reach_from
+from shoal.comm.endpoint import Endpoint, endpoint_from
+from shoal.comm.mesh import FORM_TIMEOUT_S, Axes, Check, Mesh, RankRequests, Servers, accept
+from shoal.comm.rendezvous import abandon_group, form_group, leave_group
 from shoal.comm.run_store import StoreClient
 from shoal.comm.sockets import open_sockets, shut_down
-from shoal.comm.store import abandon_group, form_group, leave_group
 from shoal.comm.wire import BadFrame, Keys, connect, decode
 from shoal.elastic import messages
-from shoal.elastic.asides import Asides
 from shoal.elastic.messages import (
-    Beat,
-    Done,
+    Arrived,
     Failed,
     Formed,
-    Go,
-    Here,
-    Leave,
+    FormGroup,
+    Heartbeat,
     Lost,
-    Meet,
-    Met,
-    Note,
-    Part,
+    MemberDone,
+    MemberEvent,
+    PauseAfterStep,
+    Paused,
     Ready,
-    Stop,
-    TakeSeat,
+    Release,
+    Repartition,
+    SeatAssignment,
+    StopAfterStep,
 )
+from shoal.elastic.watchdog import Watchdog
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.events.step import StepInfo
 from shoal.faults import faultpoint
 from shoal.plans.plan import Plan
-from shoal.plans.size import Size, can_recover
+from shoal.plans.resize import RunSize, can_recover
 from shoal.system.processes import WORK
 from shoal.world import World
 
@@ -59,145 +60,163 @@ BEAT_S = 0.1
 TICK_MS = 20
 # Gloo waits five times as long for a peer that died before it connected.
 CONNECT_TIMEOUT_S = 1.0
-STORE_TIMEOUT_S = 4.0  # for an answer of the store, which the supervisor holds
+STORE_TIMEOUT_S = 4.0  # for an answer of the store, which is in the supervisor
 
 
 class SupervisedSeat:
-    """The trainer's seat under a supervisor. Its methods are called from the trainer's thread."""
+    """A member's seat under a supervisor; the trainer's thread calls its methods."""
 
     def __init__(
         self,
         address: str,
         identity: str,
         *,
-        reach: Reach,
+        reach: Endpoint,
         recovers: bool = True,
         form_timeout_s: float = FORM_TIMEOUT_S,
     ):
         self.recovers, self.reach = recovers, reach
         self.secret = identity.partition(":")[2]  # of the run
         self._is_ready = False
-        self.summarise: Callable[[], dict[str, Any]] = dict
-        self.progress: Callable[[], dict[str, Any] | None] = lambda: None
-        self.before_meeting: Callable[[], None] = lambda: None
+        self._summarise: Callable[[], dict[str, Any]] = dict
+        self._progress: Callable[[], dict[str, Any] | None] = lambda: None
+        self._before_pause: Callable[[], None] = lambda: None
         self.generation = -1
         self.step = 0
         # How long to wait for a new generation after a loss: the supervisor gives up before.
         self._patience_s = form_timeout_s + 15.0
         self._changed = threading.Condition()
-        self._place: TakeSeat | None = None
-        self._go = -1
-        self._stop = self._leave = self._closing = False
-        self._meet, self._part = -1, Part(-1, 0)  # the last that was asked for
-        self._asides = Asides()
+        self._assignment: SeatAssignment | None = None
+        self._form_generation = -1
+        self._stop = self._is_released = self._closing = False
+        self._pause_generation = -1  # in which a pause was last requested
+        self._repartition = Repartition(-1, 0)  # the last request
+        self._watchdog = Watchdog()
         self._handled: list[int] = []  # signals that ask for a stop
-        self._before: set[str] | None = None  # sockets that stood before forming began
-        self._own: set[str] = set()  # the group's
+        self._sockets_before: set[str] | None = None  # open when forming began
+        self._group_sockets: set[str] = set()
         self._store: StoreClient | None = None  # of the newest generation
         self._context = zmq.Context()
-        self._mouth = self._context.socket(zmq.PUSH)
-        self._mouth.bind("inproc://say")
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.bind("inproc://outbox")
         self._thread = threading.Thread(
-            target=self._converse, args=(address, identity), name="shoal-control", daemon=True
+            target=self._run_control_thread,
+            args=(address, identity),
+            name="shoal-control",
+            daemon=True,
         )
         self._thread.start()
 
+    def report_by(
+        self,
+        *,
+        summarise: Callable[[], dict[str, Any]],
+        progress: Callable[[], dict[str, Any] | None],
+        before_pause: Callable[[], None],
+    ) -> None:
+        """What to tell the supervisor at the end and with each heartbeat; what to do in a pause."""
+        self._summarise, self._progress, self._before_pause = summarise, progress, before_pause
+
     def form(self, axes: Axes, check: Check = accept) -> Mesh:
         self._axes, self._check = axes, check
-        self._be_ready()
-        return self._take_place(None)
+        self._report_ready()
+        return self._join_next_group(None)
 
     def server_number(self) -> int | None:
-        """Wait for a first place: that of a parameter server, or None for a rank's."""
-        self._be_ready()
+        """Wait for the first seat: the number of its parameter server, or None for a rank."""
+        self._report_ready()
         with self._changed:
-            self._wait_for(lambda: self._leave or self._place is not None)
-            if self._place is None:
-                raise StopNow("the supervisor lets this rank go")
-            return self._place.server
+            self._wait_for(lambda: self._is_released or self._assignment is not None)
+            if self._assignment is None:
+                raise StopNow("the supervisor released this rank")
+            return self._assignment.server
 
     @property
-    def sizes(self) -> tuple[Size, ...]:
-        """That the run had, as of the newest place."""
-        assert self._place is not None
-        return self._place.sizes
+    def sizes(self) -> tuple[RunSize, ...]:
+        """All sizes of the run so far, as of the newest assignment."""
+        assert self._assignment is not None
+        return self._assignment.sizes
 
-    def enter(self) -> TakeSeat:
-        """As a server: one's place in the newest generation, once all have left the one before.
+    def await_seat(self) -> SeatAssignment:
+        """As a server: the seat in the newest generation, once all members have left the last one.
 
-        Until `receive` there is time for what takes long: workers wait for it.
+        Slow work belongs between this and `publish_address`: the workers wait for that.
         """
         while True:
-            place = self._await_place(None)
-            if self._await_go(place):
-                return place
+            assignment = self._await_assignment(None)
+            if self._await_all_arrived(assignment):
+                return assignment
 
-    def receive(self, place: TakeSeat, address: str, door: str = "") -> list[str] | None:
-        """As a server: let workers know where; None if there is another place meanwhile.
+    def publish_address(
+        self, assignment: SeatAssignment, address: str, peer_address: str = ""
+    ) -> list[str] | None:
+        """As a server: publish the address for workers; None if a newer assignment came first.
 
-        With a door for other servers: where theirs are.
+        With a `peer_address` for other servers, returns the peer addresses of all servers.
         """
-        assert place.server is not None
-        store = self._open_store(place)
+        assert assignment.server is not None
+        store = self._open_store(assignment)
         try:
-            store.set(_door_key(place.generation, place.server), door)
-            store.set(_server_key(place.generation, place.server), address)
-            doors = self._find(store, place, _door_key) if door else []
+            store.set(_peer_key(assignment.generation, assignment.server), peer_address)
+            store.set(_server_key(assignment.generation, assignment.server), address)
+            peer_addresses = (
+                self._await_server_keys(store, assignment, _peer_key) if peer_address else []
+            )
         except (GroupLost, RuntimeError) as lost:
-            self._say(Lost(self.generation, -1, str(lost)))
+            self._send(Lost(self.generation, -1, str(lost)))
             return None
-        self._say(Formed(self.generation, -1))
-        self._say(Done(self.generation, -1, {}))  # whenever the ranks are
-        return doors
+        self._send(Formed(self.generation, -1))
+        self._send(MemberDone(self.generation, -1, {}))  # ranks decide when the run ends
+        return peer_addresses
 
-    def asked_to_part(self) -> int | None:
-        """As a server, once: for how many servers to write down what each will hold."""
-        part, self._part = self._part, Part(-1, 0)
-        return part.num_servers if part.generation == self.generation else None
+    def take_repartition_request(self) -> int | None:
+        """As a server: the number of servers to write files for; returns each request once."""
+        request, self._repartition = self._repartition, Repartition(-1, 0)
+        return request.num_servers if request.generation == self.generation else None
 
-    def parted(self, num_bytes: int, problem: str) -> None:
-        self._say(Met(self.generation, num_bytes=num_bytes, problem=problem))
+    def report_repartition(self, num_bytes: int, problem: str) -> None:
+        self._send(Paused(self.generation, num_bytes=num_bytes, problem=problem))
 
     def is_over(self) -> bool:
-        """Whether the generation is: there is another place, or none any more.
+        """Whether this generation has ended: by a newer assignment, or by a release.
 
-        Who waits for another process asks again and again, which is its pulse (`asides.py`).
+        Code that waits for another process polls this, which resets the watchdog (`watchdog.py`).
         """
-        self._asides.beat()
-        return self._leave or self._place_is_new()
+        self._watchdog.beat()
+        return self._is_superseded()
 
-    def _be_ready(self) -> None:
+    def _report_ready(self) -> None:
         if not self._is_ready:
             self._is_ready = True
             faultpoint("seat.ready")
-            self._say(Ready(os.getpid(), self.recovers))
+            self._send(Ready(os.getpid(), self.recovers))
 
     def reform(self, lost: GroupLost) -> Mesh:
         if not isinstance(lost, GroupLeft):
-            self._say(Lost(self.generation, self.step, str(lost)))
-        # An operation nobody waits for any more may still be under way between two survivors, and
-        # the old group cannot be let go of before it has ended.
-        shut_down(self._own)
-        return self._take_place(lost)
+            self._send(Lost(self.generation, self.step, str(lost)))
+        # An abandoned operation may still be under way between two survivors, and the old group
+        # cannot be destroyed before it has ended.
+        shut_down(self._group_sockets)
+        return self._join_next_group(lost)
 
     def formed(self, step: int) -> None:
-        self._asides.beat()
+        self._watchdog.beat()
         self.step = step
-        self._say(Formed(self.generation, step))
+        self._send(Formed(self.generation, step))
 
     def stepped(self, info: StepInfo) -> None:
-        self._asides.beat()
+        self._watchdog.beat()
         self.step = info.step
 
-    def asked(self) -> Asked:
-        return Asked(stop=self._stop, meet=self._meet == self.generation)
+    def asked(self) -> RankRequests:
+        return RankRequests(stop=self._stop, meet=self._pause_generation == self.generation)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
         self._stop = True
 
     def stop_on_term(self) -> None:
-        """Let SIGTERM, and a terminal that closes, ask for that in this process."""
+        """Request a stop on SIGTERM, and on SIGHUP of a terminal that closes."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -205,18 +224,18 @@ class SupervisedSeat:
                     self._handled.append(number)
 
     def tell(self, event: str, **what: Any) -> None:
-        self._say(Note(event, what))
+        self._send(MemberEvent(event, what))
 
     def finish(self, meets: bool = False) -> bool:
         if meets:
-            self.before_meeting()
+            self._before_pause()
             faultpoint("seat.meeting", self.step)
-            self._say(Met(self.generation, self.step))
+            self._send(Paused(self.generation, self.step))
         else:
-            self._say(Done(self.generation, self.step, self.summarise()))
+            self._send(MemberDone(self.generation, self.step, self._summarise()))
         with self._changed:
-            self._wait_for(lambda: self._leave or self._place_is_new())
-            return self._leave
+            self._wait_for(self._is_superseded)
+            return self._is_released
 
     def close(self) -> None:
         leave_group()
@@ -225,82 +244,82 @@ class SupervisedSeat:
         self._thread.join(timeout=2.0)
         while self._handled and threading.current_thread() is threading.main_thread():
             signal.signal(self._handled.pop(), signal.SIG_DFL)
-        self._mouth.close(linger=0)
+        self._outbox.close(linger=0)
         self._context.term()
 
-    def _say(self, message: messages.MemberMessage) -> None:
-        self._mouth.send(messages.encode(message))
+    def _send(self, message: messages.MemberMessage) -> None:
+        self._outbox.send(messages.encode(message))
 
-    def _take_place(self, lost: GroupLost | None) -> Mesh:
-        """Wait for a place in a newer generation and form its group, until one works."""
+    def _join_next_group(self, lost: GroupLost | None) -> Mesh:
+        """Wait for a seat in a newer generation and form its group, until one works."""
         while True:
             abandon_group()
-            place = self._await_place(lost)
-            if not self._await_go(place):
+            assignment = self._await_assignment(lost)
+            if not self._await_all_arrived(assignment):
                 continue
             try:
-                return self._form(place)
+                return self._form(assignment)
             except (GroupLost, FormError) as error:
                 lost = error if isinstance(error, GroupLost) else GroupLost(str(error))
-                self._say(Lost(self.generation, self.step, str(lost)))
+                self._send(Lost(self.generation, self.step, str(lost)))
 
-    def _await_place(self, lost: GroupLost | None) -> TakeSeat:
+    def _await_assignment(self, lost: GroupLost | None) -> SeatAssignment:
         with self._changed:
             patience_s = None if self.generation < 0 else self._patience_s
-            came = self._wait_for(lambda: self._leave or self._place_is_new(), patience_s)
-            if self._leave:
-                raise StopNow("the supervisor lets this rank go")
-            if not came:  # nobody else noticed: the error was this rank's own
+            came = self._wait_for(self._is_superseded, patience_s)
+            if self._is_released:
+                raise StopNow("the supervisor released this rank")
+            if not came:  # no other rank noticed: the error was this rank's own
                 raise lost or GroupLost("no other generation was announced")
-            assert self._place is not None
-            self.generation = self._place.generation
-            return self._place
+            assert self._assignment is not None
+            self.generation = self._assignment.generation
+            return self._assignment
 
-    def _await_go(self, place: TakeSeat) -> bool:
-        """Say that the old group is left; True when all have said so."""
+    def _await_all_arrived(self, assignment: SeatAssignment) -> bool:
+        """Report that this member left the old group; True once all members have."""
         faultpoint("seat.here", self.step)
-        self._say(Here(place.generation))
+        self._send(Arrived(assignment.generation))
         with self._changed:
+            number = assignment.generation
             self._wait_for(
-                lambda: self._leave or self._go == place.generation or self._place_is_new(),
-                self._patience_s,
+                lambda: self._is_superseded() or self._form_generation == number, self._patience_s
             )
-            return self._go == place.generation and not self._place_is_new()
+            return self._form_generation == assignment.generation and not self._has_new_assignment()
 
-    def _form(self, place: TakeSeat) -> Mesh:
-        num_ranks, sizes = place.num_ranks, place.sizes
-        world = World(place.seat, num_ranks, place.seat, num_ranks, "shoal")
+    def _form(self, assignment: SeatAssignment) -> Mesh:
+        num_ranks, sizes = assignment.num_ranks, assignment.sizes
+        world = World(assignment.seat, num_ranks, assignment.seat, num_ranks, "shoal")
         if sizes[-1] == (1, 0):
             alone = Group(is_lost=self.is_over)
             return Mesh.form(alone, self._axes, world.device)._replace(sizes=sizes)
         import torch.distributed as dist
 
         faultpoint("seat.forming", self.step)
-        self._own, self._before = set(), set(open_sockets())
+        self._group_sockets, self._sockets_before = set(), set(open_sockets())
         group = Group(is_lost=self.is_over)
         try:
-            store = self._open_store(place)
+            store = self._open_store(assignment)
             if num_ranks > 1:
                 timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-                form_group(store, f"generation/{place.generation}", world, timeout)
+                form_group(store, f"generation/{assignment.generation}", world, timeout)
                 group = Group(dist.group.WORLD, is_lost=self.is_over)
                 self._check(group)
             mesh = Mesh.form(group, self._axes, world.device)
-            servers = self._find_servers(store, place) if place.num_servers else None
+            servers = self._find_servers(store, assignment) if assignment.num_servers else None
             return mesh._replace(servers=servers, sizes=sizes)
         finally:
-            self._own = set(open_sockets()) - self._before
-            self._before = None
+            self._group_sockets = set(open_sockets()) - self._sockets_before
+            self._sockets_before = None
 
-    def find_servers(self, place: TakeSeat) -> Servers:
-        """As a server: where the others of its generation are."""
-        return self._find_servers(self._open_store(place), place)
+    def find_servers(self, assignment: SeatAssignment) -> Servers:
+        """As a server: the addresses of the servers of its generation."""
+        return self._find_servers(self._open_store(assignment), assignment)
 
-    def _open_store(self, place: TakeSeat) -> StoreClient:
-        """One client a generation, which leaves what it waits for when that is over."""
+    def _open_store(self, assignment: SeatAssignment) -> StoreClient:
+        """One client a generation; its waits end when the generation does."""
         self._close_store()
         self._store = StoreClient(
-            self._context, place.store, self.reach.keys, STORE_TIMEOUT_S, self.is_over
+            self._context, assignment.store, self.reach.keys, STORE_TIMEOUT_S, self.is_over
         )
         return self._store
 
@@ -309,17 +328,17 @@ class SupervisedSeat:
             self._store.close()
             self._store = None
 
-    def _find_servers(self, store: "dist.Store", place: TakeSeat) -> Servers:
-        addresses = self._find(store, place, _server_key)
+    def _find_servers(self, store: "dist.Store", assignment: SeatAssignment) -> Servers:
+        addresses = self._await_server_keys(store, assignment, _server_key)
         lost, keys = self.is_over, self.reach.keys
-        return Servers(tuple(addresses), place.generation, self.secret, lost, keys)
+        return Servers(tuple(addresses), assignment.generation, self.secret, lost, keys)
 
-    def _find(
-        self, store: "dist.Store", place: TakeSeat, key_of: Callable[[int, int], str]
+    def _await_server_keys(
+        self, store: "dist.Store", assignment: SeatAssignment, key_of: Callable[[int, int], str]
     ) -> list[str]:
-        """What each server put into the store. One that takes a dead one's place does first what
-        that did, however long it takes; if it dies there is another generation."""
-        keys = [key_of(place.generation, number) for number in range(place.num_servers)]
+        """What each server put into the store. One that replaces a dead server first repeats the
+        work of that one, without a time limit; if it dies, another generation begins."""
+        keys = [key_of(assignment.generation, number) for number in range(assignment.num_servers)]
         try:
             while not store.check(keys):
                 if self.is_over():
@@ -329,82 +348,86 @@ class SupervisedSeat:
         except RuntimeError as error:
             raise GroupLost(f"a server did not come: {str(error).splitlines()[0]}") from error
 
-    def _wait_for(self, is_so: Callable[[], bool], patience_s: float | None = None) -> bool:
-        """What the supervisor says: until it is so. The caller holds `_changed`."""
-        with self._asides.resting():
-            return self._changed.wait_for(is_so, patience_s)
+    def _wait_for(self, condition: Callable[[], bool], patience_s: float | None = None) -> bool:
+        """Wait for a message that makes the condition true. The caller holds `_changed`."""
+        with self._watchdog.suspended():
+            return self._changed.wait_for(condition, patience_s)
 
-    def _place_is_new(self) -> bool:
-        return self._place is not None and self._place.generation > self.generation
+    def _is_superseded(self) -> bool:
+        """Whether there is a newer assignment, or a release."""
+        return self._is_released or self._has_new_assignment()
 
-    def _converse(self, address: str, identity: str) -> None:
+    def _has_new_assignment(self) -> bool:
+        return self._assignment is not None and self._assignment.generation > self.generation
+
+    def _run_control_thread(self, address: str, identity: str) -> None:
         """The control thread."""
         line = connect(self._context, address, identity.encode(), self.reach.keys)
         line.setsockopt(zmq.LINGER, 500)
-        ear = self._context.socket(zmq.PULL)
-        ear.connect("inproc://say")
+        inbox = self._context.socket(zmq.PULL)
+        inbox.connect("inproc://outbox")
         poller = zmq.Poller()
         poller.register(line, zmq.POLLIN)
-        poller.register(ear, zmq.POLLIN)
+        poller.register(inbox, zmq.POLLIN)
         last_beat = 0.0
         try:
-            while not self._closing or ear.poll(0):
+            while not self._closing or inbox.poll(0):
                 poller.poll(TICK_MS)
-                while ear.poll(0):
-                    line.send(ear.recv())
+                while inbox.poll(0):
+                    line.send(inbox.recv())
                 while line.poll(0):
                     with suppress(BadFrame):
-                        self._take_in(decode(line.recv(), messages.FROM_SUPERVISOR))
-                self._free_the_trainer()
+                        self._handle(decode(line.recv(), messages.FROM_SUPERVISOR))
+                self._break_old_group()
                 if time.monotonic() - last_beat > BEAT_S:
                     last_beat = time.monotonic()
-                    stops = self._stop and self._place is not None
-                    at = self._asides.at() if stops else ""
-                    beat = Beat(self.step, self.progress(), stops, WORK.done, at)
+                    stops = self._stop and self._assignment is not None
+                    at = self._watchdog.current_line() if stops else ""
+                    beat = Heartbeat(self.step, self._progress(), stops, WORK.done, at)
                     line.send(messages.encode(beat))
-                    for aside in self._asides.look(self.step, self._place, self._stop):
-                        line.send(messages.encode(aside))
+                    for report in self._watchdog.check(self.step, self._assignment, self._stop):
+                        line.send(messages.encode(report))
         finally:
             line.close()
-            ear.close()
+            inbox.close()
 
-    def _take_in(self, message: messages.SupervisorMessage) -> None:
+    def _handle(self, message: messages.SupervisorMessage) -> None:
         with self._changed:
             match message:
-                case TakeSeat():
-                    if self._place is None or message.generation > self._place.generation:
-                        self._place = message
-                case Go():
-                    self._go = message.generation
-                case Stop():
+                case SeatAssignment():
+                    if self._assignment is None or message.generation > self._assignment.generation:
+                        self._assignment = message
+                case FormGroup():
+                    self._form_generation = message.generation
+                case StopAfterStep():
                     self._stop = True
-                case Meet():
-                    self._meet = message.generation
-                case Part():
-                    self._part = message
-                case Leave():
-                    self._leave = True
+                case PauseAfterStep():
+                    self._pause_generation = message.generation
+                case Repartition():
+                    self._repartition = message
+                case Release():
+                    self._is_released = True
             self._changed.notify_all()
 
-    def _free_the_trainer(self) -> None:
-        """Level-triggered: as long as the trainer is in a group it should have left."""
-        if self._place_is_new() or self._leave:
-            before = self._before
-            shut_down(self._own if before is None else set(open_sockets()) - before)
+    def _break_old_group(self) -> None:
+        """Shut down the old group's sockets as long as the trainer should leave it."""
+        if self._is_superseded():
+            before = self._sockets_before
+            shut_down(self._group_sockets if before is None else set(open_sockets()) - before)
 
 
 def _server_key(generation: int, number: int) -> str:
-    """Under which a server's address stands in the store."""
+    """The store's key of a server's address for workers."""
     return f"generation/{generation}/server/{number}"
 
 
-def _door_key(generation: int, number: int) -> str:
-    """Under which the address stands at which a server hears others."""
-    return f"generation/{generation}/door/{number}"
+def _peer_key(generation: int, number: int) -> str:
+    """The store's key of a server's address for other servers."""
+    return f"generation/{generation}/peer_address/{number}"
 
 
 def report_failure(address: str, identity: str, failed: Failed, keys: Keys | None = None) -> None:
-    """Say that this member's program failed, and wait until the supervisor has heard it."""
+    """Report that this member's program failed, and wait until the supervisor has received it."""
     with zmq.Context() as context, connect(context, address, identity.encode(), keys) as line:
         line.setsockopt(zmq.LINGER, 500)
         line.send(messages.encode(failed))
@@ -422,5 +445,5 @@ def seat_from_environment(plan: Plan) -> SupervisedSeat | None:
         os.environ["SHOAL_MEMBER"],
         recovers=can_recover(plan),
         form_timeout_s=form_timeout_s,
-        reach=reach_from(os.environ),
+        reach=endpoint_from(os.environ),
     )

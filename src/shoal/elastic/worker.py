@@ -1,4 +1,8 @@
-"""What a rank's process does: train a prepared run, or run a user's script, under a seat."""
+"""The process of a rank or server: it trains a prepared run, or runs a user's script, in a seat.
+
+`prepare_training` and `prepare_script` run once in the fork server; the functions that they return
+run in each of its children. Read next: `seat.py`, `training/trainer.py`, `server_process.py`.
+"""
 
 import faulthandler
 import os
@@ -16,28 +20,28 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shoal import faults, logs
-from shoal.checkpoint.export import write_tensors
-from shoal.comm.reach import reach_from
+from shoal.checkpoint.export import write_safetensors
+from shoal.comm.endpoint import endpoint_from
 from shoal.comm.wire import bytes_of, digest_of
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
-from shoal.elastic.serving import Serving, serve_host
-from shoal.errors import FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
-from shoal.events.meters import Totals, peak_memory_bytes
-from shoal.events.scribe import Scribe
-from shoal.events.sinks import Sink, TensorBoard
+from shoal.elastic.server_process import ServerProcess, serve_aggregator
+from shoal.errors import AllWorkersLost, FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
+from shoal.events.meters import StepTotals, peak_memory_bytes
+from shoal.events.metrics_writer import MetricsWriter
+from shoal.events.sinks import Sink, TensorBoardSink
 from shoal.events.step import Hook, StepInfo
 from shoal.numerics.precision import environment_for
 from shoal.parallel.tensor.summary import cuts_in_words, grouped
 from shoal.plans.plan import Plan
-from shoal.plans.size import can_recover, can_resize
-from shoal.sync.server.local import LocalThroughServers
+from shoal.plans.resize import can_recover, can_resize
+from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.lookups import empty_tables
-from shoal.sync.server.strategy import ThroughServers
-from shoal.system.fork_server import Birth, ChildMain, says_all
-from shoal.training.build import Prepared, prepare, why_alone
-from shoal.training.checkpointing import Keeper, Keeping
-from shoal.training.pretrained import Beginning
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.system.fork_server import WorkerMain, WorkerSpec, needs_no_traceback
+from shoal.training.build import BuiltModel, build_model, why_not_resizable
+from shoal.training.checkpointing import Checkpointer, CheckpointSettings
+from shoal.training.pretrained import InitialWeights
 from shoal.training.run import Run
 from shoal.training.trainer import Trainer
 
@@ -49,18 +53,18 @@ def prepare_training(
     plan: Plan,
     run_dir: Path,
     *,
-    keeping: Keeping | None = None,
-    begin: Callable[[nn.Module], Beginning] | None = None,
+    keeping: CheckpointSettings | None = None,
+    begin: Callable[[nn.Module], InitialWeights | None] | None = None,
     tensorboard: bool = False,
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
-) -> tuple[dict[str, Any], ChildMain]:
-    """In the nursery: everything the ranks of a run share. Returns its facts and a rank's main.
+) -> tuple[dict[str, Any], WorkerMain]:
+    """In the fork server: build what all ranks share. Returns facts and the main of a member.
 
-    The plan is resolved. With `keeping` there are checkpoints; `begin` looks for weights to begin
-    with, given the model.
+    The plan is resolved. With `keeping` there are checkpoints; `begin` finds the first weights for
+    a model.
     """
     os.environ.update(environment_for(plan.precision))
-    prepared = prepare(run, plan)
+    prepared = build_model(run, plan)
     model = prepared.model
     _warm_up(run, model)
     beginning = None if begin is None else begin(model)
@@ -75,20 +79,20 @@ def prepare_training(
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "begins": "" if beginning is None else str(beginning),
         "cuts": _cuts_in_words(prepared, plan),
-        "alone": why_alone(run, plan, model) if can_resize(plan) else "",
+        "alone": why_not_resizable(run, plan, model) if can_resize(plan) else "",
     }
 
-    if plan.hosts > 1:  # which must begin alike
+    if plan.hosts > 1:  # whose first weights must be equal
         facts["first_weights"] = _digest(model)
 
-    def rank_main(birth: Birth) -> int:
+    def rank_main(spec: WorkerSpec) -> int:
         def train(seat: SupervisedSeat) -> None:
-            keeper = None
+            checkpointer = None
             if keeping is not None:
-                keeper = Keeper(keeping._replace(beginning=beginning), seat.tell)
+                checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.tell)
             if plan.num_servers:
                 empty_tables(model)
-            trainer = Trainer(run, plan, seat, prepared=prepared, keeper=keeper)
+            trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
         def work(seat: SupervisedSeat) -> None:
@@ -96,11 +100,11 @@ def prepare_training(
             if number is None:
                 train(seat)
             elif plan.hosts > 1 and number >= plan.num_servers:  # whose size does not change
-                serve_host(number - plan.num_servers, seat, run, plan, model)
+                serve_aggregator(number - plan.num_servers, seat, run, plan, model)
             else:
-                Serving(number, seat, run, plan, model, run_dir / "servers").serve()
+                ServerProcess(number, seat, run, plan, model, run_dir / "servers").serve()
 
-        return under_seat(birth, can_recover(plan, run.meets_every), work)
+        return run_in_seat(spec, can_recover(plan, run.meets_every), work)
 
     return facts, rank_main
 
@@ -111,8 +115,8 @@ def _digest(model: nn.Module) -> str:
     return f"{digest_of([bytes_of(t.contiguous()) for t in dense]):016x}"
 
 
-def _cuts_in_words(prepared: Prepared, plan: Plan) -> str:
-    """What the plan does to the model, for the user to see before it is done."""
+def _cuts_in_words(prepared: BuiltModel, plan: Plan) -> str:
+    """How the plan splits the model, for the user to see before the run starts."""
     tensor, stages = prepared.survey.tensor, prepared.survey.stages
     parts = [str(stage) for stage in stages.stages] if stages is not None else []
     if tensor is not None:
@@ -121,15 +125,15 @@ def _cuts_in_words(prepared: Prepared, plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], ChildMain]:
-    """In the nursery: nothing but warm imports, since the script is the ranks' own."""
-    use_one_thread()
+def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], WorkerMain]:
+    """In the fork server: only import torch; each rank runs the script itself."""
+    set_single_thread()
     import torch.distributed.tensor  # noqa: F401 (warm)
 
-    def rank_main(birth: Birth) -> int:
-        os.environ.update(birth.told)
-        faults.arm(birth.number)
-        use_threads()
+    def rank_main(spec: WorkerSpec) -> int:
+        os.environ.update(spec.variables)
+        faults.arm(spec.number)
+        set_rank_threads()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.resolve().parent))
@@ -138,36 +142,36 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         except StopNow:
             return 0
         except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
-            return _tell_failure(birth, -1, error)
+            return _report_failure(spec, -1, error)
         return 0
 
     return {}, rank_main
 
 
-def use_threads() -> None:
-    """One torch thread a rank, unless the user said otherwise: ranks are what fills the cores."""
+def set_rank_threads() -> None:
+    """One torch thread a rank, unless OMP_NUM_THREADS is set: ranks fill the cores."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def use_one_thread() -> None:
-    """Where ranks are forked from: OpenMP would wait in them for the threads of their parent."""
+def set_single_thread() -> None:
+    """In a process that forks ranks: OpenMP would wait in them for their parent's threads."""
     torch.set_num_threads(1)
 
 
-def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], None]) -> int:
-    """Run `work` in a member's seat; an error goes to the supervisor, and is the exit code."""
-    logs.set_up(f"member {birth.number} ")
-    os.environ.update(birth.told)
-    faults.arm(birth.number)
-    use_threads()
+def run_in_seat(spec: WorkerSpec, recovers: bool, work: Callable[[SupervisedSeat], None]) -> int:
+    """Run `work` in a member's seat; report an error to the supervisor. Returns the exit code."""
+    logs.set_up(f"member {spec.number} ")
+    os.environ.update(spec.variables)
+    faults.arm(spec.number)
+    set_rank_threads()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # every thread's stack, into the log
     seat = SupervisedSeat(
-        birth.told["SHOAL_CONTROL"],
-        birth.told["SHOAL_MEMBER"],
-        reach=reach_from(birth.told),
+        spec.variables["SHOAL_CONTROL"],
+        spec.variables["SHOAL_MEMBER"],
+        reach=endpoint_from(spec.variables),
         recovers=recovers,
-        form_timeout_s=float(birth.told["SHOAL_FORM_TIMEOUT_S"]),
+        form_timeout_s=float(spec.variables["SHOAL_FORM_TIMEOUT_S"]),
     )
     seat.stop_on_term()
     try:
@@ -177,19 +181,20 @@ def under_seat(birth: Birth, recovers: bool, work: Callable[[SupervisedSeat], No
         return 0
     except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
         seat.close()  # as the trainer has, if it got that far
-        return _tell_failure(birth, seat.step, error)
+        return _report_failure(spec, seat.step, error)
 
 
-def _tell_failure(birth: Birth, step: int, error: Exception) -> int:
-    """Report an error being handled to the supervisor; the exit code it means."""
+def _report_failure(spec: WorkerSpec, step: int, error: Exception) -> int:
+    """Report the error being handled to the supervisor. Returns its exit code."""
+    step = error.step if isinstance(error, AllWorkersLost) else step
     own = isinstance(error, ShoalError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    trace = "" if says_all(error) else traceback.format_exc()
+    trace = "" if needs_no_traceback(error) else traceback.format_exc()
     code = error.exit_code if isinstance(error, ShoalError) else 1
     ranks = error.ranks if isinstance(error, NotFinite) else ()
     failed = Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code, ranks)
-    keys = reach_from(birth.told).keys
-    report_failure(birth.told["SHOAL_CONTROL"], birth.told["SHOAL_MEMBER"], failed, keys)
+    keys = endpoint_from(spec.variables).keys
+    report_failure(spec.variables["SHOAL_CONTROL"], spec.variables["SHOAL_MEMBER"], failed, keys)
     with suppress(OSError):  # the disk may be what failed
         traceback.print_exc()
     return code
@@ -202,45 +207,47 @@ def _train(
     tensorboard: bool,
     more_hooks: MoreHooks,
 ) -> None:
-    totals = Totals()
+    totals = StepTotals()
     sinks: list[Callable[[], Sink]] = []
     if tensorboard:
-        sinks.append(lambda: TensorBoard(run_dir / "tensorboard"))
+        sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
     record, often = run_dir / "metrics.jsonl", trainer.run.save_every
-    scribe = Scribe(record, lambda: trainer.is_scribe, sinks, often)
+    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, often)
 
-    def tell_of_emptied(info: StepInfo) -> None:
-        if info.left_out == info.samples and trainer.is_scribe:
+    def report_empty_step(info: StepInfo) -> None:
+        if info.left_out == info.samples and trainer.writes_record:
             seat.tell("emptied", step=info.step, left_out=info.left_out)
 
-    evaluations = _Evaluations(seat, lambda: trainer.is_scribe)
+    evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 
     def keep_model(info: StepInfo) -> None:
         if info.step == trainer.num_steps:
             try:
                 tensors = trainer.whole_model()
                 if trainer.mesh.rank == 0:
-                    run_dir.mkdir(parents=True, exist_ok=True)  # which may have been moved away
-                    write_tensors(tensors, run_dir / "model.safetensors")
+                    run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+                    write_safetensors(tensors, run_dir / "model.safetensors")
             except (OSError, SafetensorError, FailedElsewhere) as error:
-                # The checkpoint may lie elsewhere.
+                # The checkpoint may be elsewhere.
                 if trainer.mesh.rank == 0:
                     seat.tell("model-failed", step=info.step, why=str(error))
 
-    seat.summarise = lambda: {
-        **_summary(totals),
-        "stopped": trainer.step < trainer.num_steps,
-        "checkpoint": trainer.keeper.saved_step,
-        "staleness": _staleness(trainer),
-        "rounds": _rounds(trainer),
-    }
-    seat.progress = lambda: _progress(totals) if trainer.is_scribe else None
-    seat.before_meeting = scribe.flush
-    own: list[Hook] = [totals.add, scribe, tell_of_emptied, evaluations]
-    trainer.hooks += [*own, *more_hooks(trainer, run_dir), keep_model]
+    seat.report_by(
+        summarise=lambda: {
+            **_summary(totals),
+            "stopped": trainer.step < trainer.num_steps,
+            "checkpoint": trainer.checkpointer.saved_step,
+            "staleness": _staleness(trainer),
+            "rounds": _rounds(trainer),
+        },
+        progress=lambda: _progress(totals) if trainer.writes_record else None,
+        before_pause=scribe.flush,
+    )
+    own: list[Hook] = [totals.add, scribe, report_empty_step, evaluations]
+    trainer.add_hooks([*own, *more_hooks(trainer, run_dir), keep_model])
     try:
         with trainer:
-            if trainer.is_scribe:
+            if trainer.writes_record:
                 scribe.rewind(trainer.step)
             for _ in trainer:
                 pass
@@ -248,23 +255,25 @@ def _train(
         scribe.close()
 
 
-class _Evaluations:
-    """Tells of each evaluation, by whoever is the scribe; and of the last one again by who becomes
-    it, since the one before may have died before it did."""
+class _EvaluationReports:
+    """The scribe reports each evaluation. A new scribe reports the last one again, since the scribe
+    before may have died before it did."""
 
     def __init__(self, seat: SupervisedSeat, tells: Callable[[], bool]):
         self._seat, self._tells = seat, tells
-        self._untold: StepInfo | None = None
+        self._unreported: StepInfo | None = None
 
     def __call__(self, info: StepInfo) -> None:
         if info.evaluation is not None:
-            self._untold = info
-        if self._untold is not None and self._tells():
-            self._seat.tell("evaluated", step=self._untold.step, evaluation=self._untold.evaluation)
-            self._untold = None
+            self._unreported = info
+        if self._unreported is not None and self._tells():
+            self._seat.tell(
+                "evaluated", step=self._unreported.step, evaluation=self._unreported.evaluation
+            )
+            self._unreported = None
 
 
-def _progress(totals: Totals) -> dict[str, Any] | None:
+def _progress(totals: StepTotals) -> dict[str, Any] | None:
     last = totals.last
     if last is None:
         return None
@@ -276,7 +285,7 @@ def _progress(totals: Totals) -> dict[str, Any] | None:
     }
 
 
-def _summary(totals: Totals) -> dict[str, Any]:
+def _summary(totals: StepTotals) -> dict[str, Any]:
     last = totals.last
     return {
         "steps": last.step if last else 0,
@@ -290,25 +299,25 @@ def _summary(totals: Totals) -> dict[str, Any]:
 
 
 def _staleness(trainer: Trainer) -> dict[str, Any] | None:
-    """How far ahead of the others this rank began its batches; None if it waited for them."""
+    """How far ahead of the others this rank started its batches; None if it waited for them."""
     strategy = trainer.strategy
-    if isinstance(strategy, LocalThroughServers):
-        strategy = strategy.windows
-    if not isinstance(strategy, ThroughServers) or strategy.in_lockstep:
+    if isinstance(strategy, LocalServerStrategy):
+        strategy = strategy.outer_client
+    if not isinstance(strategy, ServerStrategy) or strategy.in_lockstep:
         return None
     return strategy.staleness.summary()
 
 
 def _rounds(trainer: Trainer) -> dict[str, Any] | None:
-    """What became of the rounds of a run whose rounds close at a deadline, as it was last told."""
+    """The counts of rounds that close at a deadline, as of the last round; None without them."""
     strategy = trainer.strategy
-    told = strategy.windows.last_round if isinstance(strategy, LocalThroughServers) else None
-    if told is None:
+    last = strategy.outer_client.last_round if isinstance(strategy, LocalServerStrategy) else None
+    if last is None:
         return None
-    return {"closed": told.num_rounds, "early": told.num_early, "late": told.num_late}
+    return {"closed": last.num_rounds, "early": last.num_early, "late": last.num_late}
 
 
 def _warm_up(run: Run, model: nn.Module) -> None:
-    """Load what the first step would load: torch imports hundreds of modules with an optimizer."""
+    """Import what the first step would: torch imports hundreds of modules with an optimizer."""
     run.make_optimizer(model)
     import torch.distributed.tensor  # noqa: F401

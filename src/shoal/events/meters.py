@@ -1,12 +1,12 @@
-"""Meters: where a step's seconds went, what a run has done so far, memory taken and allowed.
+"""Meters: where the time of a step went, totals of a run, memory in use and allowed.
 
-A rank sees its exchange as one stretch of time, but part of it is waiting for a slower rank. Ranks
-tell each other how long they were busy before the exchange; the slowest one fixes when it could
-start at all, and what is left is the exchange itself. All of it is arithmetic on numbers that the
-trainer hands in: nothing here communicates or reads a clock but `Stopwatch`.
+A rank sees its exchange as one interval, but part of it is waiting for a slower rank. Ranks tell
+each other how long they were busy before the exchange; the slowest one determines when it could
+start, and the rest is the exchange itself. All of it is arithmetic on numbers from the trainer:
+nothing here communicates, and only `Stopwatch` reads a clock.
 
 On a GPU these are the seconds of the host, which runs ahead of the device: for kernels use a
-profiler. Cost: a lap takes 0.1 us, `Totals.add` about 1 us. Read next: `shoal.metrics.sinks`.
+profiler. Cost: a lap takes 0.1 us, `StepTotals.add` about 1 us. Read next: `sinks.py`.
 """
 
 import resource
@@ -28,7 +28,7 @@ class Stopwatch:
         self._mark = perf_counter()
 
     def start(self) -> None:
-        """Begin a lap here; the time since the last one belongs to nobody."""
+        """Start a lap now; the time since the last one is not counted."""
         self._mark = perf_counter()
 
     def lap(self) -> float:
@@ -41,16 +41,16 @@ class Stopwatch:
 def split_times(
     data: float, compute: float, exchange: float, busy_of_ranks: Sequence[float], own: int
 ) -> Times:
-    """Tell waiting from exchanging.
+    """Split the exchange into waiting and exchanging.
 
-    `busy_of_ranks` holds the seconds each rank spent before the exchange (data and compute), and
-    `own` is this rank's place in it.
+    `busy_of_ranks` holds the seconds that each rank spent before the exchange (data and compute);
+    `own` is this rank's index in it.
     """
     waiting = min(exchange, max(busy_of_ranks) - busy_of_ranks[own])
     return Times(data, compute, exchange - waiting, waiting)
 
 
-class Totals:
+class StepTotals:
     """Sums over the committed steps of one rank, for the progress line and the final report.
 
     Rates are over the seconds of steps, so evaluating and saving do not lower them;
@@ -59,7 +59,7 @@ class Totals:
 
     def __init__(self, window: int = 50) -> None:
         if window < 1:
-            raise ValueError(f"Totals(window={window}): the window must be at least 1 step.")
+            raise ValueError(f"StepTotals(window={window}): the window must be at least 1 step.")
         self.num_steps = 0
         self.num_samples = 0
         self.bytes_sent = 0
@@ -102,7 +102,7 @@ class Totals:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held at once.
+    """The peak memory of this process.
 
     Linux counts it per program in /proc. `ru_maxrss`, used elsewhere, may still hold the peak of
     the process that started this one.
@@ -117,7 +117,7 @@ def peak_memory_bytes() -> int:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The most a container lets this process and its siblings hold; None without a limit."""
+    """The memory limit of the container (cgroup); None without a limit."""
     limits = [int(text) for text in _cgroup_texts(root, "memory.max") if text != "max"]
     old = root / "sys/fs/cgroup/memory/memory.limit_in_bytes"
     if old.exists():
@@ -127,9 +127,9 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def memory_left_bytes(root: Path = Path("/")) -> int | None:
-    """What is left of that, with what the kernel drops for others; None without a limit.
+    """The memory left below the limit, counting what the kernel can drop; None without a limit.
 
-    Pages of files that nobody used lately are such: a journal's, or a checkpoint's.
+    The kernel drops pages of files that were not used lately, such as a journal's.
     """
     found = []
     for group in _cgroups(root):
@@ -141,7 +141,7 @@ def memory_left_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left(group: Path, limit: str, used: str, dropped: str) -> int | None:
-    """By the names of a version's files, and of a line in its `memory.stat`."""
+    """By the file names of a cgroup version, and a line of its `memory.stat`."""
     try:
         most, now = (group / limit).read_text().strip(), int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -153,20 +153,20 @@ def _left(group: Path, limit: str, used: str, dropped: str) -> int | None:
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """The cores whose time a container may use in all; None without a limit."""
+    """The CPU limit of the container in cores; None without a limit."""
     pairs = [text.split() for text in _cgroup_texts(root, "cpu.max")]
     limits = [int(quota) / int(period) for quota, period in pairs if quota != "max"]
     return min(limits, default=None)
 
 
 def _cgroup_texts(root: Path, name: str) -> list[str]:
-    """The file `name` of this process's control groups (version 2)."""
+    """The file `name` of this process's cgroups (version 2)."""
     files = [group / name for group in _cgroups(root)]
     return [file.read_text().strip() for file in files if file.exists()]
 
 
 def _cgroups(root: Path) -> list[Path]:
-    """This process's control group and those around it (version 2)."""
+    """This process's cgroup and its parents (version 2)."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []

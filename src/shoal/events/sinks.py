@@ -1,13 +1,13 @@
-"""Where records go: files of JSON lines, TensorBoard, and a thread that keeps them off the step.
+"""Sinks of records: JSON lines, TensorBoard, and a background thread that keeps them off the step.
 
 A sink takes one record (a mapping) at a time and may be as slow as a disk or a network.
-`Background` puts a bounded queue and one thread before it: the training loop only appends, and a
-sink that blocks or fails costs one warning and some records, never a step. `metrics.jsonl` and
-`events.jsonl` are the source of truth; whatever else shows figures can be rebuilt from them.
+`BackgroundSink` puts a bounded queue and one thread before it: the training loop only appends, and
+a sink that blocks or fails costs one warning and some records, never a step. `metrics.jsonl` and
+`events.jsonl` are the source of truth; all other views can be rebuilt from them.
 
-Do not put `Background` before records that must not be lost (a checkpoint's manifest, say): it
+Do not use `BackgroundSink` for records that must not be lost (a checkpoint's manifest, say): it
 drops the oldest when the sink cannot keep up. Cost: `put` takes about 0.3 us, and the thread wakes
-five times a second. Read next: `shoal.metrics.meters`.
+five times a second. Read next: `metrics_writer.py`, `meters.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ from shoal.logs import warn_once
 
 Record = Mapping[str, Any]
 
-# Of a record, what is a number and no figure to draw: where it stands, and the ledger's mark.
+# Numbers of a record that are not drawn: its position, and the ledger's mark.
 NO_SCALARS = ("step", "time", "mark")
 _PERIOD_S = 0.2
 _AT_ONCE = 64  # records in one write
@@ -40,7 +40,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonLines:
+class JsonLinesSink:
     """Append each record to a file as one line of JSON; NaN and infinities are written as null.
 
     Each write is one system call on a descriptor opened for appending, so several processes may
@@ -75,12 +75,12 @@ class JsonLines:
         os.close(self._file)
 
     def _ends_torn(self) -> bool:
-        """Whether an earlier writer was cut off within its last line."""
+        """Whether an earlier writer was killed within its last line."""
         size = os.fstat(self._file).st_size
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Write a record's numbers as TensorBoard scalars at the record's `step`.
 
     Nested mappings become names with slashes (`times/compute`); text and missing values have no
@@ -115,7 +115,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class Background:
+class BackgroundSink:
     """A sink behind a bounded queue and one daemon thread.
 
     `put` may be called from any thread and never waits. What is put may be of any form that
@@ -145,7 +145,7 @@ class Background:
         self._reset()
 
     def put(self, item: Any) -> None:
-        """Queue one item; beyond the capacity the oldest one gives way."""
+        """Queue one item; beyond the capacity the oldest one is dropped."""
         if self._pid != getpid():
             self._start()
         items = self._items
@@ -160,7 +160,7 @@ class Background:
         return self._num_put - self._num_taken - len(self._items) + self._num_failed
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all that was put has been written; False if that took longer."""
+        """Wait until all queued items are written; False after the timeout."""
         if self._pid != getpid():
             return True
         done = threading.Event()
@@ -169,9 +169,9 @@ class Background:
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued and close the sink; a sink that hangs is left behind after a while.
+        """Write what is queued and close the sink; one that hangs is abandoned after the timeout.
 
-        The sink's own `close` runs in the thread too, since it may block as well as a write.
+        The sink's own `close` runs in the thread too, since it may block like a write.
         """
         if self._closed:
             return
@@ -222,7 +222,7 @@ class Background:
         while self._items:
             try:
                 items = [self._items.popleft() for _ in range(min(len(self._items), _AT_ONCE))]
-            except IndexError:  # close() gave up on us and emptied the queue
+            except IndexError:  # close() timed out and emptied the queue
                 return
             self._num_taken += len(items)
             try:
@@ -235,8 +235,8 @@ class Background:
         if not self._warned:
             self._warned = True
             warn_once(
-                f"The sink {self.name!r} {what}. Training goes on without the records it misses; "
-                "this is said once."
+                f"The sink {self.name!r} {what}. Training continues without the lost records; "
+                "this warning is shown once."
             )
 
 
@@ -252,7 +252,7 @@ def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec does not know: numbers of numpy and torch, and paths."""
+    """Convert what msgspec cannot encode: numbers of numpy and torch, and paths."""
     if hasattr(value, "item"):
         return value.item()  # raises for more than one element, which has no place in a record
     if isinstance(value, os.PathLike):

@@ -1,16 +1,16 @@
-"""What a caller learns of each committed step, and how to act on some of them.
+"""The record of a committed step, and hooks that receive it.
 
-`StepInfo` is made once per committed step, handed to the trainer's hooks and then to whoever
-drives the trainer. A hook is any function of a `StepInfo`.
+`StepInfo` is made once per committed step and passed to the trainer's hooks and its caller. A hook
+is any function of a `StepInfo`.
 """
 
 from typing import Callable, NamedTuple
 
 
 class Times(NamedTuple):
-    """Where the seconds of one step went, on this rank.
+    """The seconds of one step, on this rank.
 
-    `waiting` is the part of the exchange in which a slower rank had not arrived yet.
+    `waiting` is the part of the exchange before the slowest rank arrived.
     """
 
     data: float
@@ -30,7 +30,7 @@ class StepInfo(NamedTuple):
     loss: float  # over the global batch, weighted as the loss is; NaN if all of it is left out
     samples: int  # in the global batch of this step
     rate: float  # learning rate of the first parameter group
-    norm: float | None  # of the whole gradient before clipping; None when nothing asked for it
+    norm: float | None  # of the whole gradient before clipping; None if it was not computed
     times: Times
     bytes_sent: int  # by this rank, for this step
     mark: int | None = None  # of the samples since the last one that has it (`data/ledger.py`)

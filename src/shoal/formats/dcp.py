@@ -1,8 +1,9 @@
-"""A directory of torch.distributed.checkpoint (DCP), in and out, without a process group.
+"""Read and write a directory of torch.distributed.checkpoint (DCP), without a process group.
 
-Its `.metadata` is a pickle, and torch runs whatever it says. Here it is read as data (`inert.py`),
-with the handful of classes that it needs, and checked as a whole: every tensor's parts tile it and
-lie inside of files beside it. Writing is torch's own, fed one tensor at a time.
+Its `.metadata` is a pickle, which torch would execute. Here it is read as data
+(`safe_unpickle.py`), with the few classes that it needs, and checked as a whole: the parts of every
+tensor tile it and lie inside of files of the directory. torch itself writes, fed one tensor at a
+time.
 """
 
 import io
@@ -17,17 +18,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shoal.errors import BadCheckpoint, ShoalError
-from shoal.formats import inert
-from shoal.formats.inert import Pairs, Record, Refused
-from shoal.formats.placing import new_directory
+from shoal.formats import safe_unpickle
+from shoal.formats.new_output import new_directory
+from shoal.formats.safe_unpickle import PickledDict, PickledObject, UnsafePickle
 from shoal.formats.safetensors import require_file
 from shoal.formats.state_dict import check_archive, load_tensors
-from shoal.formats.weights import Entry, Foreign, Model, Part
+from shoal.formats.weights import ForeignWeights, ModelWeights, StoredPart, StoredTensor
 from shoal.parallel.boxes import Box
 from shoal.storage.store import MappedFile
 
 METADATA = ".metadata"
-_MOST_BYTES = 64 << 20  # of it, which is enough for 200,000 parts
+_MOST_BYTES = 64 << 20  # of `.metadata`: enough for 200,000 parts
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _DTYPES = {
@@ -50,11 +51,11 @@ _KNOWN = frozenset(
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
-def export_dcp(model: Model, path: Path) -> None:
-    """Write the directory; its names are the model's."""
+def export_dcp(model: ModelWeights, path: Path) -> None:
+    """Write the directory, with the model's names."""
 
     class OneByOne(dcp.DefaultSavePlanner):
-        """Reads a tensor when its bytes are wanted."""
+        """Reads each tensor only when it is written."""
 
         def lookup_object(self, index: Any) -> Any:
             return model.whole(index.fqn)
@@ -72,27 +73,27 @@ def export_dcp(model: Model, path: Path) -> None:
 
 
 def _cause(failed: dcp.CheckpointException) -> BaseException:
-    """What torch has wrapped, once or twice: a bad byte of ours, say, or a full disk."""
+    """The error that torch has wrapped, such as BadCheckpoint or a full disk."""
     error: BaseException | None = next((error for error, _ in failed.failures.values()), None)
     while error is not None and not isinstance(error, OSError | ShoalError):
         error = error.__cause__ or error.__context__
     return error or failed
 
 
-def open_dcp(path: Path) -> Foreign:
-    """The tensors of a directory; what else it holds is not looked at."""
+def open_dcp(path: Path) -> ForeignWeights:
+    """The tensors of a directory; other entries are only named."""
     require_file(path / METADATA)
     size = (path / METADATA).stat().st_size
     if size > _MOST_BYTES:
         raise BadCheckpoint(f"{path / METADATA} has {size} bytes; {_MOST_BYTES} is the most.")
     try:
-        return _opened(path, inert.read((path / METADATA).read_bytes(), _KNOWN))
-    except Refused as refused:
+        return _opened(path, safe_unpickle.safe_unpickle((path / METADATA).read_bytes(), _KNOWN))
+    except UnsafePickle as refused:
         raise BadCheckpoint(f"{path / METADATA} is refused: {refused}.") from None
 
 
-class _Place(NamedTuple):
-    """Where the bytes of a part are."""
+class _ByteRange(NamedTuple):
+    """The bytes of a part: file and range."""
 
     file: str
     start: int
@@ -106,15 +107,15 @@ class _Files:
         self._path = path
         self._open: dict[str, MappedFile] = {}
 
-    def content(self, place: _Place) -> memoryview:
-        """Bytes of a file that is there, plain, and long enough."""
+    def content(self, place: _ByteRange) -> memoryview:
+        """Bytes of a regular file in the directory."""
         if place.file not in self._open:
             if not _FILE.fullmatch(place.file):
-                raise Refused(f"it names the file {place.file!r}, which is no plain name")
+                raise UnsafePickle(f"it names the file {place.file!r}, which is no plain name")
             self._open[place.file] = MappedFile(self._path / place.file)
         return self._open[place.file].read(place.start, place.length)
 
-    def tensor(self, name: str, place: _Place, dtype: torch.dtype, box: Box) -> Tensor:
+    def tensor(self, name: str, place: _ByteRange, dtype: torch.dtype, box: Box) -> Tensor:
         """A part: an archive of torch's own that holds one tensor."""
         what = f"{self._path / place.file}: {name}"
         file = io.BytesIO(self.content(place))
@@ -126,22 +127,22 @@ class _Files:
         return tensor.detach()
 
 
-def _opened(path: Path, metadata: Any) -> Foreign:
+def _opened(path: Path, metadata: Any) -> ForeignWeights:
     fields = _fields(metadata, "Metadata")
     places, files = _places(fields.get("storage_data")), _Files(path)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     left_out: list[str] = []
     for name, found in _pairs(fields.get("state_dict_metadata")).by_text().items():
-        if isinstance(found, Record) and found.kind == _CLASSES + "BytesStorageMetadata":
+        if isinstance(found, PickledObject) and found.kind == _CLASSES + "BytesStorageMetadata":
             left_out.append(name)
         else:
             entries[name] = _entry(name, _fields(found, "TensorStorageMetadata"), places, files)
     if not entries:
         raise BadCheckpoint(f"{path} holds no tensor.")
-    return Foreign(entries, left_out)
+    return ForeignWeights(entries, left_out)
 
 
-_Places = Mapping[tuple[str, tuple[int, ...]], _Place]
+_Places = Mapping[tuple[str, tuple[int, ...]], _ByteRange]
 
 
 def _places(stored: Any) -> _Places:
@@ -150,21 +151,21 @@ def _places(stored: Any) -> _Places:
     for key, value in _pairs(stored):
         index, info = _fields(key, "MetadataIndex"), _state(value, _INFO)
         if info.get("transform_descriptors"):
-            raise Refused("its data were transformed when they were written")
+            raise UnsafePickle("its data were transformed when they were written")
         name, file = index.get("fqn"), info.get("relative_path")
         if not isinstance(name, str) or not isinstance(file, str):
-            raise Refused("a name is not text")
+            raise UnsafePickle("a name is not text")
         start, length = _numbers((info.get("offset"), info.get("length")))
-        if index.get("offset") is not None:  # what has none is no tensor
-            places[name, _size(index["offset"])] = _Place(file, start, length)
+        if index.get("offset") is not None:  # None: not a tensor
+            places[name, _size(index["offset"])] = _ByteRange(file, start, length)
     return places
 
 
-def _entry(name: str, fields: dict[str, Any], places: _Places, files: _Files) -> Entry:
+def _entry(name: str, fields: dict[str, Any], places: _Places, files: _Files) -> StoredTensor:
     properties = _object(fields.get("properties"), _CLASSES + "TensorProperties").state
     kind = properties[0] if isinstance(properties, tuple) and properties else None
-    if not isinstance(kind, Record) or kind.kind not in _DTYPES:
-        raise Refused(f"{name} has elements of no known type")
+    if not isinstance(kind, PickledObject) or kind.kind not in _DTYPES:
+        raise UnsafePickle(f"{name} has elements of no known type")
     dtype, parts = _DTYPES[kind.kind], []
     chunks = fields.get("chunks")
     for chunk in chunks if isinstance(chunks, list) else []:
@@ -174,14 +175,14 @@ def _entry(name: str, fields: dict[str, Any], places: _Places, files: _Files) ->
             continue
         place = places.get((name, box.offset))
         if place is None:
-            raise Refused(f"it does not say where the part of {name} at {list(box.offset)} is")
-        files.content(place)  # so that a file that is missing or too short is known now
+            raise UnsafePickle(f"it does not say where the part of {name} at {list(box.offset)} is")
+        files.content(place)  # refuse a missing or short file now
 
-        def read(place: _Place = place, box: Box = box) -> Tensor:
+        def read(place: _ByteRange = place, box: Box = box) -> Tensor:
             return files.tensor(name, place, dtype, box)
 
-        parts.append(Part(box, read))
-    return Entry(dtype, _size(fields.get("size")), tuple(parts))
+        parts.append(StoredPart(box, read))
+    return StoredTensor(dtype, _size(fields.get("size")), tuple(parts))
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
@@ -192,26 +193,26 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
     return _pairs(_object(value, kind).state).by_text()
 
 
-def _object(value: Any, kind: str) -> Record:
-    if not isinstance(value, Record) or value.kind != kind or value.given is None:
-        raise Refused(f"a {kind.rpartition('.')[2]} was to be there")
+def _object(value: Any, kind: str) -> PickledObject:
+    if not isinstance(value, PickledObject) or value.kind != kind or value.arguments is None:
+        raise UnsafePickle(f"a {kind.rpartition('.')[2]} was to be there")
     return value
 
 
-def _pairs(value: Any) -> Pairs:
-    if not isinstance(value, Pairs):
-        raise Refused("a dict was to be there")
+def _pairs(value: Any) -> PickledDict:
+    if not isinstance(value, PickledDict):
+        raise UnsafePickle("a dict was to be there")
     return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    given = _object(value, "torch.Size").given
+    given = _object(value, "torch.Size").arguments
     if given is None or len(given) != 1 or not isinstance(given[0], tuple):
-        raise Refused("a size is none")
+        raise UnsafePickle("a size is none")
     return _numbers(given[0])
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in values):
-        raise Refused("a size or a place is no whole number")
+        raise UnsafePickle("a size or a place is no whole number")
     return values

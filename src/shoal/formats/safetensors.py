@@ -1,8 +1,8 @@
-"""One safetensors file, in and out.
+"""Read and write one safetensors file.
 
-Written tensor by tensor, in the order and with the header that the safetensors library gives it:
-equal weights are equal bytes, whoever wrote them. Read through that library's map of the file,
-after it has checked the header. The format has no checksums, so a flipped bit in it goes unseen.
+Tensors are written one by one, in the order and with the header of the safetensors library: equal
+weights give equal bytes. Files are read through that library, which maps the file and checks the
+header. The format has no checksums, so a flipped bit is not detected.
 """
 
 import os
@@ -11,37 +11,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shoal.checkpoint.manifest import ALIGNMENT, ITEM_BYTES
-from shoal.checkpoint.types import bytes_of, name_of_type, type_of_name
+from shoal.checkpoint.chunks import pack_header
+from shoal.checkpoint.dtypes import dtype_from_name, dtype_name, tensor_bytes
+from shoal.checkpoint.manifest import ITEM_BYTES
 from shoal.errors import BadCheckpoint
-from shoal.formats.placing import new_files
-from shoal.formats.weights import Entry, Foreign, Model, entry
+from shoal.formats.new_output import new_files
+from shoal.formats.weights import ForeignWeights, ModelWeights, StoredTensor, stored_whole
 from shoal.parallel.boxes import whole_box
 from shoal.storage.decoding import decoding
 
 _RESERVED = "__metadata__"
-# The order in which the library writes types.
+# The order in which the library writes dtypes.
 _ORDER = [
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 ]
 
 
-def export_safetensors(model: Model, path: Path) -> None:
+def export_safetensors(model: ModelWeights, path: Path) -> None:
     """All tensors in one file, which appears whole or not at all."""
     with new_files(path) as partial:
-        write(model, model.names, partial, {})
+        write_file(model, model.names, partial, {})
 
 
-def write(model: Model, names: Sequence[str], path: Path, metadata: Mapping[str, str]) -> None:
-    """Some tensors of a model as a file."""
+def write_file(
+    model: ModelWeights, names: Sequence[str], path: Path, metadata: Mapping[str, str]
+) -> None:
+    """Write some tensors of a model as one file."""
     if _RESERVED in names:
         raise BadCheckpoint(f"A tensor is named {_RESERVED}, which safetensors keeps for itself.")
-    types = {name: name_of_type(model.dtype(name)) for name in names}
+    types = {name: dtype_name(model.dtype(name)) for name in names}
     ordered = sorted(names, key=lambda name: (_ORDER.index(types[name]), name.encode()))
     entries: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
     at = 0
@@ -50,21 +52,19 @@ def write(model: Model, names: Sequence[str], path: Path, metadata: Mapping[str,
         stop = at + whole_box(shape).numel * ITEM_BYTES[types[name]]
         entries[name] = {"dtype": types[name], "shape": shape, "data_offsets": (at, stop)}
         at = stop
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % ALIGNMENT)
     with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(pack_header(entries))
         for name in ordered:
-            file.write(bytes_of(model.whole(name)))
+            file.write(tensor_bytes(model.whole(name)))
         file.flush()
         os.fsync(file.fileno())
 
 
-def open_safetensors(path: Path) -> Foreign:
-    return Foreign(entries_of(path))
+def open_safetensors(path: Path) -> ForeignWeights:
+    return ForeignWeights(read_entries(path))
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
+def read_entries(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file whose header is sound."""
     require_file(path)
     try:
@@ -75,10 +75,10 @@ def entries_of(path: Path) -> dict[str, Entry]:
     return {name: _entry(opened, name, path) for name in opened.keys()}  # noqa: SIM118
 
 
-def _entry(opened: Any, name: str, path: Path) -> Entry:
+def _entry(opened: Any, name: str, path: Path) -> StoredTensor:
     described = opened.get_slice(name)
     try:
-        dtype = type_of_name(described.get_dtype())
+        dtype = dtype_from_name(described.get_dtype())
     except KeyError:
         kind = described.get_dtype()
         raise BadCheckpoint(f"{path}: {name} has elements of the unknown type {kind}.") from None
@@ -87,11 +87,11 @@ def _entry(opened: Any, name: str, path: Path) -> Entry:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 
-    return entry(dtype, described.get_shape(), read)
+    return stored_whole(dtype, described.get_shape(), read)
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is not a file before anything waits for its bytes."""
+    """Refuse what is not a regular file, such as a pipe that would block a reader."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:

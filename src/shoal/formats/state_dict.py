@@ -1,9 +1,10 @@
-"""A plain state_dict file, as torch itself saves one, in and out.
+"""Read and write a plain state_dict file, as torch.save writes it.
 
-Such a file is a zip archive: a pickle that says what the tensors are, and their bytes beside it.
-The pickle is written here word by word, so that tensors stream one at a time and nothing but
-tensors can be in it: `torch.load(path, weights_only=True)` reads it. Reading goes through that
-same call, after the checksum of every byte was compared; what would run code is refused by name.
+Such a file is a zip archive: a pickle that describes the tensors, and their bytes beside it. The
+pickle is written here opcode by opcode, so that tensors stream one at a time and nothing but
+tensors can be in it: `torch.load(path, weights_only=True)` reads it. Reading uses that same call,
+after the checksums of all records were compared; a file that would run code is refused with the
+name it asks for.
 """
 
 import os
@@ -17,13 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.types import bytes_of
+from shoal.checkpoint.dtypes import tensor_bytes
 from shoal.errors import BadCheckpoint
-from shoal.formats.placing import new_files
+from shoal.formats.new_output import new_files
 from shoal.formats.safetensors import require_file
-from shoal.formats.weights import Entry, Foreign, Model, entry
+from shoal.formats.weights import ForeignWeights, ModelWeights, StoredTensor, stored_whole
 from shoal.parallel.boxes import whole_box
-from shoal.storage.decoding import decoding, shortened
+from shoal.storage.decoding import decoding, shorten
 
 _TOP = "archive"
 _ALIGNMENT = 64  # of a tensor's bytes, so that the file can be mapped
@@ -46,7 +47,7 @@ _STORAGES = {
 }
 
 
-def export_state_dict(model: Model, path: Path, tied: Mapping[str, str]) -> None:
+def export_state_dict(model: ModelWeights, path: Path, tied: Mapping[str, str]) -> None:
     """Write the file. `tied` gives further names to tensors: another name -> the first one."""
     keys = {name: str(i) for i, name in enumerate(model.names)}
     words = b"".join(_described(model, keys, tied))
@@ -54,7 +55,7 @@ def export_state_dict(model: Model, path: Path, tied: Mapping[str, str]) -> None
         archive.writestr(_record("data.pkl"), words)
         archive.writestr(_record("byteorder"), b"little")
         for name, key in keys.items():
-            _write(archive, _record(f"data/{key}"), bytes_of(model.whole(name)))
+            _write(archive, _record(f"data/{key}"), tensor_bytes(model.whole(name)))
         archive.writestr(_record("version"), b"3\n")
 
 
@@ -74,7 +75,9 @@ def _write(archive: zipfile.ZipFile, record: zipfile.ZipInfo, content: memoryvie
         file.write(content)
 
 
-def _described(model: Model, keys: Mapping[str, str], tied: Mapping[str, str]) -> Iterator[bytes]:
+def _described(
+    model: ModelWeights, keys: Mapping[str, str], tied: Mapping[str, str]
+) -> Iterator[bytes]:
     """The pickle of a dict of tensors, in protocol 2."""
     yield b"\x80\x02}("
     for name in [*model.names, *tied]:
@@ -84,7 +87,7 @@ def _described(model: Model, keys: Mapping[str, str], tied: Mapping[str, str]) -
     yield b"u."
 
 
-def _tensor(model: Model, name: str, key: str) -> Iterator[bytes]:
+def _tensor(model: ModelWeights, name: str, key: str) -> Iterator[bytes]:
     dtype, shape = model.dtype(name), model.shape(name)
     storage = _STORAGES.get(dtype)
     numel = whole_box(shape).numel
@@ -126,8 +129,8 @@ def _numbers(values: tuple[int, ...]) -> bytes:
     return b"(" + b"".join(map(_number, values)) + b"t"
 
 
-def open_state_dict(path: Path) -> Foreign:
-    """Tensors of nested dicts by their joined names; they stay in the file until they are read."""
+def open_state_dict(path: Path) -> ForeignWeights:
+    """The tensors of nested dicts by their dotted names; mapped, and read when they are used."""
     require_file(path)
     with open(path, "rb") as file:
         check_archive(file, str(path))
@@ -135,7 +138,7 @@ def open_state_dict(path: Path) -> Foreign:
         content = load_tensors(f"/proc/self/fd/{file.fileno()}", str(path), mmap=True)
     if not isinstance(content, Mapping):
         raise BadCheckpoint(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     left_out: list[str] = []
     for name, value in _flat(content, "", 0):
         if isinstance(value, Tensor):
@@ -144,11 +147,11 @@ def open_state_dict(path: Path) -> Foreign:
             left_out.append(name)
     if not entries:
         raise BadCheckpoint(f"{path} holds no tensor.")
-    return Foreign(entries, left_out)
+    return ForeignWeights(entries, left_out)
 
 
 def check_archive(file: BinaryIO, what: str) -> None:
-    """Refuse an archive of which a byte was changed, or one that would grow when it is read."""
+    """Refuse an archive with a wrong checksum, or one that would expand when it is read."""
     try:
         with (
             decoding(f"{what} is not what torch.save writes: it", BadCheckpoint),
@@ -157,7 +160,7 @@ def check_archive(file: BinaryIO, what: str) -> None:
             records = archive.infolist()
             for record in records:
                 if record.compress_type != zipfile.ZIP_STORED:
-                    name = shortened(record.filename)
+                    name = shorten(record.filename)
                     raise BadCheckpoint(f"{what}: {name} is compressed; torch's is not.")
             if sum(record.file_size for record in records) > file.seek(0, os.SEEK_END):
                 raise BadCheckpoint(f"{what}: its records are larger than the whole file.")
@@ -165,12 +168,12 @@ def check_archive(file: BinaryIO, what: str) -> None:
     except OSError as error:
         raise BadCheckpoint(f"{what} cannot be read: {error.strerror or error}.") from None
     if changed is not None:
-        name = shortened(changed)
+        name = shorten(changed)
         raise BadCheckpoint(f"{what}: the bytes of {name} are not those that were written.")
 
 
 def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
-    """What an archive holds, if that is tensors, numbers, text, and lists and dicts of them."""
+    """Load an archive of tensors, numbers, text, and lists and dicts of them."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
@@ -178,7 +181,7 @@ def load_tensors(file: str | BinaryIO, what: str, mmap: bool) -> Any:
             why = f" without running code that it brings: it asks for {named[1]}"
         else:
             said = str(error).strip().splitlines() or [type(error).__name__]
-            why = f": {shortened(said[0]).rstrip('.')}"
+            why = f": {shorten(said[0]).rstrip('.')}"
         raise BadCheckpoint(f"{what} cannot be read{why}.") from error
 
 
@@ -192,9 +195,9 @@ def _flat(content: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
             yield f"{prefix}{key}", value
 
 
-def _entry(name: str, tensor: Tensor) -> Entry:
+def _entry(name: str, tensor: Tensor) -> StoredTensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = f"{str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
         raise BadCheckpoint(f"{name} is {kind}. Only plain dense tensors can be read.")
     tensor = tensor.detach()
-    return entry(tensor.dtype, tensor.shape, lambda: tensor)
+    return stored_whole(tensor.dtype, tensor.shape, lambda: tensor)

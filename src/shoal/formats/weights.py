@@ -1,9 +1,9 @@
-"""A model's tensors by name, wherever they come from, and one at a time.
+"""A model's tensors by name, from any source, one at a time.
 
-What another program wrote becomes a `Foreign`: the same reading interface as a checkpoint of ours,
-with the names a checkpoint gives them (`model.<name>`), so that whatever loads the one loads the
-other. What is written for other programs goes through a `Model`: the tensors of the model alone,
-under the names it gives them itself. Neither holds more than one tensor, or one part of it.
+`ForeignWeights` are tensors that another program wrote, with the same interface as a checkpoint and
+the names of a checkpoint (`model.<name>`), so that the same code loads both. `ModelWeights` are the
+tensors of the model only, under the model's own names: all exports read them. Neither holds more
+than one tensor, or one part of it, in memory.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,58 +12,60 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.dtypes import dtype_name
 from shoal.checkpoint.manifest import ITEM_BYTES
-from shoal.checkpoint.types import name_of_type
 from shoal.errors import BadCheckpoint, RecipeError, sendable
 from shoal.parallel.boxes import Box, tile, whole_box
-from shoal.parallel.layout import Slice, whole
-from shoal.sync.replicas import REPLICAS, Merged, of_replica
-from shoal.sync.state import Source, read_whole
-from shoal.sync.touched import TOUCHED
+from shoal.parallel.layout import Slice, whole_slice
+from shoal.sync.lazy_tables import TOUCHED
+from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
+from shoal.sync.state import StateSource, read_whole
 
 MODEL = "model."
 
 
-class Weights(Source, Protocol):
-    """What `Opened` and `Foreign` have in common."""
+class Weights(StateSource, Protocol):
+    """The interface of `CheckpointReader` and `ForeignWeights`."""
 
     def __iter__(self) -> Iterator[str]: ...
     def whole(self, name: str) -> Tensor: ...
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A box of a tensor, and how to read it."""
 
     box: Box
     read: Callable[[], Tensor]
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a foreign file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
-def entry(dtype: torch.dtype, shape: Sequence[int], read: Callable[[], Tensor]) -> Entry:
-    """A tensor that lies in one piece."""
+def stored_whole(
+    dtype: torch.dtype, shape: Sequence[int], read: Callable[[], Tensor]
+) -> StoredTensor:
+    """A tensor that is stored as one part."""
     box = whole_box(shape)
-    return Entry(dtype, box.shape, (Part(box, read),) if box.numel else ())
+    return StoredTensor(dtype, box.shape, (StoredPart(box, read),) if box.numel else ())
 
 
-class Foreign:
-    """Tensors that another program wrote. `left_out` names what is there and is no tensor."""
+class ForeignWeights:
+    """Tensors that another program wrote. `left_out` names the entries that are no tensors."""
 
-    def __init__(self, entries: Mapping[str, Entry], left_out: Sequence[str] = ()):
+    def __init__(self, entries: Mapping[str, StoredTensor], left_out: Sequence[str] = ()):
         self.plain: Mapping[str, Any] = {}
         self.left_out = tuple(left_out)
         for name, found in entries.items():
             _check(name, found)
         self._entries = {f"{MODEL}{name}": found for name, found in entries.items()}
 
-    def under(self, prefix: str) -> "Foreign":
-        """Only what stands under a prefix, and without it."""
+    def under(self, prefix: str) -> "ForeignWeights":
+        """Only the tensors under a prefix, with the prefix removed."""
         inner = {
             name.removeprefix(MODEL + prefix): found
             for name, found in self._entries.items()
@@ -73,7 +75,7 @@ class Foreign:
             example = next(iter(self._entries), MODEL).removeprefix(MODEL)
             raise BadCheckpoint(f"No name begins with {prefix!r}. The first one is {example!r}.")
         left = [name for name in self._entries if not name.startswith(MODEL + prefix)]
-        return Foreign(inner, [*self.left_out, *(name.removeprefix(MODEL) for name in left)])
+        return ForeignWeights(inner, [*self.left_out, *(name.removeprefix(MODEL) for name in left)])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -88,7 +90,7 @@ class Foreign:
         return self._entries[name].shape
 
     def fill(self, name: str, places: Sequence[Slice]) -> None:
-        """Put a tensor's values where a rank holds parts of it."""
+        """Copy a tensor's values into the slices that a rank holds."""
         found = self._entries[name]
         for place in places:
             if place.global_shape != found.shape or place.tensor.dtype != found.dtype:
@@ -98,32 +100,32 @@ class Foreign:
                 )
             wanted = Box(place.offset, tuple(place.tensor.shape))
             for part in found.parts:
-                common = wanted.meet(part.box)
+                common = wanted.intersect(part.box)
                 if common is not None:
-                    source = common.inside(part.box).of(part.read())
-                    common.inside(wanted).of(place.tensor).copy_(source)
+                    source = common.relative_to(part.box).of(part.read())
+                    common.relative_to(wanted).of(place.tensor).copy_(source)
 
     def whole(self, name: str) -> Tensor:
-        """All of one tensor."""
+        """One tensor, whole."""
         return read_whole(self, name)
 
 
-class Model:
+class ModelWeights:
     """The tensors of a model in any source, under its own names.
 
-    Of replicas that were apart it is the mean. `only` leaves out what a model holds but does not
-    count as its state: buffers that it can make again. `inside` takes a part of the model alone.
+    Replicas that differ are averaged. `only` restricts the names, to leave out non-persistent
+    buffers. `inside` takes a submodule only.
     """
 
     def __init__(self, source: Weights, only: Collection[str] | None = None, inside: str = ""):
-        self._source, self._inside = Merged(source), inside
+        self._source, self._inside = MergedReplicas(source), inside
         if lazy := next((name for name in source if name.startswith(TOUCHED)), ""):
             raise BadCheckpoint(
                 f"It holds rows of a shoal.Table ({lazy}), which mean something in their own run "
-                "alone: go on there, with --resume. Other programs find them in its "
+                "only: resume that run with --resume. Other programs find them in its "
                 "model.safetensors."
             )
-        prefix = of_replica(MODEL, 0) if source.plain.get(REPLICAS) else MODEL
+        prefix = replica_name(MODEL, 0) if source.plain.get(REPLICAS) else MODEL
         found = {
             name.removeprefix(start): None
             for start in (MODEL, prefix)
@@ -147,24 +149,24 @@ class Model:
         return read_whole(self._source, self._full(name))
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        self.fill_part(name, whole(tensor))
+        self.fill_part(name, whole_slice(tensor))
 
     def fill_part(self, name: str, place: Slice) -> None:
         self._source.fill(self._full(name), [place])
 
     def num_bytes(self, name: str) -> int:
-        item = ITEM_BYTES[name_of_type(self.dtype(name))]
+        item = ITEM_BYTES[dtype_name(self.dtype(name))]
         return whole_box(self.shape(name)).numel * item
 
     def _full(self, name: str) -> str:
         return MODEL + self._inside + name
 
 
-def _check(name: str, found: Entry) -> None:
+def _check(name: str, found: StoredTensor) -> None:
     if not name.isascii() and sendable(name) != name:
         raise BadCheckpoint(f"A tensor is named {name!r}, which cannot be written in UTF-8.")
     try:
-        name_of_type(found.dtype)
+        dtype_name(found.dtype)
     except RecipeError as error:
         raise BadCheckpoint(f"{name}: {error}") from None
     boxes = [part.box for part in found.parts]

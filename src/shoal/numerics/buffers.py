@@ -68,7 +68,7 @@ class PieceBuffers:
         """The step's values of each buffer, where they stand.
 
         While a step is computed those of small ones are what is held. At rest they are the buffers
-        themselves, unless somebody has written to one, which the next piece takes back.
+        themselves, except one that was written to since, which the next piece restores.
         """
         return [
             self._value(i) if self._is_unwritten(i, at_rest) else held

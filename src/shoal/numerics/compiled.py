@@ -1,7 +1,7 @@
-"""Modules that torch.compile has taken over.
+"""Modules that are compiled with torch.compile.
 
-What runs inside of one is a graph of torch's: hooks on its submodules may be traced or skipped, so
-none is put there. It counts as one block, whatever it is made of.
+Inside of one runs a graph of torch's: hooks on its submodules may be traced or skipped, so Shoal
+sets none there. It counts as one block, whatever it consists of.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch import nn
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of it are compiled: by `torch.compile(module)` or by `module.compile()`."""
     call = module.__dict__.get("_compiled_call_impl")
-    if getattr(call, "compiled", call) is not None:  # a pipeline may stand before it
+    if getattr(call, "compiled", call) is not None:  # a pipeline may intercept it
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded with the first compilation
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,8 +1,8 @@
-"""Which parameters travel together when replicas agree on a fragment at a time, and when. Pure.
+"""Streaming DiLoCo's fragments: which parameters are averaged together, and when. Pure.
 
 Fragments are runs of neighbouring parameters of about equal bytes. With F of them and windows of H
 steps, each is sent once in H steps, at even distances, and arrives H // F steps later, before the
-next one leaves; so one travels at a time. A single fragment arrives at once.
+next one is sent; so one is in flight at a time. A single fragment arrives at once.
 
 Read next: `sync/outer.py`, which sends them.
 """
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
-def deal(sizes: Sequence[int], num_fragments: int) -> list[range]:
+def split_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
     """Neighbours of about equal size in all, at least one in each fragment."""
     assert num_fragments <= max(1, len(sizes))
     ends, cuts = [0, *accumulate(sizes)], [0]
@@ -23,8 +23,8 @@ def deal(sizes: Sequence[int], num_fragments: int) -> list[range]:
     return [range(first, last) for first, last in pairwise([*cuts, len(sizes)])]
 
 
-class Timetable(NamedTuple):
-    """When fragments leave and arrive. Steps count from 1; all is done after the last one."""
+class FragmentSchedule(NamedTuple):
+    """When fragments are sent and arrive. Steps count from 1; all have arrived after the last."""
 
     local_steps: int
     num_fragments: int
@@ -32,14 +32,14 @@ class Timetable(NamedTuple):
 
     @property
     def delay(self) -> int:
-        """The steps for which a fragment is under way."""
+        """The number of steps for which a fragment is in flight."""
         return self.local_steps // self.num_fragments if self.num_fragments > 1 else 0
 
     def ends_window(self, step: int) -> bool:
         """Whether replicas agree on losses and requests in this step, and on buffers after it."""
         return step % self.local_steps == 0 or step == self.num_steps
 
-    def alike(self, step: int) -> bool:
+    def are_replicas_equal(self, step: int) -> bool:
         """Whether weights are the same on all replicas after this step."""
         if self.num_fragments == 1:
             return self.ends_window(step)
@@ -53,7 +53,7 @@ class Timetable(NamedTuple):
                 return number
         return None
 
-    def under_way(self, step: int) -> tuple[int, int] | None:
+    def in_flight(self, step: int) -> tuple[int, int] | None:
         """The fragment that travels while the next step is computed, and when it was sent; if the
         step is not the run's last, after which none does."""
         for at in range(max(1, step - self.delay + 1), step + 1):
@@ -66,5 +66,5 @@ class Timetable(NamedTuple):
         """Whether each rank sends something in this step; None if that depends on the sizes."""
         if self.ends_window(step):
             return True
-        is_under_way = self.sent(step) is not None or self.under_way(step - 1) is not None
+        is_under_way = self.sent(step) is not None or self.in_flight(step - 1) is not None
         return None if is_under_way else False

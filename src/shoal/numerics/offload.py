@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError, UsageError
-from shoal.storage.rundir import cache_directory
+from shoal.storage.run_dir import cache_directory
 
 PART_BYTES = 32 << 20  # of parameters that are stepped on together
 SMALL = 1024  # elements; less is not worth a page

@@ -1,10 +1,10 @@
 """Torch's optimizers at their fastest, without asking and without changing what they compute.
 
-`fuse` chooses the fused kernel where the recipe left the choice: one pass over the parameters,
-three times as fast on a CPU. `stepper` calls an optimizer's step without the profiler record that
-torch wraps it in, which costs more than the step of a small model; hooks and a running profiler
-get what they are promised. What a step wants and cannot have, or keeps where nobody finds it, is
-said in words (`stepping.py`).
+`use_fused_kernels` chooses the fused kernel where the recipe left the choice: one pass over the
+parameters, three times as fast on a CPU. `stepper` calls an optimizer's step without the profiler
+record that torch wraps it in, which costs more than the step of a small model; with hooks or a
+running profiler torch's own step runs. Read next: `optimizer_checks.py`, what optimizers of users
+may not do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,11 +16,11 @@ from torch.autograd import profiler
 from torch.optim import Optimizer, optimizer
 
 from shoal.errors import RecipeError, UsageError
-from shoal.numerics.stepping import (
-    Hidden,
+from shoal.numerics.optimizer_checks import (
+    HiddenState,
+    closure_message,
     failed_for_closure,
     needs_closure,
-    no_closure,
     warn_of_kept_parameters,
 )
 
@@ -76,7 +76,7 @@ def _groups(chosen: Optimizer) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
 
 
 def kind_of(chosen: Optimizer) -> str:
-    """By which a state is known to be of the same optimizer."""
+    """The name that identifies the optimizer of a saved state."""
     name = type(chosen).__name__
     if not isinstance(chosen, Optimizers):
         return name
@@ -84,7 +84,7 @@ def kind_of(chosen: Optimizer) -> str:
 
 
 def is_element_wise(optimizer: Optimizer, but_for: Collection[Tensor] = ()) -> bool:
-    """Whether each element is stepped on without a look at the others of its tensor.
+    """Whether the step of an element does not depend on other elements of its tensor.
 
     So it is with torch's, as far as they are known to; an optimizer of one's own may say so with an
     attribute, `element_wise = True`. Parameters in `but_for` do not count.
@@ -96,7 +96,7 @@ def is_element_wise(optimizer: Optimizer, but_for: Collection[Tensor] = ()) -> b
     )
 
 
-def fuse(chosen: Optimizer, sparse: Collection[Tensor] = ()) -> None:
+def use_fused_kernels(chosen: Optimizer, sparse: Collection[Tensor] = ()) -> None:
     """Take the fused kernel, unless the recipe chose another or it does not apply.
 
     It takes no gradients that are `sparse`, and on a CPU it pairs elements by where they stand in
@@ -134,21 +134,21 @@ def unfit_for_rows(chosen: Optimizer, table: Tensor) -> str:
             return f"{type(member).__name__} takes dense gradients only"
         for key in ("momentum", "weight_decay"):
             if group.get(key):
-                return f"{key}={group[key]} of its optimizer changes rows that nobody touched"
+                return f"{key}={group[key]} of its optimizer changes rows that were not looked up"
         if group.get("fused"):
             return "the fused kernel of its optimizer takes dense gradients only"
     return ""
 
 
-class Part(NamedTuple):
-    """What stands in for a parameter, and how to take the same part of a tensor of its shape."""
+class ParameterPart(NamedTuple):
+    """A part that replaces a parameter, and how to take that part of a tensor of its shape."""
 
     parameter: nn.Parameter
     take: Callable[[Tensor], Tensor]
 
 
 def swap_parameters(
-    chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Part] | None]
+    chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[ParameterPart] | None]
 ) -> None:
     """Let an optimizer step on parts of its parameters; those of which there are None stay.
 
@@ -162,8 +162,10 @@ def swap_parameters(
         warn_of_kept_parameters(member, replaced)
 
 
-def put_parts(chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Part] | None]) -> None:
-    """The same without a word, for an optimizer that is only tried."""
+def put_parts(
+    chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[ParameterPart] | None]
+) -> None:
+    """The same without warnings, for an optimizer that is only tried."""
     for group in chosen.param_groups:
         names = group.get("param_names") or [""] * len(group["params"])
         new: list[nn.Parameter] = []
@@ -171,7 +173,7 @@ def put_parts(chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Par
         for name, old in zip(names, group["params"], strict=True):
             parts = parts_of(old)
             if parts is None:
-                parts = [Part(old, lambda tensor: tensor)]
+                parts = [ParameterPart(old, lambda tensor: tensor)]
             else:
                 state = chosen.state.pop(old, {})
                 for part in parts if state else ():
@@ -185,7 +187,7 @@ def put_parts(chosen: Optimizer, parts_of: Callable[[nn.Parameter], Sequence[Par
             group["param_names"] = new_names
 
 
-def _cut_alike(value: Any, old: nn.Parameter, part: Part) -> Any:
+def _cut_alike(value: Any, old: nn.Parameter, part: ParameterPart) -> Any:
     if isinstance(value, Tensor) and value.shape == old.shape and value.dim():
         return part.take(value).clone()
     return value.clone() if isinstance(value, Tensor) else value
@@ -195,22 +197,22 @@ def refuse_closures(chosen: Optimizer) -> None:
     """RecipeError if a step is known to want one: no plan can compute a batch's loss again."""
     for member in members_of(chosen):
         if needs_closure(member):
-            raise RecipeError(no_closure(member))
+            raise RecipeError(closure_message(member))
 
 
 def stepper(chosen: Optimizer) -> Callable[[], object]:
     """A function that does what `chosen.step()` does."""
-    step, hidden = _bare(chosen), [Hidden(member) for member in members_of(chosen)]
+    step, hidden = _bare(chosen), [HiddenState(member) for member in members_of(chosen)]
 
     def careful_step() -> None:
         try:
             step()
         except Exception as error:
             if failed_for_closure(error):
-                raise RecipeError(no_closure(chosen, error)) from None
+                raise RecipeError(closure_message(chosen, error)) from None
             raise
         if hidden:
-            hidden[:] = [member for member in hidden if member.look()]
+            hidden[:] = [member for member in hidden if member.check()]
 
     return careful_step
 
@@ -219,7 +221,7 @@ def _bare(chosen: Optimizer) -> Callable[[], object]:
     step = type(chosen).step
     inner = getattr(step, "__wrapped__", None)
     if inner is None or not getattr(step, "hooked", False) or "step" in vars(chosen):
-        return chosen.step  # not wrapped by torch, or wrapped again by somebody else
+        return chosen.step  # not wrapped by torch, or wrapped again
 
     def bare_step() -> None:
         if _is_watched(chosen):

@@ -32,9 +32,9 @@ import msgspec
 
 from shoal.errors import UsageError, nearest
 from shoal.logs import warn_once
-from shoal.storage.decoding import json_or_none
-from shoal.storage.files import read_plain, write_whole
-from shoal.storage.rundir import cache_directory
+from shoal.storage.decoding import try_decode_json
+from shoal.storage.files import read_regular_file, write_atomic
+from shoal.storage.run_dir import cache_directory
 
 if TYPE_CHECKING:
     import torch
@@ -266,7 +266,7 @@ def _fingerprint(model: str, flags: tuple[str, ...]) -> str:
 
 def _recall(path: Path) -> dict[str, str] | None:
     try:
-        answer = json_or_none(read_plain(path), dict[str, str])
+        answer = try_decode_json(read_regular_file(path), dict[str, str])
     except OSError:  # never asked, or nothing that can be read: ask again
         return None
     return answer if answer in _REMEDIES else None  # it becomes part of the environment
@@ -276,7 +276,7 @@ def _keep(path: Path, answer: dict[str, str]) -> None:
     """Two processes that probe at once write the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, msgspec.json.encode(answer))
+        write_atomic(path, msgspec.json.encode(answer))
     except OSError as error:
         warn_once(
             f"{path} could not be written ({error.strerror}), so bf16 is probed again each time. "

@@ -1,12 +1,12 @@
-"""Packing a vector into fewer bytes, and back. Pure.
+"""Codecs: encode a vector in fewer bytes, and decode it. Pure.
 
 `fp16` and `bf16` round each element. `int8` and `int4` cut the vector into blocks of 256 elements,
 each with one scale, its largest element over 127 or 7, and round the elements to whole multiples of
 it, to the nearest, halves to even: no draw, so the same vector gives the same bytes everywhere. A
 block with an element that is not finite comes back as NaN, so that nothing is hidden.
 
-Whoever packs keeps what was dropped and adds it to the next vector (error feedback); without that,
-an element that is small in its block would never be sent. Seide et al. 2014; Dettmers et al. 2022,
+The sender keeps what was dropped and adds it to the next vector (error feedback); without that, an
+element that is small in its block would never be sent. Seide et al. 2014; Dettmers et al. 2022,
 arXiv 2110.02861, for blocks. Cost: 8.125 or 4.125 bits an element.
 """
 
@@ -18,7 +18,7 @@ BLOCK = 256
 _SCALE_BYTES = 4
 
 
-class Halves:
+class HalfPrecisionCodec:
     """Two bytes for each element."""
 
     block = 1
@@ -36,7 +36,7 @@ class Halves:
         return packed.view(self._dtype).float()
 
 
-class Blocks:
+class BlockCodec:
     """Whole numbers of 8 or 4 bits, and a scale before each block of them."""
 
     block = BLOCK
@@ -74,9 +74,9 @@ class Blocks:
         return flat[:num_elements]
 
 
-def codec_of(name: str) -> Halves | Blocks | None:
+def make_codec(name: str) -> HalfPrecisionCodec | BlockCodec | None:
     """The codec of a plan; None for `none`."""
     made = {"fp16": torch.float16, "bf16": torch.bfloat16}
     if name in made:
-        return Halves(name, made[name])
-    return {"none": None, "int8": Blocks(8), "int4": Blocks(4)}[name]
+        return HalfPrecisionCodec(name, made[name])
+    return {"none": None, "int8": BlockCodec(8), "int4": BlockCodec(4)}[name]

@@ -1,7 +1,7 @@
-"""Random draws that do not depend on who computes what.
+"""Random numbers that do not depend on which rank computes what.
 
-The generator is set anew on entering each block of the model, keyed by (seed, step, piece,
-block), and again on leaving it. So a dropout mask is the same at any number of ranks, a later
+The generator is seeded on entering each block of the model, from (seed, step, piece, block), and
+again on leaving it. So a dropout mask is the same at any number of ranks, a later
 stage of a pipeline need not replay the draws of an earlier one, and a step that is done again
 draws the same. A model without a list of blocks is one block. Draws must come from torch's
 default generator of the device; Python's `random` and numpy are not covered.
@@ -21,7 +21,7 @@ from shoal.numerics.compiled import is_compiled
 _MASK = (1 << 64) - 1
 
 
-def key(seed: int, step: int, piece: int, block: int) -> int:
+def derive_seed(seed: int, step: int, piece: int, block: int) -> int:
     """A 63-bit seed, its low 32 bits (all that torch's CPU generator uses) well mixed."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) & _MASK
     mixed = (mixed + piece * 0x94D049BB133111EB + block * 0xD6E8FEB86659FD93) & _MASK
@@ -66,7 +66,7 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def blocks_that_run(model: nn.Module) -> list[nn.Module]:
-    """The blocks, and for one that is itself a list, which nobody calls, its members."""
+    """The blocks; for a block that is itself a list, which has no forward, its members."""
     waiting, found = list(blocks_in(model)), dict[nn.Module, None]()
     while waiting:
         block = waiting.pop(0)
@@ -112,18 +112,18 @@ class PieceSeeds:
         """Set the generator as this block's hooks do: for a stage that starts in the middle."""
         self.block = block
         self.num_sets += 1
-        self._generator.manual_seed(key(self._seed, self._step, self._piece, block))
+        self._generator.manual_seed(derive_seed(self._seed, self._step, self._piece, block))
 
     @property
-    def untouched(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether nothing was drawn since the generator was last set."""
         fresh = torch.Generator(self._generator.device)
-        fresh.manual_seed(key(self._seed, self._step, self._piece, self.block))
+        fresh.manual_seed(derive_seed(self._seed, self._step, self._piece, self.block))
         return torch.equal(fresh.get_state(), self._generator.get_state())
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Whatever is seeded and drawn in here leaves no trace."""
+    def restored(self) -> Iterator[None]:
+        """Restore the generator and the position afterwards."""
         place, state = (self._step, self._piece, self.block), self._generator.get_state()
         try:
             yield

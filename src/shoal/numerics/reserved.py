@@ -26,7 +26,7 @@ _SCAN = 0xC060_6610  # PAGEMAP_SCAN of Linux
 _ASKED = struct.Struct("<12Q")  # its argument, of which a field is where it stopped
 _STOPPED_AT = struct.Struct("<32xQ")
 _EXISTS = 0b11000  # in memory, or swapped out
-_RUNS = 1 << 12  # of pages, that are told at a time
+_RUNS = 1 << 12  # of pages, that are found at a time
 
 
 def reserved_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -45,7 +45,7 @@ def reserved_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mapped, dtype=dtype).view(*shape)
 
 
-class Reserved(nn.Parameter):
+class ReservedParameter(nn.Parameter):
     """A parameter in memory that is only reserved, as are zeros that an optimizer makes alike."""
 
     @classmethod
@@ -69,11 +69,11 @@ class Reserved(nn.Parameter):
             return reserved_zeros(args[1], kwargs.get("dtype") or args[0].dtype)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Reserved":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReservedParameter":
         made = reserved_zeros(self.shape, self.dtype)
         rows = touched_rows([self])
         made[rows] = self.detach()[rows]
-        copied = memo[id(self)] = Reserved(made, self.requires_grad)
+        copied = memo[id(self)] = ReservedParameter(made, self.requires_grad)
         return copied
 
 
@@ -116,16 +116,16 @@ def _present(first: int, last: int) -> Iterator[Tensor]:
 
 
 def _scanned(first: int, last: int) -> Iterator[Tensor]:
-    told, page = torch.empty(_RUNS, 3, dtype=torch.int64), mmap.PAGESIZE
+    found, page = torch.empty(_RUNS, 3, dtype=torch.int64), mmap.PAGESIZE
     at, end = first * page, last * page
     with open("/proc/self/pagemap", "rb") as file:
         while at < end:
-            room = told.data_ptr(), _RUNS, _LOOK
+            room = found.data_ptr(), _RUNS, _LOOK
             question = _ASKED.pack(_ASKED.size, 0, at, end, 0, *room, 0, 0, _EXISTS, _EXISTS)
             asked = bytearray(question)  # in which the system writes
             count = fcntl.ioctl(file, _SCAN, asked)
             (at,) = _STOPPED_AT.unpack_from(asked)
-            starts, stops = told[:count, 0] // page, told[:count, 1] // page
+            starts, stops = found[:count, 0] // page, found[:count, 1] // page
             lengths = stops - starts
             before = lengths.cumsum(0) - lengths
             yield torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
@@ -137,11 +137,11 @@ def _looked_at(first: int, last: int) -> Iterator[Tensor]:
         try:
             with open("/proc/self/pagemap", "rb") as file:
                 file.seek(8 * at)
-                told = bytearray(file.read(8 * count))
+                found = bytearray(file.read(8 * count))
         except OSError:
-            told = bytearray()
-        if len(told) < 8 * count:
+            found = bytearray()
+        if len(found) < 8 * count:
             yield torch.arange(at, at + count)
         else:
-            entries = torch.frombuffer(told, dtype=torch.int64)
+            entries = torch.frombuffer(found, dtype=torch.int64)
             yield (entries >> 62 != 0).nonzero().flatten() + at  # in memory, or swapped out

@@ -1,8 +1,8 @@
 """A lazy table: an embedding whose rows come into being when they are first looked up.
 
-A row is the sum of what it was first, a pure function of the table's key and the row's number, and
-of what was learnt since, which stands in memory that is only reserved. A row that nobody touched
-is zeros there, and takes no memory: in one process, on a server, and in a checkpoint.
+A row is the sum of its initial value, a pure function of the table's key and the row's number, and
+of its updates since, which lie in memory that is only reserved. The updates of a row that was never
+looked up are zeros and take no memory: in one process, on a server, and in a checkpoint.
 
 When to use it: more rows than memory, of which a run touches some. When not: rows that begin with
 values of your own; then `nn.Embedding(sparse=True)`.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError, UsageError
-from shoal.numerics.reserved import Reserved, clear_rows, reserved_zeros, touched_rows
+from shoal.numerics.reserved import ReservedParameter, clear_rows, reserved_zeros, touched_rows
 
 _MOST_ROWS = 1 << 48
 _PER_WORD = 4  # elements of 16 bits each
@@ -49,7 +49,7 @@ class Table(nn.Module):
         if padding_idx is not None and not 0 <= padding_idx < num_rows:
             raise UsageError(f"padding_idx={padding_idx} is none of the {num_rows} rows.")
         self.num_rows, self.dim, self.std, self.padding_idx = num_rows, dim, std, padding_idx
-        self.learnt = Learnt(num_rows, dim, padding_idx)
+        self.learnt = LazyRows(num_rows, dim, padding_idx)
         key = torch.randint(1 << 62, ()) if seed is None else torch.tensor(seed)
         self.register_buffer("key", key)  # a checkpoint holds it: rows mean nothing without
 
@@ -59,7 +59,7 @@ class Table(nn.Module):
 
     @torch.no_grad()
     def first_rows(self, ids: Tensor) -> Tensor:
-        """As rows are before anything is learnt. Each element is the same in every process."""
+        """The initial values of rows. Each element is the same in every process."""
         num_words = -(-self.dim // _PER_WORD)
         counted = ids.long()[..., None] * num_words + torch.arange(num_words, device=ids.device)
         bits = _mixed(counted * _GOLDEN + _mixed(self.key)).view(torch.int16)
@@ -72,18 +72,18 @@ class Table(nn.Module):
         return f"{self.num_rows}, {self.dim}, std={self.std}"
 
 
-class Learnt(nn.Embedding):
-    """What rows have learnt since they were first made; its weight is only reserved.
+class LazyRows(nn.Embedding):
+    """The updates of the rows since they were created; the weight is only reserved memory.
 
     Its `state_dict` has the touched rows alone: their numbers and their values.
     """
 
-    weight: Reserved
+    weight: ReservedParameter
 
     def __init__(self, num_rows: int, dim: int, padding_idx: int | None):
         zeros = reserved_zeros((num_rows, dim), torch.get_default_dtype())
         super().__init__(num_rows, dim, padding_idx=padding_idx, sparse=True, _weight=zeros)
-        self.weight = Reserved(zeros)
+        self.weight = ReservedParameter(zeros)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:

@@ -1,9 +1,9 @@
 """THE order in which a model is cut: recompute, pipeline, tensor, ZeRO 3.
 
-`survey` looks at the whole model once, before ranks exist, and decides who holds what; a plan that
-cannot work is refused there. `Spread` then cuts this rank's copy in place, with every parameter
-under its own name, and runs it. ZeRO 1 and 2 do not cut the model: they are strategies
-(`sync/sharded.py`).
+`survey` examines the whole model once, before ranks exist, and decides which rank holds what; a
+plan that cannot work is refused there. `ParallelModel` then cuts this rank's copy in place, with
+every parameter under its own name, and runs it. ZeRO 1 and 2 do not cut the model: they are
+strategies (`sync/sharded.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.numerics.optimizers import Part, swap_parameters
+from shoal.numerics.optimizers import ParameterPart, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
-from shoal.parallel.layout import Holding, Slice, part_of, slices
-from shoal.parallel.pipeline.absent import drop_foreign
+from shoal.parallel.layout import LocalLayout, Slice, part_of, slices
 from shoal.parallel.pipeline.pipeline import Pipeline
-from shoal.parallel.pipeline.scheduled import Around, Hooks
-from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split
-from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
-from shoal.parallel.replaced import retire_replaced
-from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors, find_cuts, tag
+from shoal.parallel.pipeline.placeholders import drop_unowned
+from shoal.parallel.pipeline.scheduled_stage import PipelineHooks, StageContext
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split_stages
+from shoal.parallel.recompute import RecomputeContext, blocks_to_recompute, recompute
+from shoal.parallel.replaced_parameters import retire_replaced
+from shoal.parallel.tensor.cutting import (
+    TensorForward,
+    TensorPlan,
+    cut_tensors,
+    find_cuts,
+    mark_cut_parameters,
+)
 from shoal.plans.plan import Plan
 
 
@@ -36,7 +42,9 @@ class Survey:
 
     tensor: TensorPlan | None = None
     stages: StagePlan | None = None
-    again: Again = field(default_factory=Again)  # what recomputed blocks run in
+    recompute_context: RecomputeContext = field(
+        default_factory=RecomputeContext
+    )  # what recomputed blocks run in
 
 
 def survey(
@@ -47,23 +55,23 @@ def survey(
     overrides: Mapping[str, str],
 ) -> Survey:
     """Decide where to cut. Each of `forwards` runs the model on other example inputs."""
-    again, tensor, stages = Again(), None, None
+    recompute_context, tensor, stages = RecomputeContext(), None, None
     if plan.zero == 3:
         fsdp.refuse_hooks(model)
     if plan.recompute == "blocks":
-        recompute(blocks_to_recompute(model), again)
+        recompute(blocks_to_recompute(model), recompute_context)
     if plan.pipeline > 1:
         num_stages = plan.pipeline * plan.num_stages
         rank_of = partial(rank_of_stage, num_ranks=plan.pipeline, schedule=plan.schedule)
         tape = record(model, forwards, num_stages, seeds, rank_of=rank_of)
-        stages = split(tape, num_stages, rank_of)
+        stages = split_stages(tape, num_stages, rank_of)
     if plan.tensor > 1:
         tensor = find_cuts(model, forwards, plan.tensor, overrides)
     if plan.zero == 3:
         fsdp.refuse_mixed(
             model, _units(model, {name for name, _ in model.named_parameters()}, tensor, stages)
         )
-    return Survey(tensor, stages, again)
+    return Survey(tensor, stages, recompute_context)
 
 
 def _units(
@@ -75,8 +83,8 @@ def _units(
     return fsdp.units(model, owned, but, whole_model=stages is None)
 
 
-class Spread:
-    """The model as this rank holds it. `settle` in every new mesh before it runs."""
+class ParallelModel:
+    """The model as this rank holds it. Call `settle` with every new mesh before it runs."""
 
     def __init__(
         self,
@@ -88,12 +96,12 @@ class Spread:
         call: Callable[[nn.Module, Any], Any],
     ):
         self.model, self.plan, self.stages, self._call = model, plan, found.stages, call
-        self._again = found.again
+        self._recompute_context = found.recompute_context
         self._tensor: TensorForward | None = None
         self.pipeline: Pipeline | None = None
         true = dict(model.named_parameters())
         shapes = {n: tuple(t.shape) for n, t in [*true.items(), *model.named_buffers()]}
-        self.holding = Holding(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
+        self.holding = LocalLayout(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
         self.owned = set(true)
         if found.stages is not None:
             self._keep_own_stages(found.stages, mesh)
@@ -107,13 +115,13 @@ class Spread:
     def settle(
         self,
         mesh: Mesh,
-        hooks: Hooks,
+        hooks: PipelineHooks,
         arithmetic: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Take a place in a new mesh; `hooks` are told of what the pipeline does."""
+        """Use a new mesh; the pipeline calls `hooks`."""
         self._arithmetic = arithmetic
         if self.plan.tensor > 1:
-            self._tensor = self._again.mode = TensorForward(mesh.tensor)
+            self._tensor = self._recompute_context.mode = TensorForward(mesh.tensor)
         if self.stages is not None:
             self.close()
             self.pipeline = Pipeline(
@@ -124,11 +132,13 @@ class Spread:
                 device=mesh.device,
                 call=self._call,
                 hooks=hooks,
-                around=Around(self._around_stage, self._whole, partial(fsdp.apart, self.model)),
+                stage_context=StageContext(
+                    self._around_stage, self._whole, partial(fsdp.without_fsdp, self.model)
+                ),
             )
 
     def close(self) -> None:
-        """Let what is under way between stages arrive. Call before the group is left."""
+        """Wait for messages between stages. Call before the group is left."""
         if self.pipeline is not None:
             self.pipeline.close()
 
@@ -160,7 +170,7 @@ class Spread:
         self.holding = self.holding._replace(
             elsewhere=frozenset(elsewhere), absent=frozenset(absent)
         )
-        drop_foreign(self.model, self.owned)
+        drop_unowned(self.model, self.owned)
 
     def _cut_tensors(self, plan: TensorPlan, mesh: Mesh) -> None:
         absent = self.holding.absent
@@ -171,18 +181,20 @@ class Spread:
     def _shard_parameters(self, mesh: Mesh, tensor: TensorPlan | None) -> None:
         units = _units(self.model, self.owned, tensor, self.stages)
         fsdp.shard_parameters(self.model, units, mesh.data, mesh.device)
-        self.holding = self.holding._replace(within=fsdp.places(self.model, mesh.data))
+        self.holding = self.holding._replace(within=fsdp.shard_boxes(self.model, mesh.data))
         for unit in units if self.plan.tensor > 1 else ():
             # Gathered parameters are other objects than the ones that were marked.
-            unit.register_forward_pre_hook(lambda module, _: tag(module))
+            unit.register_forward_pre_hook(lambda module, _: mark_cut_parameters(module))
 
-    def _stand_in(self, names: Mapping[nn.Parameter, str], old: nn.Parameter) -> list[Part] | None:
+    def _stand_in(
+        self, names: Mapping[nn.Parameter, str], old: nn.Parameter
+    ) -> list[ParameterPart] | None:
         """What the optimizer steps on instead of a true parameter."""
         name = names[old]
         if name not in self.owned:
             return []
         held = self.model.get_parameter(name)
-        return None if held is old else [Part(held, partial(self._take, name))]
+        return None if held is old else [ParameterPart(held, partial(self._take, name))]
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a whole tensor that this rank holds under that name."""

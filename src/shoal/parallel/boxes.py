@@ -1,4 +1,4 @@
-"""Boxes of tensors: how they meet, how they tile a whole, how they are cut. Pure.
+"""Boxes of tensors: intersection, tiling and splitting. Pure.
 
 A logical tensor is known by its shape; what a rank holds or a file stores of it is a box. Whether
 boxes cover the whole exactly once, and what two of them have in common, needs no torch to answer.
@@ -31,7 +31,7 @@ class Box(NamedTuple):
             for start, length, size in zip(self.offset, self.shape, whole)
         )
 
-    def meet(self, other: "Box") -> "Box | None":
+    def intersect(self, other: "Box") -> "Box | None":
         """What two boxes have in common; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
         shape = tuple(
@@ -40,7 +40,7 @@ class Box(NamedTuple):
         )
         return Box(starts, shape) if all(length > 0 for length in shape) else None
 
-    def inside(self, other: "Box") -> "Box":
+    def relative_to(self, other: "Box") -> "Box":
         """This box as seen from the corner of another one that contains it."""
         if not any(other.offset):
             return self
@@ -89,7 +89,7 @@ def tile(boxes: Sequence[Box], whole: Sequence[int]) -> bool:
     return not any(corners.values())
 
 
-def pieces(box: Box, most: int) -> Iterator[Box]:
+def split_box(box: Box, most: int) -> Iterator[Box]:
     """Parts of at most `most` elements, as rows of the first dims, in the box's own order."""
     if box.numel <= most:
         yield box
@@ -99,7 +99,7 @@ def pieces(box: Box, most: int) -> Iterator[Box]:
     step = max(1, most // row)
     for start in range(0, box.shape[dim], step):
         part = box.cut(dim, start, min(start + step, box.shape[dim]))
-        yield from pieces(part, most)
+        yield from split_box(part, most)
 
 
 MOST_CUT_DIMS = 12  # a box has two to the power of that many corners

@@ -2,7 +2,7 @@
 
 Each block found in the module is gathered when it is needed and let go afterwards, so beside its
 shards a rank holds about two blocks at a time. FSDP2 does the gathering and the summing; what it
-refuses (parameters without dims) stays whole and is summed by the strategy, `sync/fully.py`.
+refuses (parameters without dims) stays whole and is summed by the strategy, `sync/fsdp.py`.
 
 Per rank, in bytes a parameter, fp32 Adam: 16/N, and two blocks. Traffic: parameters come twice and
 gradients go once, 1.5 times that of data parallel.
@@ -37,8 +37,8 @@ def units(
     A stage of a pipeline has no such last unit, since it never runs the whole model: there every
     module outside the blocks that owns parameters is one.
     """
-    places = _places_of_parameters(model)
-    blocks = [b for b in blocks_that_run(model) if b not in but and _is_closed(b, places)]
+    registrations = _count_registrations(model)
+    blocks = [b for b in blocks_that_run(model) if b not in but and _is_closed(b, registrations)]
     if whole_model:
         return [*blocks, model]
     inside = {module for block in blocks for module in block.modules()}
@@ -46,7 +46,7 @@ def units(
     names = {p: name for name, p in model.named_parameters()}
     return [
         unit
-        for unit in [*blocks, *(m for m in rest if m not in but and _is_closed(m, places))]
+        for unit in [*blocks, *(m for m in rest if m not in but and _is_closed(m, registrations))]
         if any(names[p] in owned for p in unit.parameters())
     ]
 
@@ -69,18 +69,17 @@ def refuse_mixed(model: nn.Module, units: Sequence[nn.Module]) -> None:
         own = [p for p in unit.parameters() if p.dim() and p.requires_grad and p not in known]
         known.update(own)
         firsts = {p.dtype: names[p] for p in reversed(own)}
-        told = [f"{name} is {_short(dtype)}" for dtype, name in reversed(firsts.items())]
-        if len(told) > 1 or any(dtype.is_complex for dtype in firsts):
+        dtypes = [
+            f"{name} is {str(dtype).removeprefix('torch.')}"
+            for dtype, name in reversed(firsts.items())
+        ]
+        if len(dtypes) > 1 or any(dtype.is_complex for dtype in firsts):
             raise PlanError(
-                f"zero=3 cannot shard this model: {' and '.join(told)}. It gathers the parameters "
-                "of a block, and all that are outside of blocks, as one tensor of one real dtype. "
-                "Use zero=1 or zero=2; real dtypes may also each have a block of their own (an "
-                "entry of a ModuleList)."
+                f"zero=3 cannot shard this model: {' and '.join(dtypes)}. It gathers the "
+                "parameters of a block, and all that are outside of blocks, as one tensor of one "
+                "real dtype. Use zero=1 or zero=2; real dtypes may also each have a block of their "
+                "own (an entry of a ModuleList)."
             )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def shard_parameters(
@@ -138,8 +137,8 @@ def held_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
-    """The model without FSDP2: nothing is gathered, and sharded parameters are zeros.
+def without_fsdp(model: nn.Module) -> Iterator[None]:
+    """Run the model without FSDP2: nothing is gathered, and sharded parameters are zeros.
 
     For a forward that one replica makes alone, to see what it does and not what comes out.
     """
@@ -169,7 +168,7 @@ def apart(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = p
 
 
-def places(model: nn.Module, group: Group) -> dict[str, Box]:
+def shard_boxes(model: nn.Module, group: Group) -> dict[str, Box]:
     """Which rows of each sharded parameter this rank holds."""
     found = {}
     for name, p in model.named_parameters():
@@ -181,7 +180,7 @@ def places(model: nn.Module, group: Group) -> dict[str, Box]:
     return found
 
 
-def _places_of_parameters(module: nn.Module) -> Counter[nn.Parameter]:
+def _count_registrations(module: nn.Module) -> Counter[nn.Parameter]:
     """How often each parameter is registered in the modules below one."""
     return Counter(
         p
@@ -191,7 +190,7 @@ def _places_of_parameters(module: nn.Module) -> Counter[nn.Parameter]:
     )
 
 
-def _is_closed(module: nn.Module, places: Counter[nn.Parameter]) -> bool:
-    """Whether a module has parameters, and all their places in the model are in it."""
-    inside = _places_of_parameters(module)
-    return bool(inside) and all(places[p] == count for p, count in inside.items())
+def _is_closed(module: nn.Module, registrations: Counter[nn.Parameter]) -> bool:
+    """Whether a module has parameters, and the model registers them nowhere else."""
+    inside = _count_registrations(module)
+    return bool(inside) and all(registrations[p] == count for p, count in inside.items())

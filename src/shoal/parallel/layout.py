@@ -69,7 +69,7 @@ def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     ]
 
 
-class Holding(NamedTuple):
+class LocalLayout(NamedTuple):
     """What this rank holds of the model, where a replica takes several ranks."""
 
     cuts: Mapping[str, Cut] = MappingProxyType({})  # over the tensor axis, by name
@@ -112,7 +112,7 @@ class Holding(NamedTuple):
         return found
 
 
-WHOLE = Holding()  # all of it
+WHOLE = LocalLayout()  # all of it
 
 
 class Slice(NamedTuple):
@@ -123,31 +123,31 @@ class Slice(NamedTuple):
     offset: tuple[int, ...]
 
 
-def whole(tensor: Tensor) -> Slice:
+def whole_slice(tensor: Tensor) -> Slice:
     """All of a logical tensor."""
     tensor = tensor.detach()
     return Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def fill_from(parts: Iterable[Slice], place: Slice) -> int:
+def copy_slices(parts: Iterable[Slice], place: Slice) -> int:
     """Fill a place from parts that are cut in any way; how many elements did not come."""
     wanted, missing = Box(place.offset, tuple(place.tensor.shape)), place.tensor.numel()
     for part in parts:
         there = Box(part.offset, tuple(part.tensor.shape))
         is_of_it = part.global_shape == place.global_shape and there.fits(part.global_shape)
-        if is_of_it and (common := wanted.meet(there)) is not None:
-            source = common.inside(there).of(part.tensor)
-            common.inside(wanted).of(place.tensor).copy_(source)
+        if is_of_it and (common := wanted.intersect(there)) is not None:
+            source = common.relative_to(there).of(part.tensor)
+            common.relative_to(wanted).of(place.tensor).copy_(source)
             missing -= common.numel
     return missing
 
 
-def slices(tensors: Mapping[str, Tensor], holding: Holding) -> dict[str, list[Slice]]:
+def slices(tensors: Mapping[str, Tensor], holding: LocalLayout) -> dict[str, list[Slice]]:
     """Held tensors as blocks of the logical ones."""
     return {name: slices_of(name, tensor, holding) for name, tensor in tensors.items()}
 
 
-def slices_of(name: str, tensor: Tensor, holding: Holding) -> list[Slice]:
+def slices_of(name: str, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
     """What this rank holds of a tensor, as blocks of the logical one; views of it."""
     if name in holding.absent or (name in holding.within and not tensor.numel()):
         return []
@@ -159,7 +159,7 @@ def slices_of(name: str, tensor: Tensor, holding: Holding) -> list[Slice]:
 
 
 def slices_of_run(
-    name: str, shape: Sequence[int], start: int, values: Tensor, holding: Holding
+    name: str, shape: Sequence[int], start: int, values: Tensor, holding: LocalLayout
 ) -> list[Slice]:
     """Neighbouring elements of a held tensor, from `start`, as blocks of the logical one."""
     whole_shape = holding.shapes.get(name, tuple(shape))

@@ -1,10 +1,10 @@
 """Activation checkpointing: a block keeps its inputs only, and is run again in backward.
 
 Memory for time: activations of one block at a time instead of all, for about a third more compute
-(Chen et al. 2016, arXiv 1604.06174). Random state is put back for the second run, and buffers it
-changes (BatchNorm's statistics) are not changed twice. All else that a block writes to, attributes
-of its modules or an object that it is given, such as a cache, is for the second run
-what it was before the first.
+(Chen et al. 2016, arXiv 1604.06174). Random state is restored for the second run, and buffers that
+the block changes (BatchNorm's statistics) are not changed twice. Everything else that a block
+writes to, attributes of its modules or an argument such as a cache, has in the second run the value
+from before the first.
 """
 
 from collections import OrderedDict
@@ -27,8 +27,8 @@ _LEAVES = (torch.Tensor, nn.Module, ModuleType, type, str, bytes, int, float, co
 _OWN = vars(nn.Module()).keys()
 
 
-class Again:
-    """What the second run of a block is done in: the mode that runs a cut model, if it is cut."""
+class RecomputeContext:
+    """The context of a block's second run: the mode of tensor parallelism, if the model is cut."""
 
     mode: AbstractContextManager[Any] | None = None
 
@@ -46,22 +46,26 @@ def blocks_to_recompute(model: nn.Module) -> list[nn.Module]:
     return composite or blocks
 
 
-def recompute(blocks: list[nn.Module], again: Again) -> None:
+def recompute(blocks: list[nn.Module], recompute_context: RecomputeContext) -> None:
     """Let each block drop what is inside it."""
     for block in blocks:
-        block.forward = partial(_dropped, block, block.forward, again)
+        block.forward = partial(_dropped, block, block.forward, recompute_context)
 
 
 def _dropped(
-    block: nn.Module, forward: Callable[..., Any], again: Again, *args: Any, **kwargs: Any
+    block: nn.Module,
+    forward: Callable[..., Any],
+    recompute_context: RecomputeContext,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
-    given = Contents((args, kwargs), block)
+    given = ObjectSnapshot((args, kwargs), block)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _SecondRun(block, again, given)
+        return nullcontext(), _SecondRun(block, recompute_context, given)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -69,8 +73,10 @@ def _dropped(
 class _SecondRun:
     """May be entered again: a backward that is split in two runs the block for each of them."""
 
-    def __init__(self, block: nn.Module, again: Again, given: "Contents"):
-        self._run = partial(_second_run, block, again, given)
+    def __init__(
+        self, block: nn.Module, recompute_context: RecomputeContext, given: "ObjectSnapshot"
+    ):
+        self._run = partial(_second_run, block, recompute_context, given)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -82,22 +88,24 @@ class _SecondRun:
 
 
 @contextmanager
-def _second_run(block: nn.Module, again: Again, given: "Contents") -> Iterator[None]:
+def _second_run(
+    block: nn.Module, recompute_context: RecomputeContext, given: "ObjectSnapshot"
+) -> Iterator[None]:
     before = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    now = Contents(given.root, block)
-    given.put_back()
+    now = ObjectSnapshot(given.root, block)
+    given.restore()
     try:
-        with nullcontext() if again.mode is None else again.mode:
+        with nullcontext() if recompute_context.mode is None else recompute_context.mode:
             yield
     finally:
-        now.put_back()
+        now.restore()
         with torch.no_grad():
             for buffer, value in before:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
-class Contents:
+class ObjectSnapshot:
     """What the lists, dicts and plain objects in a value, and the attributes of a block's modules,
     hold at one moment; tensors are not copied."""
 
@@ -127,7 +135,7 @@ class Contents:
         held = getattr(value, "__dict__", None)
         return (held,) if type(held) is dict else ()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for module, known in self._modules:
             for name in _attributes(module).keys() - known.keys():
                 del module.__dict__[name]

@@ -1,8 +1,8 @@
-"""Tables: embeddings with sparse gradients, and how their rows are dealt to servers. Pure.
+"""Tables: embeddings with sparse gradients, and how their rows are striped over servers. Pure.
 
 A table's rows are cut into at most 64 stripes of neighbours, however many servers there are, and
-stripes are dealt in turn: so a run of popular rows is spread, the number of a row says where it
-stands, and a checkpoint has few slices of each table.
+stripes go to servers round-robin: so popular neighbouring rows are on several servers, a row's
+number gives its server, and a checkpoint has few slices of each table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,28 +11,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.layout import Holding, Slice
+from shoal.parallel.layout import LocalLayout, Slice
 
 MOST_STRIPES = 64
-Looked = nn.Embedding | nn.EmbeddingBag
+EmbeddingModule = nn.Embedding | nn.EmbeddingBag
 
 
-def tables_of(model: nn.Module) -> dict[str, Looked]:
+def tables_of(model: nn.Module) -> dict[str, EmbeddingModule]:
     """The tables of a model that are trained, by the names of their weights."""
     return {
         f"{name}.weight".lstrip("."): module
         for name, module in model.named_modules()
-        if isinstance(module, Looked) and module.sparse and module.weight.requires_grad
+        if isinstance(module, EmbeddingModule) and module.sparse and module.weight.requires_grad
     }
 
 
-def weights_of(tables: Iterable[Looked]) -> set[Tensor]:
+def weights_of(tables: Iterable[EmbeddingModule]) -> set[Tensor]:
     """To be left out where parameters are treated as a whole."""
     return {module.weight for module in tables}
 
 
 class Striping(NamedTuple):
-    """How the rows of one table are dealt to servers."""
+    """How the rows of one table are striped over servers."""
 
     num_rows: int
     num_servers: int
@@ -67,7 +67,7 @@ class Stripes(NamedTuple):
     num_rows: int  # of the whole table
     stripes: Sequence[range]
 
-    def parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+    def parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
         """A tensor with an entry for each of these rows, as parts of the logical one; views."""
         found, at = [], 0
         shape = (self.num_rows, *tensor.shape[1:])
@@ -77,7 +77,7 @@ class Stripes(NamedTuple):
             at += len(stripe)
         return found
 
-    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+    def row_parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
         """The same of a tensor with one number for each row."""
         return self.parts(tensor, holding)
 

@@ -1,9 +1,9 @@
-"""Who owns which elements when state is sharded over the data axis. Pure.
+"""Which rank owns which elements when state is sharded over the data axis (ZeRO 1 and 2). Pure.
 
 Parameters stand one after another in flat buffers, each from an aligned start, and every buffer is
-cut into one shard a rank (`shelve`). A cut falls on a parameter's start or on a multiple of 1,024
-elements from it: so the blocks of the gradient's norm (`numerics/norms.py`) stay whole, and a
-kernel that works on several elements at a time meets the same ones as in the whole tensor.
+cut into one shard a rank (`lay_out_buffers`). A cut falls on a parameter's start or on a multiple
+of 1,024 elements from it: so the blocks of the gradient's norm (`numerics/norms.py`) stay whole,
+and a kernel that works on several elements at a time meets the same ones as in the whole tensor.
 Optimizers that look at more than one element at once get whole tensors.
 
 Rajbhandari et al. 2020, arXiv 1910.02054. Read next: `sync/sharded.py`.
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from shoal.comm.buckets import BUCKET_BYTES, layout
+from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
 from shoal.numerics.norms import BLOCK
 
 ALIGNMENT = 32  # elements: what matrix kernels need to round as they do elsewhere
 
 
-class Segment(NamedTuple):
-    """A run of a parameter's elements, and where it stands in the flat buffer."""
+class FlatSegment(NamedTuple):
+    """A range of a parameter's elements, and its offset in the flat buffer."""
 
     parameter: int  # its number
     start: int  # in it
@@ -33,8 +33,8 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-class Shelf(NamedTuple):
-    """Some parameters in one flat buffer, and where it is cut into a shard for each rank."""
+class FlatBuffer(NamedTuple):
+    """Some parameters in one flat buffer, which is cut into a shard for each rank."""
 
     indices: list[int]  # of the parameters
     lengths: list[int]
@@ -46,37 +46,40 @@ class Shelf(NamedTuple):
         """The elements of each rank's shard."""
         return [stop - start for start, stop in pairwise(self.cuts)]
 
-    def segments(self, rank: int) -> list[Segment]:
+    def segments(self, rank: int) -> list[FlatSegment]:
         """The parameters' elements that stand in a rank's shard."""
         found = []
         for index, place, length in zip(self.indices, self.starts, self.lengths, strict=False):
             first = max(self.cuts[rank], place)
             last = min(self.cuts[rank + 1], place + length)
             if first < last:
-                found.append(Segment(index, first - place, last - place, first))
+                found.append(FlatSegment(index, first - place, last - place, first))
         return found
 
 
-def shelve(sizes: Sequence[tuple[int, int, object]], num_ranks: int, may_cut: bool) -> list[Shelf]:
-    """Deal parameters, given as (elements, bytes of one, kind), to flat buffers; one kind in each.
+def lay_out_buffers(
+    sizes: Sequence[tuple[int, int, object]], num_ranks: int, may_cut: bool
+) -> list[FlatBuffer]:
+    """Assign parameters, given as (elements, bytes of one, kind), to flat buffers, one kind in
+    each.
 
     If a parameter may not be cut, each buffer goes to one rank, and there are enough to be fair.
     """
     num_bytes = [length * itemsize for length, itemsize, _ in sizes]
     fair = BUCKET_BYTES if may_cut else max(1, sum(num_bytes) // (8 * num_ranks))
     kinds = [kind for _, _, kind in sizes]
-    dealt = layout(list(zip(num_bytes, kinds, strict=True)), min(BUCKET_BYTES, fair))
+    assigned = assign_buckets(list(zip(num_bytes, kinds, strict=True)), min(BUCKET_BYTES, fair))
     made = []
-    for indices in dealt:
+    for indices in assigned:
         lengths = [sizes[i][0] for i in indices]
         starts = starts_of(lengths)
-        made.append(Shelf(indices, lengths, starts, shard_evenly(starts, lengths, num_ranks)))
+        made.append(FlatBuffer(indices, lengths, starts, shard_evenly(starts, lengths, num_ranks)))
     if may_cut:
         return made
-    owners = shard_whole([shelf.starts[-1] for shelf in made], num_ranks)
+    owners = shard_whole([buffer.starts[-1] for buffer in made], num_ranks)
     return [
-        shelf._replace(cuts=[0 if r <= owner else shelf.starts[-1] for r in range(num_ranks + 1)])
-        for shelf, owner in zip(made, owners, strict=True)
+        buffer._replace(cuts=[0 if r <= owner else buffer.starts[-1] for r in range(num_ranks + 1)])
+        for buffer, owner in zip(made, owners, strict=True)
     ]
 
 

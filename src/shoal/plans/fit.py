@@ -1,8 +1,8 @@
-"""Fitting a plan to the ranks, the cores and the batch: how many replicas, how many pieces.
+"""Fit a plan to the ranks, the cores and the batch: how many replicas, how many pieces.
 
-A step's batch is cut into equal pieces, each replica takes at least one, and the ranks are the
-product of the axes. These functions find the counts that satisfy all three, or say which key to
-change and to what. They know numbers only; `Plan.resolve` is the way to call them.
+The batch of a step is cut into equal pieces, each replica gets at least one, and the ranks are the
+product of the axes. These functions find counts that satisfy all three, or say which key to change
+and to what. They know only numbers; call them through `Plan.resolve`.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from shoal.errors import PlanError
 
 
-class Counts(NamedTuple):
-    """The keys of a plan that share out ranks and pieces; None is still to be found."""
+class PlanCounts(NamedTuple):
+    """The keys of a plan that count ranks and pieces; None is not fixed yet."""
 
     data: int | None
     tensor: int
@@ -22,7 +22,7 @@ class Counts(NamedTuple):
     pieces: int | None
 
 
-def fit(counts: Counts, *, ranks: int | None, cores: int, batch_size: int) -> tuple[int, int]:
+def fit(counts: PlanCounts, *, ranks: int | None, cores: int, batch_size: int) -> tuple[int, int]:
     """The number of replicas and of pieces.
 
     `ranks` are met exactly; without them an open number of replicas is the largest that fits.
@@ -48,7 +48,7 @@ def fit(counts: Counts, *, ranks: int | None, cores: int, batch_size: int) -> tu
     return data, pieces
 
 
-def refuse_pieces(counts: Counts, pieces: int) -> None:
+def refuse_pieces(counts: PlanCounts, pieces: int) -> None:
     """Check `pieces` against the keys that also count pieces."""
     if pieces % counts.microbatches:
         raise PlanError(
@@ -77,11 +77,11 @@ def refuse_pieces(counts: Counts, pieces: int) -> None:
         )
 
 
-def _count_pieces(counts: Counts, data: int) -> int:
+def _count_pieces(counts: PlanCounts, data: int) -> int:
     return data * counts.accumulate * counts.microbatches
 
 
-def _data_of_ranks(counts: Counts, ranks: int) -> int:
+def _data_of_ranks(counts: PlanCounts, ranks: int) -> int:
     """The data axis that makes the mesh exactly `ranks` large."""
     inner = counts.tensor * counts.pipeline
     rule = "Ranks are data x tensor x pipeline."
@@ -111,7 +111,7 @@ def _data_of_ranks(counts: Counts, ranks: int) -> int:
     return data
 
 
-def _largest_data(counts: Counts, cores: int, batch_size: int) -> int:
+def _largest_data(counts: PlanCounts, cores: int, batch_size: int) -> int:
     """The largest data axis within the cores whose replicas get equally many pieces."""
     most = max(1, cores // (counts.tensor * counts.pipeline))
     for data in range(most, 0, -1):
@@ -133,8 +133,8 @@ def _largest_data(counts: Counts, cores: int, batch_size: int) -> int:
     )
 
 
-def _does_not_divide(counts: Counts, data: int, batch_size: int) -> str:
-    """The sentence for a batch that the plan's pieces do not divide, blaming the right key."""
+def _does_not_divide(counts: PlanCounts, data: int, batch_size: int) -> str:
+    """The message for a batch that the pieces do not divide; it names the key at fault."""
     if batch_size % data:
         return (
             f"data={data} does not divide the batch of {batch_size}. Each replica takes an equal "
@@ -152,8 +152,8 @@ def _does_not_divide(counts: Counts, data: int, batch_size: int) -> str:
     )
 
 
-def _microbatches(counts: Counts, share: int) -> str:
-    """How many microbatches would do, under any schedule."""
+def _microbatches(counts: PlanCounts, share: int) -> str:
+    """The numbers of microbatches that fit, under any schedule."""
     ranks = counts.pipeline
     if share % counts.accumulate == 0:
         share //= counts.accumulate
@@ -171,7 +171,7 @@ def _microbatches(counts: Counts, share: int) -> str:
     )
 
 
-def _product(counts: Counts, data: int) -> str:
+def _product(counts: PlanCounts, data: int) -> str:
     factors = [f"data={data}", f"accumulate={counts.accumulate}"]
     if counts.microbatches > 1:
         factors.append(f"microbatches={counts.microbatches}")
@@ -183,13 +183,13 @@ def _next_multiple(count: int, of: int) -> int:
 
 
 def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` in words; of very many, the six nearest to `near`."""
+    """The divisors of `number` as text; of many, the six nearest to `near`."""
     small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
     return _in_words(sorted({*small, *(number // count for count in small)}), near)
 
 
 def _in_words(every: list[int], near: int) -> str:
-    """Some numbers; of very many, the six nearest to `near`."""
+    """Numbers as text; of many, the six nearest to `near`."""
     if len(every) > 8:
         every = sorted(sorted(every, key=lambda count: abs(count - near))[:6])
     words = [str(count) for count in every]

@@ -1,25 +1,25 @@
-"""The words of a plan's text: each key with its values, its meaning and its reader.
+"""The keys of a plan's text: each with its values, its meaning and its parser.
 
-`KEYS` is the one place that describes a key; parsing, printing the help of `--plan` and checking a
-`Plan` made in Python all go through it. Rules between keys are in `plan`, next to the record.
+`KEYS` is the one place that describes a key: parsing, the help of `--plan` and the checks of a
+`Plan` made in Python all use it. Rules between keys are in `rules.py`.
 """
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-Value = int | str | None
+PlanValue = int | str | None
 
-HALVES = ("fp16", "bf16")  # codecs that servers take, too
-PACKED = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
+HALF_CODECS = ("fp16", "bf16")  # codecs that servers accept too
+ROUNDING_CODECS = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
 
 
-class Key(NamedTuple):
-    """One key. `read` gives a value in its one canonical form, or raises ValueError."""
+class PlanKey(NamedTuple):
+    """One key. `read` returns the value in its canonical form, or raises ValueError."""
 
     values: str
     meaning: str
-    read: Callable[[str], Value]
+    read: Callable[[str], PlanValue]
 
 
 def _count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
@@ -75,7 +75,7 @@ def _deadline(text: str) -> str:
 
 
 def _outer(text: str) -> str:
-    """`nesterov` is written out with its rate and momentum, so that equal plans are equal text."""
+    """`nesterov` is printed with its rate and momentum, so that equal plans have equal text."""
     name, *numbers = text.split(":")
     if name == "average" and not numbers:
         return text
@@ -94,108 +94,110 @@ def _codec(text: str) -> str:
         return f"topk:{float(number)}"
     if name == "powersgd":
         return f"powersgd:{_count()(number)}"
-    return _choice("none", *PACKED, "onebit")(text)
+    return _choice("none", *ROUNDING_CODECS, "onebit")(text)
 
 
 # In the order in which a plan prints them, which is the order of the fields of `Plan`.
-KEYS: dict[str, Key] = {
-    "data": Key(
+KEYS: dict[str, PlanKey] = {
+    "data": PlanKey(
         "auto, or 1 or more",
         "number of replicas that share the batch (auto: the largest that fits)",
         _data,
     ),
-    "tensor": Key("1 or more", "number of ranks that share each layer", _count()),
-    "pipeline": Key("1 or more", "number of ranks that share the depth of the model", _count()),
-    "zero": Key(
+    "tensor": PlanKey("1 or more", "number of ranks that share each layer", _count()),
+    "pipeline": PlanKey("1 or more", "number of ranks that share the depth of the model", _count()),
+    "zero": PlanKey(
         "0, 1, 2, 3",
         "level of what is sharded over data: nothing, optimizer state, + gradients, + parameters",
         _count(0, 3),
     ),
-    "schedule": Key(
+    "schedule": PlanKey(
         "1f1b, gpipe, interleaved, zero-bubble, zbv",
         "order of work in the pipeline",
         _choice("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv"),
     ),
-    "microbatches": Key(
+    "microbatches": PlanKey(
         "1 or more", "number of pieces in the pipeline together, else 2 x pipeline", _count()
     ),
-    "stages": Key(
+    "stages": PlanKey(
         "1 or more",
         "number of stages of each pipeline rank, else what the schedule needs",
         _count(),
     ),
-    "sync": Key("allreduce, server", "way in which replicas agree", _choice("allreduce", "server")),
-    "servers": Key("1 to 256", "number of parameter servers", _count(1, 256)),
-    "hosts": Key(
+    "sync": PlanKey(
+        "allreduce, server", "way in which replicas agree", _choice("allreduce", "server")
+    ),
+    "servers": PlanKey("1 to 256", "number of parameter servers", _count(1, 256)),
+    "hosts": PlanKey(
         "1 or more",
         "number of hosts that ranks sit on, each of which adds up its gradients in its own server",
         _count(),
     ),
-    "staleness": Key(
+    "staleness": PlanKey(
         "0 or more, or any",
         "number of batches a worker may be ahead of those that all have done (0: lockstep)",
         _staleness,
     ),
-    "combine": Key(
+    "combine": PlanKey(
         "mean, median, trimmed:F with 0 < F < 0.5",
         "way in which servers make one gradient of those of the replicas",
         _combine,
     ),
-    "damping": Key(
+    "damping": PlanKey(
         "none, inverse",
         "way in which updates count less that are made of old parameters",
         _choice("none", "inverse"),
     ),
-    "rates": Key(
+    "rates": PlanKey(
         "even, or a number above 0 for each replica, as in 1:1:0.5",
         "factors of the replicas' learning rates",
         _rates,
     ),
-    "copies": Key("1 or more", "number of servers that hold each shard", _count()),
-    "deadline": Key(
+    "copies": PlanKey("1 or more", "number of servers that hold each shard", _count()),
+    "deadline": PlanKey(
         "none, or seconds above 0",
         "time after the first replica's push when servers close a round of local steps without "
         "those who have not come",
         _deadline,
     ),
-    "local_steps": Key("1 or more", "number of steps between two agreements", _count()),
-    "outer": Key(
+    "local_steps": PlanKey("1 or more", "number of steps between two agreements", _count()),
+    "outer": PlanKey(
         "average, nesterov[:rate[:momentum]] with rate > 0 and 0 <= momentum < 1",
         "way in which local steps are brought together",
         _outer,
     ),
-    "fragments": Key(
+    "fragments": PlanKey(
         "1 or more",
         "number of parts that local steps are brought together in, each while others compute",
         _count(),
     ),
-    "sums": Key(
+    "sums": PlanKey(
         "exact, ring",
         "order of summation: one tree over the pieces (the same bits on any number of ranks), "
         "or whatever is fastest",
         _choice("exact", "ring"),
     ),
-    "codec": Key(
+    "codec": PlanKey(
         "none, fp16, bf16, int8, int4, onebit, topk:F with 0 < F <= 1, "
         "powersgd:R with R of 1 or more",
         "packing of gradients for the wire",
         _codec,
     ),
-    "precision": Key(
+    "precision": PlanKey(
         "fp32, bf16, fp16", "arithmetic of forward and backward", _choice("fp32", "bf16", "fp16")
     ),
-    "accumulate": Key(
+    "accumulate": PlanKey(
         "1 or more", "number of pieces (pipeline rounds) each replica takes per step", _count()
     ),
-    "pieces": Key(
+    "pieces": PlanKey(
         "1 or more",
         "number of equal parts of the global batch, else data x accumulate x microbatches",
         _count(),
     ),
-    "recompute": Key(
+    "recompute": PlanKey(
         "none, blocks", "part of the forward pass that is done again", _choice("none", "blocks")
     ),
-    "offload": Key(
+    "offload": PlanKey(
         "none, optimizer", "state that is kept off the device", _choice("none", "optimizer")
     ),
 }

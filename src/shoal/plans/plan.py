@@ -1,12 +1,12 @@
-"""How a run is spread: one line of text, known to be sound before a process starts.
+"""How a run is distributed: one line of text, checked before a process starts.
 
-A `Plan` is a frozen record that parses from `key=value` words and prints as them, defaults left
-out. `Plan(...)` and `Plan.parse` refuse values out of range and keys that contradict each other or
-would do nothing; `resolve` then fixes what depends on the machine and the batch. All of it is
-arithmetic on small numbers, without torch, so a command line can refuse a plan in milliseconds.
+A `Plan` is a frozen record that parses from `key=value` words and prints as them, without defaults.
+`Plan(...)` and `Plan.parse` refuse values out of range, and keys that contradict each other or have
+no effect; `resolve` fixes what depends on the machine and the batch. All of it is arithmetic
+without torch, so that the command line can refuse a plan in milliseconds.
 
-Not the place for rules that need the model (heads that a tensor axis must divide): those belong to
-the module that cuts the model. Read `mesh` next, which turns a resolved plan into axes.
+Rules that need the model (heads that the tensor axis must divide) belong to the module that cuts
+the model. Read next: `rules.py`, and `comm/mesh.py`, which turns a resolved plan into axes.
 """
 
 from typing import Literal, Self
@@ -14,8 +14,8 @@ from typing import Literal, Self
 import msgspec
 
 from shoal.errors import PlanError, nearest
-from shoal.plans.fit import Counts, fit
-from shoal.plans.keys import KEYS, Value
+from shoal.plans.fit import PlanCounts, fit
+from shoal.plans.keys import KEYS, PlanValue
 from shoal.plans.rules import (
     STAGES_OF,
     refuse_contradictions,
@@ -25,7 +25,7 @@ from shoal.plans.rules import (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How a run is spread. Its fields are the keys of its text; `KEYS` says what each one means."""
+    """How a run is distributed. The fields are the keys of its text; `KEYS` explains each one."""
 
     data: int | None = None  # None is `auto`, which `resolve` replaces
     tensor: int = 1
@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True):
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        changed = _changed(self)
+        changed = _non_default(self)
         for key in changed:
             canonical = _read(key, str(getattr(self, key)))
             msgspec.structs.force_setattr(self, key, canonical)
@@ -65,7 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read `key=value` words, separated by spaces or commas."""
-        written: dict[str, Value] = {}
+        written: dict[str, PlanValue] = {}
         for word in text.replace(",", " ").split():
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True):
         return plan
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={getattr(self, key)}" for key in _changed(self))
+        return " ".join(f"{key}={getattr(self, key)}" for key in _non_default(self))
 
     @property
     def num_replicas(self) -> int:
@@ -100,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of the mesh; servers and spares come on top. Needs a resolved plan."""
+        """The ranks of the mesh, without servers and spares. Needs a resolved plan."""
         return self.num_replicas * self.tensor * self.pipeline
 
     @property
@@ -114,9 +114,9 @@ class Plan(msgspec.Struct, frozen=True):
         return self.pieces
 
     @property
-    def counts(self) -> Counts:
-        """The keys that share out ranks and pieces."""
-        return Counts(
+    def counts(self) -> PlanCounts:
+        """The keys that count ranks and pieces."""
+        return PlanCounts(
             data=self.data,
             tensor=self.tensor,
             pipeline=self.pipeline,
@@ -127,19 +127,19 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether numbers are added in the order of one process, and so have its bits."""
+        """Whether sums are in the order of one process, and so bitwise equal to its sums."""
         return self.sums == "exact" and self.tensor == 1 and self.zero < 3
 
     @property
     def outer_rates(self) -> tuple[float, float]:
-        """The rate and the momentum of the outer optimizer; an average moves all the way."""
+        """The learning rate and momentum of the outer optimizer; (1, 0) for an average."""
         _, *numbers = self.outer.split(":")
         rate, momentum = map(float, numbers or (1, 0))
         return rate, momentum
 
     @property
     def has_anchor(self) -> bool:
-        """Whether local steps are brought together as steps away from the last agreement."""
+        """Whether outer gradients, relative to the last agreed weights, are sent, not weights."""
         if self.local_steps == 1:
             return False
         is_average = self.outer == "average" and self.codec == "none" and self.fragments == 1
@@ -147,37 +147,37 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def num_servers(self) -> int:
-        """Parameter servers, which come on top of the ranks."""
+        """Parameter servers, in addition to the ranks."""
         return self.servers if self.sync == "server" else 0
 
     @property
     def num_host_servers(self) -> int:
-        """Those that add up for the parameter servers, one a host."""
+        """Servers that aggregate gradients for the parameter servers, one per host."""
         return self.hosts if self.hosts > 1 else 0
 
     @property
     def num_serving(self) -> int:
-        """All processes that serve."""
+        """All server processes."""
         return self.num_servers + self.num_host_servers
 
     @property
-    def bound(self) -> int | None:
-        """How many batches a worker may be ahead; None for any number."""
+    def staleness_bound(self) -> int | None:
+        """How many batches a worker may be ahead; None without a bound."""
         return None if self.staleness == "any" else self.staleness
 
     @property
     def deadline_s(self) -> float | None:
-        """After how long a round closes without those who have not come."""
+        """Seconds after which a round closes without late replicas; None: it waits for all."""
         return None if self.deadline == "none" else float(self.deadline)
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether no replica goes on before all have agreed, wherever they do."""
-        return self.bound == 0 and self.deadline_s is None
+        """Whether no replica continues before all have agreed, where they agree at all."""
+        return self.staleness_bound == 0 and self.deadline_s is None
 
     @property
     def rate_factors(self) -> list[float]:
-        """What each replica's learning rate is multiplied with. Needs a resolved plan."""
+        """The factor of each replica's learning rate. Needs a resolved plan."""
         if self.rates == "even":
             return [1.0] * self.num_replicas
         return [float(rate) for rate in self.rates.split(":")]
@@ -189,12 +189,12 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def saves_memory(self) -> bool:
-        """Whether it is chosen for what it saves of it."""
+        """Whether a key is set whose purpose is to save memory."""
         return self.zero > 0 or self.recompute != "none" or self.offload != "none"
 
     @property
     def num_microbatches(self) -> int:
-        """The pieces that are in one pipeline together; 1 without a pipeline."""
+        """The pieces in one pipeline at the same time; 1 without a pipeline."""
         if self.microbatches is not None:
             return self.microbatches
         return 2 * self.pipeline if self.pipeline > 1 else 1
@@ -207,26 +207,26 @@ class Plan(msgspec.Struct, frozen=True):
         return STAGES_OF[self.schedule][0]
 
     def refuse_missing(self) -> None:
-        """Refuse a technique that the text knows and the package does not have yet."""
+        """Refuse a technique that can be written but is not implemented yet."""
         refuse_unbuilt_codec(self)
 
     def resolve(self, *, ranks: int | None, cores: int, batch_size: int) -> Self:
-        """The same plan with `data` and `pieces` fixed, or the reason why it cannot be.
+        """The same plan with `data` and `pieces` fixed; PlanError says why it cannot be.
 
-        `ranks` is what a launcher or the command line gave, and must then be met exactly; with None
-        an automatic `data` is the largest count that fits the `cores` and divides the batch.
+        `ranks`, from a launcher or the command line, must be met exactly; with None an automatic
+        `data` is the largest count that fits the `cores` and divides the batch.
         """
         self.refuse_missing()
         data, pieces = fit(self.counts, ranks=ranks, cores=cores, batch_size=batch_size)
         return msgspec.structs.replace(self, data=data, pieces=pieces)
 
 
-def describe() -> list[tuple[str, str, str]]:
+def describe_keys() -> list[tuple[str, str, str]]:
     """Each key with its values and its meaning, in the order in which a plan prints them."""
     return [(key, known.values, known.meaning) for key, known in KEYS.items()]
 
 
-def _changed(plan: Plan) -> list[str]:
+def _non_default(plan: Plan) -> list[str]:
     return [
         field.name
         for field in msgspec.structs.fields(plan)
@@ -234,7 +234,7 @@ def _changed(plan: Plan) -> list[str]:
     ]
 
 
-def _read(key: str, text: str) -> Value:
+def _read(key: str, text: str) -> PlanValue:
     try:
         return KEYS[key].read(text)
     except ValueError:

@@ -1,7 +1,8 @@
-"""The rules between the keys of a plan: what has no effect, and what does not go together.
+"""The rules between the keys of a plan: keys without effect, and contradictions.
 
-Pure and torch-free. A key that is written must do something, and a plan that contradicts itself is
-refused with the rule and a way out. Rules that need the model belong to the module that cuts it.
+Pure, and without torch. A key that is written must have an effect, and a plan that contradicts
+itself is refused with the rule and a way out. Rules that need the model belong to the module that
+cuts it.
 """
 
 import math
@@ -10,21 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plans.fit import refuse_pieces
-from shoal.plans.keys import HALVES, PACKED
+from shoal.plans.keys import HALF_CODECS, ROUNDING_CODECS
 
 if TYPE_CHECKING:
     from shoal.plans.plan import Plan
 
 
-class Need(NamedTuple):
-    """When a key does something. `without` completes the sentence "... has no effect ..."."""
+class Requirement(NamedTuple):
+    """When a key has an effect. `without` completes the sentence "... has no effect ..."."""
 
     met: Callable[["Plan"], bool]
     without: str
     way_out: str
 
 
-# How few and how many stages a rank may have under each schedule; the first is the default.
+# The fewest and most stages of a rank under each schedule; the first is the default.
 STAGES_OF: dict[str, tuple[int, float]] = {
     "1f1b": (1, 1),
     "gpipe": (1, 1),
@@ -33,17 +34,19 @@ STAGES_OF: dict[str, tuple[int, float]] = {
     "zbv": (2, 2),
 }
 
-_PIPELINE = Need(lambda plan: plan.pipeline > 1, "without a pipeline", "add pipeline=2 or more")
-_SERVER = Need(lambda plan: plan.sync == "server", "without servers", "add sync=server")
-_STALE = Need(
+_PIPELINE = Requirement(
+    lambda plan: plan.pipeline > 1, "without a pipeline", "add pipeline=2 or more"
+)
+_SERVER = Requirement(lambda plan: plan.sync == "server", "without servers", "add sync=server")
+_STALE = Requirement(
     lambda plan: plan.sync == "server" and plan.staleness != 0,
     "in lockstep: all replicas step together, on parameters of now",
     "add sync=server and staleness=1 or more",
 )
 
-# A key that is written, even with its default value, must do something.
+# A key that is written, even with its default value, must have an effect.
 _NEEDS = {
-    "zero": Need(
+    "zero": Requirement(
         lambda plan: plan.zero == 0 or plan.data != 1,
         "with data=1: it shards over the data axis",
         "use data=2 or more",
@@ -53,20 +56,20 @@ _NEEDS = {
     "stages": _PIPELINE,
     "servers": _SERVER,
     "hosts": _SERVER,
-    "staleness": Need(
+    "staleness": Requirement(
         lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
-        "without servers and several replicas: nobody is there to be ahead of",
+        "without servers and several replicas: there is no other replica to be ahead of",
         "add sync=server and data=2 or more",
     ),
-    "combine": Need(
+    "combine": Requirement(
         lambda plan: plan.combine == "mean" or (plan.sync == "server" and plan.staleness == 0),
-        "without servers in lockstep: nobody sees the gradients of all replicas",
+        "without servers in lockstep: no process sees the gradients of all replicas",
         "add sync=server, and leave staleness out",
     ),
     "damping": _STALE,
     "rates": _STALE,
     "copies": _SERVER,
-    "deadline": Need(
+    "deadline": Requirement(
         lambda plan: (
             plan.deadline == "none"
             or (plan.sync == "server" and plan.local_steps > 1 and plan.data != 1)
@@ -74,7 +77,7 @@ _NEEDS = {
         "without servers and local steps of several replicas: there are no rounds to close",
         "add sync=server, local_steps=2 and data=2 or more",
     ),
-    "local_steps": Need(
+    "local_steps": Requirement(
         lambda plan: (
             plan.local_steps == 1
             or plan.data != 1
@@ -84,22 +87,22 @@ _NEEDS = {
         "with data=1: there is no other replica to average with",
         "use data=2 or more",
     ),
-    "outer": Need(
+    "outer": Requirement(
         lambda plan: plan.local_steps > 1,
         "with local_steps=1: replicas agree on every step",
         "add local_steps=2 or more",
     ),
-    "fragments": Need(
+    "fragments": Requirement(
         lambda plan: plan.fragments == 1 or (plan.local_steps > 1 and plan.data != 1),
         "without local steps of several replicas: nothing is sent that could be cut",
         "use local_steps=2 and data=2 or more",
     ),
-    "sums": Need(
+    "sums": Requirement(
         lambda plan: plan.sums == "exact" or not plan.zero,
-        "with zero: shards are summed by whoever owns them, in one order, at no extra cost",
+        "with zero: the owner of a shard sums it, in one order, at no extra cost",
         "leave zero out",
     ),
-    "codec": Need(
+    "codec": Requirement(
         lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
         "with data=1: no gradient is sent",
         "use data=2 or more",
@@ -160,7 +163,7 @@ def _refuse_servers(plan: "Plan") -> None:
     if plan.local_steps > 1 and plan.combine != "mean":
         raise PlanError(
             f"combine={plan.combine} does not go with local_steps={plan.local_steps} yet: servers "
-            "take the mean of what replicas learnt. Leave one of them out."
+            "take the mean of the outer gradients. Leave one of them out."
         )
     _refuse_hosts(plan)
     _refuse_deadline(plan)
@@ -182,7 +185,7 @@ def _refuse_servers(plan: "Plan") -> None:
     if plan.combine != "mean" and plan.data is not None and plan.data < 3:
         raise PlanError(
             f"combine={plan.combine} does not go with data={plan.data}. Of fewer than three "
-            "replicas nobody can tell which one is wrong. Use data=3 or more, or leave combine out."
+            "replicas it is not known which one is wrong. Use data=3 or more, or leave combine out."
         )
     if plan.precision == "fp16" and plan.staleness != 0:
         raise PlanError(
@@ -197,12 +200,12 @@ def _refuse_deadline(plan: "Plan") -> None:
     if plan.staleness != 0:
         raise PlanError(
             f"deadline={plan.deadline} does not go with staleness={plan.staleness}, under which "
-            "replicas wait for nobody and there are no rounds. Leave one of them out."
+            "replicas do not wait and there are no rounds. Leave one of them out."
         )
     if plan.copies > 1:
         raise PlanError(
-            f"deadline={plan.deadline} does not go with copies={plan.copies} yet: who was in a "
-            "round is written to a journal. Leave copies out; a journal repairs a server that dies."
+            f"deadline={plan.deadline} does not go with copies={plan.copies} yet: the members "
+            "of a round are in a journal. Leave copies out; a journal repairs a server that dies."
         )
 
 
@@ -241,7 +244,7 @@ def _refuse_hosts(plan: "Plan") -> None:
 
 
 def _refuse_schedule(plan: "Plan") -> None:
-    """What PyTorch's schedules cannot run."""
+    """Refuse what PyTorch's schedules cannot run."""
     fewest, most = STAGES_OF[plan.schedule]
     if not fewest <= plan.num_stages <= most:
         allowed = str(fewest) if fewest == most else f"{fewest} or more"
@@ -311,23 +314,24 @@ def _refuse_local_steps(plan: "Plan") -> None:
 
 
 def refuse_unbuilt_codec(plan: "Plan") -> None:
-    """Packing is there for what local steps send and servers are sent, rounding each element."""
+    """Codecs that round each element are implemented for local steps and pushes to servers."""
     if plan.codec == "none":
         return
-    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALVES:
+    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALF_CODECS:
         if plan.combine != "mean":
             raise PlanError(
                 f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
                 "not trusted could hide behind rounding. Leave one of them out."
             )
         return
-    rounds = plan.codec in PACKED
+    rounds = plan.codec in ROUNDING_CODECS
     if rounds and plan.local_steps > 1:
         return
     asked = "gradients packed on every step" if rounds else "a codec"
-    way_out = "add local_steps=2 or more" if rounds else f"use {', '.join(PACKED)} with local_steps"
+    known = ", ".join(ROUNDING_CODECS)
+    way_out = "add local_steps=2 or more" if rounds else f"use {known} with local_steps"
     if plan.sync == "server":
-        way_out = f"use {' or '.join(HALVES)}, or {way_out}"
+        way_out = f"use {' or '.join(HALF_CODECS)}, or {way_out}"
     raise PlanError(
         f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
         f"not at all. Leave codec out, or {way_out}."
@@ -335,7 +339,7 @@ def refuse_unbuilt_codec(plan: "Plan") -> None:
 
 
 def _refuse_uneven_pieces(plan: "Plan", pieces: int) -> None:
-    """Where every replica must do equally much."""
+    """Refuse uneven pieces where every replica must do equally much."""
     if plan.data is None or pieces % (plan.data * plan.num_microbatches) == 0:
         return
     if plan.local_steps > 1:

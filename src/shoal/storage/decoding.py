@@ -1,11 +1,10 @@
-"""Bytes that somebody else wrote, made into records: whatever is wrong with them is one error.
+"""Decode bytes from outside: whatever is wrong with them becomes one error with one sentence.
 
-Files and messages come from disks that fail, from other versions and from people who mean harm,
-and a parser has many ways to say that it cannot go on: nested too deep, no UTF-8, a number too
-large, a length that nothing has. Every reader decodes in here, so that all of these are one
-sentence with the name of what was read, and none is a traceback.
+Files and messages come from failing disks, other versions and attackers, and a parser fails in many
+ways: nesting too deep, no UTF-8, a number too large, a wrong length. Every reader decodes through
+this module, so that each of these is one sentence with the name of what was read, and no traceback.
 
-Not for code that works on what was decoded: an error there is a defect, and should look like one.
+Not for code that works on decoded values: an error there is a defect, and should look like one.
 """
 
 import struct
@@ -21,8 +20,8 @@ from shoal.errors import ShoalError, UsageError, sendable
 
 T = TypeVar("T")
 
-# What parsers raise, ours and others': JSON, UTF-8, MessagePack, zip archives, packed numbers.
-UNREADABLE: tuple[type[Exception], ...] = (
+# What parsers raise: JSON, UTF-8, MessagePack, zip archives, packed numbers.
+PARSE_ERRORS: tuple[type[Exception], ...] = (
     msgspec.MsgspecError,
     ValueError,
     TypeError,
@@ -35,17 +34,17 @@ UNREADABLE: tuple[type[Exception], ...] = (
     zlib.error,
     zipfile.BadZipFile,
 )
-MOST_SHOWN = 300  # characters of what was read, or of a parser's words, which may quote it
+MOST_SHOWN = 300  # characters of untrusted text in a message
 
 
 @contextmanager
 def decoding(what: str, error: type[ShoalError] = UsageError, way_out: str = "") -> Iterator[None]:
-    """Around a parser: if it fails, `error` says that `what` cannot be read, why, what to do."""
+    """Around a parser: if it fails, raise `error`, which names `what`, the reason and a way out."""
     try:
         yield
     except ShoalError:
         raise
-    except UNREADABLE as bad:
+    except PARSE_ERRORS as bad:
         raise error(f"{what} cannot be read: {reason(bad)}. {way_out}".rstrip()) from None
 
 
@@ -56,21 +55,21 @@ def decode_json(
     error: type[ShoalError] = UsageError,
     way_out: str = "",
 ) -> T:
-    """JSON as a record of a type; an `error` that names `what` if it is none."""
+    """Decode JSON as a `kind`; raises `error`, which names `what`."""
     with decoding(what, error, way_out):
         return msgspec.json.decode(content, type=kind)
 
 
-def json_or_none(content: bytes, kind: type[T]) -> T | None:
-    """The same where what cannot be read does not count: a line that a death cut off, a cache."""
+def try_decode_json(content: bytes, kind: type[T]) -> T | None:
+    """Decode JSON as a `kind`; None if it cannot be read, as a torn line or a stale cache."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except UNREADABLE:
+    except PARSE_ERRORS:
         return None
 
 
-def in_utf8(value: Any) -> bytes:
-    """A value as JSON, although a text in it, the name of a file mostly, may not be UTF-8."""
+def encode_json(value: Any) -> bytes:
+    """Encode a value as JSON; text that is not UTF-8, such as a file name, is escaped."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -86,16 +85,16 @@ def _sendable(value: Any) -> Any:
 
 
 def reason(bad: BaseException) -> str:
-    """Why something could not be read, in words and without a full stop."""
+    """Why something could not be read, without a full stop."""
     if isinstance(bad, RecursionError):
         return "it is nested too deep"
     if isinstance(bad, UnicodeDecodeError):
         return f"a text in it is not {bad.encoding.upper()}"
     if isinstance(bad, MemoryError):
         return "it asks for more memory than there is"
-    return shortened(" ".join(str(bad).split()) or type(bad).__name__).rstrip(".")
+    return shorten(" ".join(str(bad).split()) or type(bad).__name__).rstrip(".")
 
 
-def shortened(text: str) -> str:
-    """A text from a file as a sentence can hold it."""
+def shorten(text: str) -> str:
+    """Untrusted text, cut to `MOST_SHOWN` characters."""
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]} ..."

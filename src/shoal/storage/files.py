@@ -1,11 +1,11 @@
-"""Files that appear whole or not at all, whoever is killed when; and those that are one user's own.
+"""Files that appear whole or not at all, and files that only their owner may read.
 
-They are written under another name beside their place and moved there in one act, so readers see
-the file that was there before or the new one. Not for files that are added to, nor for checkpoints,
-whose files appear together (`store.py`).
+A file is written under another name beside its place and renamed in one act, so readers see the old
+file or the new one, even if the writer is killed. Not for files that are appended to, nor for
+checkpoints, whose files appear together (`store.py`).
 
-What others may read follows the umask. Keys and invitations do not: they are for their owner alone,
-and are believed only if they are his, which a mode alone does not tell.
+Public files follow the umask. Keys and invitations are for their owner only, and are trusted only
+if the owner is right as well as the mode.
 """
 
 import errno
@@ -21,11 +21,11 @@ MOST_PRIVATE_BYTES = 1 << 20
 
 
 @contextmanager
-def replacing(path: Path, mark: str = "partial") -> Iterator[Path]:
-    """A path to write to; what is there takes the place of `path` if all goes well.
+def atomic_replace(path: Path, mark: str = "partial") -> Iterator[Path]:
+    """A path to write to; it replaces `path` if there is no error.
 
-    The name is always the same, so that what a killed writer left is written over. Where several
-    may write at once, each gives a `mark` of its own.
+    The name is always the same, so that the next writer overwrites what a killed one left. Where
+    several may write at once, each uses its own `mark`.
     """
     unfinished = path.with_name(f"{path.name}.{mark}")
     try:
@@ -35,28 +35,28 @@ def replacing(path: Path, mark: str = "partial") -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that any number of processes may write at once; its directory must be there.
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file that several processes may write at once; its directory must exist.
 
-    On the disk before it has its name: after a loss of power, too, it is whole.
+    fsync comes before the rename, so the file is whole after a power loss too.
     """
-    with replacing(path, os.urandom(6).hex()) as unfinished, open(unfinished, "xb") as file:
+    with atomic_replace(path, os.urandom(6).hex()) as unfinished, open(unfinished, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_plain(path: Path, most_bytes: int | None = None) -> bytes:
-    """All of a regular file. OSError if it is another thing, which might be waited for, or long."""
+def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
+    """Read a regular file. OSError if it is a pipe, a device, or longer than `most_bytes`."""
     return _read(path, most_bytes, follow=True)[0]
 
 
 def read_private(path: Path, way_out: str, *, is_chosen: bool = False) -> bytes:
-    """All of a file that its owner alone may read, and whose owner is this user.
+    """Read a file that belongs to this user and that no other user may read.
 
-    A mode proves nothing about a file that somebody else made: UsageError says whose it is. The
-    directory must be this user's or root's too, and a link is not followed, unless the user himself
-    has chosen this path (`is_chosen`). OSError if there is none.
+    UsageError if it belongs to another user, whatever its mode. The directory must belong to this
+    user or root, and a link is not followed, unless the user has chosen this path (`is_chosen`).
+    OSError if there is no file.
     """
     content, found = _read(path, MOST_PRIVATE_BYTES, follow=is_chosen)
     _refuse_other_owner(path, found, way_out, or_root=is_chosen)
@@ -72,7 +72,7 @@ def read_private(path: Path, way_out: str, *, is_chosen: bool = False) -> bytes:
 
 
 def write_private(path: Path, content: bytes, *, replace: bool = False) -> None:
-    """Write a file of mode 0600, whatever the umask. One that is there is replaced, or an error."""
+    """Write a file of mode 0600, whatever the umask. An existing one is replaced, or an error."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     place = path.with_name(f"{path.name}.{os.urandom(6).hex()}") if replace else path
     descriptor = os.open(place, flags, 0o600)
@@ -87,15 +87,16 @@ def write_private(path: Path, content: bytes, *, replace: bool = False) -> None:
         raise
 
 
-def private_directory(path: Path, way_out: str) -> None:
-    """Make a directory that only this user can enter, whatever the umask; refuse another's.
+def make_private_directory(path: Path, way_out: str) -> None:
+    """Make a directory that only this user can enter, whatever the umask; refuse another user's.
 
-    Those above it are made alike. One that is there must be this user's, closed to others, and no
-    link; and nobody but this user and root may put another in its place, so the one that it lies in
-    must be theirs, and writable by others only as /tmp is. OSError if it cannot be made.
+    Missing parents are made alike. An existing directory must belong to this user, be closed to
+    others, and be no link. Its parent must belong to this user or root, and be writable by others
+    only with the sticky bit, as /tmp, so that nobody can replace the directory. OSError if it
+    cannot be made.
     """
     if not path.parent.exists():
-        private_directory(path.parent, way_out)
+        make_private_directory(path.parent, way_out)
     above = os.stat(path.parent)
     _refuse_other_owner(path.parent, above, way_out, or_root=True)
     if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
@@ -103,7 +104,7 @@ def private_directory(path: Path, way_out: str) -> None:
         raise UsageError(f"{path.parent} can be written by others (mode {mode:04o}). {way_out}")
     try:
         os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)  # a umask may have taken more
+        os.chmod(path, 0o700)  # the umask may have removed bits
     except FileExistsError:
         refuse_open_directory(path, way_out)
 
@@ -121,7 +122,7 @@ def refuse_open_directory(path: Path, way_out: str) -> None:
 
 
 def _read(path: Path, most_bytes: int | None, follow: bool) -> tuple[bytes, os.stat_result]:
-    # Not blocking, or a pipe in the place of the file would be waited for.
+    # Not blocking: a pipe in place of the file must not hang the reader.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)

@@ -1,13 +1,13 @@
-"""Checkpoints in an object store (S3 and what speaks like it), through fsspec.
+"""Checkpoints in an object store (S3 and compatible ones), through fsspec.
 
-Such a store has no rename, so objects are written where they stay, and the seal is written last:
-a checkpoint without a seal is none. While it is written, an object `.draft-TOKEN` lies beside the
-files and says whose it is; it goes just before the seal comes. What a writer that died leaves has
-no seal, and is swept away once it is too old to be somebody's.
+Such a store has no rename, so objects are written at their final names and the seal is written
+last: a checkpoint without a seal does not count. While it is written, an object `.draft-TOKEN`
+beside the files names its writer; it is removed just before the seal is written. What a killed
+writer leaves has no seal, and is swept away once it is older than any save.
 
-Every request is repeated when it fails for a reason that may pass. Large files go up in parts and
-come down in windows; a reader never has a whole file in memory. Not for disks that can rename: a
-`Directory` maps files instead of fetching them. Cost: a request per file and some ten more.
+Failed requests are repeated (`object_client.py`). Large files are uploaded in parts and read in
+ranges; a reader never has a whole file in memory. For disks use `DirectoryStore`, which renames and
+maps files. Cost: a request per file, and about ten more.
 """
 
 import threading
@@ -21,17 +21,17 @@ from urllib.parse import unquote, urlsplit
 
 from shoal.errors import BadCheckpoint
 from shoal.faults import faultpoint
-from shoal.storage.remote import PATIENCE, Patience, Remote
-from shoal.storage.store import MOST_CHUNK_BYTES, SEAL, Directory, Store
+from shoal.storage.object_client import RETRY_POLICY, ObjectClient, RetryPolicy
+from shoal.storage.store import MOST_CHUNK_BYTES, SEAL, DirectoryStore, Store
 
-BLOCK_BYTES = 32 << 20  # S3 takes up to 10,000 parts of a file, and none below 5 MB but the last
-ABANDONED_S = 24 * 3600.0  # far more than a save may last, and than clocks differ
-MOST_WINDOW_BYTES = 8 * MOST_CHUNK_BYTES  # of all windows of a store together
+BLOCK_BYTES = 32 << 20  # S3 allows 10,000 parts of a file, of 5 MB or more except the last
+ABANDONED_S = 24 * 3600.0  # far longer than a save, or than clocks differ
+MAX_CACHE_BYTES = 8 * MOST_CHUNK_BYTES  # of all readers of a store
 _DRAFT = ".draft-"
 
 
 def local_path(where: str | Path) -> Path | None:
-    """The path that a place is, if it lies on a disk: a path, or the URL of one."""
+    """The path on a disk, from a path or a file:// URL; None for other URLs."""
     text = str(where)
     scheme, separator, _ = text.partition("://")
     if isinstance(where, Path) or not separator:
@@ -42,11 +42,11 @@ def local_path(where: str | Path) -> Path | None:
 def open_store(where: str | Path) -> Store:
     """A store in a directory, or at a URL that fsspec knows."""
     path = local_path(where)
-    return ObjectStore(str(where)) if path is None else Directory(path)
+    return ObjectStore(str(where)) if path is None else DirectoryStore(path)
 
 
 class ObjectStore:
-    """A store at a URL; other processes may write into it too. `options` are the back end's."""
+    """A store at a URL; other processes may write to it too. `options` are for the back end."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class ObjectStore:
         *,
         block_bytes: int = BLOCK_BYTES,
         abandoned_s: float = ABANDONED_S,
-        patience: Patience = PATIENCE,
+        patience: RetryPolicy = RETRY_POLICY,
     ):
-        self._remote = Remote(url, options or {}, patience)
+        self._remote = ObjectClient(url, options or {}, patience)
         self._block_bytes, self._abandoned_s = block_bytes, abandoned_s
-        self._windows = Windows(self._remote)
-        self._sealed: set[str] = set()  # seen so far; a sweep need not ask again
+        self._cache = RangeCache(self._remote)
+        self._sealed: set[str] = set()  # known to be sealed; a sweep need not ask again
 
     def __str__(self) -> str:
         return str(self._remote)
@@ -75,16 +75,16 @@ class ObjectStore:
         return found
 
     def open(self, name: str, file: str) -> "ObjectFile":
-        return ObjectFile(self._remote, self._windows, f"{name}/{file}")
+        return ObjectFile(self._remote, self._cache, f"{name}/{file}")
 
-    def begin(self, name: str, token: str) -> "ObjectDraft":
-        """Begin to write. What had that name is gone from now on, and its writer notices."""
+    def create_draft(self, name: str, token: str) -> "ObjectDraft":
+        """Start to write. Removes what had that name; its writer notices."""
         self._clear(name)
-        draft = self.join(name, token)
+        draft = self.join_draft(name, token)
         self._remote.put(draft.mark, b"")
         return draft
 
-    def join(self, name: str, token: str) -> "ObjectDraft":
+    def join_draft(self, name: str, token: str) -> "ObjectDraft":
         return ObjectDraft(self._remote, name, token, self._block_bytes)
 
     def sweep(self) -> None:
@@ -107,26 +107,26 @@ class ObjectStore:
         return all(when is not None and when <= limit for when in newest)
 
     def _clear(self, name: str) -> None:
-        """The seal first: nobody ever finds half of a checkpoint."""
+        """Remove the seal first, so that no reader finds half of a checkpoint."""
         self._sealed.discard(name)
         found = self._remote.find(name)
         if SEAL in found:
             self._remote.delete([f"{name}/{SEAL}"])
         faultpoint("checkpoint.removing")
         self._remote.delete([f"{name}/{file}" for file in found if file != SEAL])
-        self._windows.forget(name)
+        self._cache.forget(name)
 
 
 class ObjectDraft:
-    """A checkpoint without its seal. The seal is kept back until the commit."""
+    """A checkpoint that is being written. The seal is held back until the commit."""
 
-    def __init__(self, remote: Remote, name: str, token: str, block_bytes: int):
+    def __init__(self, remote: ObjectClient, name: str, token: str, block_bytes: int):
         self._remote, self._name, self._block_bytes = remote, name, block_bytes
         self.mark = f"{name}/{_DRAFT}{token}"
         self._seal: bytes | None = None
 
     def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
-        """All parts are kept until the file is there, since it may have to be sent again."""
+        """Holds all parts until the file is stored, since a request may be repeated."""
         views = [memoryview(bytes(part)) for part in parts if len(part)]
         self._refuse_if_gone()
         if file == SEAL:
@@ -137,7 +137,7 @@ class ObjectDraft:
             self._remote.put(path, b"".join(views))
         else:
             self._remote.upload(path, views, self._block_bytes)
-        self._refuse_if_gone()  # while it was sent, perhaps
+        self._refuse_if_gone()  # while it was sent
         faultpoint("checkpoint.after_file")
 
     def read(self, file: str) -> bytes | None:
@@ -158,7 +158,7 @@ class ObjectDraft:
         faultpoint("checkpoint.committed")
 
     def discard(self) -> None:
-        """The mark first, so that the others notice. What cannot be removed now is swept later."""
+        """Remove the mark first, so that other writers notice. What remains is swept later."""
         with suppress(OSError):
             if self._remote.size(self.mark) is None:
                 return  # committed, discarded, or another's by now
@@ -173,12 +173,12 @@ class ObjectDraft:
 
 
 class ObjectFile:
-    """A file of which windows are fetched, each large enough for the largest chunk."""
+    """A file that is read in ranges, each large enough for the largest chunk."""
 
-    keeps = False  # a window goes when others come
+    is_stable = False  # a range may be evicted and fetched again
 
-    def __init__(self, remote: Remote, windows: "Windows", path: str):
-        self._windows, self._path = windows, path
+    def __init__(self, remote: ObjectClient, cache: "RangeCache", path: str):
+        self._cache, self._path = cache, path
         size = remote.size(path)
         if size is None:
             raise BadCheckpoint(f"{path.rpartition('/')[2]} is missing.")
@@ -191,30 +191,30 @@ class ObjectFile:
                 f"{self._path.rpartition('/')[2]} has {self.num_bytes} bytes; "
                 f"{start + length} were to be there."
             )
-        # The first look is at the header, and nobody knows yet whether more is wanted.
+        # The first read is of the header; it is not known yet whether more will be read.
         ahead, self._is_fresh = not self._is_fresh, False
-        return self._windows.read(self._path, (start, start + length), self.num_bytes, ahead=ahead)
+        return self._cache.read(self._path, (start, start + length), self.num_bytes, ahead=ahead)
 
 
-class Windows:
-    """Parts of files that were fetched last; those of all readers of a store share a limit."""
+class RangeCache:
+    """An LRU cache of byte ranges of files; all readers of a store share its limit."""
 
-    def __init__(self, remote: Remote, most_bytes: int = MOST_WINDOW_BYTES):
+    def __init__(self, remote: ObjectClient, most_bytes: int = MAX_CACHE_BYTES):
         self._remote, self._most_bytes = remote, most_bytes
-        self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._ranges: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: str, span: tuple[int, int], num_bytes: int, *, ahead: bool) -> memoryview:
-        """Bytes of a file of `num_bytes`; with `ahead`, what follows is fetched as well."""
+        """Bytes of a file of `num_bytes`; with `ahead`, the following bytes are fetched too."""
         start, stop = span
         with self._lock:
-            for (name, first), content in reversed(self._held.items()):
+            for (name, first), content in reversed(self._ranges.items()):
                 if name == path and first <= start and stop <= first + len(content):
-                    self._held.move_to_end((name, first))
+                    self._ranges.move_to_end((name, first))
                     return content[start - first : stop - first]
         end = min(num_bytes, max(stop, start + MOST_CHUNK_BYTES)) if ahead else stop
         try:
-            fetched = self._remote.part(path, start, end) if end > start else b""
+            fetched = self._remote.get_range(path, start, end) if end > start else b""
         except FileNotFoundError:
             raise BadCheckpoint(f"{path} is missing; it was there a moment ago.") from None
         if len(fetched) != end - start:
@@ -222,14 +222,14 @@ class Windows:
                 f"{path.rpartition('/')[2]}: of the bytes {start} to {end}, {len(fetched)} came. "
                 "It was changed since it was opened."
             )
-        content = memoryview(bytearray(fetched))  # torch wants memory that it could write to
+        content = memoryview(bytearray(fetched))  # torch needs writable memory
         with self._lock:
-            self._held[path, start] = content
-            while sum(len(view) for view in self._held.values()) > self._most_bytes:
-                self._held.popitem(last=False)
+            self._ranges[path, start] = content
+            while sum(len(view) for view in self._ranges.values()) > self._most_bytes:
+                self._ranges.popitem(last=False)
         return content[: stop - start]
 
     def forget(self, folder: str) -> None:
         with self._lock:
-            for key in [key for key in self._held if key[0].startswith(f"{folder}/")]:
-                del self._held[key]
+            for key in [key for key in self._ranges if key[0].startswith(f"{folder}/")]:
+                del self._ranges[key]

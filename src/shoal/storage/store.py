@@ -1,9 +1,9 @@
-"""Where checkpoints are kept: a small protocol, and files on a local or shared disk.
+"""A store of checkpoints: a small protocol, and its implementation on a local or shared disk.
 
-A store holds checkpoints by name. One appears whole or not at all: it is written as a draft, of
-which nobody but its writers takes notice, and committed in one atomic act. On disk that act is a
-rename, after every byte was made durable with fsync; in an object store (`objects.py`) it is the
-writing of the seal. What a writer that died leaves of a draft is swept away by the next one.
+A store holds checkpoints by name. A checkpoint appears whole or not at all: it is written as a
+draft, which only its writers see, and committed in one atomic act. On a disk this is a rename,
+after fsync of every file; in an object store (`object_store.py`) it is the write of the seal. A
+draft that a killed writer left is swept away by the next one.
 
 `shoal.testing.stores` has the tests that every store must pass.
 """
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import BadCheckpoint, MayBeGood
+from shoal.errors import BadCheckpoint, UnusableCheckpoint
 from shoal.faults import faultpoint
 
 # Linux's, which Python does not name.
@@ -26,17 +26,17 @@ MAP_NORESERVE = 0x4000
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 _DRAFT = ".saving-"
 SEAL = "manifest.sha256"  # the file that makes a draft a checkpoint, written last
-MOST_CHUNK_BYTES = 16 << 20  # a reader verifies whole chunks, however little it needs of one
+MOST_CHUNK_BYTES = 16 << 20  # a reader always verifies whole chunks
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """An open file."""
 
     num_bytes: int
-    keeps: bool  # whether bytes that were read once are not fetched again
+    is_stable: bool  # bytes that were read once cannot change in a later read
 
     def read(self, start: int, length: int) -> memoryview:
-        """Bytes of the file; fails if they are not all there."""
+        """Bytes of the file; raises BadCheckpoint if the file is too short."""
         ...
 
 
@@ -44,22 +44,22 @@ class Draft(Protocol):
     """A checkpoint being written, by one or several processes."""
 
     def write(self, file: str, parts: Iterable[memoryview | bytes]) -> None:
-        """Write a file; it is there, whole and durable, when this returns, and not before.
+        """Write a file; it exists, whole and durable, when this returns, and not before.
 
-        A part may change once the next one is asked for, so a store that may have to send it again
-        copies it. Raises OSError if the draft was discarded. The seal may be kept back until the
+        A part may change once the next one is requested, so a store that may have to send it again
+        copies it. Raises OSError if the draft was discarded. The seal may be held back until the
         commit.
         """
         ...
 
     def read(self, file: str) -> bytes | None:
-        """A file that another writer may have written; None if it has not. Raises OSError if the
-        draft was discarded."""
+        """A file of any writer; None if it is not written yet. Raises OSError if the draft was
+        discarded."""
         ...
 
     def commit(self, drop: Iterable[str]) -> None:
-        """Make the checkpoint appear under its name, without the files in `drop`. Called once, by
-        who wrote the seal, after all that the others write is there."""
+        """Publish the checkpoint under its name, without the files in `drop`. Called once, by the
+        writer of the seal, after all other writers have finished."""
         ...
 
     def discard(self) -> None:
@@ -71,31 +71,31 @@ class Store(Protocol):
     """Checkpoints by name."""
 
     def names(self) -> list[str]:
-        """Those that were committed, in the order of their names."""
+        """The committed checkpoints, sorted."""
         ...
 
     def files(self, name: str) -> set[str]: ...
 
-    def open(self, name: str, file: str) -> Reader: ...
+    def open(self, name: str, file: str) -> FileReader: ...
 
-    def begin(self, name: str, token: str) -> Draft:
-        """Begin to write a checkpoint, which will replace one of the same name: that one goes,
-        whole, now or at the commit. So begin only where there is none, or one that is bad."""
+    def create_draft(self, name: str, token: str) -> Draft:
+        """Start a checkpoint. It replaces one of the same name, which is removed whole, now or at
+        the commit. So do this only where there is none, or a bad one."""
         ...
 
-    def join(self, name: str, token: str) -> Draft:
-        """Write with others, of whom one began."""
+    def join_draft(self, name: str, token: str) -> Draft:
+        """Write to a draft that another writer created."""
         ...
 
     def sweep(self) -> None:
-        """Remove drafts that nobody writes any more. Called by who is about to begin."""
+        """Remove abandoned drafts. Called before a draft is created."""
         ...
 
     def remove(self, name: str) -> None: ...
 
 
-class Directory:
-    """A store in a directory; other processes may write into it too."""
+class DirectoryStore:
+    """A store in a directory; other processes may write to it too."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -115,12 +115,12 @@ class Directory:
     def open(self, name: str, file: str) -> "MappedFile":
         return MappedFile(self._folder(name) / file)
 
-    def begin(self, name: str, token: str) -> "DirectoryDraft":
-        draft = self.join(name, token)
+    def create_draft(self, name: str, token: str) -> "DirectoryDraft":
+        draft = self.join_draft(name, token)
         os.makedirs(draft.path)
         return draft
 
-    def join(self, name: str, token: str) -> "DirectoryDraft":
+    def join_draft(self, name: str, token: str) -> "DirectoryDraft":
         return DirectoryDraft(self.path, name, token)
 
     def sweep(self) -> None:
@@ -130,17 +130,17 @@ class Directory:
                     _clear_away(self.path / entry)
 
     def remove(self, name: str) -> None:
-        """Out of sight first, in one act: nobody ever finds half of a checkpoint."""
+        """Rename it away first, so that no reader finds half of a checkpoint."""
         gone = self.path / f"{_DRAFT}removing-{name}"
-        _clear_away(gone)  # of a removal that was killed
+        _clear_away(gone)  # left by a removal that was killed
         os.rename(self.path / name, gone)
         faultpoint("checkpoint.removing")
         shutil.rmtree(gone)
 
     def _is_listed(self, entry: os.DirEntry[str]) -> bool:
-        """Directories; and links that lead away from here, so that who wants one hears of it.
+        """Directories, and links that lead out of the store, so that opening one raises an error.
 
-        A link to a neighbour, `latest` say, is only a second name.
+        A link to a neighbour, such as `latest`, is only a second name.
         """
         if entry.name.startswith("."):
             return False
@@ -152,7 +152,7 @@ class Directory:
     def _folder(self, name: str) -> Path:
         path = self.path / name
         if path.is_symlink():
-            raise MayBeGood(
+            raise UnusableCheckpoint(
                 f"{name} is a link, to {os.readlink(path)}, and a link in a directory of "
                 "checkpoints is not followed. Name the place that it leads to."
             )
@@ -183,7 +183,7 @@ class DirectoryDraft:
         try:
             return (self.path / file).read_bytes()
         except FileNotFoundError:
-            os.stat(self.path)  # raises if the draft itself is gone
+            os.stat(self.path)  # raises if the draft was discarded
             return None
 
     def commit(self, drop: Iterable[str]) -> None:
@@ -192,7 +192,7 @@ class DirectoryDraft:
         _sync_directory(self.path)
         target = self._store / self._name
         faultpoint("checkpoint.sealed")
-        if os.path.lexists(target):  # of an earlier life of the run
+        if os.path.lexists(target):  # of an earlier attempt of the run
             _exchange(self.path, target)
             _clear_away(self.path)
         else:
@@ -201,7 +201,7 @@ class DirectoryDraft:
         faultpoint("checkpoint.committed")
 
     def discard(self) -> None:
-        """Out of reach first, in one act: who still writes must not put something back."""
+        """Rename it away first, so that a writer that still runs cannot add to it."""
         gone = self.path.with_name(f"{self.path.name}-{os.urandom(4).hex()}")
         with suppress(OSError):  # another writer has discarded it
             os.rename(self.path, gone)
@@ -209,9 +209,9 @@ class DirectoryDraft:
 
 
 class MappedFile:
-    """A file in memory as the kernel has it: a byte is read when it is looked at."""
+    """A memory-mapped file: a page is read when it is used."""
 
-    keeps = True
+    is_stable = True
 
     def __init__(self, path: Path):
         self._path = path
@@ -220,14 +220,14 @@ class MappedFile:
         except FileNotFoundError:
             raise BadCheckpoint(f"{path.name} is missing.") from None
         except OSError as error:
-            raise MayBeGood(f"{path.name} cannot be opened: {error.strerror}.") from None
+            raise UnusableCheckpoint(f"{path.name} cannot be opened: {error.strerror}.") from None
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise BadCheckpoint(f"{path.name} is not a file.")
             self.num_bytes = found.st_size
-            # Private, since torch wants memory that it could write to; and not counted as memory
-            # that somebody will, or a file larger than that could not be opened.
+            # Private, since torch needs writable memory; not reserved, or a file larger than the
+            # memory could not be opened.
             flags, rights = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             self._map = (
                 memoryview(mmap.mmap(descriptor, self.num_bytes, flags, rights))
@@ -246,7 +246,7 @@ class MappedFile:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two directories change places in one act, or in three where the disk knows no such."""
+    """Swap two directories in one act, or in three where the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     here = (AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other))
     if libc.renameat2(*here, RENAME_EXCHANGE) == 0:
@@ -259,7 +259,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _clear_away(path: Path) -> None:
-    """Remove a directory with all that is in it, or a link that was in its place."""
+    """Remove a directory and its content, or a link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:

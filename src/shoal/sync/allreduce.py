@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.buckets import Bucket, Buckets, deal, make_bucket
+from shoal.comm.buckets import GradientBucket, GradientBuckets, assign_parameters, make_bucket
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, total
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
-from shoal.parallel.layout import WHOLE, Holding, Slice, slices
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import Around, Held
-from shoal.sync.state import Source, State
-from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.rounds import AttachedModel, RoundContext
+from shoal.sync.state import ShardedState, StateSource
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -45,22 +45,28 @@ class AllReduce:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding = WHOLE,
+        holding: LocalLayout = WHOLE,
     ) -> None:
-        self.held = Held(model, optimizer, mesh, holding, self.num_pieces, self.round_size)
-        self.mesh, self.rounds, self.buffers = mesh, self.held.rounds, self.held.rounds.buffers
+        self.attached = AttachedModel(
+            model, optimizer, mesh, holding, self.num_pieces, self.round_size
+        )
+        self.mesh, self.rounds, self.buffers = (
+            mesh,
+            self.attached.rounds,
+            self.attached.rounds.buffers,
+        )
         self.named = {n: p for n, p in model.named_parameters() if is_summed(p)}
         self.parameters = list(self.named.values())
         self.gradient_sum = PieceSum(self.rounds.own) if self.exact else None
-        self.buckets: Buckets[Reduction] | None = None
+        self.buckets: GradientBuckets[Reduction] | None = None
         if mesh.data.num_ranks > 1:
             self._tree = self.rounds.tree()
             num_rows = self._tree.num_rows if self.exact else 1
             buckets = [
-                make_bucket(indices, self.parameters, num_rows, self._tree.spares)
-                for indices in deal(self.parameters)
+                make_bucket(indices, self.parameters, num_rows, self._tree.buffers)
+                for indices in assign_parameters(self.parameters)
             ]
-            self.buckets = Buckets(self.parameters, buckets, num_rows, self._start)
+            self.buckets = GradientBuckets(self.parameters, buckets, num_rows, self._start)
         if mesh.is_cut:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same
             self._counted = [p for n, p in self.named.items() if first and holding.counts(n)]
@@ -69,7 +75,7 @@ class AllReduce:
             p.register_post_accumulate_grad_hook(_coalesce)
             for p in weights_of(tables_of(model).values())
         ]
-        self._around = Around(self.rounds, self._end_round)
+        self._around = RoundContext(self.rounds, self._end_round)
         # One process, one piece, no buffers: nothing to sum, put away or restore.
         self._plain = mesh.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
@@ -98,8 +104,8 @@ class AllReduce:
         self._around.last = last
         return self._around
 
-    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        agreed = self._agree(tally)
+    def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        agreed = self._agree(local)
         if not want_norm:
             return agreed
         if self.mesh.is_cut:
@@ -108,17 +114,17 @@ class AllReduce:
 
     def update(self, scale: float, check: bool = True) -> bool:
         alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
-        return self.held.update(self._gradients(), scale, check, self.held.step, alike)
+        return self.attached.update(self._gradients(), scale, check, self.attached.step, alike)
 
     def gradients(self) -> dict[str, list[Slice]]:
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
-        return slices(present, self.held.holding)
+        return slices(present, self.attached.holding)
 
-    def state_dict(self, served: bool = True) -> State:
-        return self.held.state().state_dict()
+    def state_dict(self, served: bool = True) -> ShardedState:
+        return self.attached.state().state_dict()
 
-    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
-        self.held.load_state_dict(source)
+    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
+        self.attached.load_state_dict(source)
 
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed; the last one's gradients are sent from where they are."""
@@ -127,16 +133,16 @@ class AllReduce:
             for p in self.parameters:
                 p.grad = None
 
-    def _agree(self, tally: Tally) -> Agreed:
+    def _agree(self, local: LocalStep) -> GlobalStep:
         if self.buckets is None:
             if not self._plain:
                 self._take_own_sums()
             if self.mesh.num_ranks == 1:
-                return self.rounds.agree_alone(tally)
-            return self.rounds.agree(tally, [p.grad is not None for p in self.parameters])[0]
+                return self.rounds.agree_locally(local)
+            return self.rounds.agree(local, [p.grad is not None for p in self.parameters])[0]
         self.buckets.send_rest()
-        agreed, touched = self.rounds.agree(tally, self.buckets.touched, self._finish_sums)
-        self.buckets.hand_out(touched)
+        agreed, touched = self.rounds.agree(local, self.buckets.touched, self._finish_sums)
+        self.buckets.assign_gradients(touched)
         return agreed
 
     def _finish_sums(self) -> None:
@@ -159,7 +165,7 @@ class AllReduce:
             return _present(self.parameters)
         return (bucket.rows[0] for bucket in self.buckets.buckets)
 
-    def _start(self, bucket: Bucket) -> Reduction:
+    def _start(self, bucket: GradientBucket) -> Reduction:
         if self.exact:
             return self._tree.start(bucket.rows)
         return Reduction(bucket.rows[0], self.mesh.data.all_reduce(bucket.rows[0]))

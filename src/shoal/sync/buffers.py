@@ -82,7 +82,7 @@ class BufferMeans:
         self._held.restore()
 
     def hold(self) -> None:
-        """Take what the buffers are now for the step's: somebody else has set them."""
+        """Take the current values for the step's: a load or an average has set them."""
         self._held.hold()
 
     def commit(self) -> None:

@@ -1,36 +1,35 @@
-"""Which strategy a plan names."""
+"""Makes the strategy that a plan names, and asks strategies what only some of them have."""
 
 from collections.abc import Callable
 
-from shoal.comm.mesh import NOTHING_ASKED, Asked
-from shoal.numerics.fragments import Timetable
-from shoal.numerics.quantization import codec_of
+from shoal.comm.mesh import NO_REQUESTS, RankRequests
+from shoal.numerics.fragments import FragmentSchedule
+from shoal.numerics.quantization import make_codec
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.fully import FullySharded
+from shoal.sync.fsdp import FullySharded
 from shoal.sync.local import LocalSGD
-from shoal.sync.outer import Rule
-from shoal.sync.server.local import LocalThroughServers
-from shoal.sync.server.strategy import ThroughServers
-from shoal.sync.server.windows import Windows
+from shoal.sync.outer import OuterConfig
+from shoal.sync.server.local import LocalServerStrategy
+from shoal.sync.server.outer_client import OuterClient
+from shoal.sync.server.strategy import ServerStrategy
 from shoal.sync.sharded import Sharded
-from shoal.sync.state import State
+from shoal.sync.state import ShardedState
 from shoal.sync.strategy import Strategy
 
 
-def strategy_for(
+def make_strategy(
     plan: Plan, num_steps: int, meets_after: Callable[[int], bool] = lambda step: True
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted."""
     exact, round_size = plan.sums == "exact", plan.num_microbatches
-    timetable = Timetable(plan.local_steps, plan.fragments, num_steps)
-    rates = plan.rate_factors if plan.rates != "even" else ()
-    rule = Rule(*plan.outer_rates, codec_of(plan.codec)) if plan.has_anchor else None
+    timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
+    rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
     rates = plan.rate_factors if plan.rates != "even" else ()  # even for any number of replicas
     if plan.sync == "server" and rule is not None:
-        windows = Windows(
-            plan.bound,
+        outer_client = OuterClient(
+            plan.staleness_bound,
             rule,
             timetable,
             damps=plan.damping == "inverse",
@@ -38,11 +37,11 @@ def strategy_for(
             closes_early=plan.deadline_s is not None,
             meets_after=meets_after,
         )
-        return LocalThroughServers(plan.num_pieces, windows, exact)
+        return LocalServerStrategy(plan.num_pieces, outer_client, exact)
     if plan.sync == "server":
-        return ThroughServers(
+        return ServerStrategy(
             plan.num_pieces,
-            plan.bound,
+            plan.staleness_bound,
             checks=plan.precision == "fp16",
             codec=plan.codec,
             hosts=plan.hosts,
@@ -59,30 +58,30 @@ def strategy_for(
     return AllReduce(plan.num_pieces, exact, round_size)
 
 
-def settle(strategy: Strategy) -> None:
-    """Before anybody but the next step looks at parameters: let all of them be here."""
-    if isinstance(strategy, ThroughServers | LocalThroughServers):
-        strategy.settle()
+def wait_for_parameters(strategy: Strategy) -> None:
+    """Wait until all parameters are here. Call it before anything but the next step reads them."""
+    if isinstance(strategy, ServerStrategy | LocalServerStrategy):
+        strategy.wait_for_parameters()
 
 
-def asked_now(strategy: Strategy) -> Asked:
+def current_requests(strategy: Strategy) -> RankRequests:
     """Whether all stop or meet after the last step of this rank, as far as servers know."""
-    through = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
-    if not isinstance(through, ThroughServers):
-        return NOTHING_ASKED
-    return through.halting.asked_after(through.batch)
+    through = strategy.outer_client if isinstance(strategy, LocalServerStrategy) else strategy
+    if not isinstance(through, ServerStrategy):
+        return NO_REQUESTS
+    return through.halts.requests_after(through.batch)
 
 
-def tables_held(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
+def served_tables(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
     """This rank's share of what servers alone hold of the model; if `dense`, of lazy tables all
     rows. What the model itself holds is complete then. Every rank must call it."""
-    settle(strategy)
-    return strategy.tables(dense) if isinstance(strategy, ThroughServers) else {}
+    wait_for_parameters(strategy)
+    return strategy.tables(dense) if isinstance(strategy, ServerStrategy) else {}
 
 
-def kinds_held(strategy: Strategy) -> State:
+def state_types(strategy: Strategy) -> ShardedState:
     """Names and types of the tensors that this rank saves; of servers' without their values."""
-    if not isinstance(strategy, ThroughServers):
+    if not isinstance(strategy, ServerStrategy):
         return strategy.state_dict()
-    own, served = strategy.state_dict(served=False), strategy.kinds()
-    return State(served.tensors | own.tensors, {})
+    own, served = strategy.state_dict(served=False), strategy.types()
+    return ShardedState(served.tensors | own.tensors, {})

@@ -1,12 +1,12 @@
 """Finds state that was corrupted: replicas are compared, and what one rank holds alone is guarded.
 
 Each rank tells a digest of a slice of what replicas hold alike with the small numbers of a step
-(`tail.py`), so that no message is added; it is of the state before that step, and ranks see whether
-it differs before they make it. Before a save, and after the last step, all of it is compared. Then
-the tensors that differ are found. Two replicas cannot tell which of them is right, and the run ends
-without saving. Of three or more, those that are not as most are take the state of the others, and
-the step is computed again. What one rank alone holds is guarded from one update to the next
-(`guard.py`); that it changed ends the run.
+(`step_metadata.py`), so that no message is added; it is of the state before that step, and ranks
+see whether it differs before they make it. Before a save, and after the last step, all of it is
+compared. Then the tensors that differ are found. Two replicas cannot tell which of them is right,
+and the run ends without saving. Of three or more, those that are not as most are take the state of
+the others, and the step is computed again. What one rank alone holds is guarded from one update to
+the next (`guard.py`); that it changed ends the run.
 
 Not found: a gradient that was corrupted before it was summed, since all replicas then step on the
 same wrong sum; and of state that takes several slices, what an update spreads to all before the
@@ -24,77 +24,83 @@ from shoal import faults
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.logs import log
-from shoal.parallel.layout import whole
-from shoal.sync.choose import settle
-from shoal.sync.digests import Listing, Reader, as_number, judge, one_nan
+from shoal.parallel.layout import whole_slice
+from shoal.sync.choose import wait_for_parameters
+from shoal.sync.digests import (
+    DigestReader,
+    TensorListing,
+    canonical_nan,
+    digest_to_float,
+    find_majority,
+)
 from shoal.sync.guard import (
     NAMED,
     CorruptState,
     Guard,
-    changed_alone,
-    place_among,
-    some_of,
+    corruption_message,
+    find_address,
+    list_names,
 )
-from shoal.sync.state import State, first_problem, share_state
+from shoal.sync.state import ShardedState, broadcast_state, first_problem
+from shoal.sync.state_inventory import StateInventory
 from shoal.sync.strategy import Strategy
-from shoal.sync.watched import Watched
 
-Tell = Callable[..., None]  # of an event, by its name and what it needs
+EmitEvent = Callable[..., None]  # of an event, by its name and what it needs
 MOST_REPAIRS = 3  # of one rank, before it is not trusted any more
 
 
 class Consistency:
     """Of one rank. With `most_slices` 0 nothing is looked at.
 
-    `settle` comes first and for each new mesh; then, for each step: `begin`, `digest`, `verify`,
+    `watch` comes first and for each new mesh; then, for each step: `begin`, `digest`, `verify`,
     and `end` when it was made, then `release`. `check` is for a state at rest. Every rank must call
     `verify` and `check`, and as often.
     """
 
-    def __init__(self, most_slices: int, tell: Tell):
-        self.most_slices, self._tell = most_slices, tell
+    def __init__(self, most_slices: int, emit: EmitEvent):
+        self.most_slices, self._emit = most_slices, emit
         self._repairs: Counter[int] = Counter()  # by rank
         self._repaired_at = -1  # the last step after which that was
 
-    def settle(self, strategy: Strategy, mesh: Mesh) -> None:
-        """Look at what this strategy holds from now on. Nobody talks in it."""
-        self._strategy, self._mesh, self._watched = strategy, mesh, Watched(strategy)
+    def watch(self, strategy: Strategy, mesh: Mesh) -> None:
+        """Watch the state of this strategy from now on. Never communicates."""
+        self._strategy, self._mesh, self._inventory = strategy, mesh, StateInventory(strategy)
         is_on = bool(self.most_slices)
         self._guards = is_on and mesh.num_ranks > 1
-        self._compares = is_on and mesh.data.num_ranks > 1 and self._watched.is_alike
-        self._reader, self._turn = Reader(), 0
+        self._compares = is_on and mesh.data.num_ranks > 1 and self._inventory.is_alike
+        self._reader, self._turn = DigestReader(), 0
         self._alike_after: deque[int] = deque(maxlen=self.most_slices + 1)  # steps
         self._weights, self._state = Guard(self.most_slices), Guard(self.most_slices)
-        self._lines = lines_of(mesh)
+        self._lines = data_lines(mesh)
         self._own_line = next(line for line in self._lines if mesh.rank in line)
-        faults.expose("rank", lambda what: place_among(self._watched.everything(), what))
+        faults.expose("rank", lambda what: find_address(self._inventory.everything(), what))
 
     def begin(self, step: int) -> None:
-        """A step begins, and nobody but the update may write from now on."""
+        """A step begins, and only the update may write from now on."""
         if self._guards:
             self._state.refresh()
-            if self._watched.own_weights.tensors:
-                settle(self._strategy)
-                self._weights.note(self._watched.own_weights, step)
+            if self._inventory.own_weights.tensors:
+                wait_for_parameters(self._strategy)
+                self._weights.note(self._inventory.own_weights, step)
 
     def digest(self, step: int) -> float:
         """Of a slice of what replicas hold alike after `step`; 0 if there is nothing to tell."""
         if not self._compares:
             return 0.0
-        settle(self._strategy)
-        tensors = self._watched.in_step().tensors
+        wait_for_parameters(self._strategy)
+        tensors = self._inventory.in_step().tensors
         if not tensors:
             return 0.0
         if not self._alike_after:
             self._alike_after.append(step)
         self._turn += 1
-        return as_number(self._reader.digest(tensors, self._turn, self.most_slices))
+        return digest_to_float(self._reader.digest(tensors, self._turn, self.most_slices))
 
     def verify(self, digests: Sequence[float], step: int) -> bool:
         """Before a step is made: True if state was repaired, and it must be computed again."""
         if self._guards:
             self._weights.refresh()  # some models write to their own weights in their forward
-            self._refuse_changes(step)
+            self._check_changes(step)
         if not self._compares or not any(digests):
             return False
         if all(_are_alike(digests, line) for line in self._lines):
@@ -107,10 +113,10 @@ class Consistency:
     def end(self, step: int, meets: bool) -> None:
         """The step is made; if it `meets`, the whole state may be looked at."""
         if self._guards:
-            self._state.note(self._watched.own_state(), step)
+            self._state.note(self._inventory.own_state(), step)
             self._weights.forget()
             if meets:
-                self._weights.note(self._watched.own_weights, step)
+                self._weights.note(self._inventory.own_weights, step)
 
     def release(self) -> None:
         """Hooks and loops of the user's own may write to weights, until the next step begins."""
@@ -122,31 +128,31 @@ class Consistency:
         if self._guards:
             self._state.refresh()
             self._weights.refresh()
-            self._refuse_changes(step)
+            self._check_changes(step)
         if self._compares:
-            settle(self._strategy)
+            wait_for_parameters(self._strategy)
             self._resolve(step, True, at_rest=True)
 
     def agree_on_state(self, replicas: Sequence[int], step: int) -> None:
         """Before newcomers take the state after `step` of one of those who hold it: let these hold
         the same. Every replica must call it."""
         if self._compares and self._strategy.in_lockstep and len(replicas) > 1:
-            _refuse(self._mesh.data, self._compare(step, replicas, at_rest=True))
+            _raise_on_all(self._mesh.data, self._compare(step, replicas, at_rest=True))
 
-    def _refuse_changes(self, step: int) -> None:
+    def _check_changes(self, step: int) -> None:
         names = self._state.changed() + self._weights.changed()
         if names:
             rank = self._mesh.rank
-            self._tell_of("state-corrupted", step, [rank], names)
-            raise CorruptState(changed_alone(f"rank {rank}", names, f" after step {step}"))
+            self._report("state-corrupted", step, [rank], names)
+            raise CorruptState(corruption_message(f"rank {rank}", names, f" after step {step}"))
 
     def _resolve(self, step: int, differs: bool, at_rest: bool) -> bool:
         """Repair what can be, or raise; whether anything was. Every rank must reach this."""
         world, before = self._mesh.world, self._repairs.total()
         replicas = range(self._mesh.data.num_ranks)
-        _refuse(world, self._compare(step, replicas, at_rest) if differs else "")
+        _raise_on_all(world, self._compare(step, replicas, at_rest) if differs else "")
         is_repaired = self._repairs.total() > before
-        return any(row[0] for row in world.gather_numbers([is_repaired]))
+        return any(row[0] for row in world.all_gather_numbers([is_repaired]))
 
     def _compare(self, step: int, replicas: Sequence[int], at_rest: bool) -> str:
         """Compare some replicas, tensor by tensor, and repair those that differ from most.
@@ -154,29 +160,29 @@ class Consistency:
         What is wrong, if that cannot be. Every rank of the line must reach this.
         """
         data = self._mesh.data
-        takes_part, listing = data.rank in replicas, Listing([], [])
+        takes_part, listing = data.rank in replicas, TensorListing([], [])
         if takes_part:
-            listing = self._watched.at_rest() if at_rest else self._watched.in_step()
+            listing = self._inventory.at_rest() if at_rest else self._inventory.in_step()
         tensors, names = listing
         digest = xxh3_64_intdigest("\n".join(names).encode())
-        layouts = data.gather_numbers([len(names), as_number(digest)])
+        layouts = data.all_gather_numbers([len(names), digest_to_float(digest)])
         if len({tuple(layouts[replica]) for replica in replicas}) > 1:
             return self._not_alike(replicas, ["the number of tensors"], step)
         numbers, rows = self._different(tensors, int(layouts[replicas[0]][0]), replicas)
         if not numbers:
             self._alike_after.append(step)
             return ""
-        verdict = judge([rows[replica] for replica in replicas])
+        verdict = find_majority([rows[replica] for replica in replicas])
         odd, right = [replicas[i] for i in verdict.odd], [replicas[i] for i in verdict.right]
-        told = [names[number] for number in numbers] if takes_part else []
-        problem = self._problem(odd, right, told, step) if takes_part else ""
-        # Whoever is new does not know what was repaired before.
-        if any(row[0] for row in data.gather_numbers([bool(problem)])):
+        shown = [names[number] for number in numbers] if takes_part else []
+        problem = self._problem(odd, right, shown, step) if takes_part else ""
+        # A newcomer does not know what was repaired before.
+        if any(row[0] for row in data.all_gather_numbers([bool(problem)])):
             if data.rank == replicas[0]:
-                self._tell_of("replicas-differ", step, self._ranks(odd), told)
+                self._report("replicas-differ", step, self._ranks(odd), shown)
             return problem
         if data.rank == right[0]:
-            self._tell_of("replica-repaired", step, self._ranks(odd), told)
+            self._report("replica-repaired", step, self._ranks(odd), shown)
         self._repair([tensors[n] for n in numbers] if takes_part else [], odd, right[0], at_rest)
         self._repairs.update(self._ranks(odd))
         self._repaired_at = step
@@ -189,15 +195,17 @@ class Consistency:
         """The tensors that are not alike, by number, and each rank's digests of them."""
         numbers, rows = self._gather(tensors, list(range(count)), replicas)
         if numbers:  # which NaN it is may differ
-            alike = [one_nan(tensors[number].detach()) for number in numbers] if tensors else []
+            alike = (
+                [canonical_nan(tensors[number].detach()) for number in numbers] if tensors else []
+            )
             numbers, rows = self._gather(alike, numbers, replicas)
         return numbers, rows
 
     def _gather(
         self, tensors: list[Tensor], numbers: list[int], replicas: Sequence[int]
     ) -> tuple[list[int], list[list[float]]]:
-        own = [as_number(digest) for digest in Reader().digests(tensors)]
-        rows = self._mesh.data.gather_numbers(own or [0.0] * len(numbers))
+        own = [digest_to_float(digest) for digest in DigestReader().digests(tensors)]
+        rows = self._mesh.data.all_gather_numbers(own or [0.0] * len(numbers))
         found = [i for i in range(len(numbers)) if len({rows[r][i] for r in replicas}) > 1]
         return [numbers[i] for i in found], [[row[i] for i in found] for row in rows]
 
@@ -207,8 +215,8 @@ class Consistency:
     ) -> None:
         """Let replicas that are odd take some tensors of another."""
         data = self._mesh.data
-        held = {str(number): [whole(tensor)] for number, tensor in enumerate(tensors)}
-        given = share_state(data, leader, State(held, {}))
+        held = {str(number): [whole_slice(tensor)] for number, tensor in enumerate(tensors)}
+        given = broadcast_state(data, leader, ShardedState(held, {}))
         if data.rank in odd:
             for name, (own,) in held.items():
                 own.tensor.copy_(given.tensors[name][0].tensor)
@@ -223,11 +231,11 @@ class Consistency:
             return self._not_alike(odd, names, step)
         often = [rank for rank in ranks if self._repairs[rank] >= MOST_REPAIRS]
         if step == self._repaired_at or often:
-            return _again(often or ranks, names, self._when(step))
+            return _repeated_message(often or ranks, names, self._when(step))
         return ""
 
     def _not_alike(self, replicas: Sequence[int], names: Sequence[str], step: int) -> str:
-        return _not_alike(self._ranks(replicas), names, self._when(step))
+        return _differing_message(self._ranks(replicas), names, self._when(step))
 
     def _ranks(self, replicas: Sequence[int]) -> list[int]:
         """Of replicas of this line, as the whole run counts them."""
@@ -242,13 +250,13 @@ class Consistency:
         turns = min(self._reader.num_slices, len(self._alike_after))
         return self._alike_after[-turns] if turns else step
 
-    def _tell_of(self, event: str, step: int, ranks: list[int], names: list[str]) -> None:
+    def _report(self, event: str, step: int, ranks: list[int], names: list[str]) -> None:
         what = {"step": step, "since": self._since(step), "ranks": ranks, "count": len(names)}
         log.warning("%s: %s %s", event, what, names)
-        self._tell(event, **what, tensors=names[:NAMED])
+        self._emit(event, **what, tensors=names[:NAMED])
 
 
-def lines_of(mesh: Mesh) -> list[list[int]]:
+def data_lines(mesh: Mesh) -> list[list[int]]:
     """The ranks of each line along the data axis: tensor ranks are neighbours. Pure."""
     width, length = mesh.tensor.num_ranks, mesh.data.num_ranks
     stages = range(mesh.pipeline.num_ranks)
@@ -261,27 +269,27 @@ def _are_alike(digests: Sequence[float], line: Sequence[int]) -> bool:
     return all(digests[rank] == first for rank in line)
 
 
-def _refuse(group: Group, problem: str) -> None:
+def _raise_on_all(group: Group, problem: str) -> None:
     """On all ranks, if one has a problem. Every rank must reach this."""
     found = first_problem(group, problem)
     if found:
         raise CorruptState(found)
 
 
-def _not_alike(ranks: Sequence[int], names: Sequence[str], when: str) -> str:
-    told = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def _differing_message(ranks: Sequence[int], names: Sequence[str], when: str) -> str:
+    shown = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
-        f"Replicas differ: {some_of(names)} became unlike on ranks {told} {when}. Replicas hold "
-        "the same bits after every step, so memory was corrupted, or code changes one rank alone; "
-        "which of them is right cannot be told. It was not saved; go on from the newest checkpoint "
-        "with --resume. Code that changes weights must do so alike on all ranks."
+        f"Replicas differ: {list_names(names)} became unlike on ranks {shown} {when}. Replicas "
+        "hold the same bits after every step, so memory was corrupted, or code changes one rank "
+        "alone; which of them is right cannot be told. It was not saved; resume from the newest "
+        "checkpoint with --resume. Code that changes weights must do so alike on all ranks."
     )
 
 
-def _again(ranks: Sequence[int], names: Sequence[str], when: str) -> str:
+def _repeated_message(ranks: Sequence[int], names: Sequence[str], when: str) -> str:
     return (
         f"Rank {', '.join(map(str, ranks))} differs from the other replicas again, in "
-        f"{some_of(names)}, {when}, though it took their state before. Its memory is broken, or "
-        "code changes it alone. It was not saved; go on from the newest checkpoint with --resume, "
+        f"{list_names(names)}, {when}, though it took their state before. Its memory is broken, or "
+        "code changes it alone. It was not saved; resume from the newest checkpoint with --resume, "
         "on another machine."
     )

@@ -1,7 +1,7 @@
 """Digests of tensors where they stand, and what replicas' digests say of one another.
 
 A digest is XXH3 over a tensor's bytes, so equal bits have equal digests, whatever they stand for:
-NaN, negative zeros, numbers of any type. State is taken as one long stretch of bytes that is cut
+NaN, negative zeros, numbers of any type. State is taken as one long run of bytes that is cut
 into slices, of which one is looked at in each step; little of it is one slice. What is not on the
 CPU is summed where it is, as whole numbers, and the digest is of the sum.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 Name = tuple[str, ...]
-Named = tuple[Tensor, Name]
+NamedTensor = tuple[Tensor, Name]
 
 SLICE_BYTES = 1 << 18  # that are looked at in a step at least, if there are as many
 TENSOR_BYTES = 1 << 12  # that could be read in the time that it takes to turn to a tensor
@@ -28,7 +28,7 @@ _SUM_BYTES = 8
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Part(NamedTuple):
+class ByteSpan(NamedTuple):
     """Some bytes of a tensor, by its number."""
 
     number: int
@@ -36,36 +36,36 @@ class Part(NamedTuple):
     stop: int
 
 
-class Listing(NamedTuple):
+class TensorListing(NamedTuple):
     """Tensors that have bytes, each with a name."""
 
     tensors: list[Tensor]
     names: list[str]
 
     @classmethod
-    def of(cls, named: Iterable[Named]) -> "Listing":
+    def of(cls, named: Iterable[NamedTensor]) -> "TensorListing":
         found = [(tensor, name) for tensor, name in named if _is_readable(tensor)]
         return cls([tensor for tensor, _ in found], [".".join(name) for _, name in found])
 
 
-class KeptListing:
-    """A listing of what an optimizer keeps, and perhaps more, made anew only if that is another."""
+class CachedListing:
+    """A listing of what an optimizer keeps, and perhaps more, made again only if that changed."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
-        self._listing: Listing | None = None
+        self._listing: TensorListing | None = None
 
-    def of(self, values: list[Any], named: Callable[[], Iterable[Named]]) -> Listing:
+    def of(self, values: list[Any], named: Callable[[], Iterable[NamedTensor]]) -> TensorListing:
         """The same as before, if these are the same objects and none of them holds others."""
         is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
         if self._listing is None or not is_same:
-            self._values, self._listing = values, Listing.of(named())
+            self._values, self._listing = values, TensorListing.of(named())
             if any(isinstance(value, dict | list | tuple) for value in values):
                 self._values = [object()]  # like nothing that comes
         return self._listing
 
 
-class Reader:
+class DigestReader:
     """Looks at tensors, and keeps from one time to the next where they stand.
 
     A list of them that comes again must be the same, and not only equal; into how many slices it is
@@ -77,17 +77,17 @@ class Reader:
         self._addresses: list[int] = []
         self._memory: list[memoryview | None] = []  # None if it is to be brought here each time
         self._sizes: list[int] = []  # bytes that count
-        self._slices: dict[int, list[Part]] = {}  # of them
+        self._slices: dict[int, list[ByteSpan]] = {}  # of them
         self.num_slices = 1
 
-    def parts(self, tensors: list[Tensor], turn: int, most_slices: int) -> list[Part]:
+    def parts(self, tensors: list[Tensor], turn: int, most_slices: int) -> list[ByteSpan]:
         """What the slice is made of whose turn it is, of at most so many."""
         self._look_at(tensors)
         if not self._slices:
             self.num_slices = num_slices(self._sizes, most_slices)
         number = turn % self.num_slices
         if number not in self._slices:
-            self._slices[number] = list(parts_of(self._sizes, number, self.num_slices))
+            self._slices[number] = list(slice_spans(self._sizes, number, self.num_slices))
         return self._slices[number]
 
     def digest(self, tensors: list[Tensor], turn: int, most_slices: int) -> int:
@@ -97,7 +97,7 @@ class Reader:
             state.update(self._bytes_of(number)[start:stop])
         return state.intdigest()
 
-    def digests(self, tensors: list[Tensor], parts: Sequence[Part] | None = None) -> list[int]:
+    def digests(self, tensors: list[Tensor], parts: Sequence[ByteSpan] | None = None) -> list[int]:
         """Of each part, or of each tensor."""
         self._look_at(tensors)
         if parts is None:
@@ -111,7 +111,7 @@ class Reader:
         if tensors is self._tensors and addresses == self._addresses:
             return
         self._tensors, self._addresses = tensors, addresses
-        seen = [_see(tensor) for tensor in tensors]
+        seen = [_map_memory(tensor) for tensor in tensors]
         self._memory, self._sizes = [memory for memory, _ in seen], [size for _, size in seen]
         self._slices = {}
 
@@ -132,7 +132,7 @@ def num_slices(sizes: Sequence[int], most: int) -> int:
     return max(1, min(most, -(-cost // SLICE_BYTES)))
 
 
-def parts_of(sizes: Sequence[int], number: int, count: int) -> Iterator[Part]:
+def slice_spans(sizes: Sequence[int], number: int, count: int) -> Iterator[ByteSpan]:
     """What slice `number` of `count` is made of, all of about the same bytes. Pure."""
     total = sum(sizes)
     first, last = total * number // count, total * (number + 1) // count
@@ -140,40 +140,40 @@ def parts_of(sizes: Sequence[int], number: int, count: int) -> Iterator[Part]:
     for index, size in enumerate(sizes):
         start, stop = max(first - at, 0), min(last - at, size)
         if start < stop:
-            yield Part(index, start, stop)
+            yield ByteSpan(index, start, stop)
         at += size
 
 
-def as_number(digest: int) -> float:
+def digest_to_float(digest: int) -> float:
     """A digest that a float holds exactly, and that is never 0."""
     return float(digest >> 12 | 1)
 
 
-class Verdict(NamedTuple):
+class Majority(NamedTuple):
     """What to think of replicas that do not hold the same."""
 
     odd: list[int]  # replicas that are not as most of them
     right: list[int]  # the others; none if there are no most
 
 
-def judge(rows: Sequence[Sequence[float]]) -> Verdict:
+def find_majority(rows: Sequence[Sequence[float]]) -> Majority:
     """Which replicas are as most are, by the digests that each of them has. Pure."""
     held = [tuple(row) for row in rows]
     most, count = Counter(held).most_common(1)[0]
     if 2 * count <= len(held):
-        return Verdict(list(range(len(held))), [])
+        return Majority(list(range(len(held))), [])
     right = [replica for replica, own in enumerate(held) if own == most]
-    return Verdict([replica for replica in range(len(held)) if replica not in right], right)
+    return Majority([replica for replica in range(len(held)) if replica not in right], right)
 
 
-def one_nan(tensor: Tensor) -> Tensor:
+def canonical_nan(tensor: Tensor) -> Tensor:
     """With one NaN in the place of all: of two that are added, either may be the sum."""
     if not tensor.is_floating_point():
         return tensor
     return torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
 
 
-def _see(tensor: Tensor) -> tuple[memoryview | None, int]:
+def _map_memory(tensor: Tensor) -> tuple[memoryview | None, int]:
     if tensor.device.type != "cpu":
         return None, _SUM_BYTES
     return _memory_of(tensor) if tensor.is_contiguous() else None, tensor.nbytes

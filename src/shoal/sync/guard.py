@@ -1,12 +1,11 @@
-"""State that one process alone holds: noted after an update, and looked at before the next.
+"""Guards state that one process alone holds: digests after an update, compared before the next.
 
-Nobody can be asked what it should be. But between two updates nothing may change it, so bytes that
-are others by then were corrupted where they stand. A slice is noted at a time (`digests.py`); of
-what is small, that is all of it. What happens to the rest goes unnoticed, and so does a change
-within the update.
+No other process has a copy to compare with. But between two updates nothing may change this state,
+so bytes that differ by then were corrupted in memory. One slice is noted at a time (`digests.py`);
+small state is one slice. Changes of the rest, and changes within the update, go unnoticed.
 
-A recipe's hooks may write to what they see between two steps. What they wrote through torch is
-known by the tensor's version, and `refresh` lets go of it. Cost: the slice, twice a step.
+A recipe's hooks may write to tensors between two steps. A write through torch raises the tensor's
+version, and `refresh` drops the note of it. Cost: the slice, twice a step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,37 +15,37 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.formatting import plural
-from shoal.sync.digests import Listing, Name, Named, Part, Reader
+from shoal.sync.digests import ByteSpan, DigestReader, Name, NamedTensor, TensorListing
 
 NAMED = 4  # tensors that a sentence names
 
 
 class CorruptState(ShoalError):
-    """State is not what it was, or not the same on replicas, and nobody can say what is right."""
+    """State changed, or differs between replicas, and no majority shows which is right."""
 
 
-class _Note(NamedTuple):
+class _NotedSlice(NamedTuple):
     """A slice of some tensors, part by part."""
 
-    listing: Listing
-    parts: list[Part]
+    listing: TensorListing
+    parts: list[ByteSpan]
     digests: list[int]
     addresses: list[int]
     versions: list[int]
 
 
-_NOTHING = _Note(Listing([], []), [], [], [], [])
+_NOTHING = _NotedSlice(TensorListing([], []), [], [], [], [])
 
 
 class Guard:
     """`note`, then any number of `changed`. With `follows`, also if tensors stand elsewhere by
-    then: whoever moved them has copied them as they were."""
+    then: a move copies them unchanged."""
 
     def __init__(self, most_slices: int, follows: bool = False):
         self._most_slices, self._follows = most_slices, follows
-        self._reader, self._note = Reader(), _NOTHING
+        self._reader, self._note = DigestReader(), _NOTHING
 
-    def note(self, listing: Listing, turn: int) -> list[int]:
+    def note(self, listing: TensorListing, turn: int) -> list[int]:
         """Remember the slice whose turn it is; its digests, part by part."""
         if not self._most_slices or not listing.tensors:
             return []
@@ -54,11 +53,11 @@ class Guard:
         held = [listing.tensors[part.number] for part in parts]
         digests = self._reader.digests(listing.tensors, parts)
         addresses = [tensor.data_ptr() for tensor in held]
-        self._note = _Note(listing, parts, digests, addresses, list(map(version_of, held)))
+        self._note = _NotedSlice(listing, parts, digests, addresses, list(map(version_of, held)))
         return digests
 
     def refresh(self) -> None:
-        """Let go of what somebody wrote to since."""
+        """Forget tensors that were written to since."""
         note = self._note
         versions = [version_of(note.listing.tensors[part.number]) for part in note.parts]
         if versions != note.versions:
@@ -74,7 +73,7 @@ class Guard:
         digests = self._reader.digests(self._note.listing.tensors, self._note.parts)
         if digests == self._note.digests:
             return []
-        if not self._follows:  # one may have been given other memory, by somebody who knows why
+        if not self._follows:  # one may have been given other memory on purpose
             held = [self._note.listing.tensors[part.number] for part in self._note.parts]
             same = [t.data_ptr() == at for t, at in zip(held, self._note.addresses, strict=True)]
         else:
@@ -88,7 +87,7 @@ class Guard:
 
     def _keep(self, which: list[int]) -> None:
         note = self._note
-        self._note = _Note(
+        self._note = _NotedSlice(
             note.listing,
             [note.parts[i] for i in which],
             [note.digests[i] for i in which],
@@ -97,7 +96,7 @@ class Guard:
         )
 
 
-def tensors_in(value: Any, name: Name) -> Iterator[Named]:
+def tensors_in(value: Any, name: Name) -> Iterator[NamedTensor]:
     """In what an optimizer keeps for a parameter, in an order that does not depend on its past."""
     if isinstance(value, Tensor):
         yield value, name
@@ -114,22 +113,22 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def some_of(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """A few names, and how many more there are."""
-    told, rest = ", ".join(names[:NAMED]), len(names) - NAMED
-    return f"{told} and {plural(rest, 'other tensor')}" if rest > 0 else told
+    shown, rest = ", ".join(names[:NAMED]), len(names) - NAMED
+    return f"{shown} and {plural(rest, 'other tensor')}" if rest > 0 else shown
 
 
-def changed_alone(who: str, names: Sequence[str], when: str = "") -> str:
+def corruption_message(who: str, names: Sequence[str], when: str = "") -> str:
     """Of state that is held once."""
     return (
-        f"State of {who} was corrupted{when}: {some_of(names)} changed between two updates, when "
-        "nothing may change it. Memory is broken, or code of the recipe writes to it (then set "
-        "check_every=0). It was not saved; go on from the newest checkpoint with --resume."
+        f"State of {who} was corrupted{when}: {list_names(names)} changed between two updates, "
+        "when nothing may change it. Memory is broken, or code of the recipe writes to it (then "
+        "set check_every=0). It was not saved; resume from the newest checkpoint with --resume."
     )
 
 
-def place_among(named: Iterable[Named], what: str) -> tuple[int, int, int] | None:
+def find_address(named: Iterable[NamedTensor], what: str) -> tuple[int, int, int] | None:
     """Of the first with `what` in its name: its address, its bytes, and those of an element."""
     for tensor, name in named:
         if what in ".".join(name) and tensor.numel():

@@ -8,11 +8,10 @@ own.
 
 A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
 the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
-two phases (`means.py`), so that after a death either all survivors count it or none does. Replicas
-that join a run begin in the same way, and others leave it, where a window ends
-(`training/resizing.py`).
-Only in fragments, of which each is agreed on at another time, does a death take all back to a
-checkpoint, and nobody joins.
+two phases (`averaging.py`), so that after a death either all survivors count it or none does.
+Replicas that join a run begin in the same way, and others leave it, where a window ends
+(`training/resizing.py`). Only in fragments, of which each is agreed on at another time, does a
+death take all back to a checkpoint, and no replica joins.
 
 Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step; in
 memory the weights once more. Read next: `outer.py`, where an outer optimizer takes the place of the
@@ -26,22 +25,22 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
-from shoal.comm.mesh import NOTHING_ASKED, Asked, Mesh
+from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.data.ledger import add_marks
 from shoal.data.split import share
 from shoal.errors import AgreementLost, GroupLost
 from shoal.faults import faultpoint
 from shoal.logs import warn_on_screen
-from shoal.numerics.fragments import Timetable
-from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
+from shoal.numerics.fragments import FragmentSchedule
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.means import Means
-from shoal.sync.outer import Outer, Rule
-from shoal.sync.replicas import REPLICAS, Merged, of_replica
-from shoal.sync.state import Source, State
-from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.averaging import StagedAverage
+from shoal.sync.outer import OuterConfig, OuterOptimizer
+from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
+from shoal.sync.state import ShardedState, StateSource
+from shoal.sync.strategy import GlobalStep, LocalStep
 
-NUM_TOLD = 6  # numbers that a replica tells the others as a window ends
+NUM_WINDOW_NUMBERS = 6  # numbers that each replica sends as a window ends
 _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
 
 
@@ -56,27 +55,33 @@ class LocalSGD:
     late_mark: int | None = None
 
     def __init__(
-        self, num_pieces: int, timetable: Timetable, exact: bool = True, rule: Rule | None = None
+        self,
+        num_pieces: int,
+        timetable: FragmentSchedule,
+        exact: bool = True,
+        rule: OuterConfig | None = None,
     ):
         self.num_pieces, self.timetable, self.exact = num_pieces, timetable, exact
-        self.outer = None if rule is None else Outer(rule, timetable)
+        self.outer = None if rule is None else OuterOptimizer(rule, timetable)
         self.step = 0
         self.agreed = 0  # the last step after which this replica counts an agreement
-        self._kept: dict[str, Tensor] = {}  # weights as of then, if no outer optimizer has them
-        self._made = 0  # the step that is made, and perhaps not agreed on
-        self._means: Means | None = None  # that came, and may not count yet
-        self._alike = True  # whether weights are the same on all replicas
+        self._agreed_weights: dict[
+            str, Tensor
+        ] = {}  # weights as of then, if no outer optimizer has them
+        self._last_made = 0  # the step that is made, and perhaps not agreed on
+        self._means: StagedAverage | None = None  # that came, and may not count yet
+        self._is_alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
-        self._mine: list[float] = []  # what this rank told the others of a window
-        self._told: Group | None = None  # who they were
+        self._own_numbers: list[float] = []  # what this rank told the others of a window
+        self._gathered_in: Group | None = None  # who they were
 
     def attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding = WHOLE,
+        holding: LocalLayout = WHOLE,
     ) -> None:
         self.group, self.holding = mesh.data, holding
         self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
@@ -84,7 +89,7 @@ class LocalSGD:
         alone = Group()
         self.inner.attach(model, optimizer, mesh._replace(world=alone, data=alone), holding)
         self.model, self.buffers = model, self.inner.buffers
-        self._find_place(mesh)
+        self._join_group(mesh)
 
     def detach(self) -> None:
         self.inner.detach()
@@ -99,20 +104,27 @@ class LocalSGD:
             self.outer.send_again()
         return self.inner.microbatch(first, last)
 
-    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        own = self.inner.exchange(tally, want_norm)._replace(num_samples=None)
-        self._mark = add_marks((self._marked, tally.mark))
+    def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        own = self.inner.exchange(local, want_norm)._replace(num_samples=None)
+        self._mark = add_marks((self._marked, local.mark))
         if not self._averages(self.step + 1):
-            busy_s = [tally.busy_s] * self.group.num_ranks
+            busy_s = [local.busy_s] * self.group.num_ranks
             # Heard with the others: all stop, or meet, after the same step.
-            return own._replace(busy_s=busy_s, mark=None, asked=NOTHING_ASKED)
-        stop, meet = tally.asked
+            return own._replace(busy_s=busy_s, mark=None, asked=NO_REQUESTS)
+        stop, meet = local.asked
         mark = self._mark if self._knows_marks else -1
         asked = stop + _MEET * meet
-        self._mine = [sum(own.sums), sum(own.weights), tally.busy_s, asked, mark, tally.digest]
-        rows = self._tell()
-        heard = _heard([int(row[3]) for row in rows])
-        self._mine[3] = heard.stop + _BOUND
+        self._own_numbers = [
+            sum(own.sums),
+            sum(own.weights),
+            local.busy_s,
+            asked,
+            mark,
+            local.digest,
+        ]
+        rows = self._gather_numbers()
+        heard = _combine_requests([int(row[3]) for row in rows])
+        self._own_numbers[3] = heard.stop + _BOUND
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
@@ -127,10 +139,10 @@ class LocalSGD:
         call it again, in a new group."""
         step = self.step + 1
         ends = self._averages(step)
-        if self._made != step:
+        if self._last_made != step:
             if not self.inner.update(scale, check):
                 return False
-            self._made = step
+            self._last_made = step
         try:
             self._agree(step, ends)
         except GroupLost as lost:
@@ -141,39 +153,39 @@ class LocalSGD:
     def gradients(self) -> dict[str, list[Slice]]:
         return self.inner.gradients()
 
-    def state_dict(self, served: bool = True) -> State:
+    def state_dict(self, served: bool = True) -> ShardedState:
         """What replicas do not share carries the replica's number. A newcomer gets what they do,
         as of the last agreement, and of one of them what none trains."""
         if not served:
-            return State(self._untrained() | self._agreed_state(), {})
+            return ShardedState(self._untrained() | self._agreed_state(), {})
         state = self.inner.state_dict()
-        own = of_replica("", self.group.rank)
+        own = replica_name("", self.group.rank)
         tensors = {
-            name if self._alike and name.startswith("model.") else own + name: parts
+            name if self._is_alike and name.startswith("model.") else own + name: parts
             for name, parts in state.tensors.items()
         }
         if self.outer is not None:
             tensors |= self.outer.state_dict(own)
-        return State(tensors, state.plain | {REPLICAS: self.group.num_ranks})
+        return ShardedState(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
-    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
-        self.step, self._made = step, 0
+    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
+        self.step, self._last_made = step, 0
         self._marked, self._knows_marks = 0, self._averages(step)
         if not served:
             self._join(source, step)
-            self.agreed, self._alike = step, True
+            self.agreed, self._is_alike = step, True
             warn_on_screen(
-                f"Replica {self.group.rank} goes on from step {step}, where replicas agreed last, "
-                "with an optimizer that has seen nothing yet. "
-                "The others keep what they have learnt."
+                f"Replica {self.group.rank} continues from step {step}, where replicas agreed "
+                "last, with an optimizer that has seen nothing yet. "
+                "The others keep their progress."
             )
             return
         same = source.plain.get(REPLICAS) == self.group.num_ranks
-        own = Merged(source, self.group.rank if same else None)
+        own = MergedReplicas(source, self.group.rank if same else None)
         self.inner.load_state_dict(own, step)
         first = next((f"model.{name}" for name, _ in self.model.named_parameters()), "")
-        self._alike = not same or first in source
-        self.agreed = self._take_agreed(own, Merged(source), step)
+        self._is_alike = not same or first in source
+        self.agreed = self._load_agreed(own, MergedReplicas(source), step)
 
     @property
     def is_ending(self) -> bool:
@@ -183,92 +195,97 @@ class LocalSGD:
     @property
     def is_alike(self) -> bool:
         """Whether all replicas have the same weights now, and know what was agreed on."""
-        return self._alike and self._knows_marks
+        return self._is_alike and self._knows_marks
 
     def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
         """What each replica keeps of the last agreement, with names."""
         if self.outer is not None:
             return self.outer.agreed_tensors()
-        return [(tensor, ("agreed", name)) for name, tensor in self._kept.items()]
+        return [(tensor, ("agreed", name)) for name, tensor in self._agreed_weights.items()]
 
-    def _find_place(self, mesh: Mesh) -> None:
+    def _join_group(self, mesh: Mesh) -> None:
         """Learn what was agreed on last. Every rank must reach this."""
         if self.outer is not None:
             self.outer.attach(self.model, self.group)
-        elif not self._kept:
-            self._kept = self._copy_weights()
-        self.begins_at = int(max(row[0] for row in self.group.gather_numbers([self.agreed])))
+        elif not self._agreed_weights:
+            self._agreed_weights = self._copy_weights()
+        self.begins_at = int(max(row[0] for row in self.group.all_gather_numbers([self.agreed])))
 
     def _agree(self, step: int, ends: bool) -> None:
-        """Take in what replicas make of the step, aside. Every rank must reach this."""
+        """Receive the replicas' average, staged. Every rank must call it."""
         if step <= self.begins_at:
             return  # some count it, so all had it before the group broke
         if ends:
-            self._tell_anew()
+            self._gather_again()
         if self.outer is not None:
-            self.outer.bring(step)
+            self.outer.exchange(step)
         if ends:
             faultpoint("local.bringing", step)
             weights = [] if self.outer is not None else list(self.model.parameters())
-            self._means = Means(self.group, [*weights, *self.model.buffers()])
+            self._means = StagedAverage(self.group, [*weights, *self.model.buffers()])
             if self.timetable.num_fragments == 1:
                 faultpoint("local.brought", step)
-                self.group.gather_numbers([step])  # who hears of all knows that all have it
+                # A rank that gets all of them knows that all have the average.
+                self.group.all_gather_numbers([step])
                 faultpoint("local.agreed", step)
 
     def _commit(self, step: int, ends: bool) -> None:
-        """Let a step count, and what was agreed on after it. Nobody talks in it."""
+        """Commit a step, and the agreement after it. Never communicates."""
         if self.outer is not None:
-            self.outer.take(step)
+            self.outer.commit(step)
         if self._means is not None:
-            self._means.take()
-            self._kept = {n: self._means[p] for n, p in self._weights() if n in self._kept}
+            self._means.apply()
+            self._agreed_weights = {
+                n: self._means[p] for n, p in self._weights() if n in self._agreed_weights
+            }
             self._means = None
             self.buffers.hold()
         self.step = step
         self.agreed = step if ends else self.agreed
         self._marked = 0 if ends else self._mark
         self._knows_marks |= ends
-        self._alike = self.timetable.alike(step)
+        self._is_alike = self.timetable.are_replicas_equal(step)
 
-    def _tell(self) -> list[list[float]]:
-        self._told = self.group
-        return self.group.gather_numbers(self._mine)
+    def _gather_numbers(self) -> list[list[float]]:
+        self._gathered_in = self.group
+        return self.group.all_gather_numbers(self._own_numbers)
 
-    def _tell_anew(self) -> None:
-        """In a new group a newcomer asks, and whoever had not heard."""
-        if self._told is not self.group:
-            self._tell()
+    def _gather_again(self) -> None:
+        """In a new group some replicas, and a newcomer, do not have the numbers yet."""
+        if self._gathered_in is not self.group:
+            self._gather_numbers()
 
-    def _join(self, source: Source, step: int) -> None:
+    def _join(self, source: StateSource, step: int) -> None:
         """As a newcomer, take what the others share."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.buffers.hold()
         if self.outer is None:
-            self._kept = self._copy_weights()
+            self._agreed_weights = self._copy_weights()
         else:
             self.outer.load_state_dict(source, source, step)
 
-    def _take_agreed(self, own: Source, mean: Source, step: int) -> int:
+    def _load_agreed(self, own: StateSource, mean: StateSource, step: int) -> int:
         """Take over what a state after `step` tells of the last agreement; after which step it was.
 
-        Without an anchor nobody goes back further than to what a replica had then.
+        Without an anchor the weights of then are the oldest to go back to.
         """
         if self.outer is not None:
             has_anchor = self.outer.load_state_dict(own, mean, step)
             return step - step % self.timetable.local_steps if has_anchor else step
-        self._kept = self._copy_weights()
+        self._agreed_weights = self._copy_weights()
         return step
 
     def _agreed_state(self) -> dict[str, list[Slice]]:
         """What was agreed on last."""
         if self.outer is not None:
             return self.outer.shared_state()
-        return {f"model.{n}": slices_of(n, t, self.holding) for n, t in self._kept.items()}
+        return {
+            f"model.{n}": slices_of(n, t, self.holding) for n, t in self._agreed_weights.items()
+        }
 
     def _untrained(self) -> dict[str, list[Slice]]:
-        """Buffers, and weights that nobody brings together."""
+        """Buffers, and weights that are not averaged."""
         others = (*self.model.named_parameters(), *self.model.named_buffers())
         return {f"model.{n}": slices_of(n, t, self.holding) for n, t in others}
 
@@ -284,8 +301,10 @@ class LocalSGD:
         return self.timetable.ends_window(step)
 
 
-def _heard(flags: Sequence[int]) -> Asked:
+def _combine_requests(flags: Sequence[int]) -> RankRequests:
     """What to do. Some may have heard it in a group that broke since: all stop if they will, and
     none meets, since a meeting is that group's. Else one that was asked is enough."""
-    said = [flag for flag in flags if flag & _BOUND] or flags
-    return Asked(stop=any(flag & 1 for flag in said), meet=any(flag & _MEET for flag in said))
+    flagged = [flag for flag in flags if flag & _BOUND] or flags
+    return RankRequests(
+        stop=any(flag & 1 for flag in flagged), meet=any(flag & _MEET for flag in flagged)
+    )

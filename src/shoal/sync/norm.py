@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parts lie on several ranks."""
+"""The norm of a gradient that is sharded over several ranks."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ class SharedNorm:
     """
 
     def __init__(self, world: Group, num_own: int):
-        lengths = [int(row[0]) for row in world.gather_numbers([num_own])]
+        lengths = [int(row[0]) for row in world.all_gather_numbers([num_own])]
         self._world, self._length = world, sum(lengths)
         self._start = sum(lengths[: world.rank])
 

@@ -1,14 +1,15 @@
-"""DiLoCo: what replicas learnt in a window of local steps is one gradient of an outer optimizer.
+"""DiLoCo: the progress of replicas in a window of local steps is one gradient of an outer
+optimizer.
 
 All replicas keep the same anchor, the weights as of the last agreement. After a window, anchor
 minus weights is a replica's outer gradient; the mean goes through SGD with Nesterov momentum, which
-moves the anchor, and the weights follow. Outer gradients stand packing into a few bits
-(`comm/codecs.py`) if what packing drops is added to the next one. In fragments, each travels while
-the following steps compute, and what a replica learnt meanwhile stays: its weights move by as much
+moves the anchor, and the weights follow. Outer gradients can be packed into a few bits
+(`comm/codecs.py`) if the rounding error is added to the next one. In fragments, each travels while
+the following steps compute, and a replica keeps its progress meanwhile: its weights move by as much
 as the new anchor differs from what was sent.
 
-All at once, an agreement has two phases: what came is kept aside until all have it (`means.py`). A
-fragment under way is kept as what was sent, and nothing else changes until it arrives. So a state
+All at once, an agreement has two phases: the result is staged until all have it (`averaging.py`).
+Of a fragment in flight what was sent is kept, and nothing else changes until it arrives. So a state
 may be saved, or the group be left, at any time: it is sent again.
 
 Douillard et al. 2023, arXiv 2311.08105; in fragments, Douillard et al. 2025, arXiv 2501.18512.
@@ -23,20 +24,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.codecs import Codec, PackedMean, cuts_of
-from shoal.comm.collectives import Group, draining_ends
+from shoal.comm.codecs import Codec, CompressedMean, share_bounds
+from shoal.comm.collectives import Group, drain_deadline
 from shoal.comm.reduce import Reduction, TreeReduce
-from shoal.numerics.fragments import Timetable, deal
-from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole
+from shoal.numerics.fragments import FragmentSchedule, split_fragments
+from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole_slice
 from shoal.sync.rounds import blocks_by_rank
-from shoal.sync.state import Source
+from shoal.sync.state import StateSource
 
 ANCHOR, MOMENTUM, OWED, RESIDUAL, SENT = (
     f"outer.{kind}." for kind in ("anchor", "momentum", "owed", "residual", "sent")
 )
 
 
-class Rule(NamedTuple):
+class OuterConfig(NamedTuple):
     """How the anchor moves. A rate of 1 without momentum is the average."""
 
     rate: float = 1.0
@@ -44,13 +45,14 @@ class Rule(NamedTuple):
     codec: Codec | None = None
 
 
-class Parcel:
+class FlatFragment:
     """The parameters of a fragment that are of one type, as flat vectors.
 
-    Order of calls: `leave`, `fold`, `arrive`, `move`, on every rank; nobody talks in the last.
+    Order of calls: `send`, `fold`, `receive`, `apply`, on every rank; the last one never
+    communicates.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], rule: Rule, group: Group):
+    def __init__(self, named: Mapping[str, nn.Parameter], rule: OuterConfig, group: Group):
         self.named, self.rule = named, rule
         self.anchor = self.weights()
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)  # of the arithmetic
@@ -59,18 +61,18 @@ class Parcel:
         self.owed: Tensor | None = None  # not sent yet of this rank's share of the mean
         self.share: range | None = None
         self.sent: Tensor | None = None  # the weights, while they are under way
-        self._trip: PackedMean | Reduction | None = None
+        self._reduction: CompressedMean | Reduction | None = None
         self._is_folded = False
         self._mean: Tensor | None = None  # that came, and does not count yet
         self._dropped: tuple[Tensor, Tensor] | None = None  # by its packing: of the own, of it
-        self.settle(group)
+        self.join_group(group)
 
-    def settle(self, group: Group) -> None:
+    def join_group(self, group: Group) -> None:
         """Take the place in a group."""
         self.group = group
         if self.rule.codec is None:
             return
-        cuts = cuts_of(self.anchor.numel(), self.rule.codec.block, group.num_ranks)
+        cuts = share_bounds(self.anchor.numel(), self.rule.codec.block, group.num_ranks)
         share = range(cuts[group.rank], cuts[group.rank + 1])
         if self.share != share:
             self.share, self.owed = share, self.anchor.new_zeros(len(share), dtype=self.dtype)
@@ -78,39 +80,39 @@ class Parcel:
     def weights(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.named.values()])
 
-    def leave(self) -> None:
+    def send(self) -> None:
         """Send the outer gradient, or send it again."""
         if self.sent is None:
             self.sent = self.weights()
         gradient = self.anchor.to(self.dtype) - self.sent
         if self.rule.codec is None:
             blocks = blocks_by_rank(self.group.num_ranks, self.group.num_ranks)
-            self._trip = TreeReduce(self.group, blocks).start([gradient])
+            self._reduction = TreeReduce(self.group, blocks).start([gradient])
         else:
             assert self.residual is not None and self.owed is not None
             gradient += self.residual
-            self._trip = PackedMean(self.group, self.rule.codec, gradient, self.owed)
+            self._reduction = CompressedMean(self.group, self.rule.codec, gradient, self.owed)
         self._is_folded = False
 
     def fold(self) -> None:
         """Do what follows the first message, unless that is done."""
-        assert self._trip is not None
+        assert self._reduction is not None
         if not self._is_folded:
-            self._trip.fold()
+            self._reduction.fold()
             self._is_folded = True
 
-    def arrive(self) -> None:
-        """Take in the mean, aside."""
+    def receive(self) -> None:
+        """Receive the mean, staged until `apply`."""
         self.fold()
-        assert self._trip is not None
-        self._mean = self._trip.finish().to(self.dtype)
-        if isinstance(self._trip, PackedMean):
-            self._dropped = self._trip.dropped, self._trip.owes
+        assert self._reduction is not None
+        self._mean = self._reduction.finish().to(self.dtype)
+        if isinstance(self._reduction, CompressedMean):
+            self._dropped = self._reduction.residual, self._reduction.mean_residual
         else:
             self._mean.div_(self.group.num_ranks)
-        self._trip = None
+        self._reduction = None
 
-    def move(self, rule: Rule, keep_progress: bool) -> None:
+    def apply(self, rule: OuterConfig, keep_progress: bool) -> None:
         """Move the anchor and the weights by what arrived."""
         mean, self._mean = self._mean, None
         assert mean is not None and self.sent is not None
@@ -130,14 +132,14 @@ class Parcel:
         self.sent = None
 
     def drain(self, deadline: float) -> None:
-        if self._trip is not None:
-            self._trip.drain(deadline)
-            self._trip = None
+        if self._reduction is not None:
+            self._reduction.drain(deadline)
+            self._reduction = None
 
     @property
-    def is_waiting(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether it was sent in a group that is no more."""
-        return self.sent is not None and self._trip is None
+        return self.sent is not None and self._reduction is None
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """Views by parameter."""
@@ -160,191 +162,195 @@ class Parcel:
         return torch.zeros_like(self.anchor, dtype=self.dtype)
 
 
-class Outer:
-    """The outer optimizer of one replica. `bring` and `take` each step, on every rank."""
+class OuterOptimizer:
+    """The outer optimizer of one replica. `exchange` and `commit` each step, on every rank."""
 
-    def __init__(self, rule: Rule, timetable: Timetable):
+    def __init__(self, rule: OuterConfig, timetable: FragmentSchedule):
         self.rule, self.timetable = rule, timetable
-        self.fragments: list[list[Parcel]] = []
-        self._under_way: tuple[int, int] | None = None  # a fragment, and when it was sent
+        self.fragments: list[list[FlatFragment]] = []
+        self._in_flight: tuple[int, int] | None = None  # a fragment, and when it was sent
         self._is_at_anchor = True  # whether weights and anchors are the same
 
     def attach(self, model: nn.Module, group: Group) -> None:
         if self.fragments:
-            for parcel in self._parcels():
-                parcel.settle(group)
+            for fragment_ in self._flat_fragments():
+                fragment_.join_group(group)
             return
-        named = trained(model)
+        named = averaged_parameters(model)
         sizes = [p.nbytes for p in named.values()]
-        for run in deal(sizes, self.timetable.num_fragments):
+        for run in split_fragments(sizes, self.timetable.num_fragments):
             names = list(named)[run.start : run.stop]
             kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
             for name in names:
                 p = named[name]
                 kinds.setdefault((p.dtype, p.device), {})[name] = p
-            self.fragments.append([Parcel(own, self.rule, group) for own in kinds.values()])
+            self.fragments.append([FlatFragment(own, self.rule, group) for own in kinds.values()])
 
     def detach(self) -> None:
-        deadline = draining_ends()
-        for parcel in self._parcels():
-            parcel.drain(deadline)
+        deadline = drain_deadline()
+        for fragment_ in self._flat_fragments():
+            fragment_.drain(deadline)
 
     def send_again(self) -> None:
         """What was under way when the group was left, or the state saved. Every rank calls it."""
-        for parcel in self._parcels() if self.timetable.num_fragments > 1 else ():
-            if parcel.is_waiting:
-                parcel.leave()
+        for fragment_ in self._flat_fragments() if self.timetable.num_fragments > 1 else ():
+            if fragment_.was_interrupted:
+                fragment_.send()
 
     @torch.no_grad()
-    def bring(self, step: int) -> None:
-        """Send, and take in what arrives, aside but for fragments. Every rank must reach this."""
+    def exchange(self, step: int) -> None:
+        """Send, and receive what arrives; staged, but for fragments. Every rank must call it."""
         if self.timetable.num_fragments > 1:
             self._stream(step)
         elif self.timetable.ends_window(step):
-            self._fetch([0])
+            self._exchange([0])
 
     @torch.no_grad()
-    def take(self, step: int) -> None:
-        """Let what was brought count. Nobody talks in it, and it does not fail."""
+    def commit(self, step: int) -> None:
+        """Apply what was exchanged. Never communicates, never fails."""
         if self.timetable.num_fragments == 1 and self.timetable.ends_window(step):
             is_whole = step % self.timetable.local_steps == 0
-            self._move([0], self.rule if is_whole else self._mean_rule, keep_progress=False)
-        self._is_at_anchor = self.timetable.alike(step)
+            self._step([0], self.rule if is_whole else self._mean_rule, keep_progress=False)
+        self._is_at_anchor = self.timetable.are_replicas_equal(step)
 
     @property
-    def _mean_rule(self) -> Rule:
+    def _mean_rule(self) -> OuterConfig:
         """A window that the end cuts short is no gradient for the momentum: take the mean."""
         return self.rule._replace(rate=1.0, momentum=0.0)
 
     def _stream(self, step: int) -> None:
         is_last, leaving = step == self.timetable.num_steps, self.timetable.sent(step)
-        if self._under_way is not None:
-            number, at = self._under_way
+        if self._in_flight is not None:
+            number, at = self._in_flight
             if is_last or step - at >= self.timetable.delay:
-                self._arrive([number])
-                self._move([number], self.rule, keep_progress=True)
-                self._under_way = None
+                self._receive([number])
+                self._step([number], self.rule, keep_progress=True)
+                self._in_flight = None
             elif step - at >= max(1, self.timetable.delay // 2):
-                for parcel in self.fragments[number]:
-                    parcel.fold()
+                for fragment_ in self.fragments[number]:
+                    fragment_.fold()
         if is_last:
             short = [n for n in range(len(self.fragments)) if n != leaving]
-            self._fetch(short)
-            self._move(short, self._mean_rule, keep_progress=False)
+            self._exchange(short)
+            self._step(short, self._mean_rule, keep_progress=False)
         if leaving is None:
             return
         if is_last:
-            self._fetch([leaving])
-            self._move([leaving], self.rule, keep_progress=False)
+            self._exchange([leaving])
+            self._step([leaving], self.rule, keep_progress=False)
             return
-        for parcel in self.fragments[leaving]:
-            parcel.leave()
-        self._under_way = leaving, step
+        for fragment_ in self.fragments[leaving]:
+            fragment_.send()
+        self._in_flight = leaving, step
 
     def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
         """The anchors and their momentum, each as it is kept, with names."""
         return [
             (part, ("outer", kind, name))
-            for parcel in self._parcels()
-            for kind, flat in (("anchor", parcel.anchor), ("momentum", parcel.momentum))
+            for fragment_ in self._flat_fragments()
+            for kind, flat in (("anchor", fragment_.anchor), ("momentum", fragment_.momentum))
             if flat is not None
-            for name, part in parcel.parts(flat).items()
+            for name, part in fragment_.parts(flat).items()
         ]
 
     def shared_state(self) -> dict[str, list[Slice]]:
         """What all replicas hold alike: the anchor, in the weights' place, and the momentum."""
         found: dict[str, list[Slice]] = {}
-        for parcel in self._parcels():
-            for kind, flat in (("model.", parcel.anchor), (MOMENTUM, parcel.momentum)):
+        for fragment_ in self._flat_fragments():
+            for kind, flat in (("model.", fragment_.anchor), (MOMENTUM, fragment_.momentum)):
                 if flat is not None:
-                    found |= {kind + n: [whole(part)] for n, part in parcel.parts(flat).items()}
+                    found |= {
+                        kind + n: [whole_slice(part)] for n, part in fragment_.parts(flat).items()
+                    }
         return found
 
     def state_dict(self, of_own: str) -> dict[str, list[Slice]]:
         """By name; what is the replica's own has `of_own` before it. Anchors that are the weights
         are left out."""
         found: dict[str, list[Slice]] = {}
-        for parcel in self._parcels():
-            kinds = {MOMENTUM: parcel.momentum, of_own + RESIDUAL: parcel.residual}
-            kinds |= {ANCHOR: None if self._is_at_anchor else parcel.anchor}
-            kinds |= {of_own + SENT: parcel.sent}
+        for fragment_ in self._flat_fragments():
+            kinds = {MOMENTUM: fragment_.momentum, of_own + RESIDUAL: fragment_.residual}
+            kinds |= {ANCHOR: None if self._is_at_anchor else fragment_.anchor}
+            kinds |= {of_own + SENT: fragment_.sent}
             for kind, flat in kinds.items():
                 if flat is not None:
-                    found |= {kind + n: [whole(part)] for n, part in parcel.parts(flat).items()}
-            if parcel.owed is not None:
-                found |= {OWED + name: places for name, places in parcel.owed_parts()}
+                    found |= {
+                        kind + n: [whole_slice(part)] for n, part in fragment_.parts(flat).items()
+                    }
+            if fragment_.owed is not None:
+                found |= {OWED + name: places for name, places in fragment_.owed_parts()}
         return found
 
     @torch.no_grad()
-    def load_state_dict(self, own: Source, mean: Source, step: int) -> bool:
+    def load_state_dict(self, own: StateSource, mean: StateSource, step: int) -> bool:
         """Take over the state after `step`: `own` is this replica's if there are as many as there
         were, `mean` that over all. What is missing starts as in a new run. Whether the anchor is
         of before the step."""
         self.detach()
         self._is_at_anchor, has_anchor = True, False
-        for parcel in self._parcels():
-            parcel.sent = None
-            for name, part in parcel.parts(parcel.anchor).items():
+        for fragment_ in self._flat_fragments():
+            fragment_.sent = None
+            for name, part in fragment_.parts(fragment_.anchor).items():
                 is_kept = ANCHOR + name in own
                 has_anchor |= is_kept
                 source, kind = (own, ANCHOR) if is_kept else (mean, "model.")
-                source.fill(kind + name, [whole(part)])
-            self._is_at_anchor &= torch.equal(parcel.anchor, parcel.weights())
-            for kind, flat in ((MOMENTUM, parcel.momentum), (RESIDUAL, parcel.residual)):
+                source.fill(kind + name, [whole_slice(part)])
+            self._is_at_anchor &= torch.equal(fragment_.anchor, fragment_.weights())
+            for kind, flat in ((MOMENTUM, fragment_.momentum), (RESIDUAL, fragment_.residual)):
                 if flat is not None:
                     flat.zero_()
-                    for name, part in parcel.parts(flat).items():
-                        _fill(own, kind + name, [whole(part)])
-            if parcel.owed is not None:
-                parcel.owed.zero_()
-                for name, places in parcel.owed_parts():
+                    for name, part in fragment_.parts(flat).items():
+                        _fill(own, kind + name, [whole_slice(part)])
+            if fragment_.owed is not None:
+                fragment_.owed.zero_()
+                for name, places in fragment_.owed_parts():
                     _fill(own, OWED + name, places)
-        self._under_way = self.timetable.under_way(step)
-        if self._under_way is not None:
-            self._take_sent(own, self.fragments[self._under_way[0]])
+        self._in_flight = self.timetable.in_flight(step)
+        if self._in_flight is not None:
+            self._load_sent(own, self.fragments[self._in_flight[0]])
         return has_anchor
 
-    def _take_sent(self, own: Source, fragment: list[Parcel]) -> None:
+    def _load_sent(self, own: StateSource, fragment: list[FlatFragment]) -> None:
         """If it is the fragment that was under way; else it is sent when its next window ends."""
-        names = [name for parcel in fragment for name in parcel.named]
+        names = [name for fragment_ in fragment for name in fragment_.named]
         if not all(SENT + name in own for name in names):
-            self._under_way = None
+            self._in_flight = None
             return
-        for parcel in fragment:
-            parcel.sent = parcel.anchor.clone()
-            for name, part in parcel.parts(parcel.sent).items():
-                own.fill(SENT + name, [whole(part)])
+        for fragment_ in fragment:
+            fragment_.sent = fragment_.anchor.clone()
+            for name, part in fragment_.parts(fragment_.sent).items():
+                own.fill(SENT + name, [whole_slice(part)])
 
-    def _fetch(self, numbers: list[int]) -> None:
+    def _exchange(self, numbers: list[int]) -> None:
         """Send and wait."""
         for number in numbers:
-            for parcel in self.fragments[number]:
-                parcel.leave()
-        self._arrive(numbers)
+            for fragment_ in self.fragments[number]:
+                fragment_.send()
+        self._receive(numbers)
 
-    def _arrive(self, numbers: list[int]) -> None:
-        parcels = [parcel for number in numbers for parcel in self.fragments[number]]
-        for parcel in parcels:
-            parcel.fold()
-        for parcel in parcels:
-            parcel.arrive()
+    def _receive(self, numbers: list[int]) -> None:
+        flat_fragments = [fragment_ for number in numbers for fragment_ in self.fragments[number]]
+        for fragment_ in flat_fragments:
+            fragment_.fold()
+        for fragment_ in flat_fragments:
+            fragment_.receive()
 
-    def _move(self, numbers: list[int], rule: Rule, keep_progress: bool) -> None:
+    def _step(self, numbers: list[int], rule: OuterConfig, keep_progress: bool) -> None:
         """Without progress to keep, the weights are the anchor afterwards."""
         for number in numbers:
-            for parcel in self.fragments[number]:
-                parcel.move(rule, keep_progress)
+            for fragment_ in self.fragments[number]:
+                fragment_.apply(rule, keep_progress)
 
-    def _parcels(self) -> Iterator[Parcel]:
-        return (parcel for fragment in self.fragments for parcel in fragment)
+    def _flat_fragments(self) -> Iterator[FlatFragment]:
+        return (fragment_ for fragment in self.fragments for fragment_ in fragment)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What replicas train apart and bring together, in the model's order."""
+def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that replicas train apart and average, in the model's order."""
     named = model.named_parameters()
     return {n: p for n, p in named if p.requires_grad and p.is_floating_point()}
 
 
-def _fill(source: Source, name: str, places: list[Slice]) -> None:
+def _fill(source: StateSource, name: str, places: list[Slice]) -> None:
     if name in source:
         source.fill(name, places)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from shoal.parallel.layout import Slice
-from shoal.sync.state import Source
+from shoal.sync.state import StateSource
 
 REPLICAS = "replicas"  # how many there are, among what is plain
 _OWN = re.compile(r"replica\.[0-9]+\.")
 
 
-def of_replica(name: str, number: int) -> str:
+def replica_name(name: str, number: int) -> str:
     return f"replica.{number}.{name}"
 
 
@@ -27,10 +27,10 @@ def shared_name(name: str) -> str:
     return name[own.end() :] if own else name
 
 
-class Merged:
+class MergedReplicas:
     """A source in which each tensor exists once: replica `own`'s, or the mean over all."""
 
-    def __init__(self, source: Source, own: int | None = None):
+    def __init__(self, source: StateSource, own: int | None = None):
         self._source, self._own, self.plain = source, own, source.plain
         self._num_replicas = int(source.plain.get(REPLICAS, 0))
 
@@ -49,7 +49,7 @@ class Merged:
             return
         sums = [place.tensor.double() for place in places]
         for number in range(1, self._num_replicas):
-            self._source.fill(of_replica(name, number), places)
+            self._source.fill(replica_name(name, number), places)
             for sum_, place in zip(sums, places):
                 sum_.add_(place.tensor)
         for sum_, place in zip(sums, places):
@@ -59,7 +59,7 @@ class Merged:
         """Under which name a tensor is found, the first replica's if each has its own."""
         if not self._num_replicas or name in self._source:
             return name
-        return of_replica(name, self._own or 0)
+        return replica_name(name, self._own or 0)
 
 
 def _can_average(places: Sequence[Slice]) -> bool:

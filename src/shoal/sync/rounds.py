@@ -1,10 +1,10 @@
-"""The half of a strategy that all share: a rank's rounds, its state, and the end of a step.
+"""What all strategies share: a rank's rounds, its state, and the end of a step.
 
 A global batch is cut into pieces; `round_size` of them pass through a pipeline together and count
 as one term of the gradient's sum, and without a pipeline a round is a piece. Each replica takes a
 run of neighbouring rounds, and agrees with the others on losses and buffers. A step is made as a
-whole or not at all. How gradients agree, and what the optimizer steps on, is each strategy's own;
-every one of them makes a `Held` in `attach`.
+whole or not at all. Each strategy has its own way to sum gradients and its own parts to step on;
+every one of them makes an `AttachedModel` in `attach`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.board import Board, open_board
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
+from shoal.comm.shared_all_gather import SharedAllGather, open_shared_all_gather
 from shoal.comm.tree import Block, blocks_of
 from shoal.data.split import shares
 from shoal.numerics.norms import scale_all
 from shoal.numerics.optimizers import stepper
 from shoal.parallel.fsdp import held_parameters
-from shoal.parallel.layout import Holding
+from shoal.parallel.layout import LocalLayout
 from shoal.sync.buffers import BufferMeans
-from shoal.sync.replicas import Merged
-from shoal.sync.state import HeldState, Run, Source, Stepped
-from shoal.sync.strategy import Agreed, Tally
-from shoal.sync.tail import Tail, tail_lengths
+from shoal.sync.replicas import MergedReplicas
+from shoal.sync.state import OptimizedPart, ParameterRun, StateSource, TrainState
+from shoal.sync.step_metadata import StepMetadata, metadata_lengths
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 
 def blocks_by_rank(
@@ -41,7 +41,7 @@ def most_rounds(num_rounds: int, num_ranks: int) -> int:
     return -(-num_rounds // num_ranks)
 
 
-class Rounds:
+class ReplicaRounds:
     def __init__(self, model: nn.Module, mesh: Mesh, num_pieces: int, round_size: int):
         self.mesh, self.num_pieces, self.size = mesh, num_pieces, round_size
         self.num_rounds = num_pieces // round_size
@@ -50,14 +50,16 @@ class Rounds:
         self.pieces = range(self.own.start * round_size, self.own.stop * round_size)
         tree = self.tree(round_size) if mesh.data.num_ranks > 1 else None
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
-        self.board: Board | None = None  # on which the ranks agree, if they were given one
+        self.board: SharedAllGather | None = (
+            None  # on which the ranks agree, if they were given one
+        )
 
-    def meet_at_board(self, num_parameters: int) -> None:
+    def agree_in_memory(self, num_parameters: int) -> None:
         """Agree in memory from now on if all ranks are of one host. Every rank must reach this."""
-        lengths = tail_lengths(
+        lengths = metadata_lengths(
             self.num_pieces, self.mesh.num_ranks, num_parameters, len(self.buffers)
         )
-        self.board = open_board(self.mesh.data, sum(map(sum, lengths)))
+        self.board = open_shared_all_gather(self.mesh.data, sum(map(sum, lengths)))
 
     def tree(self, num_terms: int = 1) -> TreeReduce:
         """The sum over the rounds of all, or over `num_terms` of each."""
@@ -67,34 +69,34 @@ class Rounds:
 
     def agree(
         self,
-        tally: Tally,
+        local: LocalStep,
         touched: list[bool],
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[Agreed, list[bool]]:
+    ) -> tuple[GlobalStep, list[bool]]:
         """Losses, requests and buffers of all, and the parameters that any piece touched.
 
         `meanwhile` is done while the message is under way. Every rank must reach this.
         """
         counts = self.num_pieces, len(touched), len(self.buffers)
-        tail = Tail(self.mesh, *counts, self.board)
-        tail.fill(self.pieces, tally, touched, self.buffers.num_changes)
-        arrival = tail.start(self.device)
+        metadata = StepMetadata(self.mesh, *counts, self.board)
+        metadata.fill(self.pieces, local, touched, self.buffers.num_changes)
+        arrival = metadata.start(self.device)
         meanwhile()
         arrival.wait()
-        agreed, touched, num_changes = tail.read()
+        agreed, touched, num_changes = metadata.read()
         self.buffers.agree(num_changes, self.device)
         return agreed, touched
 
-    def agree_alone(self, tally: Tally) -> Agreed:
+    def agree_locally(self, local: LocalStep) -> GlobalStep:
         """The same in a world of one."""
-        sums, weights = tally.numbers()
+        sums, weights = local.sums_and_weights()
         self.buffers.agree(self.buffers.num_changes, self.device)
-        weight, busy_s = sum(weights), [tally.busy_s]
-        flags, known = (tally.asked, tally.is_mean), (tally.mark, tally.num_samples)
-        return Agreed(sums, weights, weight, None, busy_s, *flags, *known)
+        weight, busy_s = sum(weights), [local.busy_s]
+        flags, known = (local.asked, local.is_mean), (local.mark, local.num_samples)
+        return GlobalStep(sums, weights, weight, None, busy_s, *flags, *known)
 
 
-class Held:
+class AttachedModel:
     """A model and its optimizer as this rank holds them, from one `attach` to the next."""
 
     def __init__(
@@ -102,16 +104,16 @@ class Held:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding,
+        holding: LocalLayout,
         num_pieces: int,
         round_size: int,
     ):
         self.model, self.optimizer, self.mesh, self.holding = model, optimizer, mesh, holding
-        self.rounds = Rounds(model, mesh, num_pieces, round_size)
+        self.rounds = ReplicaRounds(model, mesh, num_pieces, round_size)
         self.step = stepper(optimizer)
         # What the optimizer steps on; a strategy that shards puts its parts here.
-        self.runs: Mapping[Tensor, Stepped] = {
-            p: Run(n, p.shape) for n, p in model.named_parameters()
+        self.runs: Mapping[Tensor, OptimizedPart] = {
+            p: ParameterRun(n, p.shape) for n, p in model.named_parameters()
         }
 
     def update(
@@ -130,7 +132,7 @@ class Held:
         if check or scale != 1.0:
             finite = scale_all([g for g in gradients if g.numel()], scale, check)
         if check and not alike:
-            finite = not any(row[0] for row in self.mesh.world.gather_numbers([not finite]))
+            finite = not any(row[0] for row in self.mesh.world.all_gather_numbers([not finite]))
         if not finite:
             self.rounds.buffers.restore()
             return False
@@ -138,20 +140,20 @@ class Held:
         self.rounds.buffers.commit()
         return True
 
-    def state(self) -> HeldState:
+    def state(self) -> TrainState:
         """Of now: a forward may put another tensor in a buffer's place."""
         tensors = held_parameters(self.model) | dict(self.model.named_buffers())
-        return HeldState(tensors, self.optimizer, self.runs, self.holding)
+        return TrainState(tensors, self.optimizer, self.runs, self.holding)
 
-    def load_state_dict(self, source: Source) -> None:
-        self.state().load_state_dict(Merged(source))
+    def load_state_dict(self, source: StateSource) -> None:
+        self.state().load_state_dict(MergedReplicas(source))
         self.rounds.buffers.hold()
 
 
-class Around:
+class RoundContext:
     """The context around a round: a piece, or those of a pipeline, which minds its own buffers."""
 
-    def __init__(self, rounds: Rounds, end: Callable[[bool], None]):
+    def __init__(self, rounds: ReplicaRounds, end: Callable[[bool], None]):
         self._buffers, self._is_piece, self._end = rounds.buffers, rounds.size == 1, end
         self.last = False
 

@@ -2,7 +2,7 @@
 
 Parameters live in flat buffers (`parallel/zero.py`). A bucket of gradients leaves as soon as it is
 full; each rank receives its shard of it from all, adds them in the tree's order and forgets the
-rest. The small message that tells losses is the vote: nobody steps before every rank holds its
+rest. The small message with the losses is the vote: no rank steps before every rank holds its
 summed shard. Then each steps on its own elements, and the parameters go round.
 
 `zero=1` adds up a rank's pieces before they are sent, so with accumulation it holds a whole
@@ -23,40 +23,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import Bucket, Buckets, make_bucket
+from shoal.comm.buckets import GradientBucket, GradientBuckets, make_bucket
 from shoal.comm.mesh import Mesh
-from shoal.comm.reduce import Scatter, TreeReduce
+from shoal.comm.reduce import ReduceScatter, TreeReduce
 from shoal.comm.tree import PieceSum
 from shoal.numerics.norms import num_blocks
-from shoal.numerics.optimizers import Part, is_element_wise, swap_parameters
+from shoal.numerics.optimizers import ParameterPart, is_element_wise, swap_parameters
 from shoal.parallel import zero
-from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of_run
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of_run
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import Around, Held, Rounds, blocks_by_rank, most_rounds
-from shoal.sync.state import Run, Source, State
-from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.rounds import (
+    AttachedModel,
+    ReplicaRounds,
+    RoundContext,
+    blocks_by_rank,
+    most_rounds,
+)
+from shoal.sync.state import ParameterRun, ShardedState, StateSource
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 
-class Sending(NamedTuple):
+class ScatterSchedule(NamedTuple):
     """When gradients leave, and what is added up before that and after."""
 
     tree: TreeReduce
     before: PieceSum | None  # of rounds; None if each leaves by itself
     after: PieceSum  # of shards, one for each time that gradients were sent
-    num_late: int  # how often of these in the exchange, when the rank's rounds are over
+    num_remaining: int  # how often of these in the exchange, when the rank's rounds are over
 
     @classmethod
-    def once(cls, rounds: Rounds) -> "Sending":
+    def once(cls, rounds: ReplicaRounds) -> "ScatterSchedule":
         """`zero=1`: a rank's rounds together."""
-        return cls(rounds.tree(), PieceSum(rounds.own), PieceSum(range(1)), num_late=1)
+        return cls(rounds.tree(), PieceSum(rounds.own), PieceSum(range(1)), num_remaining=1)
 
     @classmethod
-    def each_round(cls, rounds: Rounds) -> "Sending":
+    def each_round(cls, rounds: ReplicaRounds) -> "ScatterSchedule":
         """`zero=2`; as often as the rank with most rounds, since every rank takes part."""
         data = rounds.mesh.data
         tree = TreeReduce(data, blocks_by_rank(data.num_ranks, data.num_ranks))
         most = most_rounds(rounds.num_rounds, data.num_ranks)
-        return cls(tree, None, PieceSum(range(most)), num_late=most - len(rounds.own))
+        return cls(tree, None, PieceSum(range(most)), num_remaining=most - len(rounds.own))
 
 
 class Sharded:
@@ -65,38 +71,43 @@ class Sharded:
 
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
-        self._sending_of = Sending.each_round if scatter_each else Sending.once
-        self.shelves: list[zero.Shelf] = []
-        self.shards: list[Tensor] = []  # of the summed gradient, by shelf
+        self._schedule_of = ScatterSchedule.each_round if scatter_each else ScatterSchedule.once
+        self.flat_buffers: list[zero.FlatBuffer] = []
+        self.shards: list[Tensor] = []  # of the summed gradient, by flat buffer
 
     def attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding = WHOLE,
+        holding: LocalLayout = WHOLE,
     ) -> None:
-        self.held = Held(model, optimizer, mesh, holding, self.num_pieces, self.round_size)
-        self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
+        self.attached = AttachedModel(
+            model, optimizer, mesh, holding, self.num_pieces, self.round_size
+        )
+        self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
         self.group = mesh.data
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self.named]
-        if not self.shelves:  # else they stand since an earlier attach, in the same seat
-            self._put_on_shelves()
+        if not self.flat_buffers:  # else they stand since an earlier attach, in the same seat
+            self._flatten_parameters()
             self._swap_optimizer()
-        self.held.runs = {
-            stepped: Run(self.named[s.parameter][0], self.named[s.parameter][1].shape, s.start)
+        self.attached.runs = {
+            stepped: ParameterRun(
+                self.named[s.parameter][0], self.named[s.parameter][1].shape, s.start
+            )
             for s, stepped in self._stepped.items()
         }
-        self.sending = self._sending_of(self.rounds)
-        rows, spares = self.sending.tree.num_rows, self.sending.tree.spares
+        self.schedule = self._schedule_of(self.rounds)
+        rows, spares = self.schedule.tree.num_rows, self.schedule.tree.buffers
         made = [
-            make_bucket(s.indices, self.parameters, rows, spares, s.starts) for s in self.shelves
+            make_bucket(s.indices, self.parameters, rows, spares, s.starts)
+            for s in self.flat_buffers
         ]
-        self.buckets = Buckets(self.parameters, made, rows, self._send, kept=False)
+        self.buckets = GradientBuckets(self.parameters, made, rows, self._send, kept=False)
         self._counted = [s for s in self._stepped if holding.counts(self.named[s.parameter][0])]
         self._norm = SharedNorm(mesh.world, sum(num_blocks(s.length) for s in self._counted))
-        self._around = Around(self.rounds, self._end_round)
+        self._around = RoundContext(self.rounds, self._end_round)
 
     def detach(self) -> None:
         self.buffers.restore()
@@ -105,102 +116,104 @@ class Sharded:
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
             self._forget()
-        if last or self.sending.before is None:
-            self.buckets.arm(self.sending.before, early=self.round_size == 1)
+        if last or self.schedule.before is None:
+            self.buckets.arm(self.schedule.before, early=self.round_size == 1)
         self._around.last = last
         return self._around
 
-    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        tally.busy_s -= self._scattering_s
-        for _ in range(self.sending.num_late):
+    def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        local.busy_s -= self._scattering_s
+        for _ in range(self.schedule.num_remaining):
             self._scatter()
-        shards, *others = self.sending.after.rows
+        shards, *others = self.schedule.after.rows
         for row in others:
             torch._foreach_add_(shards, row)  # type: ignore[arg-type]
         self.shards = [shard for shard in shards if shard is not None]
-        agreed, self.touched = self.rounds.agree(tally, self._touched)
+        agreed, self.touched = self.rounds.agree(local, self._touched)
         if not want_norm:
             return agreed
         return agreed._replace(norm=self._norm.of(map(self._gradient, self._counted)))
 
     def update(self, scale: float, check: bool = True) -> bool:
-        return self.held.update(self.shards, scale, check, self._step)
+        return self.attached.update(self.shards, scale, check, self._step)
 
     def gradients(self) -> dict[str, list[Slice]]:
         found: dict[str, list[Slice]] = {}
         for s in self._stepped:
             if self.touched[s.parameter]:
                 name, p = self.named[s.parameter]
-                gradient, holding = self._gradient(s), self.held.holding
+                gradient, holding = self._gradient(s), self.attached.holding
                 parts = slices_of_run(name, p.shape, s.start, gradient, holding)
                 found.setdefault(name, []).extend(parts)
         return found
 
-    def state_dict(self, served: bool = True) -> State:
-        return self.held.state().state_dict()
+    def state_dict(self, served: bool = True) -> ShardedState:
+        return self.attached.state().state_dict()
 
-    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
-        self.held.load_state_dict(source)
+    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
+        self.attached.load_state_dict(source)
 
-    def _put_on_shelves(self) -> None:
+    def _flatten_parameters(self) -> None:
         """Move the parameters into flat buffers."""
         sizes = [(p.numel(), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
-        may_cut = is_element_wise(self.held.optimizer)
-        self.shelves = zero.shelve(sizes, self.group.num_ranks, may_cut)
-        self._flat = [_moved_together(shelf, self.parameters) for shelf in self.shelves]
-        self._shelf_of = {i: k for k, shelf in enumerate(self.shelves) for i in shelf.indices}
+        may_cut = is_element_wise(self.attached.optimizer)
+        self.flat_buffers = zero.lay_out_buffers(sizes, self.group.num_ranks, may_cut)
+        self._flat = [_flatten(flat_buffer, self.parameters) for flat_buffer in self.flat_buffers]
+        self._buffer_of = {
+            i: k for k, flat_buffer in enumerate(self.flat_buffers) for i in flat_buffer.indices
+        }
 
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this rank's segments instead of the parameters."""
-        self._stepped: dict[zero.Segment, nn.Parameter] = {}
-        parts: dict[nn.Parameter, list[Part]] = {p: [] for p in self.parameters}
-        for shelf, flat in zip(self.shelves, self._flat, strict=True):
-            for s in shelf.segments(self.group.rank):
+        self._stepped: dict[zero.FlatSegment, nn.Parameter] = {}
+        parts: dict[nn.Parameter, list[ParameterPart]] = {p: [] for p in self.parameters}
+        for flat_buffer, flat in zip(self.flat_buffers, self._flat, strict=True):
+            for s in flat_buffer.segments(self.group.rank):
                 p = self.parameters[s.parameter]
                 if s.length == p.numel():
-                    parts[p].append(Part(p, lambda tensor: tensor))
+                    parts[p].append(ParameterPart(p, lambda tensor: tensor))
                 else:
                     run = nn.Parameter(flat[s.place : s.place + s.length])
-                    parts[p].append(Part(run, partial(_run_of, s)))
+                    parts[p].append(ParameterPart(run, partial(_run_of, s)))
                 self._stepped[s] = parts[p][-1].parameter
-        swap_parameters(self.held.optimizer, parts.get)
+        swap_parameters(self.attached.optimizer, parts.get)
 
     def _forget(self) -> None:
         for p in [*self.parameters, *self._stepped.values()]:
             p.grad = None
         for shard in self.shards:
-            self.sending.tree.spares.give(shard)
+            self.schedule.tree.buffers.give(shard)
         self.shards = []
         self._touched = [False] * len(self.parameters)  # by this rank's pieces
         self._scattering_s = 0.0  # between rounds: others were waited for
         self.buckets.begin()
-        if self.sending.before is not None:
-            self.sending.before.begin()
-        self.sending.after.begin()
+        if self.schedule.before is not None:
+            self.schedule.before.begin()
+        self.schedule.after.begin()
         self.buffers.begin()
 
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed."""
-        if self.sending.before is None:
+        if self.schedule.before is None:
             began = perf_counter()
             self._scatter()
             self._scattering_s += perf_counter() - began
         elif not last:
-            self.sending.before.push([p.grad for p in self.parameters])
+            self.schedule.before.push([p.grad for p in self.parameters])
             for p in self.parameters:
                 p.grad = None
 
-    def _send(self, bucket: Bucket) -> Scatter:
-        shelf, tree = self.shelves[len(self.buckets.sent)], self.sending.tree
-        shard = tree.spares.take(shelf.shards[self.group.rank], bucket.rows[0])
-        return Scatter(tree, bucket.rows, shelf.cuts, shard)
+    def _send(self, bucket: GradientBucket) -> ReduceScatter:
+        flat_buffer, tree = self.flat_buffers[len(self.buckets.sent)], self.schedule.tree
+        shard = tree.buffers.take(flat_buffer.shards[self.group.rank], bucket.rows[0])
+        return ReduceScatter(tree, bucket.rows, flat_buffer.cuts, shard)
 
     def _scatter(self) -> None:
         """Send what is left and add up this rank's shard of every bucket."""
         self.buckets.send_rest()
         self.buckets.fold_rest()
         self._touched = [a or b for a, b in zip(self._touched, self.buckets.touched, strict=True)]
-        self.sending.after.push([scatter.sum for scatter in self.buckets.sent])
+        self.schedule.after.push([scatter.sum for scatter in self.buckets.sent])
         self.buckets.begin()
 
     def _step(self) -> None:
@@ -208,30 +221,30 @@ class Sharded:
         for s, stepped in self._stepped.items():
             used = self.touched[s.parameter]
             stepped.grad = self._gradient(s).view(stepped.shape) if used else None
-        self.held.step()
+        self.attached.step()
         arrivals = [
-            self.group.gather_shards(flat.split(shelf.shards))
-            for shelf, flat in zip(self.shelves, self._flat, strict=True)
+            self.group.all_gather_shards(flat.split(flat_buffer.shards))
+            for flat_buffer, flat in zip(self.flat_buffers, self._flat, strict=True)
         ]
         for arrival in arrivals:
             arrival.wait()
 
-    def _gradient(self, segment: zero.Segment) -> Tensor:
-        k = self._shelf_of[segment.parameter]
-        start = segment.place - self.shelves[k].cuts[self.group.rank]
+    def _gradient(self, segment: zero.FlatSegment) -> Tensor:
+        k = self._buffer_of[segment.parameter]
+        start = segment.place - self.flat_buffers[k].cuts[self.group.rank]
         return self.shards[k][start : start + segment.length]
 
 
-def _moved_together(shelf: zero.Shelf, parameters: Sequence[nn.Parameter]) -> Tensor:
+def _flatten(flat_buffer: zero.FlatBuffer, parameters: Sequence[nn.Parameter]) -> Tensor:
     """A new flat buffer in which these parameters stand from now on."""
-    first = parameters[shelf.indices[0]]
-    flat = torch.zeros(shelf.starts[-1], dtype=first.dtype, device=first.device)
-    for i, start in zip(shelf.indices, shelf.starts, strict=False):
+    first = parameters[flat_buffer.indices[0]]
+    flat = torch.zeros(flat_buffer.starts[-1], dtype=first.dtype, device=first.device)
+    for i, start in zip(flat_buffer.indices, flat_buffer.starts, strict=False):
         view = flat[start : start + parameters[i].numel()].view(parameters[i].shape)
         view.copy_(parameters[i].detach())
         parameters[i].data = view
     return flat
 
 
-def _run_of(segment: zero.Segment, tensor: Tensor) -> Tensor:
+def _run_of(segment: zero.FlatSegment, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[segment.start : segment.stop]

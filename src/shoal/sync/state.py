@@ -21,25 +21,25 @@ from shoal.errors import RecipeError, UsageError
 from shoal.numerics.optimizers import kind_of
 from shoal.parallel.layout import (
     WHOLE,
-    Holding,
+    LocalLayout,
     Slice,
-    fill_from,
+    copy_slices,
     slices_of,
     slices_of_run,
-    whole,
+    whole_slice,
 )
-from shoal.sync.touched import Expanded, compacted, lazy_tables
+from shoal.sync.lazy_tables import ExpandedSource, compact_tables, lazy_table_names
 
 
-class State(NamedTuple):
+class ShardedState(NamedTuple):
     """What a rank holds: parts of logical tensors, and what is plain, by name."""
 
     tensors: dict[str, list[Slice]]
     plain: dict[str, Any]
-    copied: frozenset[str] = frozenset()  # tensors that nobody will change
+    copied: frozenset[str] = frozenset()  # tensors that stay unchanged
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """A state to take over: a peer's, or a checkpoint's."""
 
     @property
@@ -54,42 +54,42 @@ class Source(Protocol):
         ...
 
 
-def read_whole(source: Source, name: str) -> Tensor:
+def read_whole(source: StateSource, name: str) -> Tensor:
     """All of one logical tensor."""
     made = torch.empty(source.shape(name), dtype=source.dtype(name))
-    source.fill(name, [whole(made)])
+    source.fill(name, [whole_slice(made)])
     return made
 
 
-class Run(NamedTuple):
+class ParameterRun(NamedTuple):
     """What the optimizer steps on: elements of a held parameter, from `start`."""
 
     name: str
     shape: torch.Size  # of the held parameter
     start: int = 0
 
-    def parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+    def parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
         """A tensor of the same elements as parts of the logical one; views of it."""
         if tensor.numel() == self.shape.numel():
             return slices_of(self.name, tensor.view(self.shape), holding)
         return slices_of_run(self.name, self.shape, self.start, tensor, holding)
 
-    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]:
+    def row_parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
         """A tensor with one number for each row: optimizers that keep such step on whole ones."""
-        return [whole(tensor)]
+        return [whole_slice(tensor)]
 
 
-class Stepped(Protocol):
+class OptimizedPart(Protocol):
     """What an optimizer steps on, in the place of a parameter or of a part of it."""
 
     @property
     def name(self) -> str: ...
 
-    def parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
-    def row_parts(self, tensor: Tensor, holding: Holding) -> list[Slice]: ...
+    def parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]: ...
+    def row_parts(self, tensor: Tensor, holding: LocalLayout) -> list[Slice]: ...
 
 
-class HeldState:
+class TrainState:
     """The state of a model and an optimizer, as one rank holds them.
 
     `tensors` are its parameters and buffers; `runs` says of each tensor that the optimizer steps
@@ -100,12 +100,12 @@ class HeldState:
         self,
         tensors: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        runs: Mapping[Tensor, Stepped],
-        holding: Holding = WHOLE,
+        runs: Mapping[Tensor, OptimizedPart],
+        holding: LocalLayout = WHOLE,
     ):
         self.tensors, self.optimizer, self.runs, self.holding = tensors, optimizer, runs, holding
 
-    def state_dict(self, with_runs: bool = False) -> State:
+    def state_dict(self, with_runs: bool = False) -> ShardedState:
         """If `with_runs`, what the optimizer steps on is the model's too."""
         tensors = {
             f"model.{name}": slices_of(name, tensor, self.holding)
@@ -126,14 +126,14 @@ class HeldState:
         ]
         plain[GROUPS] = self._put(groups, GROUPS, tensors, None)
         held = {name: parts for name, parts in tensors.items() if parts}
-        tables = [t for t in lazy_tables(self.runs) if f"model.{t}" in held]
-        found, copied = compacted(held, tables) if tables else (held, frozenset())
-        return State(found, plain, copied)
+        tables = [t for t in lazy_table_names(self.runs) if f"model.{t}" in held]
+        found, copied = compact_tables(held, tables) if tables else (held, frozenset())
+        return ShardedState(found, plain, copied)
 
     @torch.no_grad()
-    def load_state_dict(self, source: Source) -> None:
+    def load_state_dict(self, source: StateSource) -> None:
         """Take over the state of a job of the same recipe."""
-        source = Expanded(source, lazy_tables(self.runs))
+        source = ExpandedSource(source, lazy_table_names(self.runs))
         for name, tensor in self.tensors.items():
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.optimizer.state.clear()
@@ -143,7 +143,7 @@ class HeldState:
                 self.optimizer.state[p] = self._take(source.plain[path], path, source, p)
         self.load_groups(source)
 
-    def load_groups(self, source: Source) -> None:
+    def load_groups(self, source: StateSource) -> None:
         """Take over the optimizer's settings: rates, decay, betas, also if a hook changed them."""
         groups = self._take(source.plain[GROUPS], GROUPS, source, None)
         self._refuse_another(source.plain[KIND], len(groups))
@@ -164,7 +164,7 @@ class HeldState:
             # What is sparse is not cut as a parameter is; no checkpoint holds it.
             dense = value.layout == torch.strided
             alike = p is not None and dense and value.dim() and value.shape == p.shape
-            kind, parts = TENSOR, [whole(value)]
+            kind, parts = TENSOR, [whole_slice(value)]
             if p is not None and alike:
                 kind, parts = ALIKE, self.runs[p].parts(value, self.holding)
             elif p is not None and dense and _is_by_row(value, p):
@@ -186,7 +186,7 @@ class HeldState:
             "text, and lists, tuples and dicts of them."
         )
 
-    def _take(self, value: Any, path: str, source: Source, p: Tensor | None) -> Any:
+    def _take(self, value: Any, path: str, source: StateSource, p: Tensor | None) -> Any:
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
@@ -211,10 +211,10 @@ class HeldState:
         return tuple(parts) if kind == TUPLE else parts
 
 
-class Given:
+class MemorySource:
     """A state as a source; that of a peer has the very parts that are wanted."""
 
-    def __init__(self, state: State):
+    def __init__(self, state: ShardedState):
         self._tensors, self.plain = state.tensors, state.plain
 
     def __contains__(self, name: str) -> bool:
@@ -233,11 +233,11 @@ class Given:
             same = known.get((place.offset, place.tensor.shape))
             if same is not None:
                 place.tensor.copy_(same)
-            elif fill_from(parts, place):
+            elif copy_slices(parts, place):
                 raise KeyError(f"{name} from {place.offset}")
 
 
-JOINED_BYTES = 1 << 20  # of small tensors in one frame
+FRAME_BYTES = 1 << 20  # of small tensors in one frame
 GROUPS, KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
 TENSOR, ALIKE, BY_ROW, DICT, LIST, TUPLE, NUMBER = (
@@ -256,7 +256,7 @@ def _is_by_row(value: Tensor, p: Tensor) -> bool:
     return value.dim() > 1 and value.shape == (len(p), *[1] * (p.dim() - 1))
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _SliceHeader(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -264,8 +264,8 @@ class _Entry(msgspec.Struct, frozen=True):
     offset: tuple[int, ...]
 
 
-def share_bytes(group: Group, source: int, content: bytes) -> bytes:
-    """Give the source's bytes to all."""
+def broadcast_bytes(group: Group, source: int, content: bytes) -> bytes:
+    """Broadcast the bytes of rank `source`."""
     length = torch.tensor([len(content)], dtype=torch.int64)
     group.broadcast(length, source)
     payload = torch.zeros(int(length.item()), dtype=torch.uint8)
@@ -277,53 +277,53 @@ def share_bytes(group: Group, source: int, content: bytes) -> bytes:
 
 def first_problem(group: Group, own: str) -> str:
     """The problem of the first rank that has one, on every rank. Every rank must call it."""
-    rows = group.gather_numbers([bool(own)])
+    rows = group.all_gather_numbers([bool(own)])
     found = [rank for rank, row in enumerate(rows) if row[0]]
-    return share_bytes(group, found[0], own.encode()).decode() if found else ""
+    return broadcast_bytes(group, found[0], own.encode()).decode() if found else ""
 
 
-def pack_state(state: State) -> list[bytes | Tensor]:
+def pack_state(state: ShardedState) -> list[bytes | Tensor]:
     """What is plain, the names and the shapes; then the tensors, of which small ones are joined.
 
     A model of thousands of small parameters then fits in one message as well.
     """
     header, parts = _describe(state)
     frames: list[bytes | Tensor] = [header]
-    for run in _joined([part.nbytes for part in parts]):
+    for run in _frame_ranges([part.nbytes for part in parts]):
         own = parts[run.start : run.stop]
-        frames.append(own[0] if len(own) == 1 else _in_one(own))
+        frames.append(own[0] if len(own) == 1 else _concatenate(own))
     return frames
 
 
-def unpack_state(frames: Sequence[memoryview]) -> State:
+def unpack_state(frames: Sequence[memoryview]) -> ShardedState:
     """The state, from what `pack_state` made of it; a copy."""
     if not frames:
         raise ValueError("a state has one frame at least, which says what is in it")
     plain, entries = _read_header(frames[0])
     sizes = [_num_bytes(entry) for entry in entries]
     tensors: dict[str, list[Slice]] = {}
-    for run, frame in zip(_joined(sizes), frames[1:], strict=True):
+    for run, frame in zip(_frame_ranges(sizes), frames[1:], strict=True):
         payload = torch.frombuffer(bytearray(frame) or bytearray(1), dtype=torch.uint8)
         parts = payload[: len(frame)].split(sizes[run.start : run.stop])
         for entry, part in zip(entries[run.start : run.stop], parts, strict=True):
             tensors.setdefault(entry.name, []).append(_part(entry, part))
-    return State(tensors, plain)
+    return ShardedState(tensors, plain)
 
 
-def _describe(state: State) -> tuple[bytes, list[Tensor]]:
+def _describe(state: ShardedState) -> tuple[bytes, list[Tensor]]:
     """What is plain, the names and the shapes as bytes; and the tensors, in that order."""
     listed = [(name, part) for name, parts in state.tensors.items() for part in parts]
     entries = [
-        _Entry(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
+        _SliceHeader(n, str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), *s[1:])
         for n, s in listed
     ]
     header = msgspec.msgpack.encode((state.plain, entries))
     return header, [s.tensor.detach().contiguous() for _, s in listed]
 
 
-def _joined(sizes: Sequence[int]) -> Iterator[range]:
+def _frame_ranges(sizes: Sequence[int]) -> Iterator[range]:
     """Which tensors share a frame, by their bytes: small neighbours do, a large one is alone."""
-    most = max(JOINED_BYTES, sum(sizes) // 1_000)  # so frames are a few thousand at the most
+    most = max(FRAME_BYTES, sum(sizes) // 1_000)  # so frames are a few thousand at the most
     start = total = 0
     for number, size in enumerate(sizes):
         if number > start and total + size > most:
@@ -334,21 +334,21 @@ def _joined(sizes: Sequence[int]) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
-def share_state(group: Group, source: int, state: State) -> State:
-    """Give the source's state to all; the others' argument is not looked at.
+def broadcast_state(group: Group, source: int, state: ShardedState) -> ShardedState:
+    """Broadcast the state of rank `source`; the others' argument is ignored.
 
     One message for what is plain, the names and the shapes, one for all the bytes. Every rank must
     call it.
     """
     header, parts = _describe(state)
-    header = share_bytes(group, source, header)
+    header = broadcast_bytes(group, source, header)
     if group.rank == source:
-        group.broadcast(_in_one(parts).cpu(), source)
+        group.broadcast(_concatenate(parts).cpu(), source)
         return state
     plain, entries = _read_header(header)
     payload = torch.empty(sum(_num_bytes(e) for e in entries), dtype=torch.uint8)
@@ -356,19 +356,19 @@ def share_state(group: Group, source: int, state: State) -> State:
     tensors: dict[str, list[Slice]] = {}
     for entry, part in zip(entries, payload.split([_num_bytes(e) for e in entries]), strict=True):
         tensors.setdefault(entry.name, []).append(_part(entry, part))
-    return State(tensors, plain)
+    return ShardedState(tensors, plain)
 
 
-def _read_header(header: bytes | memoryview) -> tuple[dict[str, Any], list[_Entry]]:
-    return msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_Entry]])
+def _read_header(header: bytes | memoryview) -> tuple[dict[str, Any], list[_SliceHeader]]:
+    return msgspec.msgpack.decode(header, type=tuple[dict[str, Any], list[_SliceHeader]])
 
 
-def _num_bytes(entry: _Entry) -> int:
+def _num_bytes(entry: _SliceHeader) -> int:
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return torch.Size(entry.shape).numel() * dtype.itemsize
 
 
-def _part(entry: _Entry, payload: Tensor) -> Slice:
+def _part(entry: _SliceHeader, payload: Tensor) -> Slice:
     # A part may start anywhere, a view wants alignment: copy.
     tensor = payload.clone().view(getattr(torch, entry.dtype)).view(entry.shape)
     return Slice(tensor, entry.global_shape, entry.offset)

@@ -1,4 +1,4 @@
-"""How replicas agree on each step: the one interface of the loose tier.
+"""How replicas agree on each step: the interface of all strategies.
 
 The trainer calls, for each step and on every rank: `microbatch` around the forward and backward of
 each of the rank's rounds; `exchange` once they are done; `update` with the factor to multiply the
@@ -16,28 +16,28 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.mesh import NOTHING_ASKED, Asked, Mesh
+from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.data.batches import Piece
 from shoal.data.ledger import add_marks, mark
-from shoal.parallel.layout import Holding, Slice
+from shoal.parallel.layout import LocalLayout, Slice
 from shoal.sync.buffers import BufferMeans
-from shoal.sync.state import Source, State
+from shoal.sync.state import ShardedState, StateSource
 
 
 @dataclass(slots=True)
-class Tally:
-    """What one rank knows of a step before the exchange: one entry for each of its pieces."""
+class LocalStep:
+    """One rank's results of a step before the exchange: one entry for each of its pieces."""
 
     losses: list[Tensor] = field(default_factory=list)
     weights: list[float | Tensor] = field(default_factory=list)
     is_mean: bool = False  # the losses are means over their weights; False: sums, or no samples
-    busy_s: float = 0.0  # spent on data and compute, so that slow ranks can be told
-    asked: Asked = NOTHING_ASKED  # of this rank
+    busy_s: float = 0.0  # spent on data and compute; shows slow ranks
+    asked: RankRequests = NO_REQUESTS  # of this rank
     mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
     num_samples: int = 0  # in them, without those that were left out
     digest: float = 0.0  # of state that replicas hold alike, before the step (`consistency.py`)
 
-    def take(self, pieces: Sequence[Piece]) -> None:
+    def count_samples(self, pieces: Sequence[Piece]) -> None:
         """Mark and count the samples that were really loaded."""
         self.mark = add_marks([self.mark, *(mark(piece.ids) for piece in pieces)])
         self.num_samples += sum(piece.num_samples for piece in pieces)
@@ -47,7 +47,7 @@ class Tally:
         self.weights.append(weight)
         self.is_mean = is_mean
 
-    def numbers(self) -> tuple[list[float], list[float]]:
+    def sums_and_weights(self) -> tuple[list[float], list[float]]:
         """The sum of the loss and the weight of each piece."""
         sums, weights = [], []
         for loss, weight in zip(self.losses, self.weights, strict=True):
@@ -56,19 +56,19 @@ class Tally:
         return sums, weights
 
 
-class Agreed(NamedTuple):
-    """What all ranks know after the exchange, unless a field says otherwise."""
+class GlobalStep(NamedTuple):
+    """Results of a step that all ranks know after the exchange, unless a field says otherwise."""
 
     sums: list[float]  # of the loss, by piece
     weights: list[float]  # by piece
     weight: float  # of the samples that the gradients at hand stand for
     norm: float | None  # of those gradients, unscaled; None if it was not asked for
     busy_s: list[float]  # by rank
-    asked: Asked  # of any rank
+    asked: RankRequests  # of any rank
     is_mean: bool  # so that a rank without samples in a short batch knows it too
     mark: int | None  # of all samples since the last one; None if only own ones are known
     num_samples: int | None  # of the step, loaded by all; None if only own ones are known
-    digests: Sequence[float] = ()  # by rank, of state before the step; none if nobody compares
+    digests: Sequence[float] = ()  # by rank, of state before the step; empty without comparison
 
     @property
     def loss(self) -> float:
@@ -80,17 +80,17 @@ class Agreed(NamedTuple):
 
 
 class Strategy(Protocol):
-    buffers: BufferMeans  # told of each forward by `microbatch`, or by a pipeline
+    buffers: BufferMeans  # `microbatch`, or a pipeline, calls it around each forward
     in_lockstep: bool  # whether no rank commits a step before all have computed it
-    begins_at: int  # after which step a newcomer in this seat goes on, as far as servers know
-    late_mark: int | None  # in the place of that in `Agreed`, if it is known only after `update`
+    begins_at: int  # the step after which a newcomer in this seat continues, as far as servers know
+    late_mark: int | None  # replaces that of `GlobalStep`, if known only after `update`
 
     def attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding = ...,
+        holding: LocalLayout = ...,
     ) -> None:
         """Fix the layout and set the hooks. Repeatable after `detach`. Every rank calls it."""
         ...
@@ -107,7 +107,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
+    def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
         """Make gradients agree. They stay unscaled, and where the strategy keeps them: on the
         parameters, or in shards of its own."""
         ...
@@ -121,11 +121,11 @@ class Strategy(Protocol):
         """What this rank holds of the gradient after an update: as it was scaled and stepped on."""
         ...
 
-    def state_dict(self, served: bool = True) -> State:
+    def state_dict(self, served: bool = True) -> ShardedState:
         """What this rank holds of the job's state, by canonical names; if `served`, that is also
         what it takes to or from servers. Every rank must call it."""
         ...
 
-    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
+    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
         """Take over the state after `step`; if not `served`, servers have theirs already."""
         ...

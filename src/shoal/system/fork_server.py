@@ -1,13 +1,12 @@
-"""Processes that start in milliseconds: a warm process from which ranks are forked.
+"""A fork server: a warm process from which the members of a run are forked in milliseconds.
 
-The nursery imports torch, loads the recipe and builds the model once; each rank is then a fork of
-it, so no rank imports anything and the first weights are the same pages in all of them. It is a
-process of its own, forked before its parent starts a thread, and stays single-threaded, because
-forking a process with threads is not safe. If the parent dies the kernel kills the nursery, and
-with it the ranks.
+The fork server imports torch, loads the recipe and builds the model once. Each member is a fork of
+it, so no member imports anything, and all share the pages of the first weights. It is forked before
+its parent starts a thread, and stays single-threaded, because forking a process with threads is not
+safe. If the parent dies, the kernel kills the fork server, and with it the members.
 
 Linux only (pidfd, parent-death signal). A model that touches CUDA while it is built cannot be
-forked.
+forked. Read next: `processes.py`, `cluster/local.py`.
 """
 
 import faulthandler
@@ -25,179 +24,185 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from shoal.errors import ShoalError, UsageError, sendable
-from shoal.system.processes import die_with_parent, handing_on, how_it_ended, readable, stop_signals
+from shoal.system.processes import (
+    describe_exit,
+    die_with_parent,
+    inherit_descriptors,
+    readable,
+    stop_signals,
+)
 
 _MOST_BYTES = 1 << 20
-_SAY_WHERE = signal.SIGURG  # without effect on a process that does not listen to it
+_DUMP_STACK = signal.SIGURG  # ignored by a process without a handler
 
 
-class Birth(msgspec.Struct, frozen=True):
-    """What a child is told: its number, where its output goes, and what else it needs; and on
-    which host of the run it is born."""
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """A worker to spawn: its number, the file for its output, variables for its main, and the host
+    of the run that it is on."""
 
     number: int
     log: str
-    told: dict[str, str]
+    variables: dict[str, str]
     host: int = 0
 
 
-class Kill(msgspec.Struct, frozen=True, tag="kill"):
+class SignalWorker(msgspec.Struct, frozen=True, tag="signal"):
     number: int
     signal: int
 
 
-class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
-    birth: Birth
+class SpawnWorker(msgspec.Struct, frozen=True, tag="spawn"):
+    spec: WorkerSpec
 
 
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """The nursery is ready to bear; `facts` is what its preparation found out."""
+class ForkServerReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The fork server is prepared; `facts` is what the preparation returned."""
 
     facts: dict[str, Any]
 
 
-class NotPrepared(msgspec.Struct, frozen=True, tag="not-prepared"):
-    """The preparation failed, by the recipe's fault (`trace` is not empty) or another's."""
+class PreparationFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The preparation failed; `trace` is the traceback, if the recipe is the cause."""
 
     message: str
     trace: str
     exit_code: int
 
 
-class Born(msgspec.Struct, frozen=True, tag="born"):
+class WorkerStarted(msgspec.Struct, frozen=True, tag="started"):
     number: int
     pid: int
 
 
-class Exited(msgspec.Struct, frozen=True, tag="exited"):
+class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
     """`status` is the exit code, or minus the signal."""
 
     number: int
     status: int
 
 
-Report = Prepared | NotPrepared | Born | Exited
-ChildMain = Callable[[Birth], int]
-Prepare = Callable[[], tuple[dict[str, Any], ChildMain]]
+Report = ForkServerReady | PreparationFailed | WorkerStarted | WorkerExited
+WorkerMain = Callable[[WorkerSpec], int]
+Prepare = Callable[[], tuple[dict[str, Any], WorkerMain]]
 
 
 class Processes(Protocol):
-    """What the supervisor drives: processes that start and end somewhere, known by numbers."""
+    """The processes of a run, known by number, wherever they are; the supervisor drives them."""
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of those that run, by number."""
+        """The pids of running processes, by number."""
         ...
 
     @property
-    def ears(self) -> list[Any]:
-        """What to poll for reports."""
+    def poll_sources(self) -> list[Any]:
+        """Sockets to poll for reports."""
         ...
 
-    def spawn(self, birth: Birth) -> None: ...
+    def spawn(self, spec: WorkerSpec) -> None: ...
 
     def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None: ...
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
-        """What happened; None if nothing did in time. Raises EOFError if no more will come."""
+        """The next report; None if none came in time. Raises EOFError if no more will come."""
         ...
 
-    def why_gone(self) -> str:
-        """Why there are no reports any more."""
+    def describe_loss(self) -> str:
+        """Why no more reports will come."""
         ...
 
     def close(self) -> object:
-        """End all that still run."""
+        """Kill all that still run."""
         ...
 
 
-class Nursery:
-    """The parent's end. Make it before starting any thread."""
+class ForkServer:
+    """The parent's end of the fork server. Make it before starting any thread."""
 
     def __init__(self, prepare: Prepare, log: Path):
-        """Fork; `prepare` runs there, its output going to `log`, and gives the children's main."""
+        """Fork; `prepare` runs in the child, with its output in `log`, and returns the main."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with handing_on():
+        with inherit_descriptors():
             self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            exit_with(_main, theirs, prepare, log, parent)
+            run_and_exit(_main, theirs, prepare, log, parent)
         theirs.close()
         self._socket = ours
         self._reports = msgspec.msgpack.Decoder(Report)
         self._pids: dict[int, int] = {}
-        self._status: int | None = None  # once it has ended
+        self._status: int | None = None  # of the fork server, once it has ended
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of its children, by number."""
+        """The pids of its workers, by number."""
         return self._pids
 
     @property
-    def ears(self) -> list[Any]:
-        """What to poll for reports."""
+    def poll_sources(self) -> list[Any]:
+        """Sockets to poll for reports."""
         return [self]
 
-    def spawn(self, birth: Birth) -> None:
-        self._socket.send(msgspec.msgpack.encode(Spawn(birth)))
+    def spawn(self, spec: WorkerSpec) -> None:
+        self._socket.send(msgspec.msgpack.encode(SpawnWorker(spec)))
 
     def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None:
-        """Through the nursery, whose child the process is: its number cannot have been reused."""
-        self._socket.send(msgspec.msgpack.encode(Kill(number, signal_number)))
+        """The fork server signals its own child, whose pid cannot have been reused."""
+        self._socket.send(msgspec.msgpack.encode(SignalWorker(number, signal_number)))
 
-    def say_where(self) -> None:
-        """Let it write into its log at which line it is; only before its first report."""
-        os.kill(self.pid, _SAY_WHERE)
+    def dump_stack(self) -> None:
+        """Let the fork server write its stack into its log; only before its first report."""
+        os.kill(self.pid, _DUMP_STACK)
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
-        """What happened; None if nothing did in time. Raises EOFError when the nursery is gone."""
+        """The next report; None if none came in time. Raises EOFError when the server has ended."""
         if not readable([self._socket.fileno()], timeout_s):
             return None
         try:
             content = self._socket.recv(_MOST_BYTES)
-        except ConnectionResetError:  # it ended before it had read all orders
+        except ConnectionResetError:  # it ended before it had read all requests
             content = b""
         if not content:
             raise EOFError("the process that ranks are forked from is gone")
         report: Report = self._reports.decode(content)
         match report:
-            case Born():
+            case WorkerStarted():
                 self._pids[report.number] = report.pid
-            case Exited():
+            case WorkerExited():
                 self._pids.pop(report.number, None)
         return report
 
     def close(self) -> int:
-        """End the nursery, and with it its children; its exit code, or minus the signal.
+        """Kill the fork server and with it its workers. Returns its exit code, or minus the signal.
 
-        Only the first time: its number may be another process's afterwards.
+        Only the first call signals: the pid may be another process's afterwards.
         """
         if self._status is None:
             self._socket.close()
             self._status = -signal.SIGKILL
-            with suppress(ProcessLookupError, ChildProcessError):  # where nobody keeps the dead
-                os.kill(self.pid, signal.SIGKILL)  # of no effect on one that has ended
+            with suppress(ProcessLookupError, ChildProcessError):  # where no zombies are kept
+                os.kill(self.pid, signal.SIGKILL)  # without effect if it has ended
                 self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
 
-    def why_gone(self) -> str:
-        """Why there are no reports any more, once it is gone."""
+    def describe_loss(self) -> str:
+        """Why no more reports will come, once it has ended."""
         return (
-            f"the process that ranks are forked from is gone: it {how_it_ended(self.close())} (for "
-            "want of memory, perhaps: the system's log says so then). Go on with --resume"
+            f"the process that ranks are forked from is gone: it {describe_exit(self.close())} "
+            "(for want of memory, perhaps: the system's log says so then). Go on with --resume"
         )
 
 
 def redirect_output(log: str | Path) -> None:
-    """Send standard output and error to a file, and take input from nowhere.
+    """Send standard output and errors to a file, and read input from /dev/null.
 
-    A disk that takes no more files must not cost a run its ranks: their output is lost then.
+    On a full disk the output is lost, and the worker continues.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -212,14 +217,14 @@ def redirect_output(log: str | Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def exit_with(main: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run a forked process to its end without returning into the parent's code."""
+def run_and_exit(main: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run the main of a forked process and exit; never returns into the parent's code."""
     status = 1
     try:
         status = main(*arguments)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:  # noqa: BLE001 (the end of a process: there is nobody to raise to)
+    except BaseException:  # noqa: BLE001 (the process ends here)
         traceback.print_exc()
     finally:
         try:
@@ -233,48 +238,48 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     die_with_parent(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C is the parent's to handle
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Whoever signals all processes of a job at once asks for a clean stop, which takes ranks; the
-    # parent ends this process. Not ignored: what a recipe starts would ignore it too.
+    # A signal to all processes of a job asks for a clean stop, which needs the ranks; the parent
+    # ends this process. Not SIG_IGN: processes that a recipe starts would inherit it.
     for number in stop_signals()[1:]:
         signal.signal(number, lambda *_: None)
     redirect_output(log)
-    faulthandler.register(_SAY_WHERE, file=2)
+    faulthandler.register(_DUMP_STACK, file=2)
     try:
-        facts, child_main = prepare()
+        facts, worker_main = prepare()
         _check_forkable()
     except ShoalError as error:
-        return _refuse(control, str(error), _trace_of(error), error.exit_code)
+        return _report_failure(control, str(error), _trace_of(error), error.exit_code)
     except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
-        return _refuse(control, last, traceback.format_exc(), 1)
-    faulthandler.unregister(_SAY_WHERE)
+        return _report_failure(control, last, traceback.format_exc(), 1)
+    faulthandler.unregister(_DUMP_STACK)
     gc.collect()
     gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
-    control.send(msgspec.msgpack.encode(Prepared(facts)))
-    return _Bearing(control, child_main).serve()
+    control.send(msgspec.msgpack.encode(ForkServerReady(facts)))
+    return _ForkLoop(control, worker_main).serve()
 
 
-def _refuse(control: socket.socket, message: str, trace: str, exit_code: int) -> int:
-    """Say why there will be no children; the ends of long texts, since a message has a limit."""
-    report = NotPrepared(sendable(message)[-8_000:], sendable(trace)[-32_000:], exit_code)
+def _report_failure(control: socket.socket, message: str, trace: str, exit_code: int) -> int:
+    """Report why the preparation failed; only the ends of long texts fit into a message."""
+    report = PreparationFailed(sendable(message)[-8_000:], sendable(trace)[-32_000:], exit_code)
     control.send(msgspec.msgpack.encode(report))
     return 0
 
 
 def _trace_of(error: ShoalError) -> str:
     """The traceback, if the recipe's code is the cause of the error."""
-    if says_all(error):
+    if needs_no_traceback(error):
         return ""
     return "".join(traceback.format_exception(error.__cause__))
 
 
-def says_all(error: BaseException) -> bool:
-    """Whether the words of an error do without a traceback: ours, of nothing or of the system's
-    (a full disk, say, or a server that is gone)."""
+def needs_no_traceback(error: BaseException) -> bool:
+    """Whether an error's message is enough: Shoal's own, without a cause or with one of the system
+    (a full disk, a server that is gone)."""
     if not isinstance(error, ShoalError):
         return False
     cause = error.__cause__
-    if cause is None or not error.shows_cause or says_all(cause):
+    if cause is None or not error.shows_cause or needs_no_traceback(cause):
         return True
     return isinstance(error, UsageError) and isinstance(cause, OSError)
 
@@ -288,53 +293,53 @@ def _check_forkable() -> None:
         )
 
 
-class _Bearing:
-    """The nursery's loop: spawn, kill, and report who ended, until the parent's end is closed."""
+class _ForkLoop:
+    """The fork server's loop: spawn, signal and reap workers until the parent closes its end."""
 
-    def __init__(self, control: socket.socket, child_main: ChildMain):
+    def __init__(self, control: socket.socket, worker_main: WorkerMain):
         self._control = control
-        self._child_main = child_main
-        self._children: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
-        self._orders = msgspec.msgpack.Decoder(Spawn | Kill)
+        self._worker_main = worker_main
+        self._workers: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
+        self._requests = msgspec.msgpack.Decoder(SpawnWorker | SignalWorker)
 
     def serve(self) -> int:
         while True:
-            watched = {pidfd: number for number, (_, pidfd) in self._children.items()}
+            watched = {pidfd: number for number, (_, pidfd) in self._workers.items()}
             ready = readable([self._control.fileno(), *watched])
             for pidfd in watched.keys() & set(ready):
-                self._bury(watched[pidfd])
+                self._reap(watched[pidfd])
             if self._control.fileno() in ready:
                 content = self._control.recv(_MOST_BYTES)
                 if not content:
                     return 0  # the kernel kills the children with us
-                order = self._orders.decode(content)
-                if isinstance(order, Spawn):
-                    self._bear(order.birth)
-                elif order.number in self._children:
-                    os.kill(self._children[order.number][0], order.signal)
+                request = self._requests.decode(content)
+                if isinstance(request, SpawnWorker):
+                    self._spawn(request.spec)
+                elif request.number in self._workers:
+                    os.kill(self._workers[request.number][0], request.signal)
 
-    def _bear(self, birth: Birth) -> None:
+    def _spawn(self, spec: WorkerSpec) -> None:
         parent = os.getpid()
-        with handing_on():
+        with inherit_descriptors():
             pid = os.fork()
         if pid == 0:
-            exit_with(self._live, birth, parent)
-        self._children[birth.number] = (pid, os.pidfd_open(pid))
-        self._control.send(msgspec.msgpack.encode(Born(birth.number, pid)))
+            run_and_exit(self._run_worker, spec, parent)
+        self._workers[spec.number] = (pid, os.pidfd_open(pid))
+        self._control.send(msgspec.msgpack.encode(WorkerStarted(spec.number, pid)))
 
-    def _live(self, birth: Birth, parent: int) -> int:
+    def _run_worker(self, spec: WorkerSpec, parent: int) -> int:
         die_with_parent(parent)
         for number in stop_signals()[1:]:
             signal.signal(number, signal.SIG_DFL)
         self._control.close()
-        for _, pidfd in self._children.values():
+        for _, pidfd in self._workers.values():
             os.close(pidfd)
-        redirect_output(birth.log)
-        return self._child_main(birth)
+        redirect_output(spec.log)
+        return self._worker_main(spec)
 
-    def _bury(self, number: int) -> None:
-        pid, pidfd = self._children.pop(number)
+    def _reap(self, number: int) -> None:
+        pid, pidfd = self._workers.pop(number)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(status)
-        self._control.send(msgspec.msgpack.encode(Exited(number, code)))
+        self._control.send(msgspec.msgpack.encode(WorkerExited(number, code)))

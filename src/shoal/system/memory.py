@@ -1,14 +1,14 @@
-"""Freed memory goes back to the system, so that what a plan saves is really saved.
+"""Returns freed memory to the system, so that what a plan saves is really saved.
 
-glibc keeps freed blocks of up to 32 MB for later, and training frees and asks again in blocks of
-other sizes: the gaps between them can be several times the model. A fixed threshold makes it map
-every large block apart and give it back at once, for a page fault each time it is asked for again;
-so smaller ones are kept, and what every step needs anew is lent instead (`comm/spares.py`).
-Elsewhere than under glibc nothing is done.
+glibc keeps freed blocks of up to 32 MB, and training frees and allocates blocks of other sizes: the
+gaps between them can be several times the model. A fixed threshold makes glibc map every large
+block apart and return it at once, for a page fault at each new allocation; smaller blocks are kept,
+and buffers that every step needs come from a pool (`comm/buffer_pool.py`). Without glibc nothing is
+done.
 
-torch records the last 2,000 messages of a process group, each in a few small blocks that lie where
-they were asked for: between activations. What is freed around them cannot be joined, so a forward
-that sends (`tensor`) grows by up to a large block for each message until the record is full.
+torch's flight recorder keeps the last 2,000 messages of a process group, each in a few small blocks
+between activations. Memory freed around them cannot be joined, so a forward that sends (`tensor`)
+grows by up to a large block for each message until the record is full.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def give_back_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, MOST_KEPT)
 
 
-def record_no_messages() -> None:
-    """Before the first group of this process; somebody who asks for a record gets it."""
+def disable_flight_recorder() -> None:
+    """Call it before the first group of this process; a user's own setting is kept."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")

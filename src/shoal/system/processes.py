@@ -1,8 +1,8 @@
-"""Processes that fork: what a child does first, and what it must not share with its parent.
+"""Forked processes: what a child does first, and what it must not share with its parent.
 
-Ranks and loaders are forks, so whatever a recipe has opened is in several processes at once. A
-connection serves one of them, and a lock that a thread held while another forked would never be
-free. What must be undone in the child at once, before it runs anything, is `data/cache/forks.py`'s.
+Members and loaders are forks, so whatever a recipe has opened is in several processes at once. A
+connection serves only one of them, and a lock that a thread held during the fork would never be
+released. `data/cache/forks.py` undoes in the child what must not survive at all.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 def die_with_parent(parent: int) -> None:
@@ -29,56 +29,55 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-_held: set[int] = set()  # descriptors
-_hands_on = False  # whether the fork under way is one of ours
+_owned: set[int] = set()  # descriptors
+_inherits = False  # whether the fork under way is of the run
 
 
-def hold(descriptor: int) -> None:
-    """Keep a descriptor (of a lock, say) in this process and in those of the run that it forks:
-    what a recipe forks may outlive them, and must not hold it."""
-    _held.add(descriptor)
+def own_descriptor(descriptor: int) -> None:
+    """Keep a descriptor (of a lock) in this process and in forked processes of the run only. Other
+    forks close it: a process that a recipe forks may outlive the run."""
+    _owned.add(descriptor)
 
 
-def let_go(descriptor: int) -> None:
-    _held.discard(descriptor)
+def disown_descriptor(descriptor: int) -> None:
+    _owned.discard(descriptor)
 
 
 @contextmanager
-def handing_on() -> Iterator[None]:
-    """Around the fork of a process of the run."""
-    global _hands_on
-    _hands_on = True
+def inherit_descriptors() -> Iterator[None]:
+    """Around the fork of a process of the run, which inherits the owned descriptors."""
+    global _inherits
+    _inherits = True
     try:
         yield
     finally:
-        _hands_on = False
+        _inherits = False
 
 
-def _close_held() -> None:
-    if not _hands_on:
-        for descriptor in _held:
+def _close_owned() -> None:
+    if not _inherits:
+        for descriptor in _owned:
             with suppress(OSError):
                 os.close(descriptor)
-        _held.clear()
+        _owned.clear()
 
 
-os.register_at_fork(after_in_child=_close_held)
+os.register_at_fork(after_in_child=_close_owned)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those that ask a command to stop. Who started it under nohup wants it to outlive the
-    terminal."""
+    """The signals that ask a command to stop; SIGHUP is not among them under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 
 
 @contextmanager
-def giving_way() -> Iterator[None]:
-    """Let this thread, if it sleeps here, interrupt nobody when it is woken.
+def batch_scheduling() -> Iterator[None]:
+    """Under SCHED_BATCH, so that this thread preempts no other when it wakes up.
 
-    For who waits for a process of this host: else the first answer may stop that process, which
-    has more of them to give, and the woken one runs in its place. So it runs when a core is free,
-    or at the end of somebody's slice. What the user chose stays. Cost: some 2 us.
+    For a wait for a process of this host: else the first answer may preempt the process that has
+    more answers to send. The thread runs when a core is free, or at the end of a time slice. A
+    policy that the user chose is kept. Cost: some 2 us.
     """
     before = os.sched_getscheduler(0)
     if before == os.SCHED_OTHER:
@@ -96,7 +95,7 @@ def _set_scheduler(policy: int) -> None:
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Those that can be read, or have come to their end. (`select` takes none above 1,023.)"""
+    """Descriptors that can be read, or are at their end. (`select` takes none above 1,023.)"""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
@@ -104,46 +103,46 @@ def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> list
     return [descriptor for descriptor, _ in ready]
 
 
-class Work:
-    """What this process has got done, as a number that grows: who waits does nothing.
+class WorkCounter:
+    """Counts the work that this process completes; a process that waits completes none.
 
-    Counted in whatever thread does it; that one of two at once may be missed does not matter.
+    Any thread counts, without a lock: a missed count does not matter.
     """
 
     done = 0
 
 
-WORK = Work()
+WORK = WorkCounter()
 
 
-class _Slot(Generic[Made]):
+class _LazyValue(Generic[T]):
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.made: Made | None = None
+        self.value: T | None = None
 
 
-class PerProcess(Generic[Made]):
-    """Something that each process makes for itself, when it first asks: a connection, a lock.
+class PerProcess(Generic[T]):
+    """A value that each process makes at its first use: a connection, a lock.
 
-    What a parent made stays referenced in the child and is never closed by it. The locks are of
-    the process too, so that a fork waits for no thread that it does not have.
+    The parent's value stays referenced in the child, which never closes it. The locks are per
+    process too, so that a fork waits for no thread that it does not have.
     """
 
-    def __init__(self, make: Callable[[], Made]):
+    def __init__(self, make: Callable[[], T]):
         self._make = make
-        self._slots: dict[int, _Slot[Made]] = {}
+        self._values: dict[int, _LazyValue[T]] = {}
 
-    def get(self) -> Made:
-        slot = self._slots.get(os.getpid()) or self._slots.setdefault(os.getpid(), _Slot())
-        if slot.made is None:
-            with slot.lock:
-                if slot.made is None:  # another thread may have been quicker
-                    slot.made = self._make()
-        return slot.made
+    def get(self) -> T:
+        lazy = self._values.get(os.getpid()) or self._values.setdefault(os.getpid(), _LazyValue())
+        if lazy.value is None:
+            with lazy.lock:
+                if lazy.value is None:  # another thread may have been quicker
+                    lazy.value = self._make()
+        return lazy.value
 
 
-class Wait(NamedTuple):
-    """Samples that a process waits for: the first, how many, since when, and for how long."""
+class SampleWait(NamedTuple):
+    """The samples that a process waits for, since when, and the limit."""
 
     first: int
     num_samples: int
@@ -151,8 +150,8 @@ class Wait(NamedTuple):
     limit_s: float
 
 
-class Notice:
-    """What one process waits for, on a page that its parent reads though the child hangs."""
+class WaitPage:
+    """A shared page with the samples that a child waits for; its parent can read it if it hangs."""
 
     _FORM = struct.Struct("qqdd")
 
@@ -168,27 +167,27 @@ class Notice:
         self._page = None
 
     def begin(self) -> None:
-        """In the child: from now on what it waits for is noted, and nothing of its own forks."""
+        """In the child: its waits are written from now on, but not those of its own forks."""
         self._writer = os.getpid()
 
     def end(self) -> None:
         self._writer = 0
 
-    def write(self, wait: Wait | None) -> None:
+    def write(self, wait: SampleWait | None) -> None:
         if self._writer and self._page is not None and self._writer == os.getpid():
             self._FORM.pack_into(self._page, 0, *(wait or (0, 0, 0.0, 0.0)))
 
-    def read(self) -> Wait | None:
+    def read(self) -> SampleWait | None:
         if self._page is None:
             return None
-        found = Wait(*self._FORM.unpack_from(self._page))
+        found = SampleWait(*self._FORM.unpack_from(self._page))
         return found if found.num_samples else None
 
 
-NOTICE = Notice()
+WAIT_PAGE = WaitPage()
 
 
-def how_it_ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status in words."""
     if status < 0:
         try:

@@ -28,9 +28,9 @@ from shoal.data.split import share
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
-from shoal.sync.state import Given, State
-from shoal.sync.strategy import Agreed, Strategy, Tally
-from shoal.testing.ranks import Pool, find, name_of
+from shoal.sync.state import MemorySource, ShardedState
+from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
+from shoal.testing.ranks import Pool, import_function, importable_name
 
 EVEN = [4, 4, 4, 4, 4, 4]
 UNEVEN = [4, 2, 5, 3, 6, 2]
@@ -75,7 +75,7 @@ class Drive:
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1)
         self.seeds = PieceSeeds(self.model, seed=0)
-        self.strategy: Strategy = find(factory)(len(sizes))
+        self.strategy: Strategy = import_function(factory)(len(sizes))
         self.attach()
         self.losses: list[float] = []
 
@@ -90,12 +90,12 @@ class Drive:
             self.losses.append(agreed.loss)
         return took
 
-    def exchange(self, step: int, poison: float = 1.0) -> Agreed:
+    def exchange(self, step: int, poison: float = 1.0) -> GlobalStep:
         return self.strategy.exchange(self.compute(step, poison), want_norm=True)
 
-    def compute(self, step: int, poison: float = 1.0, stop_at: int | None = None) -> Tally:
+    def compute(self, step: int, poison: float = 1.0, stop_at: int | None = None) -> LocalStep:
         """Forward and backward of this rank's pieces; raises within the piece `stop_at` of them."""
-        tally = Tally()
+        tally = LocalStep()
         for index in self.own:
             with self.strategy.microbatch(
                 first=index == self.own.start, last=index == self.own.stop - 1
@@ -125,7 +125,7 @@ class Drive:
             if key != _PLAIN:
                 name, whole, offset = _read(key)
                 tensors.setdefault(name, []).append(Slice(tensor, whole, offset))
-        self.strategy.load_state_dict(Given(State(tensors, plain)), step)
+        self.strategy.load_state_dict(MemorySource(ShardedState(tensors, plain)), step)
 
     def report(self) -> dict[str, Any]:
         self.strategy.detach()
@@ -257,8 +257,8 @@ class StrategyConformance:
     ) -> None:
         if self.parity == "none":
             pytest.skip("this strategy does not train what one rank would, on purpose")
-        (one,) = pool.run(_undisturbed, 1, name_of(factory), sizes)
-        many = pool.run(_undisturbed, num_ranks, name_of(factory), sizes)
+        (one,) = pool.run(_undisturbed, 1, importable_name(factory), sizes)
+        many = pool.run(_undisturbed, num_ranks, importable_name(factory), sizes)
         groups = [[answer] for answer in many] if self.holds_all else [many]
         for group in groups:
             self._compare(
@@ -268,7 +268,7 @@ class StrategyConformance:
             )
 
     def test_all_ranks_end_alike(self, pool: Pool, factory: Factory) -> None:
-        first, *others = pool.run(_undisturbed, 3, name_of(factory), EVEN)
+        first, *others = pool.run(_undisturbed, 3, importable_name(factory), EVEN)
         models = [
             {n: t for n, t in answer["state"].items() if n.startswith('["model.')}
             for answer in (first, *others)
@@ -314,7 +314,7 @@ class StrategyConformance:
     def test_what_no_piece_touched_has_no_gradient(
         self, pool: Pool, factory: Factory, num_ranks: int
     ) -> None:
-        found = pool.run(_gradients, num_ranks, name_of(factory), EVEN)
+        found = pool.run(_gradients, num_ranks, importable_name(factory), EVEN)
         for names in found if self.holds_all else [sorted(set().union(*found))]:
             assert "unused" not in names and "frozen" not in names
             assert "head.weight" in names
@@ -329,8 +329,8 @@ class StrategyConformance:
         disturbed: Callable[..., dict[str, Any]],
         *arguments: Any,
     ) -> None:
-        plain = pool.run(_undisturbed, num_ranks, name_of(factory), EVEN)
-        others = pool.run(disturbed, num_ranks, name_of(factory), EVEN, *arguments)
+        plain = pool.run(_undisturbed, num_ranks, importable_name(factory), EVEN)
+        others = pool.run(disturbed, num_ranks, importable_name(factory), EVEN, *arguments)
         for mine, theirs in zip(others, plain, strict=True):
             self._compare(mine, theirs, bits=True)
 

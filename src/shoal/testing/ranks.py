@@ -34,9 +34,16 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Axes, Mesh
-from shoal.comm.store import client, come_together, form_group, leave_group, listen
-from shoal.system.fork_server import Birth, Born, ChildMain, Exited, Nursery, Prepared
-from shoal.system.processes import how_it_ended
+from shoal.comm.rendezvous import form_group, join_store, leave_group, serve_store, wait_for_ranks
+from shoal.system.fork_server import (
+    ForkServer,
+    ForkServerReady,
+    WorkerExited,
+    WorkerMain,
+    WorkerSpec,
+    WorkerStarted,
+)
+from shoal.system.processes import describe_exit
 from shoal.world import World
 
 NUM_RANKS = 4
@@ -58,7 +65,7 @@ class _Call(msgspec.Struct, frozen=True):
     arguments: msgspec.Raw
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _CallResult(msgspec.Struct, frozen=True):
     value: msgspec.Raw
     trace: str = ""
     is_echo: bool = False  # the group broke under it: another rank failed first
@@ -73,7 +80,7 @@ def unpack(content: bytes | msgspec.Raw) -> Any:
     return msgspec.msgpack.decode(content, ext_hook=_unpack_tensor)
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def importable_name(function: Callable[..., Any]) -> str:
     """The name under which another process finds a function of a module."""
     name = f"{function.__module__}:{function.__qualname__}"
     if "<" in name:
@@ -81,7 +88,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return name
 
 
-def find(name: str) -> Any:
+def import_function(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -104,7 +111,7 @@ class Command(NamedTuple):
         return not self.pool._has_exited(self.number)
 
     def send_signal(self, number: int) -> None:
-        self.pool._nursery.kill(self.number, number)
+        self.pool._fork_server.kill(self.number, number)
 
 
 class Pool:
@@ -123,15 +130,15 @@ class Pool:
         self._directory = directory
         self._address = f"\0shoal-pool-{secrets.token_hex(16)}"
         self._key = secrets.token_hex(16)
-        self._nursery = Nursery(partial(_prepare, warm_up), directory / "nursery.log")
+        self._fork_server = ForkServer(partial(_prepare, warm_up), directory / "fork-server.log")
         self._next_number = 0
         self._num_calls = 0
         self._exits: dict[int, int] = {}
         self._listener = Listener(self._address, "AF_UNIX", authkey=self._key.encode())
-        report = self._nursery.next_report()
-        if not isinstance(report, Prepared):
+        report = self._fork_server.next_report()
+        if not isinstance(report, ForkServerReady):
             raise RuntimeError(f"The warm process could not be made: {report}")
-        self._store, self._store_port = listen()
+        self._store, self._store_port = serve_store()
         self._ranks: list[tuple[int, Connection]] = []
         self._num_ranks = num_ranks
 
@@ -142,16 +149,16 @@ class Pool:
         for _number, line in self._ranks:
             line.close()
         self._listener.close()
-        self._nursery.close()
+        self._fork_server.close()
 
     @property
-    def nursery_pid(self) -> int:
-        return self._nursery.pid
+    def fork_server_pid(self) -> int:
+        return self._fork_server.pid
 
     def pids(self) -> set[int]:
         """The processes that stay for the whole test run."""
-        known = {self._nursery.pids.get(number) for number, _ in self._ranks}
-        return {self._nursery.pid, *(pid for pid in known if pid is not None)}
+        known = {self._fork_server.pids.get(number) for number, _ in self._ranks}
+        return {self._fork_server.pid, *(pid for pid in known if pid is not None)}
 
     def run(
         self,
@@ -160,7 +167,7 @@ class Pool:
         *arguments: Any,
         limit_s: float = LIMIT_S,
     ) -> list[Any]:
-        """Call `function(mesh, *arguments)` on ranks 0 to num_ranks-1 and return their answers."""
+        """Call `function(mesh, *arguments)` on ranks 0 to num_ranks-1 and return their results."""
         self._fill()
         if num_ranks > len(self._ranks):
             raise ValueError(f"{num_ranks} ranks are asked for; the pool has {len(self._ranks)}.")
@@ -169,7 +176,7 @@ class Pool:
         lines: dict[Connection, int] = {}
         for rank, (_, line) in enumerate(self._ranks[:num_ranks]):
             call = _Call(
-                name_of(function),
+                importable_name(function),
                 rank,
                 num_ranks,
                 f"call/{self._num_calls}",
@@ -178,15 +185,15 @@ class Pool:
             )
             line.send_bytes(msgspec.msgpack.encode(call))
             lines[line] = rank
-        answers: dict[int, _Answer] = {}
+        results: dict[int, _CallResult] = {}
         try:
-            self._collect(lines, answers, limit_s)
+            self._collect(lines, results, limit_s)
         finally:
-            for rank in set(range(num_ranks)) - answers.keys():
-                self._drop(rank)
+            for rank in set(range(num_ranks)) - results.keys():
+                self._kill_rank(rank)
             self._ranks = [(number, line) for number, line in self._ranks if not line.closed]
-        _raise_first(answers, num_ranks)
-        return [unpack(answers[rank].value) for rank in range(num_ranks)]
+        _raise_first(results, num_ranks)
+        return [unpack(results[rank].value) for rank in range(num_ranks)]
 
     def start(
         self,
@@ -198,49 +205,49 @@ class Pool:
         directory: Path,
     ) -> Command:
         """Call a function in a process of its own, and exit with what it returns or exits with."""
-        told = {
-            "function": name_of(function),
+        variables = {
+            "function": importable_name(function),
             "arguments": msgspec.json.encode(list(arguments)).decode(),
             "environment": msgspec.json.encode(dict(environment or {})).decode(),
             "output": str(output.resolve()),
             "errors": str(errors.resolve()),
             "directory": str(directory.resolve()),
         }
-        number, pid = self._spawn(told, self._directory / "commands.log")
+        number, pid = self._spawn(variables, self._directory / "commands.log")
         return Command(self, number, pid)
 
     def _collect(
-        self, lines: dict[Connection, int], answers: dict[int, _Answer], limit_s: float
+        self, lines: dict[Connection, int], results: dict[int, _CallResult], limit_s: float
     ) -> None:
         deadline = time.monotonic() + limit_s
         waiting = dict(lines)
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                if any(answer.trace for answer in answers.values()):
+                if any(result.trace for result in results.values()):
                     return  # the others wait for one that failed
-                raise RankError(self._hung(sorted(waiting.values()), limit_s))
+                raise RankError(self._describe_hang(sorted(waiting.values()), limit_s))
             for line in ready:
                 assert isinstance(line, Connection)
                 rank = waiting.pop(line)
-                answers[rank] = self._read(line, rank)
-                if answers[rank].trace:
+                results[rank] = self._read(line, rank)
+                if results[rank].trace:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
 
-    def _read(self, line: Connection, rank: int) -> _Answer:
+    def _read(self, line: Connection, rank: int) -> _CallResult:
         try:
-            return msgspec.msgpack.decode(line.recv_bytes(), type=_Answer)
+            return msgspec.msgpack.decode(line.recv_bytes(), type=_CallResult)
         except (EOFError, ConnectionError):
             status = self._await_exit(self._ranks[rank][0], GRACE_S)
             line.close()
-            return _Answer(msgspec.Raw(pack(None)), f"rank {rank} {how_it_ended(status)}")
+            return _CallResult(msgspec.Raw(pack(None)), f"rank {rank} {describe_exit(status)}")
 
-    def _hung(self, ranks: Sequence[int], limit_s: float) -> str:
-        """Have the stacks of all ranks written down, and return them."""
+    def _describe_hang(self, ranks: Sequence[int], limit_s: float) -> str:
+        """Let all ranks write their stacks into their logs, and return them."""
         logs = {rank: self._log(self._ranks[rank][0]) for rank in ranks}
         before = {rank: log.stat().st_size for rank, log in logs.items()}
         for rank in ranks:
-            self._nursery.kill(self._ranks[rank][0], signal.SIGUSR1)
+            self._fork_server.kill(self._ranks[rank][0], signal.SIGUSR1)
         time.sleep(1.0)
         stacks = [
             f"rank {rank}:\n{logs[rank].read_bytes()[before[rank] :].decode(errors='replace')}"
@@ -249,46 +256,46 @@ class Pool:
         named = ", ".join(map(str, ranks))
         return f"rank {named} did not answer within {limit_s:g} s.\n" + "\n".join(stacks)
 
-    def _drop(self, rank: int) -> None:
+    def _kill_rank(self, rank: int) -> None:
         number, line = self._ranks[rank]
         if not line.closed:
-            self._nursery.kill(number)
+            self._fork_server.kill(number)
             self._await_exit(number, GRACE_S)
             line.close()
 
     def _fill(self) -> None:
-        """Start ranks until all places are taken; one that died between calls is noticed too."""
-        self._pump(0)
+        """Start ranks until all are running; one that died between calls is replaced too."""
+        self._read_reports(0)
         for number, line in self._ranks:
             if number in self._exits:
                 line.close()
         self._ranks = [(number, line) for number, line in self._ranks if not line.closed]
         while len(self._ranks) < self._num_ranks:
-            told = {"address": self._address, "key": self._key}
-            number, _ = self._spawn(told, self._log(self._next_number))
+            variables = {"address": self._address, "key": self._key}
+            number, _ = self._spawn(variables, self._log(self._next_number))
             self._ranks.append((number, self._listener.accept()))
 
     def _log(self, number: int) -> Path:
         return self._directory / f"rank-{number:03d}.log"
 
-    def _spawn(self, told: dict[str, str], log: Path) -> tuple[int, int]:
+    def _spawn(self, variables: dict[str, str], log: Path) -> tuple[int, int]:
         number = self._next_number
         self._next_number += 1
-        self._nursery.spawn(Birth(number, str(log), told))
-        while number not in self._nursery.pids and number not in self._exits:
-            self._pump(GRACE_S)
-        return number, self._nursery.pids.get(number, -1)
+        self._fork_server.spawn(WorkerSpec(number, str(log), variables))
+        while number not in self._fork_server.pids and number not in self._exits:
+            self._read_reports(GRACE_S)
+        return number, self._fork_server.pids.get(number, -1)
 
-    def _pump(self, timeout_s: float) -> None:
-        """Take in what the nursery reports."""
-        while (report := self._nursery.next_report(timeout_s)) is not None:
-            if isinstance(report, Exited):
+    def _read_reports(self, timeout_s: float) -> None:
+        """Read the reports of the fork server."""
+        while (report := self._fork_server.next_report(timeout_s)) is not None:
+            if isinstance(report, WorkerExited):
                 self._exits[report.number] = report.status
-            assert isinstance(report, Born | Exited)
+            assert isinstance(report, WorkerStarted | WorkerExited)
             timeout_s = 0
 
     def _has_exited(self, number: int) -> bool:
-        self._pump(0)
+        self._read_reports(0)
         return number in self._exits
 
     def _await_exit(self, number: int, timeout_s: float) -> int:
@@ -297,25 +304,25 @@ class Pool:
             left = deadline - time.monotonic()
             if left < 0:
                 raise TimeoutError(f"process {number} has not ended within {timeout_s:g} s")
-            self._pump(left)
+            self._read_reports(left)
         return self._exits[number]
 
 
-def _raise_first(answers: Mapping[int, _Answer], num_ranks: int) -> None:
-    """Raise for the rank that failed of itself rather than for one that missed its peer."""
-    failed = [rank for rank, answer in sorted(answers.items()) if answer.trace]
+def _raise_first(results: Mapping[int, _CallResult], num_ranks: int) -> None:
+    """Raise for the rank that failed by itself rather than for one that lost its peer."""
+    failed = [rank for rank, result in sorted(results.items()) if result.trace]
     if not failed:
         return
-    own = [rank for rank in failed if not answers[rank].is_echo] or failed
-    told = "\n".join(f"rank {rank}: {answers[rank].trace}" for rank in own)
-    silent = sorted(set(range(num_ranks)) - answers.keys())
+    own = [rank for rank in failed if not results[rank].is_echo] or failed
+    traces = "\n".join(f"rank {rank}: {results[rank].trace}" for rank in own)
+    silent = sorted(set(range(num_ranks)) - results.keys())
     also = f"\nrank {', '.join(map(str, silent))} waited for it and was ended" if silent else ""
-    raise RankError(told + also)
+    raise RankError(traces + also)
 
 
-def _prepare(warm_up: Callable[[], object]) -> tuple[dict[str, Any], ChildMain]:
+def _prepare(warm_up: Callable[[], object]) -> tuple[dict[str, Any], WorkerMain]:
     """In the warm process."""
-    # A test runner's capture put streams of its own in place of these.
+    # A test runner's capture has replaced these streams.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (kept for good)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.disable()  # the runner's would write to where the runner's output goes
@@ -323,57 +330,57 @@ def _prepare(warm_up: Callable[[], object]) -> tuple[dict[str, Any], ChildMain]:
     importlib.import_module("torch.distributed.tensor")
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports hundreds of modules
     warm_up()
-    return {}, _live
+    return {}, _worker_main
 
 
-def _live(birth: Birth) -> int:
-    if "function" in birth.told:
-        return _live_as_command(birth.told)
+def _worker_main(spec: WorkerSpec) -> int:
+    if "function" in spec.variables:
+        return _run_command(spec.variables)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with Client(birth.told["address"], "AF_UNIX", birth.told["key"].encode()) as line:
+    with Client(spec.variables["address"], "AF_UNIX", spec.variables["key"].encode()) as line:
         while True:
             try:
                 content = line.recv_bytes()
             except EOFError:
                 return 0
-            line.send_bytes(msgspec.msgpack.encode(_answer(content)))
+            line.send_bytes(msgspec.msgpack.encode(_run_call(content)))
 
 
-def _answer(content: bytes) -> _Answer:
+def _run_call(content: bytes) -> _CallResult:
     call = msgspec.msgpack.decode(content, type=_Call)
     torch.manual_seed(0)
     try:
-        value = _under_group(call)
-        return _Answer(msgspec.Raw(pack(value)))
+        value = _call_in_group(call)
+        return _CallResult(msgspec.Raw(pack(value)))
     except Exception as error:  # noqa: BLE001 (whatever a test raises goes to the test)
         trace = traceback.format_exc()
         broken = type(error).__name__ == "GroupLost" or "onnection" in str(error)
-        return _Answer(msgspec.Raw(pack(None)), trace, is_echo=broken)
+        return _CallResult(msgspec.Raw(pack(None)), trace, is_echo=broken)
 
 
-def _under_group(call: _Call) -> Any:
-    function, arguments = find(call.function), unpack(call.arguments)
+def _call_in_group(call: _Call) -> Any:
+    function, arguments = import_function(call.function), unpack(call.arguments)
     if call.num_ranks == 1:
         return function(Mesh.form(Group(), Axes(), "cpu"), *arguments)
     world = World(call.rank, call.num_ranks, call.rank, call.num_ranks, "shoal.testing")
-    store = client("127.0.0.1", call.store_port, timeout_s=10.0)
+    store = join_store("127.0.0.1", call.store_port, timeout_s=10.0)
     form_group(store, call.group, world, timedelta(seconds=10))
     # A call may end at once, and Gloo gives up a mesh in which a peer that is ready hangs up early.
-    come_together(store, f"{call.group}/formed", world, timeout_s=10.0)
+    wait_for_ranks(store, f"{call.group}/formed", world, timeout_s=10.0)
     try:
         return function(Mesh.form(Group(dist.group.WORLD), Axes(), "cpu"), *arguments)
     finally:
         leave_group()
 
 
-def _live_as_command(told: Mapping[str, str]) -> int:
-    for path, descriptor in ((told["output"], 1), (told["errors"], 2)):
+def _run_command(variables: Mapping[str, str]) -> int:
+    for path, descriptor in ((variables["output"], 1), (variables["errors"], 2)):
         with open(path, "ab", buffering=0) as file:
             os.dup2(file.fileno(), descriptor)
-    os.chdir(told["directory"])
-    os.environ.update(msgspec.json.decode(told["environment"], type=dict[str, str]))
+    os.chdir(variables["directory"])
+    os.environ.update(msgspec.json.decode(variables["environment"], type=dict[str, str]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    result = find(told["function"])(*msgspec.json.decode(told["arguments"]))
+    result = import_function(variables["function"])(*msgspec.json.decode(variables["arguments"]))
     with suppress(OSError):
         sys.stdout.flush()
     return result if isinstance(result, int) else 0

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from shoal.data.collating import collate_samples
-from shoal.data.readers.records import Many
-from shoal.data.sources import Source, Takes, as_source
+from shoal.data.readers.records import BulkSource
+from shoal.data.sources import BatchSource, Source, as_source
 from shoal.system.processes import readable
 
 LIMIT_S = 40.0  # for a fork or a thread; below the limit of a test
@@ -191,9 +191,9 @@ class SourceConformance:
         count = len(case.expected)
         ids = np.array([count - 1, 0, count // 2, 0], dtype=np.int64)
         samples = [case.expected[index] for index in ids]
-        if isinstance(source, Takes):
+        if isinstance(source, BatchSource):
             assert same(tuple(source.take(ids)), collate_samples(samples))
-        if isinstance(source, Many):
+        if isinstance(source, BulkSource):
             assert same(source.many(ids), samples)
             assert source.many(ids[:0]) == []
             with pytest.raises(IndexError):

@@ -26,7 +26,7 @@ PART = "part-00000.json"
 CONTENT = bytes(range(256)) * 5
 
 
-class Place(NamedTuple):
+class StoreLocation(NamedTuple):
     """Where the store under test keeps things."""
 
     open: Callable[[], Store]  # anew, as another process would; drafts count as abandoned at once
@@ -42,7 +42,7 @@ def fill(draft: Draft, content: bytes = CONTENT) -> None:
 
 
 def save(store: Store, name: str = NAME, token: str = "a1", content: bytes = CONTENT) -> None:
-    draft = store.begin(name, token)
+    draft = store.create_draft(name, token)
     fill(draft, content)
     draft.commit(drop=[PART])
 
@@ -56,18 +56,18 @@ class StoreConformance:
     """Inherit, and give `place`."""
 
     @pytest.fixture
-    def place(self) -> Place:
+    def place(self) -> StoreLocation:
         raise NotImplementedError("say how the store is opened and damaged")
 
     @pytest.fixture
-    def store(self, place: Place) -> Store:
+    def store(self, place: StoreLocation) -> Store:
         return place.open()
 
     def test_an_empty_store_has_no_names(self, store: Store) -> None:
         store.sweep()
         assert store.names() == []
 
-    def test_what_was_committed_is_there_whole(self, store: Store, place: Place) -> None:
+    def test_what_was_committed_is_there_whole(self, store: Store, place: StoreLocation) -> None:
         save(store)
         for each in (store, place.open()):
             assert each.names() == [NAME]
@@ -75,8 +75,8 @@ class StoreConformance:
             assert content_of(each) == CONTENT
             assert content_of(each, file=SEAL) == b"seal of " + CONTENT[:8]
 
-    def test_nothing_appears_before_the_commit(self, store: Store, place: Place) -> None:
-        draft = store.begin(NAME, "a1")
+    def test_nothing_appears_before_the_commit(self, store: Store, place: StoreLocation) -> None:
+        draft = store.create_draft(NAME, "a1")
         assert place.open().names() == []
         fill(draft)
         assert place.open().names() == []
@@ -104,7 +104,7 @@ class StoreConformance:
         with pytest.raises(BadCheckpoint, match=FILE):
             store.open(NAME, FILE).read(*span)
 
-    def test_a_truncated_file_is_seen(self, store: Store, place: Place) -> None:
+    def test_a_truncated_file_is_seen(self, store: Store, place: StoreLocation) -> None:
         save(store)
         place.damage(NAME, FILE, CONTENT[:-1])
         reader = place.open().open(NAME, FILE)
@@ -112,7 +112,7 @@ class StoreConformance:
         with pytest.raises(BadCheckpoint, match=FILE):
             reader.read(0, len(CONTENT))
 
-    def test_a_missing_file_is_named(self, store: Store, place: Place) -> None:
+    def test_a_missing_file_is_named(self, store: Store, place: StoreLocation) -> None:
         save(store)
         place.damage(NAME, FILE, None)
         with pytest.raises(BadCheckpoint, match=f"{FILE} is missing"):
@@ -122,9 +122,9 @@ class StoreConformance:
         with pytest.raises(FileNotFoundError):
             store.files(OTHER)
 
-    def test_others_join_by_the_token(self, store: Store, place: Place) -> None:
-        first = store.begin(NAME, "a1")
-        second = place.open().join(NAME, "a1")
+    def test_others_join_by_the_token(self, store: Store, place: StoreLocation) -> None:
+        first = store.create_draft(NAME, "a1")
+        second = place.open().join_draft(NAME, "a1")
         assert first.read("part-00001.json") is None
         second.write(SECOND, [b"second"])
         second.write("part-00001.json", [b"[1]"])
@@ -135,15 +135,15 @@ class StoreConformance:
         assert content_of(store, file=SECOND) == b"second"
 
     def test_an_empty_file_is_a_file(self, store: Store) -> None:
-        draft = store.begin(NAME, "a1")
+        draft = store.create_draft(NAME, "a1")
         draft.write(SECOND, [])
         fill(draft)
         draft.commit(drop=[PART])
         assert store.open(NAME, SECOND).num_bytes == 0
 
-    def test_a_discarded_draft_is_gone_for_all(self, store: Store, place: Place) -> None:
-        first = store.begin(NAME, "a1")
-        second = place.open().join(NAME, "a1")
+    def test_a_discarded_draft_is_gone_for_all(self, store: Store, place: StoreLocation) -> None:
+        first = store.create_draft(NAME, "a1")
+        second = place.open().join_draft(NAME, "a1")
         fill(first)
         second.discard()
         second.discard()  # never raises
@@ -157,24 +157,26 @@ class StoreConformance:
 
     def test_a_join_without_a_beginning_fails(self, store: Store) -> None:
         with pytest.raises(OSError):
-            store.join(NAME, "a1").write(FILE, [CONTENT])
+            store.join_draft(NAME, "a1").write(FILE, [CONTENT])
         assert store.names() == []
 
-    def test_a_sweep_removes_drafts_and_nothing_else(self, store: Store, place: Place) -> None:
+    def test_a_sweep_removes_drafts_and_nothing_else(
+        self, store: Store, place: StoreLocation
+    ) -> None:
         save(store)
-        fill(store.begin(OTHER, "a2"))
+        fill(store.create_draft(OTHER, "a2"))
         place.open().sweep()
         assert store.names() == [NAME]
         assert content_of(store) == CONTENT
         with pytest.raises(OSError):
-            store.join(OTHER, "a2").read(PART)
+            store.join_draft(OTHER, "a2").read(PART)
 
-    def test_one_of_the_same_name_is_replaced(self, store: Store, place: Place) -> None:
+    def test_one_of_the_same_name_is_replaced(self, store: Store, place: StoreLocation) -> None:
         """Until then the old one is there whole, or none is."""
         save(store)
         place.damage(NAME, FILE, b"bad")
         place.damage(NAME, "stray", b"of the old one")
-        draft = store.begin(NAME, "a2")
+        draft = store.create_draft(NAME, "a2")
         fill(draft, CONTENT[::-1])
         if place.open().names():
             assert content_of(place.open()) == b"bad"
@@ -185,14 +187,18 @@ class StoreConformance:
         store.sweep()
         assert store.names() == [NAME]
 
-    def test_a_beginning_sees_nothing_of_an_older_draft(self, store: Store, place: Place) -> None:
-        fill(store.begin(NAME, "a1"))
-        assert place.open().begin(NAME, "a2").read(PART) is None
+    def test_a_beginning_sees_nothing_of_an_older_draft(
+        self, store: Store, place: StoreLocation
+    ) -> None:
+        fill(store.create_draft(NAME, "a1"))
+        assert place.open().create_draft(NAME, "a2").read(PART) is None
 
-    def test_of_two_writers_of_one_name_the_later_stays(self, store: Store, place: Place) -> None:
-        first = store.begin(NAME, "a1")
+    def test_of_two_writers_of_one_name_the_later_stays(
+        self, store: Store, place: StoreLocation
+    ) -> None:
+        first = store.create_draft(NAME, "a1")
         first.write(FILE, [CONTENT])
-        second = place.open().begin(NAME, "a2")
+        second = place.open().create_draft(NAME, "a2")
         fill(second, CONTENT[::-1])
         try:
             first.write(MANIFEST, [b"the first's"])
@@ -206,7 +212,7 @@ class StoreConformance:
         assert content_of(store) == CONTENT[::-1]
         assert content_of(store, file=MANIFEST) == b"manifest of " + CONTENT[::-1][:8]
 
-    def test_two_names_are_written_at_once(self, store: Store, place: Place) -> None:
+    def test_two_names_are_written_at_once(self, store: Store, place: StoreLocation) -> None:
         stores = {NAME: store, OTHER: place.open()}
         threads = [
             threading.Thread(target=save, args=(stores[name], name, "a1", name.encode() * 50))
@@ -220,7 +226,7 @@ class StoreConformance:
         for name in stores:
             assert content_of(store, name) == name.encode() * 50
 
-    def test_what_was_removed_is_gone(self, store: Store, place: Place) -> None:
+    def test_what_was_removed_is_gone(self, store: Store, place: StoreLocation) -> None:
         save(store)
         save(store, OTHER)
         store.remove(NAME)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from shoal.comm.mesh import Mesh
-from shoal.data.balance import Balance, Pace, can_balance
+from shoal.data.balance import LoadBalancer, StragglerDetector, can_balance
 from shoal.data.split import shares
 from shoal.plans.plan import Plan
 
@@ -21,11 +21,13 @@ _SLOW = 1.5  # times as long as replicas take at the median: named when work mov
 _GRAIN = 4  # pieces a replica that are proposed, so that work can move
 
 
-def balance_of(plan: Plan, mesh: Mesh) -> tuple[Balance | None, Pace]:
+def make_balancer(plan: Plan, mesh: Mesh) -> tuple[LoadBalancer | None, StragglerDetector]:
     """Of a new mesh, whose replicas start with equal work; no Balance if work must not move."""
     if not can_balance(plan) or mesh.data.num_ranks == 1:
-        return None, Pace()
-    return Balance(plan.num_pieces // plan.num_microbatches, mesh.data.num_ranks), Pace()
+        return None, StragglerDetector()
+    return LoadBalancer(
+        plan.num_pieces // plan.num_microbatches, mesh.data.num_ranks
+    ), StragglerDetector()
 
 
 def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:

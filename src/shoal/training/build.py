@@ -19,10 +19,10 @@ from shoal.numerics.precision import Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.parallel.recompute import blocks_to_recompute
-from shoal.parallel.striping import Looked, tables_of
+from shoal.parallel.striping import EmbeddingModule, tables_of
 from shoal.plans.plan import Plan
-from shoal.plans.size import Size, of_size
-from shoal.sync.outer import trained
+from shoal.plans.resize import RunSize, with_size
+from shoal.sync.outer import averaged_parameters
 from shoal.training.diagnostics import refuse_writes, written_in_forward
 from shoal.training.run import Run, call_model, make_batches
 
@@ -30,13 +30,13 @@ from shoal.training.run import Run, call_model, make_batches
 _OWN_GRADIENT = ("does not require grad and does not have a grad_fn", "_will_engine_execute_node")
 
 
-class Prepared(NamedTuple):
+class BuiltModel(NamedTuple):
     model: nn.Module
     seeds: PieceSeeds
     survey: Survey
 
 
-def prepare(run: Run, plan: Plan) -> Prepared:
+def build_model(run: Run, plan: Plan) -> BuiltModel:
     """Build the model and look at what the plan will do to it."""
     batches = make_batches(run, plan.num_pieces)  # says what is wrong with the data
     model = run.make_model()
@@ -62,7 +62,7 @@ def prepare(run: Run, plan: Plan) -> Prepared:
 
     places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
     forwards = [partial(forward, *place) for place in places]
-    return Prepared(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+    return BuiltModel(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
 
 
 def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
@@ -147,12 +147,12 @@ def _refuse_tables_that_shrink(plan: Plan, model: nn.Module) -> None:
             raise written_in_forward(f"{name}.weight".lstrip("."), plan)
 
 
-def why_alone(run: Run, plan: Plan, model: nn.Module) -> str:
+def why_not_resizable(run: Run, plan: Plan, model: nn.Module) -> str:
     """Why a run of one rank can take in no other; empty if it can, or has others."""
     if plan.num_ranks > 1 or plan.num_pieces == 1:
         return ""
     try:
-        _refuse_tables(run, of_size(plan, Size(2, plan.num_servers)), model)
+        _refuse_tables(run, with_size(plan, RunSize(2, plan.num_servers)), model)
     except PlanError as error:
         return str(error)
     return ""
@@ -184,7 +184,7 @@ def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
             )
 
 
-def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
+def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: EmbeddingModule) -> None:
     uses = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
     others = [other for other in uses if other != name]
     if others:
@@ -213,9 +213,11 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Looked) 
             )
 
 
-def _refuse_second_lookups(plan: Plan, model: nn.Module, name: str, module: Looked) -> None:
+def _refuse_second_lookups(
+    plan: Plan, model: nn.Module, name: str, module: EmbeddingModule
+) -> None:
     """A block that is run again in backward looks rows up again, and must find the same ones."""
-    if plan.recompute == "none" or plan.bound == 0:
+    if plan.recompute == "none" or plan.staleness_bound == 0:
         return
     for block in blocks_to_recompute(model):
         if block is not module and module in block.modules():
@@ -228,7 +230,7 @@ def _refuse_second_lookups(plan: Plan, model: nn.Module, name: str, module: Look
 
 
 def _refuse_too_many_fragments(plan: Plan, model: nn.Module) -> None:
-    count = len(trained(model))
+    count = len(averaged_parameters(model))
     if plan.fragments > max(1, count):
         raise PlanError(
             f"fragments={plan.fragments} does not go with a model that trains {count} parameters: "

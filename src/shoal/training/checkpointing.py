@@ -1,8 +1,8 @@
-"""When a run saves, and from what it goes on.
+"""When a run saves, and what it resumes from.
 
-A `Keeper` belongs to one rank's trainer. It saves every `save_every` steps while training goes on,
-and once more when the run ends or is told to stop, then waiting until the checkpoint is there. A
-run whose ranks are all new goes on from the newest checkpoint that every one of them could read.
+A `Checkpointer` belongs to one rank's trainer. It saves every `save_every` steps beside training,
+and once more when the run ends or is told to stop; then it waits until the checkpoint is there. A
+run whose ranks are all new resumes from the newest checkpoint that every one of them could read.
 
 A save needs all ranks in one group. One that a loss interrupts is not made up for: the next is
 due soon enough, and ranks that disagree on whether it was made would wait for each other.
@@ -11,41 +11,41 @@ due soon enough, and ranks that disagree on whether it was made would wait for e
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from importlib.metadata import version
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
-from shoal.checkpoint.finding import name_of, step_of, steps_in
-from shoal.checkpoint.load import Opened
+from shoal import __version__
+from shoal.checkpoint.dtypes import first_unsupported
+from shoal.checkpoint.find import checkpoint_name, checkpoint_step, list_steps
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import Origin, Progress
-from shoal.checkpoint.retention import Keep, Known, superfluous
-from shoal.checkpoint.save import Saved, Saver
-from shoal.checkpoint.sealed import known_of
-from shoal.checkpoint.types import unholdable
+from shoal.checkpoint.retention import CheckpointSummary, RetentionPolicy, find_expired
+from shoal.checkpoint.save import Saver, SaveResult
+from shoal.checkpoint.verify import inspect_checkpoints
 from shoal.comm.collectives import Group
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch
 from shoal.errors import (
     BadCheckpoint,
     FailedElsewhere,
-    MayBeGood,
     RecipeError,
     ShoalError,
+    UnusableCheckpoint,
     UsageError,
 )
 from shoal.events.step import StepInfo
 from shoal.logs import warn_on_screen, warn_once
 from shoal.numerics.precision import ScaleState
 from shoal.plans.plan import Plan
-from shoal.storage.remote import StoreError
+from shoal.storage.object_client import StoreError
 from shoal.storage.store import Store
-from shoal.sync.choose import kinds_held, settle
+from shoal.sync.choose import state_types, wait_for_parameters
 from shoal.sync.replicas import shared_name
-from shoal.sync.state import Given, State, first_problem, share_bytes
-from shoal.training.pretrained import Beginning, Taken
+from shoal.sync.state import MemorySource, ShardedState, broadcast_bytes, first_problem
+from shoal.training.pretrained import InitialWeights, WeightsOverlay
 from shoal.training.rescue import rescue
 from shoal.training.run import Run
 
@@ -60,13 +60,13 @@ class NotSaved(ShoalError):
     """The end of a run, which nothing else keeps, could not be saved."""
 
 
-class Keeping(NamedTuple):
+class CheckpointSettings(NamedTuple):
     """How a run keeps its state, decided before its ranks start."""
 
     store: Store
     origin: Origin
-    keep: Keep = Keep()
-    beginning: Beginning | None = None
+    keep: RetentionPolicy = RetentionPolicy()
+    beginning: InitialWeights | None = None
     others_may_write: bool = False  # a caller's loop has its hands on the model between two steps
     is_asked: bool = True  # or only done because it can be
     resumes: bool = False  # to go on was asked for: it says so if there is nothing to
@@ -81,22 +81,24 @@ class _Problem(NamedTuple):
     minor: bool = False
 
 
-class Keeper:
+class Checkpointer:
     """`tell` hears of saves and of checkpoints that were passed over, in the trainer's thread."""
 
-    def __init__(self, keeping: Keeping, tell: Tell):
+    def __init__(self, keeping: CheckpointSettings, tell: Tell):
         self.store, self.origin = keeping.store, keeping.origin
         self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
         self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
         self._resumes, self._needs_one = keeping.resumes, keeping.needs_one
         self.saved_step: int | None = None  # the newest that this rank knows to be there
         self._bad: set[str] = set()  # checkpoints that were refused
-        self._known: dict[str, Known] = {}  # checkpoints that were looked at, in the saver's thread
+        self._known: dict[
+            str, CheckpointSummary
+        ] = {}  # checkpoints that were looked at, in the saver's thread
         self._holds_nothing = False  # since no checkpoint can hold this state
         self._has_looked = False  # at the state after a step of this group
         self._resumed: Origin | None = None  # of the checkpoint that it went on from
         self._failure = _Problem()  # of the last save, as far as this rank knows
-        self._ended: deque[Saved] = deque()  # filled by the saver's thread
+        self._ended: deque[SaveResult] = deque()  # filled by the saver's thread
         self._saver = Saver(self.store, self._has_ended)
 
     def restore(self, trainer: "Trainer") -> None:
@@ -109,10 +111,10 @@ class Keeper:
         world = trainer.mesh.world
         self._look_at(trainer)
         self._has_looked = False
-        if any(row[0] for row in world.gather_numbers([trainer.step])):
+        if any(row[0] for row in world.all_gather_numbers([trainer.step])):
             return
-        names = steps_in(self.store) if world.rank == 0 else []
-        shared = share_bytes(world, 0, msgspec.msgpack.encode(names))
+        names = list_steps(self.store) if world.rank == 0 else []
+        shared = broadcast_bytes(world, 0, msgspec.msgpack.encode(names))
         found = msgspec.msgpack.decode(shared, type=list[str])
         first = _copy_of(trainer.strategy.state_dict()) if found else None
         problems, damaged = [], not self._needs_one
@@ -140,16 +142,17 @@ class Keeper:
     def _let_go(self, trainer: "Trainer", scale: ScaleState, origin: Origin) -> None:
         """Of a checkpoint that another rank could not read, though this one could: all but the
         tensors, which the next one brings."""
-        trainer.step, self.saved_step, self._resumed, self.origin = 0, None, None, origin
+        trainer.restart_at(0)
+        self.saved_step, self._resumed, self.origin = None, None, origin
         trainer.loss_scale.load(scale)
         if trainer.loop is not None:
             trainer.loop.let_go(trainer)
 
-    def _begin(self, trainer: "Trainer", first: State | None) -> None:
+    def _begin(self, trainer: "Trainer", first: ShardedState | None) -> None:
         """At step 0; `first` is the state as the seed made it, if it has changed since."""
         world = trainer.mesh.world
         if first is not None or self._beginning is not None:
-            own = Given(trainer.strategy.state_dict() if first is None else first)
+            own = MemorySource(trainer.strategy.state_dict() if first is None else first)
             source = own if self._beginning is None else self._beginning.source(own)
             problem = _worst_problem(world, self._take_over(trainer, source))
             if problem.why:
@@ -220,7 +223,7 @@ class Keeper:
         """Say what became of saves that have ended."""
         while self._ended:
             saved = self._ended.popleft()
-            step = step_of(saved.name)
+            step = checkpoint_step(saved.name)
             if saved.problem:
                 self._failure = _Problem(saved.problem, saved.is_echo)
                 self._tell("save-failed", step=step, why=saved.problem, echo=saved.is_echo)
@@ -237,14 +240,14 @@ class Keeper:
 
     def saved_step_of(self, world: Group) -> int | None:
         """The newest step that is saved, as rank 0 knows it. Every rank must call it."""
-        known = world.gather_numbers([-1 if self.saved_step is None else self.saved_step])[0][0]
+        known = world.all_gather_numbers([-1 if self.saved_step is None else self.saved_step])[0][0]
         self.saved_step = int(known) if known >= 0 else None
         return self.saved_step
 
     def save(self, trainer: "Trainer", saver: Saver | None = None) -> str:
         """Begin a save, by default where this run keeps its own; returns why not, if it did not.
         Every rank must call it."""
-        settle(trainer.strategy)
+        wait_for_parameters(trainer.strategy)
         trainer.consistency.check(trainer.step)
         try:
             state = trainer.strategy.state_dict()
@@ -259,7 +262,7 @@ class Keeper:
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
         problem = (saver or self._saver).save(
             trainer.mesh.world,
-            name_of(trainer.step),
+            checkpoint_name(trainer.step),
             state.tensors,
             state.plain,
             (self._progress(trainer), self.origin),
@@ -273,8 +276,10 @@ class Keeper:
     def _look_at(self, trainer: "Trainer") -> None:
         """Find what no checkpoint can hold. Every rank must call it."""
         try:
-            held = kinds_held(trainer.strategy).tensors
-            own = unholdable((name, part.tensor) for name, parts in held.items() for part in parts)
+            held = state_types(trainer.strategy).tensors
+            own = first_unsupported(
+                (name, part.tensor) for name, parts in held.items() for part in parts
+            )
         except RecipeError as error:  # of one rank perhaps, while the others wait
             own = str(error).partition(". ")[0]
         world = trainer.mesh.world
@@ -325,7 +330,7 @@ class Keeper:
             loss_scale=trainer.loss_scale.state._asdict() if trainer.loss_scale.dynamic else {},
         )
 
-    def _has_ended(self, saved: Saved) -> None:
+    def _has_ended(self, saved: SaveResult) -> None:
         """In the saver's thread: a new checkpoint may make older ones superfluous."""
         if saved.is_committed:
             try:
@@ -341,32 +346,38 @@ class Keeper:
         and what has another name is neither counted nor removed.
         """
         self._bad.discard(newest)  # if it was in this place
-        older = dropwhile(lambda name: name != newest, steps_in(self.store))
+        older = dropwhile(lambda name: name != newest, list_steps(self.store))
         names = [name for name in older if name not in self._bad]
         known = {name: self._known[name] for name in names[1:] if name in self._known}
-        found = known_of(self.store, [name for name in names if name not in known]).known
+        found = inspect_checkpoints(self.store, [name for name in names if name not in known]).known
         self._known = known | {one.name: one for one in found}
-        for one in superfluous(self._known.values(), self._keep):
+        for one in find_expired(self._known.values(), self._keep):
             self.store.remove(one.name)
 
     def _load(self, trainer: "Trainer", name: str) -> _Problem:
         """Take the state over; returns why that cannot be."""
         try:
-            opened = Opened(self.store, name)
+            opened = CheckpointReader(self.store, name)
         except BadCheckpoint as bad:
-            return _Problem(str(bad), minor=not isinstance(bad, MayBeGood))
+            return _Problem(str(bad), minor=not isinstance(bad, UnusableCheckpoint))
         problem = self._take_over(trainer, opened)
         if not problem.why:
             self.saved_step = trainer.step
         return problem
 
-    def _take_over(self, trainer: "Trainer", source: Opened | Taken | Given) -> _Problem:
-        progress = source.manifest.progress if isinstance(source, Opened) else Progress(0, 0, 0, 0)
+    def _take_over(
+        self, trainer: "Trainer", source: CheckpointReader | WeightsOverlay | MemorySource
+    ) -> _Problem:
+        progress = (
+            source.manifest.progress
+            if isinstance(source, CheckpointReader)
+            else Progress(0, 0, 0, 0)
+        )
         try:
-            if isinstance(source, Opened):
+            if isinstance(source, CheckpointReader):
                 _refuse_strange(source, trainer.spread.holding.shapes)
             trainer.strategy.load_state_dict(source, progress.step)
-            if trainer.loop is not None and isinstance(source, Opened):
+            if trainer.loop is not None and isinstance(source, CheckpointReader):
                 trainer.loop.restored(trainer, source)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
@@ -375,22 +386,22 @@ class Keeper:
         except StoreError:
             raise  # of a store that cannot be reached nobody knows whether it holds a bad one
         except UsageError as wrong:
-            damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, MayBeGood)
+            damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, UnusableCheckpoint)
             return _Problem(str(wrong), minor=damaged)
         except OSError as error:
             return _Problem(f"{error.strerror}.")
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             return _Problem(f"What it says of the optimizer makes no sense ({what}).")
-        trainer.step = progress.step
-        if isinstance(source, Opened):
+        trainer.restart_at(progress.step)
+        if isinstance(source, CheckpointReader):
             self._resumed = source.manifest.origin
             self.origin = msgspec.structs.replace(self.origin, parent=source.seal)
         return _Problem()
 
 
-class KeepsNothing:
-    """A keeper for a run without checkpoints."""
+class NoCheckpoints:
+    """A checkpointer for a run without checkpoints."""
 
     saved_step = None
 
@@ -418,7 +429,7 @@ class KeepsNothing:
 
 def origin_of(recipe: str, fields: dict[str, Any], plan: Plan, run: Run) -> Origin:
     """What a checkpoint says of where it comes from."""
-    versions = {"shoal": version("shoal"), "torch": str(torch.__version__)}
+    versions = {"shoal": __version__, "torch": str(torch.__version__)}
     return Origin(recipe, fields, str(plan), plan.num_pieces, len(run.data), versions)
 
 
@@ -430,7 +441,7 @@ def _measured(run: Run, info: StepInfo) -> dict[str, float]:
     return {BATCH_LOSS: info.loss, **(info.evaluation or {})}
 
 
-def refuse_unmeasured(keep: Keep, run: Run) -> None:
+def refuse_unmeasured(keep: RetentionPolicy, run: Run) -> None:
     """Refuse to keep the best by a number that no checkpoint will have.
 
     Of a run that evaluates, only what is saved after an evaluation can be the best.
@@ -473,28 +484,28 @@ def _jump_of_rate(trainer: "Trainer") -> str:
     return ""
 
 
-def _refuse_strange(source: Opened, own: Collection[str]) -> None:
+def _refuse_strange(source: CheckpointReader, own: Collection[str]) -> None:
     """A tensor that the model no longer has would be dropped without a word."""
     names = {n.removeprefix("model.") for n in source if n.startswith("model.")}
     for name in sorted(names - set(own)):
         raise UsageError(f"It holds model.{name}, which the model does not have.")
 
 
-def _copy_of(state: State) -> State:
+def _copy_of(state: ShardedState) -> ShardedState:
     tensors = {
         name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
         for name, parts in state.tensors.items()
     }
-    return State(tensors, state.plain)
+    return ShardedState(tensors, state.plain)
 
 
 def _worst_problem(world: Group, own: _Problem) -> _Problem:
     """The problem of the first rank whose problem is not minor, else of the first that has one."""
-    rows = world.gather_numbers([bool(own.why), own.minor])
+    rows = world.all_gather_numbers([bool(own.why), own.minor])
     found = [rank for rank, row in enumerate(rows) if row[0]]
     if not found:
         return _Problem()
     undamaged = [rank for rank in found if not rows[rank][1]]
     first = (undamaged or found)[0]
-    why = share_bytes(world, first, own.why.encode()).decode()
+    why = broadcast_bytes(world, first, own.why.encode()).decode()
     return _Problem(why, not undamaged)

@@ -21,22 +21,22 @@ from shoal.data.batches import Piece
 from shoal.data.split import shares
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.apply import Spread
+from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import is_summed
-from shoal.sync.choose import settle
-from shoal.sync.strategy import Strategy, Tally
-from shoal.training.diagnostics import first_look
+from shoal.sync.choose import wait_for_parameters
+from shoal.sync.strategy import LocalStep, Strategy
+from shoal.training.diagnostics import watch_first_piece
 from shoal.training.run import Objective, Run, objective
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
 
 
-class Compute:
+class PieceRunner:
     """Call `settle` for every new mesh, then `round` for each of a step's rounds, in order."""
 
     def __init__(
-        self, run: Run, plan: Plan, spread: Spread, seeds: PieceSeeds, loss_scale: LossScale
+        self, run: Run, plan: Plan, spread: ParallelModel, seeds: PieceSeeds, loss_scale: LossScale
     ):
         self.run, self.plan, self.spread = run, plan, spread
         self.seeds, self.loss_scale = seeds, loss_scale
@@ -55,7 +55,7 @@ class Compute:
         self.spread.settle(mesh, self._pieces, self.arithmetic)
 
     def round(
-        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
     ) -> None:
         """Compute the pieces `indices` of a batch of `num_samples`; their losses go to `tally`."""
         if self.spread.pipeline is not None:
@@ -67,7 +67,7 @@ class Compute:
             tally.weights.append(0.0)
             return
         self.seeds.enter(step, index)
-        looking = first_look(self.spread.model, self.plan) if self._is_first else _AS_IT_IS
+        looking = watch_first_piece(self.spread.model, self.plan) if self._is_first else _AS_IT_IS
         with looking as around_forward:
             with around_forward, self.arithmetic():
                 goal = objective(self.run, self.spread.forward(piece.inputs), piece)
@@ -79,7 +79,7 @@ class Compute:
         """The model's answer, without gradients; None on a rank that does not get to see it."""
         if self.spread.pipeline is not None:
             return self.spread.pipeline.forward(inputs)
-        settle(self._strategy)
+        wait_for_parameters(self._strategy)
         with self.arithmetic():
             return self.spread.forward(inputs)
 
@@ -97,9 +97,9 @@ class Compute:
 class _PiecesInPipeline:
     """What a pipeline tells of the pieces of a round, and what becomes of their gradients."""
 
-    def __init__(self, compute: Compute, mesh: Mesh, strategy: Strategy):
-        self.compute, self.buffers = compute, strategy.buffers
-        spread = compute.spread
+    def __init__(self, runner: PieceRunner, mesh: Mesh, strategy: Strategy):
+        self.runner, self.buffers = runner, strategy.buffers
+        spread = runner.spread
         if spread.stages is None:
             return
         named = dict(spread.model.named_parameters())
@@ -110,41 +110,41 @@ class _PiecesInPipeline:
         self._tied = _groups_of_tied(spread, mesh)
 
     def round(
-        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: Tally
+        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
     ) -> None:
-        compute, run = self.compute, self.compute.run
+        runner, run = self.runner, self.runner.run
         self._step, self._indices = step, indices
         self._sums: dict[int, PieceSum] = {}
         goals: dict[int, Objective] = {}
 
         def loss(output: Any, microbatch: int) -> Tensor:
-            with compute.arithmetic():
+            with runner.arithmetic():
                 goal = objective(run, output, pieces[microbatch])
             # Without the graph, which goes with the microbatch's backward.
             goals[microbatch] = goal._replace(tensor=goal.tensor.detach())
-            return goal.tensor * compute.start(goal, pieces[microbatch], num_samples)
+            return goal.tensor * runner.start(goal, pieces[microbatch], num_samples)
 
-        assert compute.spread.pipeline is not None
-        with first_look(compute.spread.model, compute.plan) if compute._is_first else _AS_IT_IS:
-            compute.spread.pipeline.run([piece.inputs for piece in pieces], loss)
-        compute._is_first = False
+        assert runner.spread.pipeline is not None
+        with watch_first_piece(runner.spread.model, runner.plan) if runner._is_first else _AS_IT_IS:
+            runner.spread.pipeline.run([piece.inputs for piece in pieces], loss)
+        runner._is_first = False
         for microbatch in sorted(goals):
             tally.add(*goals[microbatch])
         self._hand_out()
 
     def enter(self, microbatch: int, block: int) -> None:
         self.buffers.enter()
-        self.compute.seeds.enter(self._step, self._indices[microbatch], block)
+        self.runner.seeds.enter(self._step, self._indices[microbatch], block)
 
     def leave(self, stage: int, microbatch: int) -> None:
         self.buffers.leave(stage)
 
     def back(self, microbatch: int) -> None:
-        self.compute.seeds.at(self._step, self._indices[microbatch])
+        self.runner.seeds.at(self._step, self._indices[microbatch])
 
     def computed(self, stage: int, microbatch: int) -> None:
         """Keep the pieces' gradients apart, to be added in the tree's order."""
-        if self.compute.plan.sums != "exact":
+        if self.runner.plan.sums != "exact":
             return
         parameters = self._parameters[stage]
         if stage not in self._sums:
@@ -171,7 +171,9 @@ def _root(sum_: PieceSum) -> Values:
     return total(sum_.rows, sum_.blocks, num_pieces)
 
 
-def _groups_of_tied(spread: Spread, mesh: Mesh) -> list[tuple[Group, list[torch.nn.Parameter]]]:
+def _groups_of_tied(
+    spread: ParallelModel, mesh: Mesh
+) -> list[tuple[Group, list[torch.nn.Parameter]]]:
     """The parameters that stages of several ranks use, by the ranks that hold them."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, ranks in sorted(spread.holders.items()):
@@ -179,7 +181,7 @@ def _groups_of_tied(spread: Spread, mesh: Mesh) -> list[tuple[Group, list[torch.
             by_ranks.setdefault(tuple(ranks), []).append(name)
     named = dict(spread.model.named_parameters())
     groups = [
-        (mesh.pipeline.part(ranks), [named[n] for n in names if named[n].requires_grad])
+        (mesh.pipeline.subgroup(ranks), [named[n] for n in names if named[n].requires_grad])
         for ranks, names in sorted(by_ranks.items())  # also those of others: see `part`
     ]
     return [found for found, ranks in zip(groups, sorted(by_ranks)) if mesh.pipeline.rank in ranks]

@@ -21,10 +21,10 @@ from shoal.data.batches import Batches
 from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.numerics.compiled import compiled_in
-from shoal.numerics.reserved import Reserved, touched_rows
+from shoal.numerics.reserved import ReservedParameter, touched_rows
 from shoal.plans.plan import Plan
 from shoal.sync.server.combining import combine_losses
-from shoal.sync.strategy import Agreed
+from shoal.sync.strategy import GlobalStep
 
 _NAMED = 20
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's words
@@ -35,13 +35,13 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def _present(p: nn.Parameter) -> Tensor:
-    if isinstance(p, Reserved):
+    if isinstance(p, ReservedParameter):
         return p[touched_rows([p])]
     return p._local_tensor if isinstance(p, DTensor) else p
 
 
-def not_finite(
-    batches: Batches, step: int, agreed: Agreed, model: nn.Module, ranks: Sequence[int] = ()
+def not_finite_error(
+    batches: Batches, step: int, agreed: GlobalStep, model: nn.Module, ranks: Sequence[int] = ()
 ) -> NotFinite:
     """The error for a step whose loss or gradient is not finite, as `ranks` computed it; empty if
     only this one knows of it.
@@ -68,7 +68,7 @@ def not_finite(
     )
 
 
-def computed_by(agreed: Agreed, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
+def ranks_that_computed(agreed: GlobalStep, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     """The ranks that computed losses which are not finite, all of each replica's; if there are
     none, or nobody knows whose they are, all ranks."""
     bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
@@ -83,7 +83,7 @@ def computed_by(agreed: Agreed, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     return tuple(r for r in range(mesh.num_ranks) if r // num_tensor % num_data in replicas)
 
 
-def judged(agreed: Agreed, plan: Plan) -> Agreed:
+def check_agreed(agreed: GlobalStep, plan: Plan) -> GlobalStep:
     """What all know of a step, its loss judged by the plan's rule for gradients.
 
     Then a replica whose loss is not finite stops nobody, just as its gradient does not.
@@ -101,7 +101,7 @@ def judged(agreed: Agreed, plan: Plan) -> Agreed:
     return agreed._replace(sums=[loss * weight], weights=[weight])
 
 
-def no_weight(step: int) -> RecipeError:
+def no_weight_error(step: int) -> RecipeError:
     """The error for a step whose samples all weigh nothing, after `step` of them."""
     return RecipeError(
         f"Step {step + 1}: no sample of its batch counts: the weights that the loss gives them add "
@@ -148,7 +148,7 @@ def refuse_writes(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def first_look(model: nn.Module, plan: Plan) -> Iterator[AbstractContextManager[None]]:
+def watch_first_piece(model: nn.Module, plan: Plan) -> Iterator[AbstractContextManager[None]]:
     """Around a rank's first piece, and, with what it gives, around its forward.
 
     What breaks there in torch's words, for a reason that is the plan's, is said in ours.

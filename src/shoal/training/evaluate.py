@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.batches import Loading
+from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
 from shoal.system.processes import WORK
-from shoal.training.compute import Compute
+from shoal.training.compute import PieceRunner
 from shoal.training.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
 
 
-def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, float]:
+def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss` and each of the run's metrics. Every rank must call it."""
-    check_evaluated(compute.plan, source)
-    loading = Loading(run.collate, mesh.device, run.loaders)
+    check_evaluated(runner.plan, source)
+    loading = LoadOptions(run.collate, mesh.device, run.loaders)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
@@ -36,19 +36,19 @@ def measure(run: Run, compute: Compute, source: Any, mesh: Mesh) -> dict[str, fl
     table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
     # Where replicas share parameters, all of them must run the model equally often.
-    num_turns = -(-len(pieces) // mesh.data.num_ranks) if compute.plan.zero == 3 else len(own)
+    num_turns = -(-len(pieces) // mesh.data.num_ranks) if runner.plan.zero == 3 else len(own)
     indices = [*own, *[0] * (num_turns - len(own))]
-    with evaluating(compute.spread.model), closing(pieces.ahead(indices)) as loaded:
+    with evaluating(runner.spread.model), closing(pieces.ahead(indices)) as loaded:
         for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
             if mesh.data.is_lost():  # nobody will hear the answer
                 raise GroupLost("the generation is over")
             WORK.done += 1
             if not piece.num_samples:  # all of it is in quarantine
                 continue
-            output = compute.output(piece.inputs)
+            output = runner.output(piece.inputs)
             if output is None or turn >= len(own) or mesh.tensor.rank:
                 continue
-            with compute.arithmetic():
+            with runner.arithmetic():
                 goal = objective(run, output, piece)
             loss, weight = goal.tensor.item(), float(goal.weight)
             table[index, 0, 0] = loss * weight if goal.is_mean else loss

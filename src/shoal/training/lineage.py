@@ -20,32 +20,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.batches import Batches
-from shoal.data.ledger import Audit, audit, left_out_of
+from shoal.data.ledger import Audit, audit, skipped_ids
 from shoal.data.orders import (
     Order,
     Sequential,
     Shuffled,
-    Some,
-    order_among,
+    SubsetOrder,
     order_before,
     order_name,
     order_of,
+    restrict_order,
 )
 from shoal.data.permutation import Ids
-from shoal.data.replaying import Replayed
+from shoal.data.replay_order import ReplayOrder
 from shoal.data.sources import Source
-from shoal.data.transforms.layers import Part, below
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
-from shoal.data.views import Joined, View
+from shoal.data.transforms.wrapped import FilteredSource, inner_sources
+from shoal.data.views import ConcatSource, View
 from shoal.errors import UsageError
 from shoal.logs import warn_on_screen
-from shoal.storage.decoding import json_or_none
-from shoal.storage.files import read_plain
-from shoal.storage.rundir import Count, Description, Fields, Number, read_description
+from shoal.storage.decoding import try_decode_json
+from shoal.storage.files import read_regular_file
+from shoal.storage.run_dir import Count, Number, RecordedFields, RunDescription, read_description
 from shoal.training.recipe import load_recipe
 
 
-class Step(msgspec.Struct, frozen=True):
+class RecordedStep(msgspec.Struct, frozen=True):
     """What a line of metrics.jsonl says of the samples of its step."""
 
     step: Number
@@ -56,16 +56,16 @@ class Step(msgspec.Struct, frozen=True):
         return {"step": self.step, "mark": self.mark, "left_out": self.left_out}
 
 
-class Record(NamedTuple):
+class RunRecord(NamedTuple):
     """What a run directory tells of a run."""
 
     path: Path
-    described: Description
-    fields: Fields
+    described: RunDescription
+    fields: RecordedFields
     num_samples: int
     steps: list[dict[str, Any]]
 
-    def until(self, step: int | None) -> "Record":
+    def until(self, step: int | None) -> "RunRecord":
         """As it stood after this step; as it stands if none is named."""
         if step is None:
             return self
@@ -76,12 +76,12 @@ class Record(NamedTuple):
         return max((line["step"] for line in self.steps), default=0)
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """The record of the run in this directory."""
     metrics = path / "metrics.jsonl"
     try:
         described = read_description(path)
-        lines = read_plain(metrics).splitlines()
+        lines = read_regular_file(metrics).splitlines()
     except FileNotFoundError as missing:
         raise UsageError(
             f"{path} is no run directory with steps on record: {missing.filename} is missing. Name "
@@ -91,10 +91,10 @@ def read_record(path: Path) -> Record:
         raise UsageError(f"{metrics} cannot be read: {error.strerror}.") from error
     if described.run is None or described.num_samples is None:
         raise UsageError(f"{path} is not the directory of a `shoal train`. Name one that is.")
-    return Record(path, described, described.run, described.num_samples, list(_steps(lines)))
+    return RunRecord(path, described, described.run, described.num_samples, list(_steps(lines)))
 
 
-def read_before(parent: str, run: Path) -> Record:
+def read_parent_record(parent: str, run: Path) -> RunRecord:
     """The record of the run that `run` went on from; both may have been moved together."""
     for place in (Path(parent), run.parent / Path(parent).name):
         if place != run and _is_run(place):
@@ -114,7 +114,7 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def data_on_record(record: Record) -> Source | None:
+def data_on_record(record: RunRecord) -> Source | None:
     """Numbers in the place of the run's samples, in the order that it had; None if that is untold.
 
     No code of the run is loaded: a plain shuffle, and samples as they stand, are known by the name
@@ -128,15 +128,15 @@ def data_on_record(record: Record) -> Source | None:
     return None
 
 
-def recipe_data(record: Record, recipe: str, settings: Mapping[str, str]) -> Source:
+def recipe_data(record: RunRecord, recipe: str, settings: Mapping[str, str]) -> Source:
     """The data of a recipe that the user names, as it is today, with the settings of the run."""
     data: Source = load_recipe(recipe, {**record.described.settings, **settings}).data
     return data
 
 
-def audit_run(record: Record, data: Source) -> Audit:
+def audit_run(record: RunRecord, data: Source) -> Audit:
     """Whether the steps on record were made of the samples that the order gives."""
-    found = audit(record.steps, batches_of(record, data), left_out(data).tolist())
+    found = audit(record.steps, batches_of(record, data), left_out_ids(data).tolist())
     told = sum(line.get("left_out", 0) for line in record.steps)
     missing = [path for path in quarantine_files(data) if not path.exists()]
     if missing and (found.problems or found.num_left_out < told):
@@ -155,7 +155,7 @@ def audit_run(record: Record, data: Source) -> Audit:
     return found
 
 
-def refuse_other_marks(record: Record, data: Source) -> None:
+def refuse_other_marks(record: RunRecord, data: Source) -> None:
     """Refuse to go on with a run whose marks are of other samples than its order gives today."""
     found = audit_run(record, data)
     if found.num_wrong:
@@ -171,20 +171,20 @@ def refuse_other_marks(record: Record, data: Source) -> None:
         )
 
 
-def batches_of(record: Record, data: Source) -> Batches:
+def batches_of(record: RunRecord, data: Source) -> Batches:
     """The batches of a run as it saw them, by number; `data` may have grown since."""
     return _batches(record, _order_before(record, data), _seen_before(record, data))
 
 
-def seen_in(record: Record, data: Source, missed: Sequence[int] = ()) -> NDArray[np.bool_]:
+def seen_in(record: RunRecord, data: Source, missed: Sequence[int] = ()) -> NDArray[np.bool_]:
     """Of each sample of today's data, whether this run or one that it goes back to has seen it.
 
-    Samples that were left out, and are to be tried again, are `missed` (`missed_in`).
+    Samples that were left out, and are to be tried again, are `missed` (`missed_samples`).
     """
     before, order = _seen_before(record, data), _order_before(record, data)
     batches = _batches(record, order, before)
     _refuse_other_order(
-        record, (order, batches.order), audit(record.steps, batches, left_out(data).tolist())
+        record, (order, batches.order), audit(record.steps, batches, left_out_ids(data).tolist())
     )
     seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
     for step in record.steps:
@@ -193,29 +193,29 @@ def seen_in(record: Record, data: Source, missed: Sequence[int] = ()) -> NDArray
     return seen
 
 
-def missed_in(record: Record, data: Source) -> list[int]:
+def missed_samples(record: RunRecord, data: Source) -> list[int]:
     """Samples that came up in the run, were left out as bad each time, and never trained on.
 
     Told by quarantine files as they are now, so a run that goes by it must keep the answer.
     """
-    bad, before, batches = left_out(data), _seen_before(record, data), batches_of(record, data)
+    bad, before, batches = left_out_ids(data), _seen_before(record, data), batches_of(record, data)
     seen = np.zeros(len(data), dtype=np.bool_) if before is None else before
     out = np.zeros_like(seen)
     for step in record.steps:
         ids = batches.at(step["step"] - 1).ids
-        missing = left_out_of(ids, bad, step)
+        missing = skipped_ids(ids, bad, step)
         seen[ids[~np.isin(ids, missing)]] = True
         out[missing] = True
     return [int(index) for index in _places(out & ~seen)]
 
 
-def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
+def _seen_before(record: RunRecord, data: Source) -> NDArray[np.bool_] | None:
     """What the runs had seen that this one goes back to, when it began; None if it began anew."""
     described = record.described
     if not described.new_data:
         return None
     # The run before may have gone on since: what it did then is not in this one's order.
-    earlier = read_before(described.new_data, record.path).until(described.new_data_steps)
+    earlier = read_parent_record(described.new_data, record.path).until(described.new_data_steps)
     missed = described.new_data_missed or ()
     if any(index >= len(data) for index in missed):
         raise UsageError(
@@ -225,7 +225,7 @@ def _seen_before(record: Record, data: Source) -> NDArray[np.bool_] | None:
     return seen_in(earlier, data, missed)
 
 
-def _order_before(record: Record, data: Source) -> Order:
+def _order_before(record: RunRecord, data: Source) -> Order:
     """The order of the recipe's data as it stood when the run began."""
     num_samples = record.num_samples
     order = order_before(data, num_samples)
@@ -238,7 +238,7 @@ def _order_before(record: Record, data: Source) -> Order:
     return order
 
 
-def _refuse_other_order(record: Record, orders: tuple[Order, Order], found: Audit) -> None:
+def _refuse_other_order(record: RunRecord, orders: tuple[Order, Order], found: Audit) -> None:
     """By an order that was not the run's, samples that it has seen would be taken for new ones.
 
     `orders` are the recipe's, and that of what was new to the run.
@@ -254,7 +254,7 @@ def _refuse_other_order(record: Record, orders: tuple[Order, Order], found: Audi
         )
 
 
-def _batches(record: Record, order: Order, before: NDArray[np.bool_] | None) -> Batches:
+def _batches(record: RunRecord, order: Order, before: NDArray[np.bool_] | None) -> Batches:
     num_samples, fields = record.num_samples, record.fields
     if before is not None:
         order = _order_of_new(order, before[:num_samples], record.described.replay or 0.0)
@@ -266,7 +266,9 @@ def _batches(record: Record, order: Order, before: NDArray[np.bool_] | None) -> 
     )
 
 
-def only_new(data: Source, before: Record, replay: float = 0.0, missed: Sequence[int] = ()) -> View:
+def select_new(
+    data: Source, before: RunRecord, replay: float = 0.0, missed: Sequence[int] = ()
+) -> View:
     """The samples that a run has not seen; of its batches `replay` is a share of those it has."""
     if not 0 <= replay < 1:
         raise UsageError(f"--replay {replay}: the share of old samples is from 0 to below 1.")
@@ -282,7 +284,7 @@ def only_new(data: Source, before: Record, replay: float = 0.0, missed: Sequence
 def _order_of_new(order: Order, seen: NDArray[np.bool_], replay: float) -> Order:
     """The order of a recipe's data without the samples that were seen, or with some of them."""
     unseen, old = _places(~seen), _places(seen)
-    new = Some(unseen, order_among(order, unseen))
+    new = SubsetOrder(unseen, restrict_order(order, unseen))
     if not replay or not len(old) or not len(new):
         return new
     if new.batch_size is not None:
@@ -290,22 +292,22 @@ def _order_of_new(order: Order, seen: NDArray[np.bool_], replay: float) -> Order
             "--replay mixes old samples in between the new ones, and batches of like lengths "
             "(by_length) would be lost. Leave one of the two out."
         )
-    return Replayed(new, Some(old), replay)
+    return ReplayOrder(new, SubsetOrder(old), replay)
 
 
 def _places(which: NDArray[np.bool_]) -> Ids:
     return np.flatnonzero(which).astype(np.int64)
 
 
-def left_out(data: Any) -> Ids:
+def left_out_ids(data: Any) -> Ids:
     """The numbers, in this source, of the samples that the quarantine files of its parts name."""
     if isinstance(data, Quarantined):
         return np.array(sorted(data.left_out()), dtype=np.int64)
-    found = [left_out(source) for source in below(data)]
-    if isinstance(data, Joined):
+    found = [left_out_ids(source) for source in inner_sources(data)]
+    if isinstance(data, ConcatSource):
         found = [start + part for start, part in zip(data.starts, found, strict=False)]
     ids = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    if isinstance(data, Part):
+    if isinstance(data, FilteredSource):
         ids = _places(np.isin(data.kept, ids))
     return ids
 
@@ -313,5 +315,5 @@ def left_out(data: Any) -> Ids:
 def _steps(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The steps on record. A torn line is of a process that was killed; another wrote it anew."""
     for line in lines:
-        if (found := json_or_none(line, Step)) is not None:
+        if (found := try_decode_json(line, RecordedStep)) is not None:
             yield found.as_mapping()

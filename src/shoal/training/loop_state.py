@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.types import why_not
+from shoal.checkpoint.dtypes import why_unsupported
 from shoal.errors import RecipeError, UsageError
-from shoal.sync.state import DICT, LIST, NUMBER, TENSOR, TUPLE, Source, read_whole
+from shoal.sync.state import DICT, LIST, NUMBER, TENSOR, TUPLE, StateSource, read_whole
 from shoal.training.rank_check import digest_of_tensor, in_order
 
 OBJECT = "object"  # beside what `sync/state.py` has: the class's name, and its state
@@ -29,13 +29,13 @@ _SMALL_BYTES = 4096  # of a tensor that is compared, and kept, as if it were pla
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # whole numbers that MessagePack has
 
 
-class Packed(NamedTuple):
+class PackedState(NamedTuple):
     """A state as it is carried: `plain` has the number of a tensor in each one's place."""
 
     plain: dict[str, Any]
     tensors: list[Tensor]
 
-    def kept(self) -> "Packed":
+    def kept(self) -> "PackedState":
         """As it is now, also if small tensors change; large ones are not copied."""
         return self._replace(tensors=[t.clone() if is_small(t) else t for t in self.tensors])
 
@@ -60,18 +60,20 @@ class LoopState(dict[str, Any]):
             raise UsageError(f"trainer.state[{key!r}]: a key is text, such as 'best'.")
         super().__setitem__(key, value)
 
-    def pack(self) -> Packed:
+    def pack(self) -> PackedState:
         """As it is, or will be when the loop begins."""
         tensors: list[Tensor] = []
         values = self if self._arrived is None else {**self, **self._arrived}
         try:
-            return Packed({key: _put(v, _at(key), tensors) for key, v in values.items()}, tensors)
+            return PackedState(
+                {key: _put(v, _at(key), tensors) for key, v in values.items()}, tensors
+            )
         except RecursionError:
             raise RecipeError(
                 "trainer.state is nested too deep, or holds a list or dict that holds itself."
             ) from None
 
-    def arrive(self, plain: Mapping[str, Any], source: Source, name: str, exact: bool) -> None:
+    def arrive(self, plain: Mapping[str, Any], source: StateSource, name: str, exact: bool) -> None:
         """Take what was packed, its tensors from a source where their names begin with `name`.
 
         If `exact`, the state is this and nothing else; or else what a script adds to it stays.
@@ -186,7 +188,7 @@ def _is_text(value: Any) -> bool:
 def _own_part(tensor: Tensor, path: str) -> Tensor:
     """The elements that this rank holds."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if why := why_not(own):
+    if why := why_unsupported(own):
         raise RecipeError(
             f"{path} is a tensor that is {why}, which no checkpoint can hold. trainer.state holds "
             "dense tensors of bool, whole numbers, floats of 8 to 64 bits and complex64."
@@ -194,7 +196,7 @@ def _own_part(tensor: Tensor, path: str) -> Tensor:
     return in_order(own.detach())
 
 
-def _take(value: Any, source: Source, name: str) -> Any:
+def _take(value: Any, source: StateSource, name: str) -> Any:
     """The value that `_put` was given; an object's state as an `_Object`."""
     if not isinstance(value, dict):
         return value

@@ -3,14 +3,14 @@
 A script acts between steps: it changes rates, keeps averages in `trainer.state`, evaluates, leaves.
 Ranks that act unlike would train unlike weights, or wait for each other for ever. So before each
 step, evaluation and end every rank says in one small message what it is about to do, and a digest
-of what its loop may have changed; what differs is named, with the rank (`Diverged`).
+of what its loop may have changed; what differs is named, with the rank (`LoopDiverged`).
 
 A newcomer takes over the step that the others are at, before their loops' bodies ran: `keep` notes
 rates and state as they were then. It runs that body too, for its own variables and for what it
 prints; then it takes what the others hold after it (`_bring_up`), since a body may change weights
 as well. Not used by `shoal train`, whose loop has no body.
 
-Cost: a message of a few numbers a step. Read next: `loop_state.py`, `handover.py`.
+Cost: a message of a few numbers a step. Read next: `loop_state.py`, `sync_state.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +22,20 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.comm.mesh import Mesh
 from shoal.comm.wire import digest_of
 from shoal.errors import RecipeError, UsageError
-from shoal.numerics.fragments import Timetable
-from shoal.parallel.layout import Slice, whole
-from shoal.sync.state import Given, Source, State, share_state
-from shoal.training.loop_state import LoopState, Packed
+from shoal.numerics.fragments import FragmentSchedule
+from shoal.parallel.layout import Slice, whole_slice
+from shoal.sync.state import MemorySource, ShardedState, StateSource, broadcast_state
+from shoal.training.loop_state import LoopState, PackedState
 from shoal.training.rank_check import (
-    digest,
+    describe_value,
     digest_of_tensor,
+    digest_of_texts,
     first_difference,
-    in_words,
-    unlike_pair,
+    first_unlike_pair,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ LOOP = "loop"  # how names begin in what is handed over and saved
 _NOT_VALUES = ("params", "param_names")
 
 
-class Diverged(RecipeError):
+class LoopDiverged(RecipeError):
     """What ranks must change alike they changed unlike."""
 
 
-class Next(IntEnum):
+class LoopAction(IntEnum):
     """What a rank is about to do."""
 
     STEP = 0
@@ -62,22 +62,22 @@ class Next(IntEnum):
     def after(self, step: int) -> str:
         """In words, of a rank."""
         return {
-            Next.STEP: f"goes on to step {step + 1}",
-            Next.LEAVE: f"left its loop after step {step}",
-            Next.FINISH: f"ended its loop after step {step}",
-            Next.EVALUATE: f"evaluates after step {step}",
-            Next.GATHER: f"gathers the whole model after step {step}",
+            LoopAction.STEP: f"goes on to step {step + 1}",
+            LoopAction.LEAVE: f"left its loop after step {step}",
+            LoopAction.FINISH: f"ended its loop after step {step}",
+            LoopAction.EVALUATE: f"evaluates after step {step}",
+            LoopAction.GATHER: f"gathers the whole model after step {step}",
         }[self]
 
 
-_ENDS = (Next.LEAVE, Next.FINISH)
+_ENDS = (LoopAction.LEAVE, LoopAction.FINISH)
 
 
-class _Kept(NamedTuple):
+class _LoopSnapshot(NamedTuple):
     """What the loop's body of a step began with."""
 
     step: int
-    state: Packed
+    state: PackedState
     groups: list[dict[str, Any]]
     frozen: list[str]
 
@@ -91,7 +91,7 @@ class OwnLoop:
         self.is_sure = True  # or what the body did to the state may be in it twice
         self.wants_stop = False
         self._is_first = True  # of this group, nothing was compared yet
-        self._kept: _Kept | None = None
+        self._kept: _LoopSnapshot | None = None
         self._saved = 0  # the last step after which it was asked whether to save
         self._groups: list[dict[str, Any]] | None = None  # to take their place as the loop begins
         self._parameters: dict[str, nn.Parameter] = {}  # of the model, as it was made
@@ -115,7 +115,7 @@ class OwnLoop:
         if self.recovers and trainer.mesh.num_ranks > 1:
             groups = group_values(trainer.optimizer)
             state = trainer.state.pack().kept()
-            self._kept = _Kept(trainer.step, state, groups, self._frozen())
+            self._kept = _LoopSnapshot(trainer.step, state, groups, self._frozen())
 
     def begin(self, trainer: "Trainer") -> None:
         """The script has made what it makes before its loop: what arrived takes its place."""
@@ -131,7 +131,7 @@ class OwnLoop:
         is_due = every is not None and step % every == 0 and step != self._saved
         if is_due or _meet_in(trainer, step + 1):
             is_full = is_due or step % CHECK_EVERY == 0
-            if self._agree(trainer, Next.STEP, is_full):
+            if self._agree(trainer, LoopAction.STEP, is_full):
                 return False
         if step != self._saved:
             self._saved = step
@@ -140,45 +140,45 @@ class OwnLoop:
 
     def ends(self, trainer: "Trainer", leaves: bool) -> None:
         """All end their loops here, or it is said who does not. Every rank must call it."""
-        what = Next.LEAVE if leaves else Next.FINISH
+        what = LoopAction.LEAVE if leaves else LoopAction.FINISH
         while not self._agree(trainer, what, True):
             continue  # others heard only now that all stop, and come here next
 
-    def joins_in(self, trainer: "Trainer", what: Next, size: int = 0) -> None:
+    def joins_in(self, trainer: "Trainer", what: LoopAction, size: int = 0) -> None:
         """All are about to do the same, with as many samples. Every rank must call it."""
-        rows = trainer.mesh.world.gather_numbers([what, trainer.step, 0, 0, size, 0])
-        _refuse_unlike_acts([(Next(int(row[0])), int(row[1])) for row in rows])
+        rows = trainer.mesh.world.all_gather_numbers([what, trainer.step, 0, 0, size, 0])
+        _refuse_unlike_acts([(LoopAction(int(row[0])), int(row[1])) for row in rows])
         for rank, row in enumerate(rows):
             if row[4] != rows[0][4]:
-                raise Diverged(
+                raise LoopDiverged(
                     f"Rank {rank} evaluates {int(row[4])} samples after step {trainer.step}, and "
                     f"rank 0 {int(rows[0][4])}. All ranks must give evaluate the same source."
                 )
 
-    def _agree(self, trainer: "Trainer", what: Next, is_full: bool) -> bool:
+    def _agree(self, trainer: "Trainer", what: LoopAction, is_full: bool) -> bool:
         """Compare what all do and hold; True if that is the end, for all of them."""
         while True:
             told = self._told(trainer, is_full or self._is_first)
-            digests = [digest(part) for part in told]
+            digests = [digest_of_texts(part) for part in told]
             own = [what, trainer.step, self.is_new, self.wants_stop, *digests]
-            rows = trainer.mesh.world.gather_numbers(own)
-            acts = [(Next(int(row[0])), int(row[1])) for row in rows]
+            rows = trainer.mesh.world.all_gather_numbers(own)
+            acts = [(LoopAction(int(row[0])), int(row[1])) for row in rows]
             wants_stop = any(row[3] for row in rows)
             stops = wants_stop and trainer.strategy.in_lockstep
-            if not (stops and all(act in (Next.STEP, *_ENDS) for act, _ in acts)):
+            if not (stops and all(act in (LoopAction.STEP, *_ENDS) for act, _ in acts)):
                 _refuse_unlike_acts(acts)
             new = [rank for rank, row in enumerate(rows) if row[2]]
             if not new:
                 break
             self._bring_up(trainer, new)
         if wants_stop:
-            trainer.stopped = False  # whatever else asked for it: it is the script's own end
+            trainer.end_by_script()
         are_ends = {act in _ENDS for act, _ in acts}
         if len(are_ends) > 1:  # some looked at all they hold, others not: in the next round all do
-            return what == Next.STEP
+            return what == LoopAction.STEP
         _refuse_unlike(trainer, told, [row[4:] for row in rows])
         self._is_first = False
-        return stops or what != Next.STEP
+        return stops or what != LoopAction.STEP
 
     def _frozen(self, since_start: bool = False) -> list[str]:
         """The names of parameters that are frozen now; or only of those frozen since the start."""
@@ -239,7 +239,7 @@ class OwnLoop:
     def _told(self, trainer: "Trainer", is_full: bool) -> tuple[dict[str, str], dict[str, str]]:
         """What all ranks must hold alike, and what those must that hold the same of the model."""
         has_schedule = trainer.schedule is not None
-        rates = groups_in_words(trainer.optimizer, has_schedule)
+        rates = describe_groups(trainer.optimizer, has_schedule)
         rates |= {f"{name}.requires_grad": "False" for name in self._frozen(since_start=True)}
         if _is_own(trainer):
             return rates, {}
@@ -250,27 +250,29 @@ class OwnLoop:
         group, strategy = trainer.mesh.data, trainer.strategy
         leader = next(rank for rank in range(group.num_ranks) if rank not in new)
         state = self._with(trainer, strategy.state_dict(served=False), None)
-        rows = group.gather_numbers([_digest_of_state(state)])
+        rows = group.all_gather_numbers([_digest_of_state(state)])
         if any(rows[rank] != rows[leader] for rank in new):
-            shared = Given(share_state(group, leader, state))
+            shared = MemorySource(broadcast_state(group, leader, state))
             if self.is_new:
                 strategy.load_state_dict(shared, trainer.step, served=False)
                 self._take(trainer, shared)
                 self.begin(trainer)
         self.is_new, self.is_sure = False, True
 
-    def for_newcomer(self, trainer: "Trainer", state: State) -> State:
+    def for_newcomer(self, trainer: "Trainer", state: ShardedState) -> ShardedState:
         """A state to hand over, with what the body of the last step began with."""
         kept = self._kept
         is_known = kept is not None and kept.step == trainer.step
         return self._with(trainer, state, kept if is_known else None)
 
-    def join(self, trainer: "Trainer", source: Source) -> None:
+    def join(self, trainer: "Trainer", source: StateSource) -> None:
         """As one who is behind, take what a peer handed over."""
         self._take(trainer, source)
         self.is_new, self.is_sure = True, not source.plain[LOOP]["touched"]
 
-    def _with(self, trainer: "Trainer", state: State, kept: _Kept | None) -> State:
+    def _with(
+        self, trainer: "Trainer", state: ShardedState, kept: _LoopSnapshot | None
+    ) -> ShardedState:
         now = group_values(trainer.optimizer)
         packed, groups, still = trainer.state.pack(), now, self._frozen()
         if kept is not None:
@@ -285,9 +287,9 @@ class OwnLoop:
             "touched": bool(packed.plain) or str(groups) != str(now),
         }
         tensors = _named(packed.tensors, "state") | _named(numbers.tensors, "groups")
-        return State(state.tensors | tensors, state.plain | {LOOP: plain}, state.copied)
+        return ShardedState(state.tensors | tensors, state.plain | {LOOP: plain}, state.copied)
 
-    def _take(self, trainer: "Trainer", source: Source) -> None:
+    def _take(self, trainer: "Trainer", source: StateSource) -> None:
         plain = source.plain[LOOP]
         trainer.state.arrive(plain["state"], source, f"{LOOP}.state.", exact=True)
         own = LoopState()
@@ -296,7 +298,7 @@ class OwnLoop:
         set_groups(trainer.optimizer, self._groups)
         self._freeze(plain["frozen"])
 
-    def to_save(self, trainer: "Trainer", state: State) -> State:
+    def to_save(self, trainer: "Trainer", state: ShardedState) -> ShardedState:
         """A state for a checkpoint, with what the loop keeps."""
         packed, still = trainer.state.pack(), self._frozen(since_start=True)
         if not packed.plain and not still:
@@ -307,9 +309,9 @@ class OwnLoop:
             f"{LOOP}.{part}": {"state": packed.plain, "frozen": still},
         }
         tensors = _named(packed.tensors, str(part))
-        return State(state.tensors | tensors, state.plain | plain, state.copied)
+        return ShardedState(state.tensors | tensors, state.plain | plain, state.copied)
 
-    def restored(self, trainer: "Trainer", source: Opened) -> None:
+    def restored(self, trainer: "Trainer", source: CheckpointReader) -> None:
         """Take what a checkpoint has of the loop; the optimizer's groups were taken."""
         self._groups = group_values(trainer.optimizer)
         num_saved = source.plain.get(f"{LOOP}.parts")
@@ -358,11 +360,11 @@ def set_groups(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, A
                 group[key] = value
 
 
-def groups_in_words(optimizer: torch.optim.Optimizer, has_schedule: bool) -> dict[str, str]:
+def describe_groups(optimizer: torch.optim.Optimizer, has_schedule: bool) -> dict[str, str]:
     """Each value of each group by its place. The schedule sets the rate anew before each step, so
     one of a step that was given up does not count."""
     return {
-        f"optimizer.param_groups[{number}][{key!r}]": in_words(value)
+        f"optimizer.param_groups[{number}][{key!r}]": describe_value(value)
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if key not in _NOT_VALUES and not (has_schedule and key == "lr")
@@ -385,7 +387,7 @@ def _not_trained(what: str) -> RecipeError:
 def _meet_in(trainer: "Trainer", step: int) -> bool:
     """Whether ranks talk to each other in a step; under local steps they do where a window ends."""
     plan = trainer.plan
-    timetable = Timetable(plan.local_steps, plan.fragments, trainer.num_steps)
+    timetable = FragmentSchedule(plan.local_steps, plan.fragments, trainer.num_steps)
     return trainer.strategy.in_lockstep or plan.fragments > 1 or timetable.ends_window(step)
 
 
@@ -406,23 +408,23 @@ def _is_own(trainer: "Trainer") -> bool:
 
 
 def _named(tensors: Sequence[Tensor], part: str) -> dict[str, list[Slice]]:
-    return {f"{LOOP}.{part}.{number}": [whole(t)] for number, t in enumerate(tensors)}
+    return {f"{LOOP}.{part}.{number}": [whole_slice(t)] for number, t in enumerate(tensors)}
 
 
-def _digest_of_state(state: State) -> float:
+def _digest_of_state(state: ShardedState) -> float:
     """Of every element, and of what is plain."""
     parts = [part.tensor for name in sorted(state.tensors) for part in state.tensors[name]]
     content = [digest_of_tensor(tensor).encode() for tensor in parts]
     return float(digest_of([msgspec.msgpack.encode(state.plain), *content]) >> 11)
 
 
-def _refuse_unlike_acts(acts: Sequence[tuple[Next, int]]) -> None:
+def _refuse_unlike_acts(acts: Sequence[tuple[LoopAction, int]]) -> None:
     """Ranks that do unlike things would wait for each other for ever."""
     first, step = acts[0]
     same = _ENDS if first in _ENDS else (first,)
     for rank, (act, at) in enumerate(acts):
         if act not in same or at != step:
-            raise Diverged(
+            raise LoopDiverged(
                 f"Rank {rank} {act.after(at)}, and rank 0 {first.after(step)}. All ranks must "
                 "leave their loops, evaluate and gather the model after the same steps. "
                 "trainer.stop() on any rank ends the loops of all."
@@ -440,10 +442,10 @@ def _refuse_unlike(
         lines.setdefault(_place(rank, trainer.mesh), []).append(rank)
     found = [(0, [*range(trainer.mesh.num_ranks)]), *((1, line) for line in lines.values())]
     for column, ranks in found:
-        pair = unlike_pair([row[column] for row in digests], ranks)
+        pair = first_unlike_pair([row[column] for row in digests], ranks)
         if pair is not None:
             what = first_difference(trainer.mesh.world, pair, told[column])
-            raise Diverged(
+            raise LoopDiverged(
                 f"After step {trainer.step} ranks hold unlike values: {what}. What a loop changes "
                 "between steps it must change alike on every rank, and keep in trainer.state "
                 "what it decides by, so that a newcomer has it too."

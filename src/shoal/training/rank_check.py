@@ -29,13 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shoal import __version__
 from shoal.comm.collectives import Group
 from shoal.comm.wire import bytes_of, digest_of
-from shoal.data.likeness import content_name
+from shoal.data.identity import content_name
 from shoal.data.orders import order_name, order_of
 from shoal.errors import UsageError
 from shoal.plans.plan import Plan
-from shoal.sync.state import share_bytes
+from shoal.sync.state import broadcast_bytes
 from shoal.training.run import Run
 
 FIRST_WEIGHTS = "first value of "  # how facts begin that a newcomer's may differ in
@@ -44,7 +45,7 @@ _OWN = re.compile("rank|main|master|chief|leader|device|gpu|pid|port", re.IGNORE
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def digest(told: Mapping[str, str]) -> float:
+def digest_of_texts(told: Mapping[str, str]) -> float:
     """Of names and texts; a float carries 53 bits of it."""
     return float(digest_of([msgspec.msgpack.encode(sorted(told.items()))]) >> 11)
 
@@ -61,7 +62,7 @@ def in_order(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def unlike_pair(digests: Sequence[float], ranks: Sequence[int]) -> tuple[int, int] | None:
+def first_unlike_pair(digests: Sequence[float], ranks: Sequence[int]) -> tuple[int, int] | None:
     """A rank whose digest is another than most ranks have, and one of those; None if all agree."""
     found = [digests[rank] for rank in ranks]
     usual = Counter(found).most_common(1)[0][0]
@@ -73,7 +74,8 @@ def first_difference(group: Group, pair: tuple[int, int], told: Mapping[str, str
     """What the two ranks differ in, in words. Every rank must call it, with what it told."""
     own = msgspec.msgpack.encode(dict(told))
     odd, usual = (
-        msgspec.msgpack.decode(share_bytes(group, rank, own), type=dict[str, str]) for rank in pair
+        msgspec.msgpack.decode(broadcast_bytes(group, rank, own), type=dict[str, str])
+        for rank in pair
     )
     for name in {**usual, **odd}:
         if odd.get(name) != usual.get(name):
@@ -93,10 +95,10 @@ def refuse_unlike(group: Group, facts: Mapping[str, str], step: int) -> None:
 
     First weights do not count once steps were made: a newcomer takes what they have become.
     """
-    has_begun = any(row[0] for row in group.gather_numbers([step]))
+    has_begun = any(row[0] for row in group.all_gather_numbers([step]))
     told = {n: t for n, t in facts.items() if not (has_begun and n.startswith(FIRST_WEIGHTS))}
-    rows = group.gather_numbers([digest(told)])
-    pair = unlike_pair([row[0] for row in rows], range(group.num_ranks))
+    rows = group.all_gather_numbers([digest_of_texts(told)])
+    pair = first_unlike_pair([row[0] for row in rows], range(group.num_ranks))
     if pair is not None:
         raise UsageError(
             f"Ranks are about to train unlike things: {first_difference(group, pair, told)}. All "
@@ -107,11 +109,13 @@ def refuse_unlike(group: Group, facts: Mapping[str, str], step: int) -> None:
 
 def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
     """What must be the same on all ranks, by name. Costs a pass over the model."""
-    facts = {f"the version of {name}": version(name) for name in ("shoal", "torch")}
+    facts = {"the version of shoal": __version__, "the version of torch": version("torch")}
     facts["the version of Python"] = platform.python_version()
     facts["the plan"] = repr(str(plan))
     facts["the number of steps"] = str(run.num_steps())
-    facts |= {f"Run.{f.name}": in_words(getattr(run, f.name)) for f in dataclasses.fields(run)}
+    facts |= {
+        f"Run.{f.name}": describe_value(getattr(run, f.name)) for f in dataclasses.fields(run)
+    }
     facts |= _of_data(run) | _of_model(model) | _of_optimizer(run.make_optimizer(model))
     for name in ("loss", "schedule", "collate", "optimizer", *run.metrics):
         used = run.metrics[name] if name in run.metrics else getattr(run, name)
@@ -127,7 +131,7 @@ def _of_data(run: Run) -> dict[str, str]:
         return facts | {"the data": content}
     for index in (0, len(run.data) - 1):
         with _draws_restored(), suppress(Exception):  # a bad sample is said where it is needed
-            first, again = (in_words(_rounded(run.data[index])) for _ in range(2))
+            first, again = (describe_value(_rounded(run.data[index])) for _ in range(2))
             if first == again:  # or it is another each time
                 facts[f"sample {index}"] = first
     return facts
@@ -178,21 +182,21 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     facts = {"the optimizer": type(optimizer).__qualname__}
     for number, group in enumerate(optimizer.param_groups):
         place = f"optimizer.param_groups[{number}]"
-        facts |= {f"{place}[{k!r}]": in_words(v) for k, v in group.items() if k != "params"}
+        facts |= {f"{place}[{k!r}]": describe_value(v) for k, v in group.items() if k != "params"}
         facts[f"the number of parameters in {place}"] = str(len(group["params"]))
     return facts
 
 
-def in_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value as text that is the same in every process that holds the same."""
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return repr(value.item())
         return f"{_form(value)} with the digest {digest_of_tensor(value)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k!r}: {in_words(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k!r}: {describe_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(in_words, value))})"
+        return f"({', '.join(map(describe_value, value))})"
     if isinstance(value, str | int | float | None):
         return repr(value)
     return f"a {type(value).__qualname__}"
@@ -201,14 +205,14 @@ def in_words(value: Any) -> str:
 def _of_function(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
     """What is known of a function, or of what is called as one, as facts."""
     if isinstance(value, functools.partial):
-        yield f"the arguments of {name}", in_words([value.args, value.keywords])
+        yield f"the arguments of {name}", describe_value([value.args, value.keywords])
         value = value.func
     if inspect.ismethod(value):
         yield from _of_object(value.__self__, f"the object of {name}")
         value = value.__func__
     if isinstance(value, types.FunctionType):
         yield f"the code of {name}", f"that of {value.__qualname__} ({_code(value.__code__)})"
-        yield f"the defaults of {name}", in_words([value.__defaults__, value.__kwdefaults__])
+        yield f"the defaults of {name}", describe_value([value.__defaults__, value.__kwdefaults__])
         if depth:
             for used, content in _used_by(value):
                 yield from _of_used(content, f"{used} in {name}", depth - 1)
@@ -219,7 +223,7 @@ def _of_function(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]
         if isinstance(value, nn.Module):
             for key, tensor in value.state_dict().items():
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                    yield f"{name}.{key}", in_words(tensor)
+                    yield f"{name}.{key}", describe_value(tensor)
         called = type(value).forward if isinstance(value, nn.Module) else type(value).__call__
         if isinstance(called, types.FunctionType) and depth:
             yield from _of_function(called, f"{name}()", depth - 1)
@@ -233,7 +237,7 @@ def _of_object(
     own = getattr(value, "__dict__", {})
     for key, content in own.items():
         if isinstance(content, kinds) and not _OWN.search(key):
-            yield f"{name}.{key}", in_words(content)
+            yield f"{name}.{key}", describe_value(content)
 
 
 def _of_used(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
@@ -241,7 +245,7 @@ def _of_used(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
     if isinstance(value, int | float) and not _OWN.search(name):
         yield name, repr(value)
     elif isinstance(value, Tensor) and value.layout == torch.strided:
-        yield name, in_words(value)
+        yield name, describe_value(value)
     elif isinstance(value, types.FunctionType | functools.partial | nn.Module):
         yield from _of_function(value, name, depth)
 

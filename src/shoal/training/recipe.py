@@ -11,29 +11,28 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.data.likeness import content_name
+from shoal.data.identity import content_name
 from shoal.data.orders import order_name, order_of
+from shoal.data.sources import recorded_name
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
+from shoal.training.options import SETTABLE
 from shoal.training.run import Run
 
-SETTABLE = (
-    *("batch_size", "steps", "epochs", "seed", "clip", "end"),
-    *("evaluate_every", "save_every", "check_every", "loaders"),
-)
 
-
-def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:
-    """Call the recipe and apply what was set."""
-    function = find_recipe(spec)
+def load_recipe(given: str | Run | Callable[..., Any], settings: Mapping[str, str]) -> Run:
+    """The Run of a recipe, called by its name or as a function, with what was set."""
+    if isinstance(given, Run):
+        _refuse_unknown(settings, SETTABLE, "a Run does not have it, or not from outside")
+        return _with_fields(given, settings)
+    spec = given if isinstance(given, str) else _name_of(given)
+    function = find_recipe(given) if isinstance(given, str) else given
     parameters = _parameters(function, spec)
+    _refuse_unknown(settings, [*parameters, *SETTABLE], f"neither {spec} nor a Run has it")
     own = {k: _read(k, v, parameters[k]) for k, v in settings.items() if k in parameters}
-    for name in settings.keys() - own.keys() - set(SETTABLE):
-        known = nearest(name, [*parameters, *SETTABLE])
-        raise UsageError(f"--set {name}: neither {spec} nor a Run has it. {known}")
     try:
         run = function(**own)
     except ShoalError:
@@ -46,6 +45,12 @@ def load_recipe(spec: str, settings: Mapping[str, str]) -> Run:
             f"The recipe {spec} returned a {type(run).__name__}. A recipe returns a shoal.Run."
         )
     return _with_fields(run, {k: v for k, v in settings.items() if k not in own})
+
+
+def _refuse_unknown(settings: Mapping[str, str], known: Sequence[str], why: str) -> None:
+    for name in settings:
+        if name not in known:
+            raise UsageError(f"--set {name}: {why}. {nearest(name, known)}")
 
 
 def find_recipe(spec: str) -> Callable[..., Any]:
@@ -167,4 +172,4 @@ def _executed(spec: str, load: Callable[[], None], module: types.ModuleType) -> 
 
 
 def _name_of(value: Any) -> str:
-    return getattr(value, "__qualname__", type(value).__name__)
+    return getattr(value, "__qualname__", recorded_name(value))

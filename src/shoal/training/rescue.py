@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.checkpoint.finding import name_of
-from shoal.checkpoint.save import Saved, Saver
-from shoal.storage.store import Directory
-from shoal.sync.choose import kinds_held
-from shoal.sync.state import share_bytes
+from shoal.checkpoint.find import checkpoint_name
+from shoal.checkpoint.save import Saver, SaveResult
+from shoal.storage.store import DirectoryStore
+from shoal.sync.choose import state_types
+from shoal.sync.state import broadcast_bytes
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -29,20 +29,20 @@ def rescue(trainer: "Trainer", save: Callable[["Trainer", Saver], str]) -> str:
 
     Every rank must call it. Hosts that do not share their temporary files cannot help each other.
     """
-    world, held = trainer.mesh.world, kinds_held(trainer.strategy).tensors
+    world, held = trainer.mesh.world, state_types(trainer.strategy).tensors
     num_bytes = sum(part.tensor.nbytes for parts in held.values() for part in parts)
     places = _places(num_bytes) if world.rank == 0 else iter(())
     while True:
-        path = share_bytes(world, 0, next(places, "").encode()).decode()
+        path = broadcast_bytes(world, 0, next(places, "").encode()).decode()
         if not path:
             return ""
-        ended: list[Saved] = []
-        saver = Saver(Directory(Path(path)), ended.append)
+        ended: list[SaveResult] = []
+        saver = Saver(DirectoryStore(Path(path)), ended.append)
         save(trainer, saver)
         saver.finish(world)
         is_there = any(saved.is_committed for saved in ended)
-        if world.gather_numbers([is_there])[0][0]:
-            return f"{path}/{name_of(trainer.step)}"
+        if world.all_gather_numbers([is_there])[0][0]:
+            return f"{path}/{checkpoint_name(trainer.step)}"
         if world.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
 

@@ -3,8 +3,8 @@
 All ranks agree on a step after which they wait; under local steps, on the last one of a window. A
 group that breaks before that forgets it, and the next one is asked anew. There the supervisor deals
 seats: who keeps one goes on in a group of another size, a newcomer takes a peer's state as after a
-death (`handover.py`), and who has none leaves. Pieces stay what they were, so nothing that is
-trained depends on it, but for local steps. On servers' side: `sync/server/moving.py`.
+death (`sync_state.py`), and who has none leaves. Pieces stay what they were, so nothing that is
+trained depends on it, but for local steps. On servers' side: `sync/server/migration.py`.
 """
 
 from typing import TYPE_CHECKING, NoReturn
@@ -13,22 +13,17 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import GroupLeft, PlanError, StopNow
 from shoal.faults import faultpoint
 from shoal.plans.plan import Plan
-from shoal.plans.size import of_size
+from shoal.plans.resize import with_size
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
 
 
-def take_size(trainer: "Trainer", mesh: Mesh) -> None:
-    """Follow the plan as it is in this mesh, whose run may have changed its size."""
-    trainer.plan = _plan_in(trainer.plan, mesh)
-    trainer.keeper.follow(trainer.plan)
-
-
-def _plan_in(plan: Plan, mesh: Mesh) -> Plan:
+def plan_in(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan as it is in this mesh, whose run may have changed its size."""
     if len(mesh.sizes) > 1:
         faultpoint("size.taken")
-        return of_size(plan, mesh.sizes[-1])
+        return with_size(plan, mesh.sizes[-1])
     if mesh.num_ranks != plan.num_ranks:
         raise PlanError(
             f"plan {str(plan) or 'data=1'!r} needs {plan.num_ranks} ranks; "
@@ -37,12 +32,12 @@ def _plan_in(plan: Plan, mesh: Mesh) -> Plan:
     return plan
 
 
-def meet(trainer: "Trainer") -> NoReturn:
+def pause_for_resize(trainer: "Trainer") -> NoReturn:
     """Wait with the others until there is another group; StopNow if this rank has no seat in it.
 
     Every rank must call it.
     """
-    trainer.keeper.finish(trainer)  # a save needs all who began it
+    trainer.checkpointer.finish(trainer)  # a save needs all who began it
     if trainer.seat.finish(meets=True):
         raise StopNow("the run goes on without this rank")
     raise GroupLeft("all left it, for a group of another size")

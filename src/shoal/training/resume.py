@@ -8,11 +8,11 @@ data, as far as it can be told from what the run began with.
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.checkpoint.finding import steps_in
+from shoal.checkpoint.find import list_steps
 from shoal.checkpoint.manifest import Manifest, Origin
-from shoal.checkpoint.sealed import Sealed
-from shoal.data.likeness import is_other, shown
-from shoal.errors import BadCheckpoint, MayBeGood, PlanError, UsageError
+from shoal.checkpoint.verify import VerifiedCheckpoint
+from shoal.data.identity import identities_differ, short_identity
+from shoal.errors import BadCheckpoint, PlanError, UnusableCheckpoint, UsageError
 from shoal.logs import warn_on_screen
 from shoal.plans.plan import Plan
 from shoal.storage.store import Store
@@ -33,7 +33,7 @@ MAY_CHANGE = (
 )
 
 
-# Among a run's fields: what its data holds (`data/likeness.py`), its order (`data/orders.py`), and
+# Among a run's fields: what its data holds (`data/identity.py`), its order (`data/orders.py`), and
 # the order of what is taken of it under --new-data, with the samples that are replayed.
 _CONTENT, _ORDER, NEW_ORDER = "data_content", "data_order", "new_data_order"
 
@@ -44,10 +44,10 @@ def newest(store: Store) -> Manifest | None:
     problems, may_be_good = [], False
     for name in _listed(store):
         try:
-            return Sealed(store, name).manifest
+            return VerifiedCheckpoint(store, name).manifest
         except BadCheckpoint as bad:
             problems.append(f"{name}: {bad}")
-            may_be_good |= isinstance(bad, MayBeGood)
+            may_be_good |= isinstance(bad, UnusableCheckpoint)
     if may_be_good:
         raise BadCheckpoint(
             f"No checkpoint in {store} can be read. {' '.join(problems)} Mend that and go on, or "
@@ -58,7 +58,7 @@ def newest(store: Store) -> Manifest | None:
 
 def _listed(store: Store) -> list[str]:
     try:
-        return steps_in(store)
+        return list_steps(store)
     except UsageError:
         raise
     except OSError as error:
@@ -67,7 +67,7 @@ def _listed(store: Store) -> list[str]:
         ) from error
 
 
-def refuse_used(store: Store) -> None:
+def refuse_used_store(store: Store) -> None:
     """A new run must not find checkpoints of another where it keeps its own."""
     if _listed(store):
         raise UsageError(
@@ -129,7 +129,7 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
         )
     _refuse_other_new(own.get(NEW_ORDER), origin.run.get(NEW_ORDER))
     before, now = str(origin.run.get(_CONTENT) or ""), own[_CONTENT]
-    is_known_as_other = is_other(before, now) if before and now else None
+    is_known_as_other = identities_differ(before, now) if before and now else None
     if is_known_as_other is None:
         warn_on_screen(
             "Whether this is the data that the run began with could not be told, except by its "
@@ -137,9 +137,10 @@ def refuse_other_data(own: Mapping[str, Any], run: Run, origin: Origin) -> None:
         )
     if is_known_as_other:
         raise UsageError(
-            f"The data was {shown(before)!r} when the run began and is {shown(now)!r} now: as many "
-            "samples, and other ones. Go on with the data that the run began with (it may lie "
-            "elsewhere), or begin a new run in another directory; --from RUN begins with this "
+            f"The data was {short_identity(before)!r} when the run began and is "
+            f"{short_identity(now)!r} now: as many samples, and other ones. "
+            "Resume with the data that the run began with (it may lie elsewhere), or "
+            "begin a new run in another directory; --from RUN begins with this "
             "one's weights."
         )
 
@@ -156,7 +157,7 @@ def _refuse_other_new(now: str | None, before: str | None) -> None:
         )
 
 
-def plan_to_go_on(run: Run, text: str | None, ranks: int | None, origin: Origin) -> Plan:
+def plan_to_resume(run: Run, text: str | None, ranks: int | None, origin: Origin) -> Plan:
     """The plan, by default the last one, with the batch cut into pieces as before if it can be."""
     chosen = Plan.parse(origin.plan if text is None else text)
     if chosen.pieces is None:

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batches import Batches, Loading, Piece
-from shoal.data.given import require_function, require_whole
+from shoal.data.batches import Batches, LoadOptions, Piece
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch, check_end
-from shoal.data.sources import LeavesOut, as_source
+from shoal.data.sources import SkipsBad, as_source
+from shoal.data.validate import require_function, require_whole
 from shoal.errors import PlanError, RecipeError, UsageError
-from shoal.numerics.optimizers import fuse, refuse_closures
+from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
@@ -163,7 +163,7 @@ class Run:
                 "The optimizer has a parameter that is not the model's, which replicas could not "
                 "agree on. Make it part of the model (a learnable loss, say, as a submodule)."
             )
-        fuse(optimizer, weights_of(tables_of(model).values()))
+        use_fused_kernels(optimizer, weights_of(tables_of(model).values()))
         return optimizer
 
 
@@ -200,7 +200,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
             f"{waiting} does not go with end='pad': the short batch at the end of an epoch may "
             "leave a rank without samples. Use end='drop' or end='wrap'."
         )
-    if waiting and isinstance(run.data, LeavesOut):
+    if waiting and isinstance(run.data, SkipsBad):
         raise PlanError(_left_out(waiting, "data"))
     _refuse_between_windows(chosen, run)
     check_evaluated(chosen, run.evaluate)
@@ -224,7 +224,7 @@ def _refuse_between_windows(plan: Plan, run: Run) -> None:
 def check_evaluated(plan: Plan, source: Any) -> None:
     """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""
     waiting = _waiting_for_all(plan)
-    if waiting and isinstance(source, LeavesOut):
+    if waiting and isinstance(source, SkipsBad):
         raise PlanError(_left_out(waiting, "the source to evaluate"))
 
 
@@ -255,7 +255,7 @@ def make_batches(run: Run, num_pieces: int, device: str = "cpu", ahead: bool = F
         num_pieces=num_pieces,
         seed=run.seed,
         end=run.end,
-        loading=Loading(run.collate, device, run.loaders if ahead else 0),
+        loading=LoadOptions(run.collate, device, run.loaders if ahead else 0),
     )
 
 

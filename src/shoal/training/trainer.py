@@ -6,7 +6,7 @@ in the seat; what can break is caught in one place, `regroup`. Everything a step
 function of its number (samples, random state, learning rate), so a step that failed is simply
 done again.
 
-Read next: `sync/allreduce.py` for how ranks agree, `handover.py` for how a newcomer catches up.
+Read next: `sync/allreduce.py` for how ranks agree, `sync_state.py` for how a newcomer catches up.
 """
 
 import math
@@ -18,8 +18,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from shoal.checkpoint.export import canonical_tensors, gather_model
-from shoal.comm.mesh import Asked, Axes, Check, Mesh, Seat, accept
-from shoal.errors import GroupLost, UsageError
+from shoal.comm.mesh import Axes, Check, Mesh, RankRequests, Seat, accept
+from shoal.errors import AgreementLost, GroupLost, UsageError
 from shoal.events.meters import split_times
 from shoal.events.step import Hook, StepInfo
 from shoal.faults import faultpoint
@@ -27,31 +27,32 @@ from shoal.numerics import schedules
 from shoal.numerics.norms import clip_factor
 from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
-from shoal.parallel.apply import Spread
+from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
-from shoal.sync.choose import strategy_for, tables_held
+from shoal.sync.choose import make_strategy, served_tables
 from shoal.sync.consistency import Consistency
-from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.system.memory import give_back_freed_memory
 from shoal.system.processes import WORK
-from shoal.training import handover
-from shoal.training.balancing import balance_of, rebalance
-from shoal.training.build import Prepared, prepare
-from shoal.training.checkpointing import Keeper, KeepsNothing
-from shoal.training.compute import Compute
+from shoal.training.balancing import make_balancer, rebalance
+from shoal.training.build import BuiltModel, build_model
+from shoal.training.checkpointing import Checkpointer, NoCheckpoints
+from shoal.training.compute import PieceRunner
 from shoal.training.diagnostics import (
-    computed_by,
-    judged,
-    no_weight,
-    not_finite,
+    check_agreed,
+    no_weight_error,
+    not_finite_error,
+    ranks_that_computed,
     weights_are_finite,
 )
 from shoal.training.evaluate import measure
 from shoal.training.loop_state import LoopState
-from shoal.training.own_loop import Next, OwnLoop
+from shoal.training.own_loop import LoopAction, OwnLoop
+from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
-from shoal.training.resizing import meet, take_size
+from shoal.training.resizing import pause_for_resize, plan_in
 from shoal.training.run import Run, call_model, make_batches
+from shoal.training.sync_state import sync_state
 
 
 class Trainer:
@@ -63,31 +64,43 @@ class Trainer:
         plan: Plan,
         seat: Seat,
         *,
-        prepared: Prepared | None = None,
+        built: BuiltModel | None = None,
         hooks: Sequence[Hook] = (),
-        keeper: Keeper | KeepsNothing | None = None,
+        checkpointer: Checkpointer | NoCheckpoints | None = None,
         loop: OwnLoop | None = None,
     ):
         """`loop` is for a script's own, which acts between steps."""
         self.run, self.plan, self.seat, self.loop = run, plan, seat, loop
         self.state = LoopState()  # that the script keeps
-        self.keeper, self.hooks = keeper or KeepsNothing(), list(hooks)
-        self.prepared = prepare(run, plan) if prepared is None else prepared
-        self.model = self.prepared.model
+        self.checkpointer, self.hooks = checkpointer or NoCheckpoints(), list(hooks)
+        self.built = build_model(run, plan) if built is None else built
+        self.model = self.built.model
         self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
-        self.strategy = strategy_for(plan, self.num_steps, run.meets_after)
+        self.strategy = make_strategy(plan, self.num_steps, run.meets_after)
         self.consistency = Consistency(run.check_every, seat.tell)
-        self.loss_scale, self.step = LossScale(plan.precision), 0
-        self.served = 0  # steps that servers had of all ranks when the group formed
-        self.stopped = self.meets = False  # after this step: for good, until the next generation
-        self.ended = False  # the script's loop, before the last step and by its own will
-        self.is_scribe = False  # whether this rank writes the run's record
-        self.answers: list[dict[str, float]] = []  # of evaluations since the last step
-        self.past = 0, self.answers  # the last step that has some, and those
-        self.last_info: StepInfo | None = None
+        self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
         self._is_over = False  # all have ended
+
+    @property
+    def step(self) -> int:
+        """The last committed step."""
+        return self.progress.step
+
+    @property
+    def last_info(self) -> StepInfo | None:
+        return self.progress.last_info
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop ends before its last step because it was asked to."""
+        return self.progress.stopped
+
+    @property
+    def writes_record(self) -> bool:
+        """Whether this rank writes the run's record; one of all does."""
+        return self.progress.writes_record
 
     def __enter__(self) -> Self:
         try:
@@ -101,19 +114,19 @@ class Trainer:
         if self.plan.saves_memory:
             give_back_freed_memory()
         self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline), self._check())
-        take_size(self, self.mesh)
+        self._follow_size(self.mesh)
         self.model.to(self.mesh.device)
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
         self.optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
         if self.plan.offload == "optimizer":
             offload_state(self.optimizer, self.mesh.device)
-        self.spread = Spread(
-            self.model, self.optimizer, self.plan, self.mesh, self.prepared.survey, call_model
+        self.spread = ParallelModel(
+            self.model, self.optimizer, self.plan, self.mesh, self.built.survey, call_model
         )
-        seeds = self.prepared.seeds
+        seeds = self.built.seeds
         seeds.use(self.mesh.device)
-        self.compute = Compute(self.run, self.plan, self.spread, seeds, self.loss_scale)
+        self.runner = PieceRunner(self.run, self.plan, self.spread, seeds, self.loss_scale)
         self.model.train()
         if self.loop is not None:
             self.loop.watch(self.model)
@@ -133,7 +146,7 @@ class Trainer:
             self.strategy.detach()
             if kind is None:
                 self.spread.close()
-            self.prepared.seeds.close()
+            self.built.seeds.close()
             self.batches.close()
             self.seat.close()
 
@@ -146,12 +159,16 @@ class Trainer:
                     yield self._tell(self._unseen)
                 elif self._goes_on():
                     self._try_step()
-                elif self.meets and not self.stopped and self.step < self.num_steps:
-                    meet(self)
+                elif self.progress.pauses and not self.stopped and self.step < self.num_steps:
+                    pause_for_resize(self)
                 elif self._finish():
                     return
             except GroupLost as lost:
                 self.regroup(lost)
+
+    def add_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Call these too, with each committed step, after those there are."""
+        self.hooks += hooks
 
     def stop(self) -> None:
         """End the loop of all ranks after the step that they are at; any rank may call it."""
@@ -161,56 +178,72 @@ class Trainer:
 
     def evaluate(self, source: Any) -> dict[str, float]:
         """Mean loss and metrics over a source, each sample once. Every rank must call it."""
-        while self._num_heard == len(self.answers):
+        found = self.progress
+        while self._num_heard == len(found.evaluations):
             try:
                 if self.loop is not None:
-                    self.loop.joins_in(self, Next.EVALUATE, len(source))
-                self.answers.append(measure(self.run, self.compute, source, self.mesh))
-                self.past = self.step, self.answers
+                    self.loop.joins_in(self, LoopAction.EVALUATE, len(source))
+                found.evaluations.append(measure(self.run, self.runner, source, self.mesh))
+                found.past_evaluations = self.step, found.evaluations
             except GroupLost as lost:
                 self.regroup(lost)
+                found = self.progress
         self._num_heard += 1
-        return self.answers[self._num_heard - 1]
+        return found.evaluations[self._num_heard - 1]
 
     def whole_model(self) -> dict[str, Tensor]:
         """The model's state by name, on rank 0. Every rank must call it."""
         if self.mesh.is_cut or self.plan.zero == 3 or self.plan.num_servers:
             if self.loop is not None:
-                self.loop.joins_in(self, Next.GATHER)
-            held = self.spread.held() | tables_held(self.strategy)
+                self.loop.joins_in(self, LoopAction.GATHER)
+            held = self.spread.held() | served_tables(self.strategy)
             return gather_model(self.mesh.world, self.model, held)
         return canonical_tensors(self.model) if self.mesh.rank == 0 else {}
 
     def regroup(self, lost: GroupLost) -> None:
         """Form the group again without leaving the process; raises if no other group comes."""
         while True:
-            self.keeper.give_up()
+            self.checkpointer.give_up()
             self.strategy.detach()
-            mesh, self.meets = self.seat.reform(lost), False
+            mesh, self.progress.pauses = self.seat.reform(lost), False
             try:
                 self._settle(mesh)
                 return
             except GroupLost as again:
                 lost = again
 
+    def restart_at(self, step: int) -> None:
+        """Go on from a step that was loaded."""
+        self.progress.step = step
+
+    def end_by_script(self) -> None:
+        """The script ends its loop: whatever else asked for a stop does not count."""
+        self.progress.stopped = False
+
+    def _follow_size(self, mesh: Mesh) -> None:
+        """Follow the plan as it is in this mesh, since a run may change its size."""
+        self.plan = plan_in(self.plan, mesh)
+        self.checkpointer.follow(self.plan)
+
     def take_place(self, mesh: Mesh) -> None:
         """Work in this mesh from now on."""
         self.mesh = mesh
         with nullcontext() if self.loop is None else self.loop.as_at_first():
             self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
-        self.compute.settle(mesh, self.strategy)
-        self.consistency.settle(self.strategy, mesh)
+        self.runner.settle(mesh, self.strategy)
+        self.consistency.watch(self.strategy, mesh)
 
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
-        take_size(self, mesh)
-        self.balance, self.pace = balance_of(self.plan, mesh)
+        self._follow_size(mesh)
+        self.balance, self.pace = make_balancer(self.plan, mesh)
         self._is_fresh = False  # whether the last step is one that all commit in this group
         self.take_place(mesh)
-        if handover.catch_up(self):
+        self.progress, took_over = sync_state(self)
+        if took_over:
             self._unseen, self._num_heard = self.last_info, 0
-            self._is_fresh = not self.strategy.in_lockstep and self.served < self.step
-        self.keeper.restore(self)
+            self._is_fresh = not self.strategy.in_lockstep and self.progress.served < self.step
+        self.checkpointer.restore(self)
         if self.loop is not None:
             self.loop.settled(self.optimizer)
         self.seat.formed(self.step)
@@ -224,31 +257,32 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         """Whether another step is to be made."""
-        if self.step == self.num_steps or self.stopped or self.meets or self.ended:
+        at = self.progress
+        if self.step == self.num_steps or at.stopped or at.pauses or at.ended:
             return False
-        self.ended = self.loop is not None and not self.loop.goes_on(self)
-        return not self.ended
+        at.ended = self.loop is not None and not self.loop.goes_on(self)
+        return not at.ended
 
     def _try_step(self) -> None:
         """Do the next step, or find that it must be tried again: with a smaller loss scale, say."""
         faultpoint("step.begin", self.step)
         self.consistency.begin(self.step)
         started, sent_before = perf_counter(), self.mesh.bytes_sent
-        batch, tally = self.batches.at(self.step), Tally(asked=self._asked())
-        data_s, rounds = 0.0, self.compute.rounds
+        batch, tally = self.batches.at(self.step), LocalStep(asked=self._asked())
+        data_s, rounds = 0.0, self.runner.rounds
         for number, indices in enumerate(rounds):
             asked = perf_counter()
             pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
-            tally.take(pieces)
+            tally.count_samples(pieces)
             WORK.done += 1
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
-                self.compute.round(self.step, indices, pieces, batch.num_samples, tally)
+                self.runner.round(self.step, indices, pieces, batch.num_samples, tally)
         faultpoint("step.computed", self.step)
         tally.busy_s = perf_counter() - started
         tally.digest = self.consistency.digest(self.step)
         asked_in, exchange = self.mesh, self.strategy.exchange
-        agreed = judged(exchange(tally, self.run.clip is not None), self.plan)
+        agreed = check_agreed(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
         if self.consistency.verify(agreed.digests, self.step):
@@ -257,32 +291,34 @@ class Trainer:
         if norm is None:
             if not self.loss_scale.overflow():
                 known = self.strategy.in_lockstep  # and so every rank finds the same
-                who = computed_by(agreed, self.plan, self.mesh) if known else ()
-                raise not_finite(self.batches, batch.step, agreed, self.model, who)
+                who = ranks_that_computed(agreed, self.plan, self.mesh) if known else ()
+                raise not_finite_error(self.batches, batch.step, agreed, self.model, who)
             return
         self.loss_scale.good_step()
-        self.step += 1  # committed
-        self._is_fresh, self.answers, self._num_heard = self.served < self.step, [], 0
+        self.progress.step += 1  # committed
+        self.progress.evaluations, self._num_heard = [], 0
+        self._is_fresh = self.progress.served < self.step
         if self.loop is not None:
             self.loop.keep(self)
         self.consistency.end(self.step, self.run.meets_after(self.step))
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
-            raise not_finite(self.batches, batch.step, agreed, self.model)
+            raise not_finite_error(self.batches, batch.step, agreed, self.model)
         busy_s = tally.busy_s - data_s + perf_counter() - exchanged
         exchange_s = exchanged - started - tally.busy_s
         times = split_times(data_s, busy_s, exchange_s, agreed.busy_s, self.mesh.rank)
-        self.stopped, self.meets = agreed.asked.stop, agreed.asked.meet and self.mesh is asked_in
+        self.progress.stopped = agreed.asked.stop
+        self.progress.pauses = agreed.asked.meet and self.mesh is asked_in
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
         mark = self.strategy.late_mark if agreed.mark is None else agreed.mark
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
-        self._unseen = self.last_info = StepInfo(
+        self._unseen = self.progress.last_info = StepInfo(
             self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
         )
         rebalance(self, agreed.busy_s)
 
-    def _update(self, agreed: Agreed, unit: float) -> float | None:
+    def _update(self, agreed: GlobalStep, unit: float) -> float | None:
         """Step, and return the gradient's norm before clipping; None if all is not finite.
 
         A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
@@ -292,7 +328,7 @@ class Trainer:
             self.strategy.buffers.restore()
             return 0.0
         if not agreed.weight:
-            raise no_weight(self.step)
+            raise no_weight_error(self.step)
         scale = unit / (agreed.weight * self.loss_scale.value)
         norm = (agreed.norm or 0.0) * scale
         if not math.isfinite(agreed.loss) or not math.isfinite(norm):
@@ -301,10 +337,18 @@ class Trainer:
             schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
         if self.run.clip is not None:
             scale *= clip_factor(norm, self.run.clip)
-        self.keeper.await_copy()
-        return norm if handover.update(self, scale) else None
+        self.checkpointer.await_copy()
+        return norm if self._step_until_agreed(scale) else None
 
-    def _asked(self) -> Asked:
+    def _step_until_agreed(self, scale: float) -> bool:
+        """`Strategy.update`, in as many groups as it takes once the step is made on this rank."""
+        while True:
+            try:
+                return self.strategy.update(scale, check=self.loss_scale.dynamic)
+            except AgreementLost as lost:
+                self.regroup(lost)
+
+    def _asked(self) -> RankRequests:
         asked = self.seat.asked()
         if self.loop is not None and self.loop.wants_stop:
             asked = asked._replace(stop=True)
@@ -323,8 +367,8 @@ class Trainer:
         """Save the end and wait for the others; raises GroupLost if one of them was lost."""
         if self.loop is not None:
             self.loop.ends(self, leaves)
-            self.ended = self.step < self.num_steps and not self.stopped
-        self.keeper.at_end(self)
+            self.progress.ended = self.step < self.num_steps and not self.stopped
+        self.checkpointer.at_end(self)
         if not self.seat.finish():
             raise GroupLost("another rank was lost after the last step")
         self._is_over = True
@@ -335,13 +379,13 @@ class Trainer:
         if self._is_fresh and self.last_info is not None:
             if self.last_info.step == self.num_steps:
                 self.consistency.check(self.num_steps)
-            self.keeper.after_step(self, self.last_info)
+            self.checkpointer.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
         if self.run.evaluates_after(info.step) and not self._num_heard:
             told = info._replace(evaluation=self.evaluate(self.run.evaluate))
-            info = self._unseen = self.last_info = told
+            info = self._unseen = self.progress.last_info = told
         if self.loop is None:  # or else when the body of the loop has run
             self.save_if_due()
         self._unseen = None

@@ -1,10 +1,10 @@
-"""Comparing what ranks wrote down of their steps with the reference, one step after another.
+"""Compare the steps that ranks recorded with the reference, step by step.
 
-Every rank writes the parts that it holds, with their places in the whole, so any plan is compared
-alike, and that all parts together cover the model is checked too. As long as the bits are the same,
-that is all. From the first bit that is not, each step is judged by itself, tensor by tensor,
-against the model's own rounding (`rounding.py`), and how far the run has come from the reference's
-is told, not judged. A plan that did not do what it says fails too (`promises.py`).
+Every rank writes the parts that it holds with their offsets in the whole tensors, so all plans are
+compared alike, and it is checked that the parts cover the model. While the bits are equal, nothing
+else is needed. After the first difference, each step is judged by itself, tensor by tensor, against
+the model's own rounding (`rounding.py`); the distance from the reference is reported, not judged. A
+plan that did not do what it says fails too (`plan_checks.py`).
 """
 
 import math
@@ -19,21 +19,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.errors import RecipeError
-from shoal.numerics.fragments import Timetable
+from shoal.numerics.fragments import FragmentSchedule
 from shoal.numerics.precision import Precision
 from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
 from shoal.training.run import Run
 from shoal.verify import reference
-from shoal.verify.promises import broken_promise, held_share, in_words, left_whole
-from shoal.verify.rounding import TIMES, Follower, apart, reach
+from shoal.verify.plan_checks import describe_uncut, find_violation, held_share, uncut_parameters
+from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, largest_finite
 
 PATIENCE_S = 120.0
 
 
-class Place(NamedTuple):
-    """Of a tensor, in a rank's step."""
+class TensorLocation(NamedTuple):
+    """A tensor in the step of a rank."""
 
     step: int
     rank: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """The first place at which a rank differs by more than rounding."""
+    """The first tensor of a rank that differs by more than rounding."""
 
     step: int
     rank: int
@@ -62,28 +62,30 @@ class Divergence(msgspec.Struct, frozen=True):
         return f"{much}, {self.times:,.0f} times the model's own rounding (allowed: {self.allowed})"
 
 
-class Verdict(msgspec.Struct):
-    """What a comparison found."""
+class VerifyResult(msgspec.Struct):
+    """The result of a comparison."""
 
     num_steps: int = 0
     identical: bool = True
-    worst: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: from one process
-    times: float = 0.0  # the model's own rounding: the most that a step differs by
+    worst: dict[str, float] = msgspec.field(default_factory=dict)  # relative, by kind
+    times: float = 0.0  # the largest difference of a step, in units of the model's own rounding
     allowed: int = 0  # times of it
-    rounding: dict[str, float] = msgspec.field(default_factory=dict)  # by kind: what an ulp makes
+    rounding: dict[str, float] = msgspec.field(default_factory=dict)  # of an ulp, by kind
     held_share: float = 1.0  # of the parameters, by the rank that holds the most
     first: Divergence | None = None
     complaint: str = ""  # the plan did not do what it says
     plan: str = ""  # as it was resolved
-    is_replay: bool = False  # compared with what was pushed and pulled, played again
+    is_replay: bool = False  # compared with a replay of the pushes and pulls
     left_whole: str = ""  # what `tensor` did not cut, and why
 
     @property
     def passed(self) -> bool:
         return self.first is None and not self.complaint
 
-    def weigh(self, place: Place, difference: float, rounding: float, largest: float) -> None:
-        """Judge a tensor with such a largest element by what rounding makes of it."""
+    def weigh(
+        self, place: TensorLocation, difference: float, rounding: float, largest: float
+    ) -> None:
+        """Judge a difference by the model's rounding; `largest` is the tensor's largest element."""
         if not difference or not self.passed:
             return
         times = difference / rounding if rounding else math.inf
@@ -104,7 +106,7 @@ class Verdict(msgspec.Struct):
 
 
 def name_slices(kind: str, slices: Mapping[str, Sequence[Slice]]) -> dict[str, Tensor]:
-    """Each part under a name that says where in the whole tensor it lies."""
+    """Each part under a name with its offset in the whole tensor."""
     return {
         f"{kind}/{name}/{','.join(map(str, part.offset))}": part.tensor
         for name, parts in slices.items()
@@ -112,14 +114,14 @@ def name_slices(kind: str, slices: Mapping[str, Sequence[Slice]]) -> dict[str, T
     }
 
 
-class Step:
-    """What one rank wrote down of a step."""
+class StepRecord:
+    """What one rank recorded of a step."""
 
     def __init__(self, content: dict[str, Tensor]):
         self.loss = content.pop("loss")
         self.bytes_sent = int(content.pop("bytes_sent"))
         self.num_stepped = int(content.pop("stepped"))  # elements the optimizer steps on
-        # Out of lockstep: the versions that servers gave, made of the step's gradient, gave next.
+        # Out of lockstep: the versions that were pulled, made by the step's push, pulled next.
         trace: list[list[int]] = content.pop("trace", torch.zeros(3, 0)).tolist()
         self.pulled, self.applied, self.next = trace
         self._parts: dict[tuple[str, str], list[tuple[Box, Tensor]]] = {}
@@ -137,32 +139,32 @@ class Step:
         return [name for of, name in self._parts if of == kind]
 
     def num_held(self, names: Sequence[str]) -> int:
-        """Elements of these parameters that the rank holds."""
+        """The number of elements of these parameters that the rank holds."""
         return sum(part.numel() for name in names for _, part in self.parts("held", name))
 
 
-def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
+def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
     """Run the reference and compare every rank with it, up to the first divergence."""
-    verdict, following = Verdict(allowed=TIMES[Precision(plan.precision)]), None
-    timetable = Timetable(plan.local_steps, plan.fragments, run.num_steps())
+    verdict, following = VerifyResult(allowed=TOLERANCE[Precision(plan.precision)]), None
+    timetable = FragmentSchedule(plan.local_steps, plan.fragments, run.num_steps())
     try:
-        whole = left_whole(run, plan)
+        whole = uncut_parameters(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
-            paths = [path_of(directory, step, rank) for rank in range(plan.num_ranks)]
-            told = [Step(_await(path)) for path in paths]
-            replicas = by_replica(told, len(snapshots))
+            paths = [step_path(directory, step, rank) for rank in range(plan.num_ranks)]
+            steps = [StepRecord(_await(path)) for path in paths]
+            replicas = by_replica(steps, len(snapshots))
             for ranks, own in zip(replicas, snapshots, strict=True):
-                Comparison(verdict, plan, step, ranks).whole(own)
+                StepComparison(verdict, plan, step, ranks).whole(own)
             if not verdict.complaint:
                 shapes = {name: p.shape for name, p in snapshots[0].weights.items()}
-                verdict.held_share = held_share(told, shapes)
-                verdict.left_whole = in_words(plan, shapes, whole)
+                verdict.held_share = held_share(steps, shapes)
+                verdict.left_whole = describe_uncut(plan, shapes, whole)
                 speaks = timetable.speaks(step)
                 idle = shapes.keys() - snapshots[0].gradients.keys()
-                broken = broken_promise(plan, told, shapes, speaks, idle, whole)
+                broken = find_violation(plan, steps, shapes, speaks, idle, whole)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
             if not verdict.identical and verdict.passed:
-                following = following or Following(run, plan, step - 1)
+                following = following or RoundingJudge(run, plan, step - 1)
                 following.judge(verdict, step, replicas)
             for path in paths:
                 path.unlink()
@@ -174,31 +176,34 @@ def compare(run: Run, plan: Plan, directory: Path) -> Verdict:
     return verdict
 
 
-def by_replica(told: Sequence[Step], num_replicas: int) -> list[dict[int, Step]]:
-    """The steps of the ranks that are compared with each replica of the reference."""
+def by_replica(steps: Sequence[StepRecord], num_replicas: int) -> list[dict[int, StepRecord]]:
+    """For each replica of the reference, the steps of the ranks to compare with it."""
     return [
-        {rank: step for rank, step in enumerate(told) if rank % num_replicas == number}
+        {rank: step for rank, step in enumerate(steps) if rank % num_replicas == number}
         for number in range(num_replicas)
     ]
 
 
-class Comparison:
-    """Of a step of one replica's ranks with the reference's: is all there, and the same?"""
+class StepComparison:
+    """Compares a step of one replica's ranks with the reference: complete, and equal?"""
 
-    def __init__(self, verdict: Verdict, plan: Plan, step: int, ranks: Mapping[int, Step]):
+    def __init__(
+        self, verdict: VerifyResult, plan: Plan, step: int, ranks: Mapping[int, StepRecord]
+    ):
         self.verdict, self.plan, self.step, self.ranks = verdict, plan, step, ranks
 
     @torch.no_grad()
-    def whole(self, own: reference.Snapshot) -> None:
+    def whole(self, own: reference.ReplicaState) -> None:
         for place, block, theirs in self.parts(own):
-            whole = whole_of(own, place)
-            note(self.verdict, place, theirs, block.of(whole), reach(whole))
+            whole = reference_tensor(own, place)
+            record_difference(self.verdict, place, theirs, block.of(whole), largest_finite(whole))
 
-    def parts(self, own: reference.Snapshot) -> Iterator[tuple[Place, Box, Tensor]]:
-        """All that ranks wrote down, with its place; complains of what is missing."""
-        for rank, told in self.ranks.items():
-            if not (math.isnan(own.loss) and told.loss.isnan()):  # no loss: no sample was left
-                yield Place(self.step, rank, "loss", ""), whole_box(told.loss.shape), told.loss
+    def parts(self, own: reference.ReplicaState) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
+        """All recorded parts, with their locations; sets `complaint` if some are missing."""
+        for rank, recorded in self.ranks.items():
+            if not (math.isnan(own.loss) and recorded.loss.isnan()):  # no samples
+                place = TensorLocation(self.step, rank, "loss", "")
+                yield place, whole_box(recorded.loss.shape), recorded.loss
         for name, weight in own.weights.items():
             yield from self._gradient(name, weight, own.gradients.get(name))
         for name, weight in own.weights.items():
@@ -208,11 +213,12 @@ class Comparison:
 
     def _gradient(
         self, name: str, weight: Tensor, gradient: Tensor | None
-    ) -> Iterator[tuple[Place, Box, Tensor]]:
+    ) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
         covered = torch.zeros(weight.shape, dtype=torch.bool)
-        for rank, told in self.ranks.items():
-            place, parts = Place(self.step, rank, "gradient", name), told.parts("gradient", name)
-            expected = gradient is not None and told.parts("held", name)
+        for rank, recorded in self.ranks.items():
+            place = TensorLocation(self.step, rank, "gradient", name)
+            parts = recorded.parts("gradient", name)
+            expected = gradient is not None and recorded.parts("held", name)
             if self.plan.zero in (1, 2) or self.plan.num_servers:  # its parts are not the weight's
                 expected = gradient is not None and parts
             if bool(parts) != bool(expected):
@@ -224,13 +230,15 @@ class Comparison:
         if gradient is not None and not bool(covered.all()):
             self._miss(f"gradient of {name}")
 
-    def _held(self, what: str, name: str, whole: Tensor) -> Iterator[tuple[Place, Box, Tensor]]:
-        """The parts of a tensor that ranks hold; complains if together they are not all of it."""
+    def _held(
+        self, what: str, name: str, whole: Tensor
+    ) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
+        """The parts of a tensor that ranks hold; sets `complaint` if they do not cover it."""
         covered = torch.zeros(whole.shape, dtype=torch.bool)
-        for rank, told in self.ranks.items():
-            for block, theirs in told.parts("held", name):
+        for rank, recorded in self.ranks.items():
+            for block, theirs in recorded.parts("held", name):
                 block.of(covered).fill_(True)
-                yield Place(self.step, rank, what, name), block, theirs
+                yield TensorLocation(self.step, rank, what, name), block, theirs
         if not bool(covered.all()):
             self._miss(f"{what} {name}")
 
@@ -239,15 +247,15 @@ class Comparison:
             self.verdict.complaint = f"at step {self.step} no rank holds all of the {what}"
 
 
-def whole_of(own: reference.Snapshot, place: Place) -> Tensor:
+def reference_tensor(own: reference.ReplicaState, place: TensorLocation) -> Tensor:
     if place.what == "loss":
         return torch.tensor([own.loss], dtype=torch.float64)
     kinds = {"gradient": own.gradients, "weight": own.weights, "buffer": own.buffers}
     return kinds[place.what][place.name].detach()
 
 
-class Following:
-    """Followers of a plan's replicas: judges each of its steps by what rounding makes of it."""
+class RoundingJudge:
+    """Judges each step of a plan by the model's rounding, with a `Follower` of each replica."""
 
     def __init__(self, run: Run, plan: Plan, num_same: int):
         self.plan, self.followers = plan, list[Follower]()
@@ -263,37 +271,41 @@ class Following:
         )
         return self.followers[-1]
 
-    def judge(self, verdict: Verdict, step: int, replicas: Sequence[Mapping[int, Step]]) -> None:
-        """Do the step from where the plan stood, compare, and go where the plan is now."""
-        self._theirs = [joined(ranks.values(), "gradient") for ranks in replicas]
+    def judge(
+        self, verdict: VerifyResult, step: int, replicas: Sequence[Mapping[int, StepRecord]]
+    ) -> None:
+        """Do the step from the plan's last state, compare, and copy the plan's new state."""
+        self._theirs = [assemble_tensors(ranks.values(), "gradient") for ranks in replicas]
         snapshots = next(self._steps)
         for follower, ranks, own in zip(self.followers, replicas, snapshots, strict=True):
             own = own._replace(gradients=follower.gradients)
-            for place, block, theirs in Comparison(verdict, self.plan, step, ranks).parts(own):
+            for place, block, theirs in StepComparison(verdict, self.plan, step, ranks).parts(own):
                 if verdict.passed:
-                    self._judge(verdict, follower, place, theirs, block, whole_of(own, place))
-            follower.become(joined(ranks.values(), "held"))
+                    self._judge(
+                        verdict, follower, place, theirs, block, reference_tensor(own, place)
+                    )
+            follower.copy_state(assemble_tensors(ranks.values(), "held"))
 
     def _judge(
         self,
-        verdict: Verdict,
+        verdict: VerifyResult,
         follower: Follower,
-        place: Place,
+        place: TensorLocation,
         theirs: Tensor,
         block: Box,
         own: Tensor,
     ) -> None:
-        difference, largest, rounding = apart(theirs, block.of(own)), reach(own), 0.0
+        difference, rounding = largest_difference(theirs, block.of(own)), 0.0
         if not difference:
             return
         for rounding in follower.rounding((place.what, place.name), own):
             if difference <= verdict.allowed * rounding:
                 break
-        verdict.weigh(place, difference, rounding, largest)
+        verdict.weigh(place, difference, rounding, largest_finite(own))
 
 
-def joined(steps: Iterable[Step], kind: str) -> dict[str, Tensor]:
-    """The whole tensors that parts of this kind make."""
+def assemble_tensors(steps: Iterable[StepRecord], kind: str) -> dict[str, Tensor]:
+    """Assemble the whole tensors of a kind from their parts."""
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for step in steps:
         for name in step.names(kind):
@@ -307,29 +319,33 @@ def joined(steps: Iterable[Step], kind: str) -> dict[str, Tensor]:
     return made
 
 
-def note(verdict: Verdict, place: Place, theirs: Tensor, own: Tensor, largest: float) -> None:
-    """Keep the largest difference relative to a tensor's largest element; one that is not finite
-    is an error."""
+def record_difference(
+    verdict: VerifyResult, place: TensorLocation, theirs: Tensor, own: Tensor, largest: float
+) -> None:
+    """Record the difference relative to the tensor's largest element; a non-finite one is an
+    error."""
     verdict.worst.setdefault(place.what, 0.0)
     if torch.equal(theirs, own):
         return
     verdict.identical = False
-    relative = apart(theirs, own) / (largest or 1.0)
+    relative = largest_difference(theirs, own) / (largest or 1.0)
     _keep_worst(verdict, place.what, relative)
     if not math.isfinite(relative):
         _diverge(verdict, place, relative)
 
 
-def _diverge(verdict: Verdict, place: Place, relative: float, times: float = math.inf) -> None:
+def _diverge(
+    verdict: VerifyResult, place: TensorLocation, relative: float, times: float = math.inf
+) -> None:
     verdict.identical = False
     _keep_worst(verdict, place.what, relative)
     if verdict.first is None:
         verdict.first = Divergence(*place, relative, times, verdict.allowed)
 
 
-def _keep_worst(verdict: Verdict, what: str, relative: float) -> None:
+def _keep_worst(verdict: VerifyResult, what: str, relative: float) -> None:
     known = verdict.worst.get(what, 0.0)
-    if not math.isnan(known) and not relative <= known:  # nothing is worse than NaN
+    if not math.isnan(known) and not relative <= known:  # NaN stays
         verdict.worst[what] = relative
 
 
@@ -342,7 +358,7 @@ def _await(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def path_of(directory: Path, step: int, rank: int) -> Path:
+def step_path(directory: Path, step: int, rank: int) -> Path:
     return directory / f"step-{step:08d}-rank-{rank:03d}.safetensors"
 
 

@@ -1,9 +1,9 @@
-"""What one process would have trained: the plain loop that every plan is compared with.
+"""The reference: a plain training loop in one process, which every plan is compared with.
 
-It walks the pieces of each batch in order in one process. It shares with the plans what defines a
-run (samples, random state, loss, how a piece treats buffers, the norm, the loss scale), which
-tests hold against plain torch. How pieces and replicas are brought together is written a second
-time, on purpose (`reference_outer.py`). Under `local_steps` each replica is played in turn.
+It computes the pieces of each batch in order. It shares with the plans what defines a run (samples,
+random state, loss, how a piece treats buffers, the norm, the loss scale), which tests compare with
+plain torch. How pieces and replicas are combined is written a second time, on purpose
+(`reference_outer.py`). Under `local_steps` the replicas run one after the other.
 """
 
 import functools
@@ -23,21 +23,21 @@ from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_o
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plans.plan import Plan
-from shoal.training.diagnostics import no_weight
+from shoal.training.diagnostics import no_weight_error
 from shoal.training.run import Run, call_model, make_batches, objective
 from shoal.verify.reference_outer import (
-    Outer,
-    Rounded,
+    ReferenceOuter,
+    RoundedPushes,
     Values,
     average,
-    combined,
+    combine_gradients,
     total_loss,
     tree_sum,
 )
 
 
-class Snapshot(NamedTuple):
-    """One replica after a step."""
+class ReplicaState(NamedTuple):
+    """A replica after a step."""
 
     loss: float
     gradients: Mapping[str, Tensor]  # as the optimizer saw them
@@ -45,31 +45,32 @@ class Snapshot(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[Snapshot]]:
-    """The replicas after each step; one, which stands for all, when they agree on every step.
-    `make` takes the place of Replica."""
+def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]]:
+    """The replicas after each step; a single one if they agree on every step. `make` replaces
+    `Replica`."""
     num_replicas = plan.num_replicas if plan.local_steps > 1 else 1
     shares = [share(r, num_replicas, plan.num_pieces) for r in range(num_replicas)]
     replicas = [(make or Replica)(run, plan, pieces) for pieces in shares]
     batches = make_batches(run, plan.num_pieces)
     moves_anchor = plan.local_steps > 1 and plan.has_anchor
-    outer = Outer([r.model for r in replicas], plan, run.num_steps()) if moves_anchor else None
+    models = [r.model for r in replicas]
+    outer = ReferenceOuter(models, plan, run.num_steps()) if moves_anchor else None
     for step in range(run.num_steps()):
         batch = batches.at(step)
-        told = [replica.step(batch) for replica in replicas]
-        losses = [loss / weight for loss, weight in told]
+        results = [replica.step(batch) for replica in replicas]
+        losses = [loss / weight for loss, weight in results]
         if outer is not None:
             outer.after(step + 1)
         if (step + 1) % plan.local_steps == 0 or step + 1 == run.num_steps():
             average([r.tensors(with_weights=outer is None) for r in replicas])
             for replica in replicas:
                 replica.buffers.hold()
-            losses = [sum(t[0] for t in told) / sum(t[1] for t in told)] * num_replicas
+            losses = [sum(t[0] for t in results) / sum(t[1] for t in results)] * num_replicas
         yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
 
 
 class Replica:
-    """A model, its optimizer, and the pieces of each batch that it trains on."""
+    """A model, its optimizer, and its pieces of each batch."""
 
     def __init__(self, run: Run, plan: Plan, pieces: range):
         self.run, self.pieces, self.model = run, pieces, run.make_model().train()
@@ -81,22 +82,22 @@ class Replica:
         self.rule = plan.combine
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
-        pushed = self.shares if plan.bound == 0 else [range(len(pieces))]
+        pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
         codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
-        self.arrived = Rounded(codec, pushed, len(self.parameters))
+        self.arrived = RoundedPushes(codec, pushed, len(self.parameters))
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """Do a step; the sum of its loss and its weight."""
+        """Do a step; returns the sum of its loss, and its weight."""
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
-            self.told: list[tuple[float, float]] = []  # sum of the loss and weight, by piece
+            self.losses: list[tuple[float, float]] = []  # sum and weight, by piece
             sums = self.combined(functools.partial(self.piece, batch))
-            if not self.told:  # quarantine left out all samples: nothing changes
+            if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
                 return math.nan, 1.0
-            loss, weight = total_loss(self.told, self.shares, self.rule)
+            loss, weight = total_loss(self.losses, self.shares, self.rule)
             if not weight:
-                raise no_weight(batch.step)
+                raise no_weight_error(batch.step)
             scale = self.unit / (weight * self.loss_scale.value)
             if math.isfinite(loss) and self.update(batch.step, sums, scale):
                 self.loss_scale.good_step()
@@ -105,14 +106,14 @@ class Replica:
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
 
     def combined(self, piece: Callable[[int], Values]) -> Values:
-        """The sum, or what `combine` makes of the replicas' gradients."""
+        """The sum of the pieces, or the `combine` rule of the plan over replicas."""
         if self.rule == "mean":
             return tree_sum(piece, self.pieces, self.arrived)
         of_shares = functools.partial(tree_sum, piece)
-        return combined(of_shares, self.shares, len(self.parameters), self.rule)
+        return combine_gradients(of_shares, self.shares, len(self.parameters), self.rule)
 
     def piece(self, batch: Batch, index: int) -> Values:
-        """What one piece gives: gradients, then the buffers it changed."""
+        """Compute one piece: its gradients, then the buffers that it changed."""
         self.buffers.restore()
         self.model.zero_grad()
         piece = batch.piece(index)
@@ -125,7 +126,7 @@ class Replica:
             part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
             goal.tensor.backward(goal.tensor.new_tensor(part * self.loss_scale.value))
             weight = float(goal.weight)
-            self.told.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
+            self.losses.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
         return [*map(coalesced, (p.grad for p in self.parameters)), *values]
@@ -151,7 +152,7 @@ class Replica:
     def tensors(self, with_weights: bool) -> list[Tensor]:
         return [*(self.model.parameters() if with_weights else ()), *self.model.buffers()]
 
-    def snapshot(self, loss: float) -> Snapshot:
+    def snapshot(self, loss: float) -> ReplicaState:
         named = dict(self.model.named_parameters())
         gradients = {n: p.grad.to_dense() for n, p in named.items() if p.grad is not None}
-        return Snapshot(loss, gradients, named, dict(self.model.named_buffers()))
+        return ReplicaState(loss, gradients, named, dict(self.model.named_buffers()))

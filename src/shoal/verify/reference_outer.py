@@ -1,8 +1,8 @@
-"""How the reference brings pieces and replicas together: written a second time, on purpose.
+"""How the reference combines pieces and replicas: a second implementation, on purpose.
 
-Sums in the order of one tree, the average of replicas, and the outer optimizer with its packing and
-its fragments, all in one process. Only what defines the result is shared with the strategies: how a
-codec rounds, and which parameters are a fragment.
+Sums in tree order, the average of replicas, and the outer optimizer with codec and fragments, all
+in one process. Only what defines the result is shared with the strategies: how a codec rounds, and
+which parameters form a fragment.
 """
 
 import math
@@ -13,10 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.fragments import deal
-from shoal.numerics.quantization import Blocks, Halves, codec_of
+from shoal.numerics.fragments import split_fragments
+from shoal.numerics.quantization import BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.plans.plan import Plan
-from shoal.sync.server.layout import lay_out
+from shoal.sync.server.layout import make_layout
 
 Values = list[Tensor | None]
 
@@ -26,9 +26,9 @@ def tree_sum(
     pieces: range,
     arrived: Callable[[int, int, Values], Values] = lambda first, size, values: values,
 ) -> Values:
-    """The sum over pieces in the order of one binary tree; a piece is asked for when it is due.
+    """The sum over pieces in the order of one binary tree; pieces are computed when needed.
 
-    `arrived` says what becomes of the sum over `size` pieces from the `first` on.
+    `arrived` transforms the sum of `size` pieces from `first` on.
     """
 
     def node(first: int, size: int) -> Values | None:
@@ -46,14 +46,14 @@ def tree_sum(
     return node(0, 1 << max(0, (len(pieces) - 1).bit_length())) or []
 
 
-class Rounded:
-    """What arrives at servers of the sums that workers push, each rounded once (`codec`).
+class RoundedPushes:
+    """Rounds each partial sum that a worker pushes to servers, once (`codec`).
 
-    A worker pushes the largest subtrees that lie in its share: those whose parents do not.
+    A worker pushes the largest subtrees within its share: those whose parents are not.
     """
 
     def __init__(self, codec: str, shares: Sequence[range], num_gradients: int):
-        self._codec, self._shares, self._num_gradients = codec_of(codec), shares, num_gradients
+        self._codec, self._shares, self._num_gradients = make_codec(codec), shares, num_gradients
 
     def __call__(self, first: int, size: int, values: Values) -> Values:
         parent = first - first % (2 * size)
@@ -72,11 +72,11 @@ class Rounded:
         return self._codec.decode(self._codec.encode(flat), flat.numel()).view_as(value).to(value)
 
 
-def combined(
+def combine_gradients(
     sum_of: Callable[[range], Values], shares: Sequence[range], num_gradients: int, rule: str
 ) -> Values:
-    """As many gradients as sums say, and sums of what follows them: of each replica's gradient the
-    mean, of these in each element the median, or the mean of what a trimmed one keeps."""
+    """Combine gradients by a robust rule, and sum the values that follow them: per element the
+    median of the replicas' means, or their trimmed mean."""
     sums = [sum_of(share) for share in shares]
     num_pieces, results = sum(map(len, shares)), tree_sum(sums.__getitem__, range(len(sums)))
     num_dropped = _dropped(rule, len(shares))
@@ -91,27 +91,27 @@ def combined(
 
 
 def total_loss(
-    told: Sequence[tuple[float, float]], shares: Sequence[range], rule: str
+    losses: Sequence[tuple[float, float]], shares: Sequence[range], rule: str
 ) -> tuple[float, float]:
-    """Sum and weight of the loss from those of pieces; under a rule, its mean is of the replicas'
-    means that the rule keeps, of which one that is not a number counts as the largest."""
-    weight = sum(t[1] for t in told)
+    """The sum and weight of the loss; under a rule, the mean over the replicas' means that the
+    rule keeps, where NaN counts as the largest."""
+    weight = sum(t[1] for t in losses)
     if rule == "mean" or not weight:
-        return sum(t[0] for t in told), weight
-    means = [sum(told[i][0] for i in s) / sum(told[i][1] for i in s) for s in shares]
+        return sum(t[0] for t in losses), weight
+    means = [sum(losses[i][0] for i in s) / sum(losses[i][1] for i in s) for s in shares]
     numbers, dropped = sorted(m for m in means if m == m), _dropped(rule, len(means))
     kept = [*numbers, *(m for m in means if m != m)][dropped : len(means) - dropped]
     return sum(kept) / len(kept) * weight, weight
 
 
 def _dropped(rule: str, count: int) -> int:
-    """How many of the replicas a rule leaves out at each end."""
+    """The number of replicas that a rule drops at each end."""
     name, _, share = rule.partition(":")
     most = (count - 1) // 2
     return min(most, math.ceil(Fraction(share) * count)) if name == "trimmed" else most
 
 
-def added(tensors: Sequence[Tensor]) -> Tensor:
+def tree_total(tensors: Sequence[Tensor]) -> Tensor:
     terms: list[Values] = [[tensor] for tensor in tensors]
     (total,) = tree_sum(terms.__getitem__, range(len(terms)))
     assert total is not None
@@ -119,12 +119,12 @@ def added(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:
-    return added(tensors) / len(tensors)
+    return tree_total(tensors) / len(tensors)
 
 
 @torch.no_grad()
 def average(replicas: Sequence[Sequence[Tensor]]) -> None:
-    """Tensors of every replica become the mean over all; one is its own mean."""
+    """Replace the tensors of every replica by their mean."""
     for alike in zip(*replicas, strict=True):
         if alike[0].is_floating_point():
             mean = mean_of(alike)
@@ -132,18 +132,17 @@ def average(replicas: Sequence[Sequence[Tensor]]) -> None:
                 tensor.copy_(mean)
 
 
-class Part:
-    """Parameters of a fragment that are of one type, of each replica, and what all share.
+class FragmentPart:
+    """The parameters of a fragment of one dtype, of each replica, and their shared anchor.
 
-    With `keys` servers keep the anchor, and add up in its type. They are where in the part the
-    elements stand that are packed together, -1 where there is none; the mean is not packed, since
-    nobody sends it.
+    With `keys` servers hold the anchor, and sum in its dtype. `keys` are the indices of elements
+    that are packed together, -1 for padding; the mean is not packed, since it is not sent.
     """
 
     def __init__(
         self,
         replicas: list[list[nn.Parameter]],
-        codec: Halves | Blocks | None,
+        codec: HalfPrecisionCodec | BlockCodec | None,
         keys: list[Tensor] | None = None,
     ):
         self.replicas, self.codec, self.keys = replicas, codec, keys
@@ -171,7 +170,7 @@ class Part:
         self.sent = []
 
     def mean(self, gradients: list[Tensor]) -> Tensor:
-        """Of what arrives of them."""
+        """The mean of the gradients as they arrive."""
         if self.keys is not None:
             return self._served_mean([g.to(self.anchor.dtype) for g in gradients])
         if self.codec is None:
@@ -184,13 +183,13 @@ class Part:
         return self._packed(mean).to(self.dtype)
 
     def _served_mean(self, rows: list[Tensor]) -> Tensor:
-        """Rows are of the anchor's type when they leave, and again when they are added up."""
+        """Rows have the anchor's dtype when they are sent, and again when they are summed."""
         if self.codec is not None:
             whole = [row + residual for row, residual in zip(rows, self.residuals, strict=True)]
             packed = [self._packed(row) for row in whole]
             self.residuals = [row - kept for row, kept in zip(whole, packed, strict=True)]
             rows = [kept.to(self.anchor.dtype) for kept in packed]
-        return added(rows).to(self.dtype) / len(rows)
+        return tree_total(rows).to(self.dtype) / len(rows)
 
     def _packed(self, flat: Tensor) -> Tensor:
         assert self.codec is not None
@@ -205,8 +204,8 @@ class Part:
         return made
 
 
-class Outer:
-    """The outer optimizer of all replicas, which are given as models."""
+class ReferenceOuter:
+    """The outer optimizer of all replicas, given as models."""
 
     def __init__(self, models: Sequence[nn.Module], plan: Plan, num_steps: int):
         self.plan, self.num_steps = plan, num_steps
@@ -218,15 +217,15 @@ class Outer:
             ]
             for model in models
         ]
-        self.fragments: list[list[Part]] = []
-        for run in deal([p.nbytes for p in trained[0]], plan.fragments):
+        self.fragments: list[list[FragmentPart]] = []
+        for run in split_fragments([p.nbytes for p in trained[0]], plan.fragments):
             kinds: dict[torch.dtype, list[int]] = {}
             for i in run:
                 kinds.setdefault(trained[0][i].dtype, []).append(i)
-            codec = codec_of(plan.codec)
+            codec = make_codec(plan.codec)
             self.fragments.append(
                 [
-                    Part(
+                    FragmentPart(
                         [[own[i] for i in which] for own in trained],
                         codec,
                         _keys(plan, trained, which),
@@ -236,13 +235,13 @@ class Outer:
             )
 
     def begin(self) -> None:
-        """Take the weights of now, of the one replica there is, for the anchor."""
+        """Set the anchor to the current weights of the only replica."""
         for part in self.fragments[0]:
             part.anchor = joined(part.replicas[0])
 
     @torch.no_grad()
-    def learnt(self) -> dict[nn.Parameter, Tensor]:
-        """What arrives of a window's outer gradient, of the one replica there is."""
+    def outer_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """The outer gradients of a window of the only replica, as they arrive."""
         found: dict[nn.Parameter, Tensor] = {}
         for part in self.fragments[0]:
             (own,) = part.replicas
@@ -273,11 +272,11 @@ class Outer:
 def _keys(
     plan: Plan, trained: list[list[nn.Parameter]], which: Sequence[int]
 ) -> list[Tensor] | None:
-    """Where servers cut a part of the parameters."""
+    """Where servers divide a part of the parameters."""
     if not plan.num_servers:
         return None
     sizes = [(p.numel(), p.itemsize, p.dtype) for p in trained[0]]
-    layout = lay_out(sizes, True, plan.num_servers)
+    layout = make_layout(sizes, True, plan.num_servers)
     starts = dict(zip(which, accumulate((sizes[i][0] for i in which), initial=0)))
     keys = []
     for number, key in enumerate(layout.keys):

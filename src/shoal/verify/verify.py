@@ -1,7 +1,7 @@
-"""Does a plan train what one process would have trained?
+"""Verify that a plan trains what one process would have trained.
 
-The plan runs on its ranks, each of which writes down after every step its loss and what it holds
-of gradients, weights and buffers; the reference runs beside it in a process of its own, compares
+The plan runs on its ranks; each rank records after every step its loss and its parts of gradients,
+weights and buffers. The reference runs in another process at the same time, compares
 (`compare.py`), and deletes what it has read.
 
 Cost: the time of both runs, and disk for a few steps of the model's state, out of lockstep for all.
@@ -17,35 +17,35 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from shoal.cluster.local import NotLoaded, await_facts
+from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
 from shoal.elastic.membership import Membership
-from shoal.elastic.supervise import Outcome, Watch
-from shoal.elastic.worker import prepare_training, use_one_thread, use_threads
+from shoal.elastic.supervisor import OnEvent, SupervisorResult
+from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
 from shoal.errors import PlanError, ShoalError
 from shoal.events.step import StepInfo
-from shoal.launch import launch
-from shoal.numerics.reserved import Reserved
+from shoal.launch.supervised import run_supervised
+from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
-from shoal.storage.files import replacing
-from shoal.sync.choose import tables_held
-from shoal.sync.server.local import LocalThroughServers
-from shoal.sync.server.strategy import ThroughServers
-from shoal.system.fork_server import Birth, ChildMain, Nursery
+from shoal.storage.files import atomic_replace
+from shoal.sync.choose import served_tables
+from shoal.sync.server.local import LocalServerStrategy
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
-from shoal.verify.compare import PATIENCE_S, Verdict, compare, finished, name_slices, path_of
+from shoal.verify.compare import PATIENCE_S, VerifyResult, compare, finished, name_slices, step_path
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
-STOP_S = 5.0  # that ranks may hang when told to stop: they have nothing to save
+STOP_S = 5.0  # for ranks to stop: they have nothing to save
 AHEAD = 4  # steps that a rank may be ahead of the comparison
 
 
 class RunFailed(ShoalError):
-    """The plan's run ended before a difference was found; `trace` is of the rank that failed."""
+    """The plan's run failed before a difference was found; `trace` is that of the failed rank."""
 
-    def __init__(self, outcome: Outcome):
+    def __init__(self, outcome: SupervisorResult):
         super().__init__(_why(outcome))
         self.trace, self.exit_code = outcome.trace, outcome.exit_code
 
@@ -54,8 +54,8 @@ def verify(
     load: Callable[[], Run],
     plan: str | None,
     run_dir: Path,
-    watch: Watch = lambda record: None,
-) -> Verdict:
+    watch: OnEvent = lambda record: None,
+) -> VerifyResult:
     """Train under the plan, and in one process beside it, and compare every step.
 
     `load` is called in the processes that train. `run_dir` is a directory with `logs` in it. Call
@@ -65,27 +65,28 @@ def verify(
     directory.mkdir()
     facts: dict[str, Any] = {}
 
-    def run_reference() -> tuple[dict[str, Any], ChildMain]:
-        use_threads()
+    def run_reference() -> tuple[dict[str, Any], WorkerMain]:
+        set_rank_threads()
         run = load()
         resolved = resolve(run, plan, None)
-        judge = compare if resolved.bound == 0 else compare_replay
+        judge = compare if resolved.staleness_bound == 0 else compare_replay
         verdict = judge(run, resolved, directory)
         return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
 
-    def prepare() -> tuple[dict[str, Any], ChildMain]:
-        use_one_thread()
+    def prepare() -> tuple[dict[str, Any], WorkerMain]:
+        set_single_thread()
         run = load()
         resolved = resolve(run, plan, None)
         _refuse_replay(run, resolved)
         _refuse_large(run)
-        return prepare_training(run, resolved, run_dir, more_hooks=record)
+        return prepare_training(run, resolved, run_dir, more_hooks=recording_hooks)
 
-    beside = Nursery(run_reference, run_dir / "logs" / "reference.log")
+    beside = ForkServer(run_reference, run_dir / "logs" / "reference.log")
     try:
-        outcome = launch(
+        outcome = run_supervised(
             prepare,
             run_dir,
+            backend=LocalBackend(),
             watch=watch,
             members=lambda found: Membership(
                 found["num_ranks"],
@@ -95,10 +96,10 @@ def verify(
             stop_timeout_s=STOP_S,
             prepared=facts.update,
         )
-        if outcome.stopped_by:  # who asked for that wants no verdict any more
+        if outcome.stopped_by:  # by the user, who wants no result
             raise RunFailed(outcome)
         if outcome.exit_code:
-            finished(directory).touch()  # the reference reads what there is, and waits no more
+            finished(directory).touch()  # the reference must not wait for more steps
         verdict = _verdict_of(beside, outcome)
     finally:
         beside.close()
@@ -107,8 +108,8 @@ def verify(
     return verdict
 
 
-def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
-    """What the reference found, also when the plan's run failed after it had gone astray."""
+def _verdict_of(beside: ForkServer, outcome: SupervisorResult) -> VerifyResult:
+    """The result of the reference, also if the plan's run failed after it had diverged."""
     if outcome.exit_code and outcome.stopped_by:
         raise RunFailed(outcome)
     try:
@@ -117,7 +118,7 @@ def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
         if outcome.exit_code:
             raise RunFailed(outcome) from None
         raise
-    verdict = msgspec.convert(content, Verdict)
+    verdict = msgspec.convert(content, VerifyResult)
     if outcome.exit_code:
         if verdict.passed:
             raise RunFailed(outcome)
@@ -126,10 +127,10 @@ def _verdict_of(beside: Nursery, outcome: Outcome) -> Verdict:
 
 
 def _refuse_large(run: Run) -> None:
-    """A comparison looks at every row."""
+    """Refuse large lazy tables: a comparison reads every row."""
     for name, module in tables_of(run.make_model()).items():
         num_bytes = module.num_embeddings * module.embedding_dim * module.weight.itemsize
-        if isinstance(module.weight, Reserved) and num_bytes > MOST_LAZY_BYTES:
+        if isinstance(module.weight, ReservedParameter) and num_bytes > MOST_LAZY_BYTES:
             raise PlanError(
                 f"{name} is a lazy table of {num_bytes / 1e9:,.1f} GB, and a comparison looks at "
                 f"every row. Make it smaller, {MOST_LAZY_BYTES >> 20} MB at the most, to verify a "
@@ -140,11 +141,12 @@ def _refuse_large(run: Run) -> None:
 def _refuse_replay(run: Run, plan: Plan) -> None:
     if plan.deadline_s is not None:
         raise PlanError(
-            f"deadline={plan.deadline} makes a result depend on who came in time, and there is no "
-            "other to compare it with. Verify the plan without deadline: as long as nobody is "
-            "late, the weights are the same."
+            f"deadline={plan.deadline} makes the result depend on which replicas are in time, so "
+            "there is no other to compare it with. Verify the plan without deadline: while no "
+            "replica is late, the weights are the same."
         )
-    if plan.sync == "server" and plan.bound != 0 and (tables := tables_of(run.make_model())):
+    stale = plan.sync == "server" and plan.staleness_bound != 0
+    if stale and (tables := tables_of(run.make_model())):
         raise PlanError(
             f"The table {next(iter(tables))} is looked up in the middle of a step, and with "
             f"staleness={plan.staleness} others change its rows meanwhile: which ones a worker saw "
@@ -152,16 +154,16 @@ def _refuse_replay(run: Run, plan: Plan) -> None:
         )
 
 
-def _why(outcome: Outcome) -> str:
+def _why(outcome: SupervisorResult) -> str:
     return outcome.cause or f"it was stopped after step {outcome.step}"
 
 
-def _bear_no_rank(birth: Birth) -> int:
+def _bear_no_rank(birth: WorkerSpec) -> int:
     raise AssertionError("the reference bears no ranks")
 
 
-class Recorder:
-    """A hook that writes down each step of one rank, in lockstep not far ahead of who reads it."""
+class StepRecorder:
+    """A hook that records each step of one rank; in lockstep it waits for the reader."""
 
     def __init__(self, trainer: Trainer, directory: Path):
         self._trainer = trainer
@@ -169,34 +171,34 @@ class Recorder:
 
     def __call__(self, info: StepInfo) -> None:
         rank, strategy = self._trainer.mesh.rank, self._trainer.strategy
-        windows = strategy.windows if isinstance(strategy, LocalThroughServers) else strategy
-        is_apart = isinstance(windows, ThroughServers) and not windows.in_lockstep
-        if not is_apart:  # else who is ahead may be waited for by who reads what others did
+        windows = strategy.outer_client if isinstance(strategy, LocalServerStrategy) else strategy
+        is_apart = isinstance(windows, ServerStrategy) and not windows.in_lockstep
+        if not is_apart:  # else the reader may wait for a rank that waits for the reader
             self._wait_for_reader(info.step - AHEAD, rank)
         content = {"loss": torch.tensor([info.loss], dtype=torch.float64)}
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
         groups = self._trainer.optimizer.param_groups
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
-        tables = tables_held(strategy, dense=True)
+        tables = served_tables(strategy, dense=True)
         content |= name_slices("held", self._trainer.spread.held() | tables)
-        if isinstance(windows, ThroughServers) and is_apart:
+        if isinstance(windows, ServerStrategy) and is_apart:
             if windows.trace:  # before the first window ends there is none
                 content["trace"] = torch.tensor(windows.trace)
         else:
             content |= name_slices("gradient", strategy.gradients())
-        path = path_of(self._directory, info.step, rank)
+        path = step_path(self._directory, info.step, rank)
         whole = {name: tensor.contiguous().clone() for name, tensor in content.items()}
-        with replacing(path) as partial:
+        with atomic_replace(path) as partial:
             save_file(whole, partial)
 
     def _wait_for_reader(self, step: int, rank: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while path_of(self._directory, step, rank).exists():
+        while step_path(self._directory, step, rank).exists():
             if finished(self._directory).exists() or time.monotonic() > deadline:
                 return
             time.sleep(0.002)
 
 
-def record(trainer: Trainer, run_dir: Path) -> Sequence[Any]:
+def recording_hooks(trainer: Trainer, run_dir: Path) -> Sequence[Any]:
     """The hooks that `shoal verify` adds to each rank."""
-    return [Recorder(trainer, run_dir / "verify")]
+    return [StepRecorder(trainer, run_dir / "verify")]

@@ -8,11 +8,17 @@ import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.chunks import Held, Placed, deal, header, place
-from shoal.checkpoint.manifest import Chunk, File, Manifest, Origin, Progress
-from shoal.checkpoint.types import name_of_type
+from shoal.checkpoint.chunks import (
+    PlacedChunk,
+    TensorRegion,
+    assign_writers,
+    encode_header,
+    lay_out_file,
+)
+from shoal.checkpoint.dtypes import dtype_name
+from shoal.checkpoint.manifest import Chunk, FileEntry, Manifest, Origin, Progress
 from shoal.parallel.boxes import Box, whole_box
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.store import SEAL, DirectoryStore
 
 NAME = "step-00000020"
 
@@ -49,34 +55,34 @@ def make(
     step: int = 20,
     metrics: dict[str, float] | None = None,
     plain: dict[str, Any] | None = None,
-) -> Directory:
+) -> DirectoryStore:
     """Write a checkpoint as ranks would that hold rows of matrices and all of the rest."""
     held = [
         [
-            Held(key, name_of_type(tensor.dtype), tuple(tensor.shape), box)
+            TensorRegion(key, dtype_name(tensor.dtype), tuple(tensor.shape), box)
             for key, tensor in state.items()
             for box in cut_by_rows(tensor, num_ranks, rank)
         ]
         for rank in range(num_ranks)
     ]
-    store = Directory(directory)
-    draft = store.begin(name, "1")
+    store = DirectoryStore(directory)
+    draft = store.create_draft(name, "1")
     files, chunks = [], {key: [] for key in state}
-    for rank, share in enumerate(deal(held)):
-        placed = place(share)
-        head, contents = header(placed), [content_of(one, state) for one in placed]
+    for rank, share in enumerate(assign_writers(held)):
+        placed = lay_out_file(share)
+        head, contents = encode_header(placed), [content_of(one, state) for one in placed]
         file = f"rank-{rank:05d}.safetensors"
         draft.write(file, [head, *contents])
         size = len(head) + sum(map(len, contents))
-        files.append(File(file, size, len(head), xxhash.xxh3_128_hexdigest(head)))
+        files.append(FileEntry(file, size, len(head), xxhash.xxh3_128_hexdigest(head)))
         for one, content in zip(placed, contents):
-            box, digest = one.held.box, xxhash.xxh3_128_hexdigest(content)
+            box, digest = one.region.box, xxhash.xxh3_128_hexdigest(content)
             if content:
                 chunk = Chunk(box.offset, box.shape, rank, len(head) + one.start, digest)
-                chunks[one.held.name].append(chunk)
+                chunks[one.region.name].append(chunk)
     described = tuple(
-        manifests.Tensor(
-            key, name_of_type(state[key].dtype), tuple(state[key].shape), tuple(chunks[key])
+        manifests.TensorEntry(
+            key, dtype_name(state[key].dtype), tuple(state[key].shape), tuple(chunks[key])
         )
         for key in sorted(state)
     )
@@ -104,6 +110,6 @@ def write_manifest(draft: Any, manifest: Manifest) -> None:
     draft.write(SEAL, [manifests.seal(content)])
 
 
-def content_of(placed: Placed, state: dict[str, Tensor]) -> bytes:
-    tensor = placed.held.box.of(state[placed.held.name]).contiguous()
+def content_of(placed: PlacedChunk, state: dict[str, Tensor]) -> bytes:
+    tensor = placed.region.box.of(state[placed.region.name]).contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.compare import Differences, TensorDifference, compare
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.compare import Differences, TensorDifference, compare_checkpoints
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint
-from shoal.storage.store import Directory
+from shoal.storage.store import DirectoryStore
 from tests.unit.checkpoint.made import NAME, make, tensors
 
 
 def between(tmp_path: Path, a: dict[str, Tensor], b: dict[str, Tensor], **of_b) -> Differences:
-    ours = Opened(make(tmp_path / "a", a), NAME)
-    return compare(ours, Opened(make(tmp_path / "b", b, **of_b), NAME))
+    ours = CheckpointReader(make(tmp_path / "a", a), NAME)
+    return compare_checkpoints(ours, CheckpointReader(make(tmp_path / "b", b, **of_b), NAME))
 
 
 def test_the_same_under_another_plan_differs_in_the_plan_alone(tmp_path: Path) -> None:
@@ -94,7 +94,9 @@ def test_how_far_apart(tmp_path: Path, a: Tensor, b: Tensor, absolute, relative)
 def test_what_is_beside_tensors(tmp_path: Path) -> None:
     make(tmp_path / "a", tensors(), plain={"x": {"lr": 0.1, "betas": [0.9, 0.99]}, "old": 1})
     make(tmp_path / "b", tensors(), plain={"x": {"lr": 0.2, "betas": [0.9, 0.95]}}, step=21)
-    found = compare(*(Opened(Directory(tmp_path / side), NAME) for side in "ab"))
+    found = compare_checkpoints(
+        *(CheckpointReader(DirectoryStore(tmp_path / side), NAME) for side in "ab")
+    )
     entries = {one.name: (one.a, one.b, one.only_in) for one in found.entries}
     assert entries == {
         "progress.step": (20, 21, ""),
@@ -112,12 +114,12 @@ def test_what_is_read_is_verified(tmp_path: Path) -> None:
     changed["model.cut"] += 1
     make(tmp_path / "a", tensors())
     make(tmp_path / "b", changed)
-    opened = [Opened(Directory(tmp_path / side), NAME) for side in "ab"]
+    opened = [CheckpointReader(DirectoryStore(tmp_path / side), NAME) for side in "ab"]
     file = tmp_path / "b" / NAME / "rank-00001.safetensors"
     start = opened[1].tensor("model.cut").chunks[1].start
     content = bytearray(file.read_bytes())
     content[start] ^= 1
     file.write_bytes(content)
-    opened[1] = Opened(Directory(tmp_path / "b"), NAME)
+    opened[1] = CheckpointReader(DirectoryStore(tmp_path / "b"), NAME)
     with pytest.raises(BadCheckpoint, match=r"rank-00001.safetensors: the bytes of model\.cut"):
-        compare(*opened)
+        compare_checkpoints(*opened)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import Origin, Progress
 from shoal.checkpoint.save import Saver
 from shoal.comm.collectives import Group
-from shoal.parallel.layout import whole
-from shoal.storage.store import Directory
+from shoal.parallel.layout import whole_slice
+from shoal.storage.store import DirectoryStore
 
 CALLS = (
     *("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "rmdir"),
@@ -23,8 +23,8 @@ CALLS = (
 MOST_CALLS = 200
 
 
-def save(store: Directory, step: int) -> None:
-    tensors = {f"model.{i}": [whole(torch.full((50, 3), float(step + i)))] for i in range(3)}
+def save(store: DirectoryStore, step: int) -> None:
+    tensors = {f"model.{i}": [whole_slice(torch.full((50, 3), float(step + i)))] for i in range(3)}
     about = (Progress(step, 0, 0, 0), Origin("r.py:f", {}, "data=1", 1, 120, {}))
     saver = Saver(store, lambda saved: None)
     assert not saver.save(Group(), f"step-{step:08d}", tensors, {}, about)
@@ -56,10 +56,10 @@ def _counted(call: Callable[..., object], left: list[int]) -> Callable[..., obje
     return counted
 
 
-def good(store: Directory) -> list[str]:
+def good(store: DirectoryStore) -> list[str]:
     """What is there, every byte of which is right."""
     for name in store.names():
-        opened = Opened(store, name)
+        opened = CheckpointReader(store, name)
         opened.verify()
         step = float(opened.manifest.progress.step)
         assert torch.equal(opened.whole("model.1"), torch.full((50, 3), step + 1))
@@ -85,7 +85,7 @@ def test_killed_before_every_call(tmp_path: Path, what: str, every: int) -> None
     }
     act, allowed = acts[what]
     for number in range(0, MOST_CALLS, every):
-        store = Directory(tmp_path / str(number))
+        store = DirectoryStore(tmp_path / str(number))
         save(store, 10)
         if what == "remove":
             save(store, 20)

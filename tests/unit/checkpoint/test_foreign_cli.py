@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.cli.checkpoint_export import FORMATS, export, import_
 from shoal.errors import ShoalError
-from shoal.formats.opening import locate
-from shoal.storage.store import Directory
+from shoal.formats.open_weights import open_weights
+from shoal.storage.store import DirectoryStore
 from shoal.training.recipe import load_recipe
 from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import NAME, make
@@ -117,9 +117,9 @@ def test_there_and_back(form: str, checkpoint: Path, recipe: str, tmp_path: Path
     assert "2 tensors, 324 B" in told
     told = call(import_, out, tmp_path / "back")
     assert "back: 2 tensors." in told
-    found = Opened(Directory(tmp_path), "back")
+    found = CheckpointReader(DirectoryStore(tmp_path), "back")
     found.verify()
-    wanted = locate(checkpoint).weights
+    wanted = open_weights(checkpoint).weights
     for name in ("model.embed.weight", "model.scale"):
         assert torch.equal(found.whole(name), wanted.whole(name))
     assert len(list(found)) == 2
@@ -138,7 +138,7 @@ def test_a_program(
     assert "a program for any number of samples" in told
     if form == "pt2":
         ids = torch.tensor([[1, 2, 3]] * 5)
-        weight = locate(checkpoint).weights.whole("model.embed.weight")
+        weight = open_weights(checkpoint).weights.whole("model.embed.weight")
         found = torch.export.load(tmp_path / "m.pt2").module()(ids)
         assert torch.allclose(found, 2 * weight[ids] @ weight.T, atol=1e-5)
 
@@ -152,7 +152,7 @@ def test_a_recipe_says_what_is_state_and_what_is_tied(
     loaded = torch.load(out, weights_only=True)
     assert set(loaded) == {"embed.weight", "head.weight"}
     call(import_, out, tmp_path / "a", "--like", recipe)
-    assert list(Opened(Directory(tmp_path), "a")) == ["model.embed.weight"]
+    assert list(CheckpointReader(DirectoryStore(tmp_path), "a")) == ["model.embed.weight"]
 
 
 def test_a_hugging_face_model_inside_of_another(
@@ -186,7 +186,9 @@ def test_a_file_is_what_it_holds_not_what_it_is_called(tmp_path: Path) -> None:
     save_file(state, tmp_path / "c")
     for name in ("a.pt", "b.safetensors", "c"):
         call(import_, tmp_path / name, tmp_path / f"from-{name}")
-        assert torch.equal(Opened(Directory(tmp_path), f"from-{name}").whole("model.w"), state["w"])
+        assert torch.equal(
+            CheckpointReader(DirectoryStore(tmp_path), f"from-{name}").whole("model.w"), state["w"]
+        )
     for name, told in (("x.safetensors", "no sound safetensors"), ("x", "not what torch.save")):
         (tmp_path / name).write_bytes(b"neither the one nor the other")
         assert told in refusal(import_, tmp_path / name, tmp_path / "out")
@@ -197,7 +199,7 @@ def test_elements_take_the_types_of_the_model(recipe: str, tmp_path: Path) -> No
     torch.save({"net": {"embed.weight": weight, "head.weight": weight}}, tmp_path / "m.pt")
     told = call(import_, tmp_path / "m.pt", tmp_path / "a", "--like", recipe, "--prefix", "net.")
     assert "converted to the model's types: embed.weight" in told
-    found = Opened(Directory(tmp_path), "a").whole("model.embed.weight")
+    found = CheckpointReader(DirectoryStore(tmp_path), "a").whole("model.embed.weight")
     assert torch.equal(found, weight.float())
 
 
@@ -226,7 +228,7 @@ def test_large_tensors_are_cut_into_chunks(tmp_path: Path) -> None:
     large = torch.randn(3000, 2000)  # more than one chunk holds
     torch.save({"a": large, "b": torch.ones(3, dtype=torch.float64)}, tmp_path / "m.pt")
     call(import_, tmp_path / "m.pt", tmp_path / "a")
-    found = Opened(Directory(tmp_path), "a")
+    found = CheckpointReader(DirectoryStore(tmp_path), "a")
     found.verify()
     assert torch.equal(found.whole("model.a"), large)
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint
-from shoal.formats import inert
+from shoal.formats import safe_unpickle
 from shoal.formats.dcp import METADATA, export_dcp, open_dcp
-from shoal.formats.weights import Model
+from shoal.formats.weights import ModelWeights
 from shoal.parallel.layout import Slice
 from tests.unit.checkpoint.made import NAME, make, tensors
 
@@ -34,7 +34,9 @@ def own() -> dict[str, torch.Tensor]:
 
 
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
-    export_dcp(Model(Opened(make(tmp_path / "from", tensors()), NAME)), tmp_path / "dcp")
+    export_dcp(
+        ModelWeights(CheckpointReader(make(tmp_path / "from", tensors()), NAME)), tmp_path / "dcp"
+    )
     loaded = {name: torch.zeros_like(tensor) for name, tensor in own().items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in own().items())
@@ -167,10 +169,10 @@ def test_known_classes_cannot_be_misused(tmp_path: Path) -> None:
     for program, words in programs.items():
         content = program.encode("latin-1")
         if words is None:
-            assert inert.read(content, known).kind == "torch.Size"
+            assert safe_unpickle.safe_unpickle(content, known).kind == "torch.Size"
         else:
-            with pytest.raises(inert.Refused, match=words):
-                inert.read(content, known)
+            with pytest.raises(safe_unpickle.UnsafePickle, match=words):
+                safe_unpickle.safe_unpickle(content, known)
 
 
 def test_every_cut_and_flip_of_a_metadata_is_read_or_refused(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from shoal.checkpoint.load import Opened
-from shoal.checkpoint.types import _TYPES
+from shoal.checkpoint.dtypes import _TYPES
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint, UsageError
 from shoal.formats.dcp import export_dcp
-from shoal.formats.huggingface import INDEX, export_huggingface, open_huggingface, shards
+from shoal.formats.huggingface import INDEX, export_huggingface, open_huggingface, split_shards
 from shoal.formats.safetensors import export_safetensors, open_safetensors
 from shoal.formats.state_dict import export_state_dict, open_state_dict
-from shoal.formats.weights import Foreign, Model
+from shoal.formats.weights import ForeignWeights, ModelWeights
 from shoal.parallel.layout import Slice
 from tests.unit.checkpoint.made import NAME, make, tensors
 
@@ -30,9 +30,9 @@ def of_all_types() -> dict[str, Tensor]:
     return {**some, "ä": torch.tensor(3.5), "none": torch.empty(0, 3), "odd": torch.ones(3).byte()}
 
 
-def opened(tmp_path: Path, state: dict[str, Tensor], **more) -> Opened:
+def opened(tmp_path: Path, state: dict[str, Tensor], **more) -> CheckpointReader:
     named = {f"model.{name}": tensor for name, tensor in state.items()}
-    return Opened(make(tmp_path / "from", named, **more), NAME)
+    return CheckpointReader(make(tmp_path / "from", named, **more), NAME)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -48,21 +48,21 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def read_back(found: Foreign) -> dict[str, Tensor]:
+def read_back(found: ForeignWeights) -> dict[str, Tensor]:
     return {name.removeprefix("model."): found.whole(name) for name in found}
 
 
 def test_safetensors_are_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
     state = of_all_types()
-    export_safetensors(Model(opened(tmp_path, state)), tmp_path / "m.safetensors")
+    export_safetensors(ModelWeights(opened(tmp_path, state)), tmp_path / "m.safetensors")
     assert (tmp_path / "m.safetensors").read_bytes() == save(state)
     assert same(read_back(open_safetensors(tmp_path / "m.safetensors")), state)
     assert sorted(os.listdir(tmp_path)) == ["from", "m.safetensors"]
 
 
 def test_only_the_model_is_exported(tmp_path: Path) -> None:
-    source = Opened(make(tmp_path / "from", tensors()), NAME)
-    model = Model(source, only={"cut", "half"})
+    source = CheckpointReader(make(tmp_path / "from", tensors()), NAME)
+    model = ModelWeights(source, only={"cut", "half"})
     export_safetensors(model, tmp_path / "m.safetensors")
     assert set(load_file(tmp_path / "m.safetensors")) == {"cut", "half"}
     assert set(model.left_out) == {"also", "count", "flag", "none"}
@@ -74,8 +74,8 @@ def test_of_replicas_the_mean_is_exported(tmp_path: Path) -> None:
         "replica.1.model.w": torch.tensor([3.0, 6.0]),
         "model.shared": torch.ones(1),
     }
-    source = Opened(make(tmp_path, state, plain={"replicas": 2}), NAME)
-    model = Model(source)
+    source = CheckpointReader(make(tmp_path, state, plain={"replicas": 2}), NAME)
+    model = ModelWeights(source)
     assert sorted(model.names) == ["shared", "w"]
     assert model.whole("w").tolist() == [2.0, 4.0]
 
@@ -89,12 +89,12 @@ def test_a_changed_checkpoint_is_not_exported(tmp_path: Path) -> None:
     others = (export_dcp, export_huggingface, lambda m, p: export_state_dict(m, p, {}))
     for export in (export_safetensors, *others):
         with pytest.raises(BadCheckpoint, match="not those that were written"):
-            export(Model(source), tmp_path / "out")
+            export(ModelWeights(source), tmp_path / "out")
     assert os.listdir(tmp_path) == ["from"]
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:
-    model = Model(opened(tmp_path, {"w": torch.ones(2)}))
+    model = ModelWeights(opened(tmp_path, {"w": torch.ones(2)}))
     (tmp_path / "there").write_text("mine")
     for export in (
         export_safetensors,
@@ -110,13 +110,13 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 
 def test_shards_keep_the_order_and_the_limit() -> None:
     sizes = {"a": 4, "b": 4, "c": 9, "d": 1, "e": 3}
-    assert shards(sizes, 8) == [["a", "b"], ["c"], ["d", "e"]]
-    assert shards(sizes, 100) == [["a", "b", "c", "d", "e"]]
+    assert split_shards(sizes, 8) == [["a", "b"], ["c"], ["d", "e"]]
+    assert split_shards(sizes, 100) == [["a", "b", "c", "d", "e"]]
 
 
 def test_hugging_face_in_one_file_and_in_shards(tmp_path: Path) -> None:
     state = of_all_types()
-    model = Model(opened(tmp_path, state))
+    model = ModelWeights(opened(tmp_path, state))
     assert export_huggingface(model, tmp_path / "one") == 1
     assert os.listdir(tmp_path / "one") == ["model.safetensors"]
     count = export_huggingface(model, tmp_path / "many", shard_bytes=100)
@@ -149,7 +149,7 @@ def test_from_pretrained_loads_it(
     # As training keeps it: each tensor once, and buffers that are made again as well.
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     source = opened(tmp_path, {name: tensor.detach() for name, tensor in state.items()})
-    weights = Model(source, set(model.state_dict()))
+    weights = ModelWeights(source, set(model.state_dict()))
     assert export_huggingface(weights, tmp_path / "hf", 10_000, config) > 1
     loaded, report = type(model).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values())
@@ -222,7 +222,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 def test_torch_loads_the_state_dict(mmap: bool, tmp_path: Path) -> None:
     state = of_all_types()
     path = tmp_path / "m.pt"
-    export_state_dict(Model(opened(tmp_path, state)), path, {"tied": "t.F32"})
+    export_state_dict(ModelWeights(opened(tmp_path, state)), path, {"tied": "t.F32"})
     loaded = torch.load(path, weights_only=True, mmap=mmap)
     tied = loaded.pop("tied")
     assert same(loaded, state) and type(loaded) is dict
@@ -241,7 +241,7 @@ def test_torch_loads_the_state_dict(mmap: bool, tmp_path: Path) -> None:
 
 
 def test_equal_weights_are_equal_state_dict_bytes(tmp_path: Path) -> None:
-    model = Model(opened(tmp_path, tensors()))
+    model = ModelWeights(opened(tmp_path, tensors()))
     export_state_dict(model, tmp_path / "a.pt", {})
     export_state_dict(model, tmp_path / "b.pt", {})
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()

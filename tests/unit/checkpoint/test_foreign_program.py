@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint, RecipeError, UsageError
-from shoal.formats import program
-from shoal.formats.program import Inputs, call_with, export_onnx, export_pt2, load_into
-from shoal.formats.weights import Model
+from shoal.formats import exported_program
+from shoal.formats.exported_program import (
+    ExampleInputs,
+    example_inputs,
+    export_onnx,
+    export_pt2,
+    load_weights,
+)
+from shoal.formats.weights import ModelWeights
 from tests.unit.checkpoint.made import NAME, make
 
 
@@ -50,21 +56,21 @@ class Random(nn.Module):
         return x * self.weight + torch.rand_like(x)
 
 
-def trained(model: nn.Module, directory: Path) -> Model:
+def trained(model: nn.Module, directory: Path) -> ModelWeights:
     """A checkpoint of a model whose buffers have moved, as training keeps it."""
     model(torch.randn(5, 4))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named = {f"model.{name}": tensor.detach().clone() for name, tensor in state.items()}
-    return Model(Opened(make(directory, named), NAME))
+    return ModelWeights(CheckpointReader(make(directory, named), NAME))
 
 
-def inputs() -> Inputs:
-    return call_with(torch.randn(3, 4), 3)
+def inputs() -> ExampleInputs:
+    return example_inputs(torch.randn(3, 4), 3)
 
 
 def test_weights_go_into_a_model(tmp_path: Path) -> None:
     source, target = Net(), Net()
-    load_into(target, trained(source, tmp_path))
+    load_weights(target, trained(source, tmp_path))
     for name, tensor in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], tensor)
 
@@ -74,30 +80,30 @@ def test_weights_of_another_model_do_not(tmp_path: Path) -> None:
     with pytest.raises(
         BadCheckpoint, match=r"not in it: 0\.bias, 0\.weight; not in the model: first"
     ):
-        load_into(nn.Sequential(nn.Linear(4, 8)), weights)
+        load_weights(nn.Sequential(nn.Linear(4, 8)), weights)
     larger = Net()
     larger.last = nn.Linear(8, 5)
     with pytest.raises(
         BadCheckpoint, match=r"of another shape: last\.bias, last\.weight\)\. Give the recipe"
     ):
-        load_into(larger, weights)
+        load_weights(larger, weights)
     smaller = Net()
     del smaller.norm
     with pytest.raises(BadCheckpoint, match=r"not in the model: norm\.bias, "):
-        load_into(smaller, weights)
+        load_weights(smaller, weights)
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
 def test_a_program_gives_what_the_model_gives(form: str, tmp_path: Path) -> None:
     model = Net()
-    load_into(model, trained(Net(), tmp_path / "from"))
+    load_weights(model, trained(Net(), tmp_path / "from"))
     x, shift = torch.randn(3, 4), torch.randn(3, 3)
     given = {"tensor": x, "tuple": (x, shift), "dict": {"x": x, "shift": shift}}[form]
-    called = call_with(given, 3)
+    called = example_inputs(given, 3)
     written = export_pt2(model, called, tmp_path / "m.pt2")
     assert written.any_batch
     loaded = torch.export.load(tmp_path / "m.pt2").module()
-    for some in (called, called.first(2), call_with(torch.randn(7, 4), 7)):
+    for some in (called, called.first(2), example_inputs(torch.randn(7, 4), 7)):
         if form == "tensor" or some.num_samples != 7:
             wanted = model(*some.args, **some.kwargs)
             assert torch.allclose(loaded(*some.args, **some.kwargs), wanted, atol=1e-6)
@@ -117,7 +123,7 @@ def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_a_program_that_gives_fewer_results_is_refused() -> None:
     with pytest.raises(RecipeError, match="another result than the model"):
-        program._compare(Fixed(), lambda given: [], inputs(), "onnxruntime")
+        exported_program._compare(Fixed(), lambda given: [], inputs(), "onnxruntime")
 
 
 def test_a_model_that_cannot_be_traced_is_refused(tmp_path: Path) -> None:
@@ -137,7 +143,7 @@ def test_onnx_gives_what_the_model_gives(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread for a progress bar
     runtime = pytest.importorskip("onnxruntime", reason=reason)
     model = Net()
-    load_into(model, trained(Net(), tmp_path / "from"))
+    load_weights(model, trained(Net(), tmp_path / "from"))
     written = export_onnx(model, inputs(), tmp_path / "m.onnx")
     assert written == (True, "onnxruntime")
     session = runtime.InferenceSession(str(tmp_path / "m.onnx"))

@@ -14,23 +14,23 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import save
-from shoal.checkpoint.finding import name_of
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.dtypes import first_unsupported
+from shoal.checkpoint.find import checkpoint_name
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import Origin, Progress
-from shoal.checkpoint.retention import Keep
-from shoal.checkpoint.save import Saved, Saver
-from shoal.checkpoint.sealed import known_of
+from shoal.checkpoint.retention import RetentionPolicy
+from shoal.checkpoint.save import Saver, SaveResult
 from shoal.checkpoint.snapshot import Snapshot
-from shoal.checkpoint.types import unholdable
+from shoal.checkpoint.verify import inspect_checkpoints
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import LauncherSeat, Mesh
 from shoal.errors import UsageError
-from shoal.parallel.layout import whole
-from shoal.storage.remote import StoreError
-from shoal.storage.store import Directory, DirectoryDraft
+from shoal.parallel.layout import whole_slice
+from shoal.storage.object_client import StoreError
+from shoal.storage.store import DirectoryDraft, DirectoryStore
 from shoal.testing.ranks import Pool
-from shoal.training.checkpointing import Keeper, Keeping, NotSaved
-from shoal.training.resume import newest, refuse_used
+from shoal.training.checkpointing import Checkpointer, CheckpointSettings, NotSaved
+from shoal.training.resume import newest, refuse_used_store
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
@@ -41,44 +41,44 @@ NAME = "step-00000010"
 ABOUT = (Progress(10, 0, 0, 0), Origin("r.py:f", {}, "data=1", 1, 120, {}))
 
 
-class Slow(Directory):
+class Slow(DirectoryStore):
     """A store far away: it begins when it is told to."""
 
     def __init__(self, path: Path):
         super().__init__(path)
         self.may_begin = threading.Event()
 
-    def begin(self, name: str, token: str) -> DirectoryDraft:
+    def create_draft(self, name: str, token: str) -> DirectoryDraft:
         assert self.may_begin.wait(20)
-        return super().begin(name, token)
+        return super().create_draft(name, token)
 
 
-class Full(Directory):
-    def begin(self, name: str, token: str) -> DirectoryDraft:
+class Full(DirectoryStore):
+    def create_draft(self, name: str, token: str) -> DirectoryDraft:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_step_waits_for_a_store_to_begin(tmp_path: Path) -> None:
     """Neither the save's own call nor the update after it."""
-    store, ended = Slow(tmp_path), list[Saved]()
+    store, ended = Slow(tmp_path), list[SaveResult]()
     saver, tensor = Saver(store, ended.append), torch.ones(1000)
-    assert saver.save(Group(), NAME, {"model.a": [whole(tensor)]}, {}, ABOUT) == ""
+    assert saver.save(Group(), NAME, {"model.a": [whole_slice(tensor)]}, {}, ABOUT) == ""
     saver.await_copy()
     tensor.zero_()  # the update
     assert not ended and saver.is_busy
     store.may_begin.set()
     saver.finish(Group())
     assert [saved.problem for saved in ended] == [""]
-    assert torch.equal(Opened(store, NAME).whole("model.a"), torch.ones(1000))
+    assert torch.equal(CheckpointReader(store, NAME).whole("model.a"), torch.ones(1000))
 
 
 def test_what_was_changed_before_anybody_copied_it_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, ended = Slow(tmp_path), list[Saved]()
+    store, ended = Slow(tmp_path), list[SaveResult]()
     monkeypatch.setattr(Snapshot, "copy", lambda self: store.may_begin.wait(10))
     saver, tensor = Saver(store, ended.append), torch.ones(1000)
-    saver.save(Group(), NAME, {"model.a": [whole(tensor)]}, {}, ABOUT)
+    saver.save(Group(), NAME, {"model.a": [whole_slice(tensor)]}, {}, ABOUT)
     tensor.zero_()  # by no update
     saver.await_copy()  # which is not the place to fail
     store.may_begin.set()
@@ -90,9 +90,9 @@ def test_what_was_changed_before_anybody_copied_it_is_not_saved(
 def save_in(mesh: Mesh, path: str, delay_s: float) -> list[str]:
     """On a rank: save in a store in which rank 0 begins late, or cannot."""
     own = Slow(Path(path)) if delay_s else Full(Path(path))
-    ended: list[Saved] = []
+    ended: list[SaveResult] = []
     saver = Saver(own, ended.append)
-    tensors = {"model.a": [whole(torch.arange(5.0))]}
+    tensors = {"model.a": [whole_slice(torch.arange(5.0))]}
     problems = [saver.save(mesh.world, NAME, tensors, {}, ABOUT)]
     if isinstance(own, Slow):
         time.sleep(delay_s)
@@ -104,7 +104,7 @@ def save_in(mesh: Mesh, path: str, delay_s: float) -> list[str]:
 
 def test_ranks_wait_for_the_first_to_begin(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(save_in, 2, str(tmp_path), 0.1) == [["", ""], ["", ""]]
-    Opened(Directory(tmp_path), NAME).verify()
+    CheckpointReader(DirectoryStore(tmp_path), NAME).verify()
 
 
 def test_ranks_do_not_wait_for_what_cannot_begin(pool: Pool, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def run_of(model: Any, **changes: Any) -> Run:
 
 def trainer_of(
     run: Run,
-    store: Directory,
+    store: DirectoryStore,
     mesh: Mesh | None = None,
     plan: str = "data=1",
     tell: Any = lambda event, **what: None,
@@ -151,9 +151,9 @@ def trainer_of(
 ) -> Trainer:
     resolved = resolve(run, plan, 1 if mesh is None else mesh.num_ranks)
     origin = Origin("r.py:f", {}, str(resolved), 1, len(run.data), {})
-    keeper = Keeper(Keeping(store, origin, **keeping), tell)
+    checkpointer = Checkpointer(CheckpointSettings(store, origin, **keeping), tell)
     seat = LauncherSeat(World()) if mesh is None else GivenSeat(mesh)
-    return Trainer(run, resolved, seat, keeper=keeper)
+    return Trainer(run, resolved, seat, checkpointer=checkpointer)
 
 
 def test_frozen_weights_that_a_forward_changes_are_copied_at_once(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_frozen_weights_that_a_forward_changes_are_copied_at_once(tmp_path: Path
         store.may_begin.set()
         for _ in steps:
             pass
-    saved = Opened(store, "step-00000002").whole("model.teacher")
+    saved = CheckpointReader(store, "step-00000002").whole("model.teacher")
     assert torch.equal(saved, before)
-    assert Opened(store, "step-00000003").whole("model.teacher")[0] > before[0]
+    assert CheckpointReader(store, "step-00000003").whole("model.teacher")[0] > before[0]
 
 
 class Spectrum(nn.Module):
@@ -196,9 +196,9 @@ class Spectrum(nn.Module):
 )
 def test_a_model_that_no_checkpoint_can_hold(tmp_path: Path, kind: str, told: str) -> None:
     """Refused before the first step if checkpoints are asked for, and trained without otherwise."""
-    run, store = run_of(lambda: Spectrum(kind)), Directory(tmp_path)
+    run, store = run_of(lambda: Spectrum(kind)), DirectoryStore(tmp_path)
     model = run.make_model()
-    assert unholdable([*model.named_parameters(), *model.named_buffers()]) == told
+    assert first_unsupported([*model.named_parameters(), *model.named_buffers()]) == told
     with pytest.raises(UsageError, match=told), trainer_of(run, store):
         pytest.fail("it began")
     if kind == "buffer":
@@ -217,7 +217,7 @@ def test_a_script_does_not_end_as_if_its_end_were_saved(tmp_path: Path) -> None:
     ):
         assert len(list(trainer)) == 6
     place = Path(str(told.value).partition("It is in ")[2].partition(" instead")[0])
-    with trainer_of(run, Directory(place.parent)) as trainer:
+    with trainer_of(run, DirectoryStore(place.parent)) as trainer:
         assert trainer.step == 6, "what was rescued can be gone on from"
     shutil.rmtree(place.parent)
 
@@ -246,7 +246,9 @@ def train_oddly(mesh: Mesh | None, path: str, kind: str, plan: str, asked: bool)
         told.append(f"{event}: {what.get('why')}")
 
     try:
-        with trainer_of(run, Directory(Path(path)), mesh, plan, tell, is_asked=asked) as trainer:
+        with trainer_of(
+            run, DirectoryStore(Path(path)), mesh, plan, tell, is_asked=asked
+        ) as trainer:
             told += [f"step {info.step}" for info in trainer]
     except UsageError as error:
         told.append(f"after {trainer.step}: {error}")
@@ -267,7 +269,7 @@ def test_an_optimizer_that_no_checkpoint_can_hold(
     steps = [f"step {number}" for number in range(1, 7)]
     assert first[0].startswith("unholdable: ") and ".odd" in first[0]
     assert first[1:] == steps and all(other == steps for other in others)
-    assert Directory(tmp_path).names() == []
+    assert DirectoryStore(tmp_path).names() == []
 
 
 def save_apart(mesh: Mesh, path: str) -> bool:
@@ -282,7 +284,9 @@ def save_apart(mesh: Mesh, path: str) -> bool:
         store.may_begin.set()
         for _ in steps:
             pass
-    saved = Opened(store, "step-00000002").whole(f"replica.{mesh.rank}.model.0.running_mean")
+    saved = CheckpointReader(store, "step-00000002").whole(
+        f"replica.{mesh.rank}.model.0.running_mean"
+    )
     return torch.equal(saved, before)
 
 
@@ -291,18 +295,18 @@ def test_buffers_of_replicas_that_are_apart_are_copied_at_once(pool: Pool, tmp_p
 
 
 def test_a_copy_of_another_name_is_neither_gone_on_from_nor_removed(tmp_path: Path) -> None:
-    store = Directory(tmp_path)
+    store = DirectoryStore(tmp_path)
     run = run_of(lambda: nn.Linear(3, 1), save_every=1, steps=3)
     make(tmp_path, tensors(), name="z-copy", step=900)
     (tmp_path / "notes").mkdir()
-    refuse_used(store)  # there is none of a run
+    refuse_used_store(store)  # there is none of a run
     with trainer_of(run, store) as trainer:
         for _ in trainer:
-            trainer.keeper.finish(trainer)
+            trainer.checkpointer.finish(trainer)
     assert store.names() == ["notes", "step-00000002", "step-00000003", "z-copy"]
     assert newest(store).progress.step == 3
     with pytest.raises(UsageError, match="already holds checkpoints"):
-        refuse_used(store)
+        refuse_used_store(store)
     longer = run_of(lambda: nn.Linear(3, 1), save_every=1, steps=4)
     with trainer_of(longer, store) as trainer:
         assert [info.step for info in trainer] == [4]
@@ -311,19 +315,19 @@ def test_a_copy_of_another_name_is_neither_gone_on_from_nor_removed(tmp_path: Pa
 def test_a_save_looks_at_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def look(store: Directory, names: list[str]) -> Any:
+    def look(store: DirectoryStore, names: list[str]) -> Any:
         opened.extend(names)
-        return known_of(store, names)
+        return inspect_checkpoints(store, names)
 
-    monkeypatch.setattr("shoal.training.checkpointing.known_of", look)
+    monkeypatch.setattr("shoal.training.checkpointing.inspect_checkpoints", look)
     run = run_of(lambda: nn.Linear(3, 1), save_every=2)
-    with trainer_of(run, Directory(tmp_path), keep=Keep(last=9)) as trainer:
+    with trainer_of(run, DirectoryStore(tmp_path), keep=RetentionPolicy(last=9)) as trainer:
         for _ in trainer:
-            trainer.keeper.finish(trainer)
-    assert opened == [name_of(2), name_of(4), name_of(6)]
+            trainer.checkpointer.finish(trainer)
+    assert opened == [checkpoint_name(2), checkpoint_name(4), checkpoint_name(6)]
 
 
-class Unreachable(Directory):
+class Unreachable(DirectoryStore):
     """A store behind a network that goes down."""
 
     def open(self, name: str, file: str) -> Any:
@@ -333,7 +337,7 @@ class Unreachable(Directory):
 def test_a_store_that_cannot_be_reached_is_no_bad_checkpoint(tmp_path: Path) -> None:
     """Going on from an older one, or from nothing, would throw steps away."""
     run = run_of(lambda: nn.Linear(3, 1), save_every=2)
-    with trainer_of(run, Directory(tmp_path)) as trainer:
+    with trainer_of(run, DirectoryStore(tmp_path)) as trainer:
         list(trainer)
     with pytest.raises(StoreError, match="no route"):
         newest(Unreachable(tmp_path))
@@ -345,14 +349,14 @@ def test_a_store_that_goes_down_while_it_is_read_is_no_bad_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(lambda: nn.Linear(3, 1), save_every=2)
-    with trainer_of(run, Directory(tmp_path)) as trainer:
+    with trainer_of(run, DirectoryStore(tmp_path)) as trainer:
         list(trainer)
 
     def fill(*_: Any) -> None:
         raise StoreError(errno.EIO, "no route")
 
-    monkeypatch.setattr(Opened, "fill", fill)
-    with pytest.raises(StoreError, match="no route"), trainer_of(run, Directory(tmp_path)):
+    monkeypatch.setattr(CheckpointReader, "fill", fill)
+    with pytest.raises(StoreError, match="no route"), trainer_of(run, DirectoryStore(tmp_path)):
         pytest.fail("it began")
 
 
@@ -361,7 +365,7 @@ def test_a_spare_that_comes_later_finds_the_checkpoints_of_its_own_run(
 ) -> None:
     """Its number is above those of the seats; a rank of a new run is to say resume."""
     run = run_of(lambda: nn.Linear(3, 1), save_every=2, steps=3)
-    with trainer_of(run, Directory(tmp_path)) as trainer:
+    with trainer_of(run, DirectoryStore(tmp_path)) as trainer:
         list(trainer)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
@@ -375,8 +379,8 @@ def test_a_draft_that_begins_between_two_looks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 may begin, and say so, right after another rank looked in vain."""
-    store = Directory(tmp_path)
-    saver, draft = Saver(store, lambda saved: None), store.join("step-1", "token")
+    store = DirectoryStore(tmp_path)
+    saver, draft = Saver(store, lambda saved: None), store.join_draft("step-1", "token")
     saver._begun.clear()
     look, num_looks = save._is_there, 0
 
@@ -385,7 +389,7 @@ def test_a_draft_that_begins_between_two_looks_is_found(
         num_looks += 1
         if num_looks > 1:
             return look(draft)
-        store.begin("step-1", "token")
+        store.create_draft("step-1", "token")
         saver._begun.set()
         return False
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.manifest import Chunk, File, Manifest, Origin, Progress, Tensor
+from shoal.checkpoint.manifest import Chunk, FileEntry, Manifest, Origin, Progress, TensorEntry
 from shoal.errors import BadCheckpoint
 
 HASH = "0" * 32
@@ -15,9 +15,9 @@ def sound() -> dict:
     progress = Progress(step=20, samples=240, epoch=2, batch=0)
     origin = Origin("r.py:f", {}, "data=2", 2, 120, {})
     chunks = (Chunk((0, 0), (2, 3), 0, 16, HASH), Chunk((2, 0), (2, 3), 1, 16, HASH))
-    files = (File("a.safetensors", 40, 16, HASH), File("b.safetensors", 40, 16, HASH))
-    tensor = Tensor("model.w", "F32", (4, 3), chunks)
-    empty = Tensor("model.e", "F32", (0, 3), ())
+    files = (FileEntry("a.safetensors", 40, 16, HASH), FileEntry("b.safetensors", 40, 16, HASH))
+    tensor = TensorEntry("model.w", "F32", (4, 3), chunks)
+    empty = TensorEntry("model.e", "F32", (0, 3), ())
     made = Manifest(
         manifests.FORMAT, manifests.VERSION, progress, origin, {}, files, (tensor, empty)
     )

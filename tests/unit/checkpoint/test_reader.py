@@ -14,8 +14,8 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.manifest import Origin, Progress
 from shoal.checkpoint.save import Saver
 from shoal.comm.mesh import Mesh
-from shoal.parallel.layout import Slice, whole
-from shoal.storage.store import Directory
+from shoal.parallel.layout import Slice, whole_slice
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.unit.checkpoint.made import NAME, cut_by_rows, make, tensors
 from tests.unit.checkpoint.reader import TYPES, read
@@ -33,12 +33,12 @@ def save(mesh: Mesh, directory: str) -> str:
     held = {
         name: [Slice(box.of(tensor).clone(), tuple(tensor.shape), box.offset)]
         if tensor.dim() == 2 and tensor.numel()
-        else [whole(tensor)]
+        else [whole_slice(tensor)]
         for name, tensor in tensors().items()
         for box in cut_by_rows(tensor, mesh.world.num_ranks, mesh.world.rank)
     }
     ended: list[object] = []
-    saver = Saver(Directory(Path(directory)), ended.append)
+    saver = Saver(DirectoryStore(Path(directory)), ended.append)
     about = (Progress(20, 240, 2, 0), Origin("r.py:f", {}, "data=2", 2, 120, {}))
     problem = saver.save(mesh.world, NAME, held, {"groups": {"list": []}}, about)
     deadline = time.monotonic() + PATIENCE_S
@@ -77,7 +77,12 @@ def test_the_page_names_every_type_and_field() -> None:
     words = set(re.findall(r"`([\w.]+)`", page))
     fields = [
         field.name
-        for record in (manifests.Manifest, manifests.File, manifests.Tensor, manifests.Chunk)
+        for record in (
+            manifests.Manifest,
+            manifests.FileEntry,
+            manifests.TensorEntry,
+            manifests.Chunk,
+        )
         for field in msgspec.structs.fields(record)
     ]
     for part, record in (("progress", Progress), ("origin", Origin)):

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.retention import Keep, Known, superfluous
+from shoal.checkpoint.retention import CheckpointSummary, RetentionPolicy, find_expired
 from shoal.errors import UsageError
 
 keeps = st.builds(
-    Keep,
+    RetentionPolicy,
     last=st.integers(1, 5),
     every=st.none() | st.integers(1, 50),
     best=st.none() | st.sampled_from(["loss", "accuracy"]),
@@ -21,23 +21,25 @@ metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), values)
 
 
 @st.composite
-def known(draw: st.DrawFn) -> list[Known]:
+def known(draw: st.DrawFn) -> list[CheckpointSummary]:
     steps = sorted(draw(st.sets(st.integers(0, 300), max_size=20)))
-    return [Known(f"step-{step:08d}", step, draw(metrics)) for step in steps]
+    return [CheckpointSummary(f"step-{step:08d}", step, draw(metrics)) for step in steps]
 
 
-def names(some: list[Known]) -> list[str]:
+def names(some: list[CheckpointSummary]) -> list[str]:
     return [one.name for one in some]
 
 
 @given(keeps)
-def test_what_is_printed_is_read(keep: Keep) -> None:
-    assert Keep.parse(str(keep)) == keep
+def test_what_is_printed_is_read(keep: RetentionPolicy) -> None:
+    assert RetentionPolicy.parse(str(keep)) == keep
 
 
 @given(known(), keeps)
-def test_the_newest_stay_and_the_rest_is_accounted_for(some: list[Known], keep: Keep) -> None:
-    go = names(superfluous(some, keep))
+def test_the_newest_stay_and_the_rest_is_accounted_for(
+    some: list[CheckpointSummary], keep: RetentionPolicy
+) -> None:
+    go = names(find_expired(some, keep))
     assert set(go) <= set(names(some)) and go == sorted(go)
     assert not set(go) & set(names(some)[-keep.last :])
     if some:
@@ -45,8 +47,8 @@ def test_the_newest_stay_and_the_rest_is_accounted_for(some: list[Known], keep: 
 
 
 @given(known(), keeps)
-def test_every_and_best_stay(some: list[Known], keep: Keep) -> None:
-    stay = [one for one in some if one not in superfluous(some, keep)]
+def test_every_and_best_stay(some: list[CheckpointSummary], keep: RetentionPolicy) -> None:
+    stay = [one for one in some if one not in find_expired(some, keep)]
     if keep.every is not None:
         for bucket in {one.step // keep.every for one in some} - {0}:
             assert min(o.step for o in some if o.step // keep.every == bucket) in [
@@ -60,27 +62,33 @@ def test_every_and_best_stay(some: list[Known], keep: Keep) -> None:
 
 
 @given(known(), keeps)
-def test_one_after_another_or_all_at_once_is_the_same(some: list[Known], keep: Keep) -> None:
-    there: list[Known] = []
+def test_one_after_another_or_all_at_once_is_the_same(
+    some: list[CheckpointSummary], keep: RetentionPolicy
+) -> None:
+    there: list[CheckpointSummary] = []
     for one in some:
         there.append(one)
-        there = [old for old in there if old not in superfluous(there, keep)]
-    assert there == [one for one in some if one not in superfluous(some, keep)]
+        there = [old for old in there if old not in find_expired(there, keep)]
+    assert there == [one for one in some if one not in find_expired(some, keep)]
 
 
 @given(known(), keeps, st.randoms())
-def test_the_order_given_does_not_matter(some: list[Known], keep: Keep, random) -> None:
+def test_the_order_given_does_not_matter(
+    some: list[CheckpointSummary], keep: RetentionPolicy, random
+) -> None:
     mixed = random.sample(some, len(some))
-    assert superfluous(mixed, keep) == superfluous(some, keep)
+    assert find_expired(mixed, keep) == find_expired(some, keep)
 
 
 def test_an_example() -> None:
     losses = [0.9, 0.4, 0.7, 0.6, 0.5, 0.8]
-    some = [Known(f"s{i}", 300 * (i + 1), {"loss": loss}) for i, loss in enumerate(losses)]
-    keep = Keep.parse("last=1, every=1000 best=loss")
+    some = [
+        CheckpointSummary(f"s{i}", 300 * (i + 1), {"loss": loss}) for i, loss in enumerate(losses)
+    ]
+    keep = RetentionPolicy.parse("last=1, every=1000 best=loss")
     # Steps 300 to 1800: 600 is the best, 1200 the first after 1000, 1800 the last.
-    assert [one.step for one in superfluous(some, keep)] == [300, 900, 1500]
-    assert [o.step for o in superfluous(some, Keep())] == [300, 600, 900, 1200]
+    assert [one.step for one in find_expired(some, keep)] == [300, 900, 1500]
+    assert [o.step for o in find_expired(some, RetentionPolicy())] == [300, 600, 900, 1200]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +110,10 @@ def test_an_example() -> None:
 )
 def test_what_cannot_be_a_rule_is_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as refused:
-        Keep.parse(text)
+        RetentionPolicy.parse(text)
     assert words in str(refused.value)
 
 
 def test_rules_are_read() -> None:
-    assert Keep.parse("best=accuracy:max") == Keep(2, None, "accuracy", True)
-    assert Keep.parse("best=loss:min,every=10") == Keep(2, 10, "loss", False)
+    assert RetentionPolicy.parse("best=accuracy:max") == RetentionPolicy(2, None, "accuracy", True)
+    assert RetentionPolicy.parse("best=loss:min,every=10") == RetentionPolicy(2, 10, "loss", False)

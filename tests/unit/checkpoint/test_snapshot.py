@@ -8,23 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.chunks import Held, place
-from shoal.checkpoint.snapshot import PART_BYTES, Snapshot, Space
-from shoal.checkpoint.types import name_of_type
+from shoal.checkpoint.chunks import TensorRegion, lay_out_file
+from shoal.checkpoint.dtypes import dtype_name
+from shoal.checkpoint.snapshot import PART_BYTES, Snapshot, SnapshotBuffer
 from shoal.parallel.boxes import whole_box
 
 ROWS = PART_BYTES // 256  # of a tensor of four parts
 
 
-def made(tensors: dict[str, Tensor], at_once: tuple[str, ...] = (), space: Space | None = None):
+def made(
+    tensors: dict[str, Tensor], at_once: tuple[str, ...] = (), space: SnapshotBuffer | None = None
+):
     held = [
-        Held(name, name_of_type(t.dtype), tuple(t.shape), whole_box(t.shape))
+        TensorRegion(name, dtype_name(t.dtype), tuple(t.shape), whole_box(t.shape))
         for name, t in tensors.items()
     ]
-    placed = place(held)
-    sources = [tensors[chunk.held.name] for chunk in placed]
-    now = [chunk.held.name in at_once for chunk in placed]
-    return Snapshot(placed, sources, now, space or Space())
+    placed = lay_out_file(held)
+    sources = [tensors[chunk.region.name] for chunk in placed]
+    now = [chunk.region.name in at_once for chunk in placed]
+    return Snapshot(placed, sources, now, space or SnapshotBuffer())
 
 
 def tensors() -> dict[str, Tensor]:
@@ -40,13 +42,13 @@ def tensors() -> dict[str, Tensor]:
 
 
 def content(states: dict[str, Tensor]) -> bytes:
-    order = place(
+    order = lay_out_file(
         [
-            Held(n, name_of_type(t.dtype), tuple(t.shape), whole_box(t.shape))
+            TensorRegion(n, dtype_name(t.dtype), tuple(t.shape), whole_box(t.shape))
             for n, t in states.items()
         ]
     )
-    flat = (states[c.held.name].contiguous().reshape(-1) for c in order)
+    flat = (states[c.region.name].contiguous().reshape(-1) for c in order)
     return b"".join(t.view(torch.uint8).numpy().tobytes() if t.numel() else b"" for t in flat)
 
 

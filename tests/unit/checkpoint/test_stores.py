@@ -12,22 +12,22 @@ import fsspec
 import pytest
 import torch
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import MANIFEST, Origin, Progress
 from shoal.checkpoint.save import Saver
 from shoal.comm.collectives import Group
-from shoal.parallel.layout import whole
+from shoal.parallel.layout import whole_slice
+from shoal.storage.object_client import RetryPolicy, StoreError
 from shoal.storage.object_store import ObjectStore, open_store
-from shoal.storage.remote import Patience, StoreError
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.store import SEAL, DirectoryStore
 from shoal.testing.stores import (
     CONTENT,
     FILE,
     NAME,
     OTHER,
     PART,
-    Place,
     StoreConformance,
+    StoreLocation,
     content_of,
     fill,
     save,
@@ -35,7 +35,7 @@ from shoal.testing.stores import (
 from tests.support.gates import Gate
 
 BLOCK_BYTES = 5 << 20  # the least that S3 takes
-HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 MEMORY = "memory://stores"
 
 
@@ -56,20 +56,20 @@ def damage_at(root: str, system: Any) -> Any:
 
 class TestDirectory(StoreConformance):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
+    def place(self, tmp_path: Path) -> StoreLocation:
         def damage(name: str, file: str, content: bytes | None) -> None:
             path = tmp_path / "checkpoints" / name / file
             path.unlink(missing_ok=True)
             if content is not None:
                 path.write_bytes(content)
 
-        return Place(lambda: Directory(tmp_path / "checkpoints"), damage)
+        return StoreLocation(lambda: DirectoryStore(tmp_path / "checkpoints"), damage)
 
 
 class TestMemory(StoreConformance):
     @pytest.fixture
-    def place(self, memory: Any) -> Place:
-        return Place(
+    def place(self, memory: Any) -> StoreLocation:
+        return StoreLocation(
             lambda: ObjectStore(MEMORY, block_bytes=256, abandoned_s=0.0),
             damage_at("/stores", memory),
         )
@@ -77,16 +77,16 @@ class TestMemory(StoreConformance):
 
 class TestS3(StoreConformance):
     @pytest.fixture
-    def place(self, s3_options: dict[str, Any]) -> Place:
+    def place(self, s3_options: dict[str, Any]) -> StoreLocation:
         system = fsspec.filesystem("s3", use_listings_cache=False, **s3_options)
-        return Place(lambda: s3(s3_options), damage_at("bucket/run/checkpoints", system))
+        return StoreLocation(lambda: s3(s3_options), damage_at("bucket/run/checkpoints", system))
 
 
 def test_a_large_file_goes_up_in_parts(s3_options: dict[str, Any], gate: Gate) -> None:
     content = os.urandom(2 * BLOCK_BYTES + 12345)
     parts = [content[start : start + 3_000_000] for start in range(0, len(content), 3_000_000)]
     store = s3(s3_options)
-    draft = store.begin(NAME, "a1")
+    draft = store.create_draft(NAME, "a1")
     draft.write(FILE, iter(parts))
     uploads = [line for line in gate.requests if b"partNumber=" in line]
     assert len(uploads) >= 2
@@ -108,7 +108,7 @@ def insistence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("insistence")
 def test_a_lost_connection_is_tried_again(s3_options: dict[str, Any], gate: Gate) -> None:
     store = s3(s3_options)
-    draft = store.begin(NAME, "a1")
+    draft = store.create_draft(NAME, "a1")
     fill(draft)
     gate.num_resets = 2
     draft.commit(drop=[PART])
@@ -123,7 +123,7 @@ def test_a_lost_connection_is_tried_again(s3_options: dict[str, Any], gate: Gate
 @pytest.mark.usefixtures("insistence")
 def test_an_upload_that_breaks_off_is_sent_again(s3_options: dict[str, Any], gate: Gate) -> None:
     content = os.urandom(2 * BLOCK_BYTES)
-    draft = s3(s3_options).begin(NAME, "a1")
+    draft = s3(s3_options).create_draft(NAME, "a1")
     gate.num_resets, gate.num_bytes = 2, 30_000  # in the middle of a part
     draft.write(FILE, [content])
     assert gate.num_resets == 0
@@ -134,7 +134,7 @@ def test_an_upload_that_breaks_off_is_sent_again(s3_options: dict[str, Any], gat
 
 def test_a_server_that_stays_away_is_an_error(s3_options: dict[str, Any], gate: Gate) -> None:
     store = s3(s3_options, patience=HASTY._replace(num_tries=2))
-    draft = store.begin(NAME, "a1")
+    draft = store.create_draft(NAME, "a1")
     fill(draft)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
@@ -145,7 +145,7 @@ def test_a_server_that_stays_away_is_an_error(s3_options: dict[str, Any], gate: 
     with pytest.raises(StoreError, match=r"cannot list s3://bucket.*tried 2 times") as raised:
         away.names()
     assert isinstance(raised.value, OSError) and raised.value.strerror
-    lost = away.join(NAME, "a1")
+    lost = away.join_draft(NAME, "a1")
     lost.discard()  # never raises
     with pytest.raises(StoreError):
         lost.read(PART)
@@ -156,7 +156,7 @@ def test_a_missing_bucket_is_named(s3_options: dict[str, Any]) -> None:
     store = ObjectStore("s3://no-such-bucket/run", s3_options, patience=HASTY)
     assert store.names() == []
     with pytest.raises(StoreError, match=r"s3://no-such-bucket/run .* Create the bucket"):
-        store.begin(NAME, "a1")
+        store.create_draft(NAME, "a1")
 
 
 @pytest.mark.usefixtures("s3_environment")
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_saved_and_loaded_over_s3(
     check_round_trip(s3(s3_options))
     system = fsspec.filesystem("s3", use_listings_cache=False, **s3_options)
     system.get("bucket/run/checkpoints/", str(tmp_path / "copied"), recursive=True)
-    Opened(Directory(tmp_path / "copied"), NAME).verify()
+    CheckpointReader(DirectoryStore(tmp_path / "copied"), NAME).verify()
 
 
 def test_a_checkpoint_is_saved_and_loaded_in_memory(memory: Any) -> None:
@@ -196,10 +196,10 @@ def test_a_checkpoint_is_saved_and_loaded_in_memory(memory: Any) -> None:
 
 def check_round_trip(store: ObjectStore) -> None:
     tensors = {
-        "model.a": [whole(torch.randn(1500, 1000))],
-        "model.b": [whole(torch.arange(5))],
-        "model.e": [whole(torch.empty(0, 3))],
-        "model.h": [whole(torch.randn(7).bfloat16())],
+        "model.a": [whole_slice(torch.randn(1500, 1000))],
+        "model.b": [whole_slice(torch.arange(5))],
+        "model.e": [whole_slice(torch.empty(0, 3))],
+        "model.h": [whole_slice(torch.randn(7).bfloat16())],
     }
     ended: list[Any] = []
     saver = Saver(store, ended.append)
@@ -208,7 +208,7 @@ def check_round_trip(store: ObjectStore) -> None:
     saver.finish(Group())
     assert [saved.problem for saved in ended] == [""]
     assert store.names() == [NAME]
-    opened = Opened(store, NAME)
+    opened = CheckpointReader(store, NAME)
     opened.verify()
     for name, (part,) in tensors.items():
         assert torch.equal(opened.whole(name), part.tensor)

@@ -15,10 +15,10 @@ import torch
 import xxhash
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.checkpoint.manifest import MANIFEST, MOST_MANIFEST_BYTES
 from shoal.errors import BadCheckpoint
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.store import SEAL, DirectoryStore
 from tests.unit.checkpoint.made import NAME, make, tensors
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors", MANIFEST, SEAL]
@@ -40,12 +40,12 @@ def good(directory: Path) -> Path:
 def refusal(checkpoint: Path) -> str:
     """Why a checkpoint is refused; fails if it is not."""
     with pytest.raises(BadCheckpoint) as refused:
-        Opened(Directory(checkpoint.parent), checkpoint.name).verify()
+        CheckpointReader(DirectoryStore(checkpoint.parent), checkpoint.name).verify()
     return str(refused.value)
 
 
 def test_a_good_one_is_accepted_and_read(good: Path) -> None:
-    opened = Opened(Directory(good.parent), good.name)
+    opened = CheckpointReader(DirectoryStore(good.parent), good.name)
     opened.verify()
     opened.verify(num_threads=2)
     state = tensors(0)
@@ -185,7 +185,7 @@ def test_no_change_is_accepted(good: Path, num_changes: int) -> None:
         told = refusal(good)
         assert any(name in told for name in touched), f"{change.__name__} of {touched}: {told}"
         restore(good, contents)
-    Opened(Directory(good.parent), good.name).verify()
+    CheckpointReader(DirectoryStore(good.parent), good.name).verify()
 
 
 def restore(good: Path, contents: dict[str, bytes]) -> None:

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.checkpoint.load import Opened
+from shoal.checkpoint.load import CheckpointReader
 from shoal.cli.main import run_here
 from shoal.errors import BadCheckpoint
-from shoal.formats.opening import fetched
-from shoal.parallel.layout import whole
+from shoal.formats.open_weights import fetch_to_disk
+from shoal.parallel.layout import whole_slice
+from shoal.storage.object_client import ObjectClient
 from shoal.storage.object_store import open_store
-from shoal.storage.remote import Remote
-from shoal.sync.state import Given, State
-from shoal.training.pretrained import find_beginning
+from shoal.sync.state import MemorySource, ShardedState
+from shoal.training.pretrained import find_initial_weights
 from tests.unit.checkpoint.conftest import Said
 from tests.unit.checkpoint.made import make
 
@@ -83,14 +83,16 @@ class Verbs:
 
     def test_a_run_begins_with_it(self, run: str) -> None:
         model = nn.Linear(3, 4)
-        found = find_beginning(run, model, everything=False, partial=False)
+        found = find_initial_weights(run, model, everything=False, partial=False)
         assert f"beginning with 2 tensors of {run}/checkpoints/{SECOND}" in str(found)
-        own = State({f"model.{n}": [whole(p.detach())] for n, p in model.named_parameters()}, {})
+        own = ShardedState(
+            {f"model.{n}": [whole_slice(p.detach())] for n, p in model.named_parameters()}, {}
+        )
         target = torch.zeros(4, 3)
-        found.source(Given(own)).fill("model.weight", [whole(target)])
+        found.source(MemorySource(own)).fill("model.weight", [whole_slice(target)])
         assert torch.equal(target, state_of(20)["model.weight"])
         spoil(f"{run}/checkpoints/{SECOND}", "rank-00000.safetensors")
-        assert FIRST in find_beginning(run, model, everything=False, partial=False).place
+        assert FIRST in find_initial_weights(run, model, everything=False, partial=False).place
 
     def test_import_prune_and_diff(
         self, run: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -128,31 +130,31 @@ def test_what_is_fetched_again_is_verified_again(memory_url: str, tmp_path: Path
     """A window goes when others come, and what comes in its place may be something else."""
     run = fill(memory_url, tmp_path)
     store = open_store(f"{run}/checkpoints")
-    opened = Opened(store, SECOND)
+    opened = CheckpointReader(store, SECOND)
     opened.verify()
     spoil(f"{run}/checkpoints/{SECOND}", "rank-00000.safetensors")
-    store._windows.forget(SECOND)
+    store._cache.forget(SECOND)
     with pytest.raises(BadCheckpoint, match="not those that were written"):
         for name in opened:
             opened.whole(name)
     with pytest.raises(BadCheckpoint, match="not those that were written"):
-        list(opened.bytes_of_file(0))
+        list(opened.read_file(0))
 
 
 def test_what_vanishes_while_it_is_fetched_is_named(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory.pipe_file("/urls/m.safetensors", bytes(100))
-    real = Remote.part
+    real = ObjectClient.get_range
 
-    def part(self: Remote, path: str, start: int, stop: int) -> bytes:
+    def part(self: ObjectClient, path: str, start: int, stop: int) -> bytes:
         memory.rm_file("/urls/m.safetensors")
         return real(self, path, start, stop)
 
-    monkeypatch.setattr(Remote, "part", part)
+    monkeypatch.setattr(ObjectClient, "get_range", part)
     with (
         pytest.raises(BadCheckpoint, match=r"m\.safetensors changed while it was fetched\. Try"),
-        fetched("memory://urls/m.safetensors"),
+        fetch_to_disk("memory://urls/m.safetensors"),
     ):
         pass
 

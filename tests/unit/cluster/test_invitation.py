@@ -10,16 +10,16 @@ from shoal.cluster.invitation import (
     INVITATION,
     KEYS,
     Invitation,
-    Options,
-    invite,
     read_invitation,
-    withdraw,
+    remove_invitation,
+    write_invitation,
 )
 from shoal.comm.wire import make_keys
 from shoal.errors import UsageError
 from shoal.storage.files import write_private
+from shoal.training.options import StartOptions
 
-OPTIONS = Options(plan="")
+OPTIONS = StartOptions(plan="")
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def invitation_of(where: Path, **changes: object) -> Invitation:
 
 def test_it_is_read_as_it_was_written_by_its_user_alone(run_dir: Path) -> None:
     written = invitation_of(run_dir)
-    invite(written, run_dir)
+    write_invitation(written, run_dir)
     assert read_invitation(run_dir) == written and written.endpoint == ("10.0.0.1", 81)
     assert stat.S_IMODE((run_dir / INVITATION).stat().st_mode) == 0o600
     make_keys(run_dir / KEYS)
-    withdraw(run_dir)
+    remove_invitation(run_dir)
     assert list(run_dir.iterdir()) == []
-    withdraw(run_dir)
+    remove_invitation(run_dir)
 
 
 def test_an_address_of_the_sixth_version(run_dir: Path) -> None:
@@ -75,14 +75,14 @@ def test_why_there_is_none(run_dir: Path, run: str | None, words: str) -> None:
     ],
 )
 def test_one_that_cannot_be_followed(run_dir: Path, changes: dict[str, str], words: str) -> None:
-    invite(invitation_of(run_dir, **changes), run_dir)
+    write_invitation(invitation_of(run_dir, **changes), run_dir)
     with pytest.raises(UsageError, match=words):
         read_invitation(run_dir)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o666])
 def test_one_that_others_may_read_is_refused(run_dir: Path, mode: int) -> None:
-    invite(invitation_of(run_dir), run_dir)
+    write_invitation(invitation_of(run_dir), run_dir)
     (run_dir / INVITATION).chmod(mode)
     with pytest.raises(UsageError, match="can be read by others"):
         read_invitation(run_dir)

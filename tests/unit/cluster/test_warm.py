@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from shoal.cluster import warm
-from shoal.cluster.warm import Warm
+from shoal.cluster.warm import WarmServer
 from shoal.errors import UsageError
 from tests.support.leaks import wait_until
 
@@ -26,7 +26,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(warm, "ANSWER_S", 0.2)
     monkeypatch.setattr(os, "fork", mock.Mock(side_effect=AssertionError("forked")))
     path = tmp_path / "warm.sock"
-    thread = threading.Thread(target=Warm(path, 60.0, lambda words: 0).serve)
+    thread = threading.Thread(target=WarmServer(path, 60.0, lambda words: 0).serve)
     thread.start()
     assert wait_until(lambda: warm.is_up(path), 20)
     yield path

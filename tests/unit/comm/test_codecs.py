@@ -5,12 +5,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm.codecs import cuts_of
+from shoal.comm.codecs import share_bounds
 
 
 @given(st.integers(0, 5000), st.sampled_from([1, 256]), st.integers(1, 9))
 def test_shares_are_whole_blocks_and_even(length: int, block: int, num_ranks: int) -> None:
-    cuts = cuts_of(length, block, num_ranks)
+    cuts = share_bounds(length, block, num_ranks)
     assert cuts[0] == 0 and cuts[-1] == length and len(cuts) == num_ranks + 1
     assert all(cut % block == 0 or cut == length for cut in cuts)
     lengths = [stop - start for start, stop in pairwise(cuts)]

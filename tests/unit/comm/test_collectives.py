@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from shoal.comm import collectives
-from shoal.comm.collectives import Pending, draining_ends
+from shoal.comm.collectives import Pending, drain_deadline
 from shoal.errors import GroupLost
 
 
@@ -67,7 +67,7 @@ def test_two_together_are_as_cautious_as_either() -> None:
 def test_a_group_that_is_left_is_drained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "DRAIN_S", 0.05)
     works = [Work(None), Work(1, "broken"), Work(1)]
-    Pending(works, is_lost=never).drain(draining_ends())
+    Pending(works, is_lost=never).drain(drain_deadline())
     assert all(work.num_looks for work in works)
 
 

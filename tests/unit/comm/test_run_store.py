@@ -14,8 +14,8 @@ import torch.distributed as dist
 import zmq
 
 from shoal.comm import run_store, wire
-from shoal.comm.reach import Reach
-from shoal.comm.run_store import Held, StoreClient, StoreServer
+from shoal.comm.endpoint import Endpoint
+from shoal.comm.run_store import StoreClient, StoreServer, StoreState
 from shoal.comm.wire import connect, make_keys
 from tests.support.leaks import wait_until
 from tests.support.relay import Message, Relay
@@ -25,14 +25,14 @@ A_WHILE = timedelta(seconds=WAIT_S)
 
 
 @pytest.fixture(params=["local", "with keys"])
-def reach(request: pytest.FixtureRequest, tmp_path: Path) -> Reach:
+def reach(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoint:
     if request.param == "local":
-        return Reach(str(tmp_path))
-    return Reach(str(tmp_path), "127.0.0.1", make_keys(tmp_path / "keys"))
+        return Endpoint(str(tmp_path))
+    return Endpoint(str(tmp_path), "127.0.0.1", make_keys(tmp_path / "keys"))
 
 
 @pytest.fixture
-def server(reach: Reach) -> Iterator[StoreServer]:
+def server(reach: Endpoint) -> Iterator[StoreServer]:
     made = StoreServer(reach)
     yield made
     made.close()
@@ -46,7 +46,7 @@ def context() -> Iterator[wire.Context]:
 
 
 @pytest.fixture
-def store(context: wire.Context, server: StoreServer, reach: Reach) -> Iterator[StoreClient]:
+def store(context: wire.Context, server: StoreServer, reach: Endpoint) -> Iterator[StoreClient]:
     made = StoreClient(context, server.address, reach.keys, WAIT_S)
     yield made
     made.close()
@@ -158,7 +158,7 @@ def test_each_request_is_carried_out_once(
     context: wire.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(run_store, "AGAIN_S", 0.05)
-    server, draws = StoreServer(Reach(str(tmp_path))), random.Random(3)
+    server, draws = StoreServer(Endpoint(str(tmp_path))), random.Random(3)
 
     def tamper(message: Message) -> list[Message]:
         if draws.random() > 0.2:
@@ -181,22 +181,22 @@ def ask(number: int, does: str, keys: list[str], *rest: object) -> bytes:
 
 def test_who_is_gone_costs_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "MOST_CLIENTS", 5)
-    held = Held()
+    held = StoreState()
     for number in range(20):
-        held.take_in(b"waits %d" % number, ask(1, "get", ["generation/3/a"]))
-        held.take_in(b"asks %d" % number, ask(1, "check", ["a"]))
+        held.handle(b"waits %d" % number, ask(1, "get", ["generation/3/a"]))
+        held.handle(b"asks %d" % number, ask(1, "check", ["a"]))
     assert len(held._last) == 5
     held.forget("generation/3/")
     assert not held._waiting
-    held.take_in(b"asks 19", ask(2, "bye", []))
+    held.handle(b"asks 19", ask(2, "bye", []))
     assert len(held._last) == 4
 
 
 def test_a_late_request_is_not_carried_out() -> None:
-    held = Held()
-    assert held.take_in(b"c", ask(2, "add", ["n"], [], 5))[0][1].amount == 5
-    assert held.take_in(b"c", ask(1, "add", ["n"], [], 5)) == []
-    assert held.take_in(b"c", ask(2, "add", ["n"], [], 5))[0][1].amount == 5
+    held = StoreState()
+    assert held.handle(b"c", ask(2, "add", ["n"], [], 5))[0][1].amount == 5
+    assert held.handle(b"c", ask(1, "add", ["n"], [], 5)) == []
+    assert held.handle(b"c", ask(2, "add", ["n"], [], 5))[0][1].amount == 5
     assert held.values["n"] == b"5"
 
 
@@ -218,10 +218,10 @@ def nonsense(draws: random.Random) -> bytes:
 
 @pytest.mark.parametrize("count", [3_000, pytest.param(50_000, marks=pytest.mark.full)])
 def test_nonsense_raises_nothing(count: int) -> None:
-    draws, held = random.Random(5), Held()
-    held.take_in(b"c", ask(1, "set", ["kept"], [b"x"]))
+    draws, held = random.Random(5), StoreState()
+    held.handle(b"c", ask(1, "set", ["kept"], [b"x"]))
     for _ in range(count):
-        for _, answer in held.take_in(draws.randbytes(draws.randrange(1, 5)), nonsense(draws)):
+        for _, answer in held.handle(draws.randbytes(draws.randrange(1, 5)), nonsense(draws)):
             assert len(msgspec.msgpack.encode(answer)) < 1_000
     assert held.values["kept"] == b"x" and len(held.values) < 10
 
@@ -240,7 +240,7 @@ def test_a_server_that_is_closed_leaves_nothing(tmp_path: Path) -> None:
 
     before = num_open()
     for _ in range(5):
-        made, context = StoreServer(Reach(str(tmp_path))), zmq.Context()
+        made, context = StoreServer(Endpoint(str(tmp_path))), zmq.Context()
         store = StoreClient(context, made.address, None, WAIT_S)
         store.set("a", "x")
         store.close()

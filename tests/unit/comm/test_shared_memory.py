@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from shoal.comm import shared_memory
-from shoal.comm.shared_memory import NotShared, Place, Segment
+from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
 from tests.support.leaks import traces
 
 MOST = 1 << 30
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    with closing(Segment.create(10_000)) as made:
+def segment() -> Iterator[SharedSegment]:
+    with closing(SharedSegment.create(10_000)) as made:
         yield made
 
 
@@ -46,49 +46,49 @@ def _leave(work: Callable[[], bool]) -> NoReturn:
         os._exit(code)
 
 
-def test_it_is_whole_pages_of_zeros_on_a_boundary(segment: Segment) -> None:
+def test_it_is_whole_pages_of_zeros_on_a_boundary(segment: SharedSegment) -> None:
     assert segment.num_bytes == segment.place.num_bytes == len(segment.bytes) == 3 * mmap.PAGESIZE
     assert segment.bytes.dtype == torch.uint8 and not segment.bytes.any()
     assert segment.bytes.data_ptr() % 64 == 0
 
 
 def test_without_large_pages_all_of_it_is_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "enlarge_pages", lambda *_: None)
-    with closing(Segment.create(5_000_000)) as small:
+    monkeypatch.setattr(shared_memory, "use_huge_pages", lambda *_: None)
+    with closing(SharedSegment.create(5_000_000)) as small:
         assert os.fstat(small.place.fd).st_blocks * 512 == small.num_bytes
         assert not small.bytes.any()
 
 
-def test_both_sides_see_what_is_written(segment: Segment) -> None:
-    with closing(Segment.open(segment.place, MOST)) as other:
+def test_both_sides_see_what_is_written(segment: SharedSegment) -> None:
+    with closing(SharedSegment.open(segment.place, MOST)) as other:
         segment.bytes[64:128].view(torch.float32).fill_(2.5)
         assert other.bytes[64:128].view(torch.float32).tolist() == [2.5] * 16
         other.bytes[0] = 7
         assert segment.bytes[0] == 7
         # Whoever opened it can pass it on.
-        with closing(Segment.open(other.place, MOST)) as third:
+        with closing(SharedSegment.open(other.place, MOST)) as third:
             assert third.bytes[0] == 7
 
 
 WRITE = """
 import sys, msgspec
-from shoal.comm.shared_memory import Place, Segment
-segment = Segment.open(msgspec.json.decode(sys.argv[1], type=Place), 1 << 20)
+from shoal.comm.shared_memory import SegmentHandle, SharedSegment
+segment = SharedSegment.open(msgspec.json.decode(sys.argv[1], type=SegmentHandle), 1 << 20)
 segment.bytes[5] = segment.bytes[4] + 1
 """
 
 
-def test_a_process_that_is_no_relative_opens_it(segment: Segment) -> None:
+def test_a_process_that_is_no_relative_opens_it(segment: SharedSegment) -> None:
     segment.bytes[4] = 41
     place = msgspec.json.encode(segment.place).decode()
     subprocess.run([sys.executable, "-c", WRITE, place], check=True, timeout=50)
     assert segment.bytes[5] == 42
 
 
-def test_a_forked_child_holds_it_and_lets_go_of_it_alone(segment: Segment) -> None:
+def test_a_forked_child_holds_it_and_lets_go_of_it_alone(segment: SharedSegment) -> None:
     def work() -> bool:
         segment.bytes[0] = 1
-        with closing(Segment.open(segment.place, MOST)) as again:
+        with closing(SharedSegment.open(segment.place, MOST)) as again:
             again.bytes[1] = 2
         found = segment.place.pid == os.getpid()
         segment.close()
@@ -96,7 +96,7 @@ def test_a_forked_child_holds_it_and_lets_go_of_it_alone(segment: Segment) -> No
 
     assert in_child(work)
     assert segment.bytes[:2].tolist() == [1, 2]
-    with closing(Segment.open(segment.place, MOST)) as other:
+    with closing(SharedSegment.open(segment.place, MOST)) as other:
         assert other.bytes[1] == 2
 
 
@@ -105,18 +105,18 @@ def test_a_killed_creator_leaves_nothing() -> None:
     mouth, ear = socket.socketpair()
     child = os.fork()
     if not child:
-        made = Segment.create(1 << 20)
+        made = SharedSegment.create(1 << 20)
         made.bytes[9] = 9
         ear.sendall(msgspec.json.encode(made.place))
         signal.pause()
     with mouth, ear:
-        place = msgspec.json.decode(mouth.recv(4096), type=Place)
-    opened = Segment.open(place, MOST)
+        place = msgspec.json.decode(mouth.recv(4096), type=SegmentHandle)
+    opened = SharedSegment.open(place, MOST)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert opened.bytes[9] == 9  # who holds it goes on
     with pytest.raises(NotShared, match="may be gone"):
-        Segment.open(place, MOST)
+        SharedSegment.open(place, MOST)
     assert holders(place.name)
     opened.close()
     assert not holders(place.name)
@@ -136,7 +136,7 @@ def holders(name: str) -> list[str]:
     return found
 
 
-def test_its_size_is_for_good(segment: Segment) -> None:
+def test_its_size_is_for_good(segment: SharedSegment) -> None:
     fd = segment.place.fd
     for size in (0, 4096, segment.num_bytes + 4096):
         with pytest.raises(PermissionError):
@@ -146,7 +146,7 @@ def test_its_size_is_for_good(segment: Segment) -> None:
 
 
 def test_tensors_outlive_a_closed_segment() -> None:
-    segment = Segment.create(4096)
+    segment = SharedSegment.create(4096)
     name = segment.place.name
     view = segment.bytes[:8].view(torch.float32)
     view.fill_(3.0)
@@ -160,7 +160,7 @@ def test_tensors_outlive_a_closed_segment() -> None:
 
 
 def test_a_forgotten_segment_is_given_back() -> None:
-    segment = Segment.create(4096)
+    segment = SharedSegment.create(4096)
     name = segment.place.name
     assert holders(name)
     del segment
@@ -168,39 +168,39 @@ def test_a_forgotten_segment_is_given_back() -> None:
     assert not holders(name)
 
 
-def test_another_segment_in_its_place_is_refused(segment: Segment) -> None:
+def test_another_segment_in_its_place_is_refused(segment: SharedSegment) -> None:
     """As on another host, where the same numbers may name a segment of the same size."""
     with (
-        closing(Segment.create(segment.num_bytes)) as other,
+        closing(SharedSegment.create(segment.num_bytes)) as other,
         pytest.raises(NotShared, match="not the shared memory that was meant"),
     ):
-        Segment.open(msgspec.structs.replace(segment.place, fd=other.place.fd), MOST)
+        SharedSegment.open(msgspec.structs.replace(segment.place, fd=other.place.fd), MOST)
 
 
-def test_a_dead_process_is_refused(segment: Segment) -> None:
+def test_a_dead_process_is_refused(segment: SharedSegment) -> None:
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(NotShared, match="may be gone"):
-        Segment.open(msgspec.structs.replace(segment.place, pid=child), MOST)
+        SharedSegment.open(msgspec.structs.replace(segment.place, pid=child), MOST)
 
 
-def test_a_closed_one_is_refused(segment: Segment) -> None:
+def test_a_closed_one_is_refused(segment: SharedSegment) -> None:
     place = segment.place
     segment.close()
     with pytest.raises(NotShared):
-        Segment.open(place, MOST)
+        SharedSegment.open(place, MOST)
 
 
-def test_a_file_is_refused(segment: Segment, tmp_path: Path) -> None:
+def test_a_file_is_refused(segment: SharedSegment, tmp_path: Path) -> None:
     path = tmp_path / f"memfd:{segment.place.name} (deleted)"
     path.write_bytes(bytes(segment.num_bytes))
     for flags in (os.O_RDWR, os.O_RDWR | os.O_NONBLOCK):
         fd = os.open(path, flags)
         try:
             with pytest.raises(NotShared, match="not the shared memory"):
-                Segment.open(msgspec.structs.replace(segment.place, fd=fd), MOST)
+                SharedSegment.open(msgspec.structs.replace(segment.place, fd=fd), MOST)
         finally:
             os.close(fd)
         path.unlink()
@@ -208,20 +208,20 @@ def test_a_file_is_refused(segment: Segment, tmp_path: Path) -> None:
 
 
 def test_what_is_not_shared_memory_is_not_even_opened(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
+    segment: SharedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(NotShared, match="not the shared memory"):
-        Segment.open(msgspec.structs.replace(segment.place, fd=0), MOST)
+        SharedSegment.open(msgspec.structs.replace(segment.place, fd=0), MOST)
 
 
 def test_one_that_was_exchanged_meanwhile_is_refused(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
+    segment: SharedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Segment.create(segment.num_bytes)) as other:
+    with closing(SharedSegment.create(segment.num_bytes)) as other:
         monkeypatch.setattr(os, "open", lambda *_: os.dup(other.place.fd))
         with pytest.raises(NotShared, match="not the shared memory that was meant"):
-            Segment.open(segment.place, MOST)
+            SharedSegment.open(segment.place, MOST)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
@@ -232,7 +232,7 @@ def test_memory_that_may_change_its_size_is_refused(seals: int) -> None:
         if seals:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         with pytest.raises(NotShared, match="change its size"):
-            Segment.open(Place(os.getpid(), fd, 4096, "unsealed"), MOST)
+            SharedSegment.open(SegmentHandle(os.getpid(), fd, 4096, "unsealed"), MOST)
     finally:
         os.close(fd)
 
@@ -255,17 +255,17 @@ def test_memory_that_may_change_its_size_is_refused(seals: int) -> None:
         {"name": "x" * 100_000},
     ],
 )
-def test_wrong_numbers_are_refused(segment: Segment, change: dict[str, object]) -> None:
+def test_wrong_numbers_are_refused(segment: SharedSegment, change: dict[str, object]) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(NotShared):
-        Segment.open(msgspec.structs.replace(segment.place, **change), MOST)
+        SharedSegment.open(msgspec.structs.replace(segment.place, **change), MOST)
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_more_than_is_allowed_is_refused(segment: Segment) -> None:
-    Segment.open(segment.place, segment.num_bytes).close()
+def test_more_than_is_allowed_is_refused(segment: SharedSegment) -> None:
+    SharedSegment.open(segment.place, segment.num_bytes).close()
     with pytest.raises(NotShared, match="are allowed"):
-        Segment.open(segment.place, segment.num_bytes - 1)
+        SharedSegment.open(segment.place, segment.num_bytes - 1)
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 20, 1 << 62, 1 << 70])
@@ -277,7 +277,7 @@ def test_more_than_is_free_is_not_even_asked_for(
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was asked for"))
     monkeypatch.setattr(shared_memory, "memory_left_bytes", lambda: 4096)
     with pytest.raises(NotShared, match="are free"):
-        Segment.create(num_bytes)
+        SharedSegment.create(num_bytes)
 
 
 def test_a_system_that_gives_nothing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,5 +287,5 @@ def test_a_system_that_gives_nothing_says_what_to_do(monkeypatch: pytest.MonkeyP
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(NotShared, match="Free memory"):
-        Segment.create(4096)
+        SharedSegment.create(4096)
     assert os.listdir("/proc/self/fd") == before

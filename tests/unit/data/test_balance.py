@@ -5,8 +5,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.balance import Balance, Move, Pace, can_balance
-from shoal.data.split import deal, shares
+from shoal.data.balance import LoadBalancer, Rebalance, StragglerDetector, can_balance
+from shoal.data.split import apportion_pieces, shares
 from shoal.plans.plan import Plan
 from shoal.training.balancing import advice, by_replica, slow_among
 
@@ -15,7 +15,7 @@ SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 
 @given(SECONDS, st.integers(0, 12))
 def test_every_piece_is_dealt_and_nobody_goes_without(seconds: list[float], more: int) -> None:
-    counts = deal(len(seconds) + more, seconds)
+    counts = apportion_pieces(len(seconds) + more, seconds)
     assert sum(counts) == len(seconds) + more
     assert min(counts) >= 1
     taken = shares(sum(counts), len(counts), counts)
@@ -32,32 +32,32 @@ def test_no_other_deal_is_done_sooner(seconds: list[float], more: int) -> None:
 
     others = product(range(1, num + 1), repeat=len(seconds))
     best = min(span(counts) for counts in others if sum(counts) == num)
-    assert span(deal(num, seconds)) <= best * (1 + 1e-9)
+    assert span(apportion_pieces(num, seconds)) <= best * (1 + 1e-9)
 
 
 def test_one_five_times_slower_takes_a_sixteenth() -> None:
-    balance = Balance(16, 4)
+    balance = LoadBalancer(16, 4)
     assert balance.observe([4, 4, 20, 4]) is None
     move = balance.observe([4, 4, 20, 4])
-    assert move == Move([4, 4, 4, 4], [5, 5, 1, 5], [1, 1, 5, 1])
+    assert move == Rebalance([4, 4, 4, 4], [5, 5, 1, 5], [1, 1, 5, 1])
     assert [balance.observe([5, 5, 5, 5]) for _ in range(20)] == [None] * 20
 
 
 def test_noise_moves_nothing() -> None:
-    balance = Balance(8, 2)
+    balance = LoadBalancer(8, 2)
     noisy = [1.0, 1.1, 0.9, 3.0, 1.05, 1.0, 0.95]
     found = [balance.observe([noisy[i % 7], noisy[(i * 3) % 7]]) for i in range(50)]
     assert found == [None] * 50
 
 
 def test_work_comes_back() -> None:
-    balance = Balance(8, 2)
+    balance = LoadBalancer(8, 2)
     moves = [balance.observe(busy) for busy in ([4, 8], [6, 2]) for _ in range(5)]
     assert [move.after for move in moves if move] == [[6, 2], [4, 4]]
 
 
 def test_who_is_slow_is_told_by_what_the_decision_was_made_of() -> None:
-    balance = Balance(8, 2)
+    balance = LoadBalancer(8, 2)
     moves = [balance.observe(busy) for busy in ([4, 10], [4, 10], [4, 10], [4, 10], [40, 4])]
     found = [move for move in moves if move is not None]
     assert [slow_among(move.seconds) for move in found] == [{}]
@@ -83,7 +83,7 @@ def test_the_slowest_rank_of_a_replica_counts() -> None:
 
 
 def named(steps: list[list[float]], counts: list[int]) -> list[dict[int, float]]:
-    pace = Pace()
+    pace = StragglerDetector()
     return [found for busy in steps if (found := pace.observe(busy, counts))]
 
 
@@ -123,7 +123,7 @@ def test_advice_is_a_plan_that_can_be_balanced() -> None:
 
 
 def test_replicas_that_have_nothing_to_do_are_no_measure() -> None:
-    pace = Pace()
+    pace = StragglerDetector()
     for _ in range(10):
         assert pace.observe([0.0, 0.0, 3.0], [0, 0, 4]) == {}
         assert pace.observe([0.0, 3.0, 3.0], [0, 0, 4]) == {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shoal.data import permutation
-from shoal.data.batches import _WINDOW_BYTES, Batches, Loading, check
+from shoal.data.batches import _WINDOW_BYTES, Batches, LoadOptions, check
 from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import TensorSource, tensors
 from shoal.data.transforms.quarantine import quarantine
@@ -334,11 +334,11 @@ def test_packed_sequences_stay_what_they_are() -> None:
         inputs = pack_sequence([text for text, _ in samples], enforce_sorted=False)
         return {"text": inputs}, torch.tensor([label for _, label in samples])
 
-    piece = Batches(texts, batch_size=4, loading=Loading(packed)).at(0).piece(0)
+    piece = Batches(texts, batch_size=4, loading=LoadOptions(packed)).at(0).piece(0)
     assert isinstance(piece.inputs["text"], PackedSequence)
     output, _ = torch.nn.GRU(1, 2)(piece.inputs["text"])
     assert isinstance(output, PackedSequence)
-    batches = Batches(texts, batch_size=4, loading=Loading(packed, loaders=1))
+    batches = Batches(texts, batch_size=4, loading=LoadOptions(packed, loaders=1))
     try:
         with pytest.raises(RecipeError, match=r"holds a PackedSequence.* let the model pack them"):
             batches.at(0).piece(0)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches, Loading
-from shoal.data.loaders import Key, Loaders, Turns
+from shoal.data.batches import Batches, LoadOptions
+from shoal.data.loaders import Loaders, PieceKey, PieceSchedule
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Ids, Pass
 from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.storage.remote import StoreError
+from shoal.storage.object_client import StoreError
 from tests.support.leaks import descendants, wait_until
 
 
@@ -50,7 +50,7 @@ def make() -> Iterator:
     made, others = [], descendants(os.getpid())
 
     def make(source, loaders: int = 2, **kwargs) -> Batches:
-        loading = Loading(loaders=loaders)
+        loading = LoadOptions(loaders=loaders)
         made.append(Batches(source, batch_size=16, num_pieces=4, seed=3, loading=loading, **kwargs))
         return made[-1]
 
@@ -201,7 +201,7 @@ def test_an_error_that_only_the_loader_knows_is_the_nearest_that_the_rank_does(m
 
 def test_who_asks_for_nothing_has_nothing_to_close() -> None:
     others, files = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
-    batches = Batches(Slow(), batch_size=16, num_pieces=4, loading=Loading(loaders=2))
+    batches = Batches(Slow(), batch_size=16, num_pieces=4, loading=LoadOptions(loaders=2))
     assert descendants(os.getpid()) == others
     assert len(os.listdir("/proc/self/fd")) == files
     batches.close()
@@ -216,10 +216,10 @@ def test_a_piece_that_nobody_needs_does_not_end_the_run() -> None:
     loaders = Loaders(load, 1)
     try:
         for step in range(1, 9):
-            loaders.ask(Key(step - 1, 0), 0, np.array([7]))
-            loaders.ask(Key(step, 1), 0, np.array([step + 10]))
+            loaders.ask(PieceKey(step - 1, 0), 0, np.array([7]))
+            loaders.ask(PieceKey(step, 1), 0, np.array([step + 10]))
             loaders.forget_before(step)
-            assert loaders.take(Key(step, 1))[2].tolist() == [step + 10]
+            assert loaders.take(PieceKey(step, 1))[2].tolist() == [step + 10]
     finally:
         loaders.close()
 
@@ -232,8 +232,8 @@ def test_asking_a_loader_that_hangs_does_not_wait() -> None:
 
     loaders = Loaders(hang, 1)
     many = np.arange(20_000)
-    loaders.ask(Key(0, 0), 0, many)
-    asking = threading.Thread(target=loaders.ask, args=(Key(1, 0), 0, many), daemon=True)
+    loaders.ask(PieceKey(0, 0), 0, many)
+    asking = threading.Thread(target=loaders.ask, args=(PieceKey(1, 0), 0, many), daemon=True)
     asking.start()
     asking.join(20)
     assert not asking.is_alive()
@@ -243,8 +243,8 @@ def test_asking_a_loader_that_hangs_does_not_wait() -> None:
 def test_a_loader_is_told_of_many_samples_and_of_none() -> None:
     loaders = Loaders(lambda epoch, ids: (torch.from_numpy(ids * 2), epoch, ids), 1)
     for step, ids in enumerate((np.arange(20_000), np.arange(0), np.arange(3), np.arange(9_000))):
-        loaders.ask(Key(step, 0), step, ids)
-        inputs, epoch, told = loaders.take(Key(step, 0))
+        loaders.ask(PieceKey(step, 0), step, ids)
+        inputs, epoch, told = loaders.take(PieceKey(step, 0))
         assert np.array_equal(told, ids) and np.array_equal(inputs, ids * 2) and epoch == step
         del inputs, told
     loaders.close()
@@ -261,8 +261,8 @@ def test_what_a_loader_opens_is_not_closed_by_what_the_rank_had_open() -> None:
 
     loaders = Loaders(load, 1)
     try:
-        loaders.ask(Key(0, 0), 0, np.array([1]))
-        assert loaders.take(Key(0, 0))[0] == [0] * 32
+        loaders.ask(PieceKey(0, 0), 0, np.array([1]))
+        assert loaders.take(PieceKey(0, 0))[0] == [0] * 32
         assert held[0].send(b"still open") == 10
     finally:
         loaders.close()
@@ -270,18 +270,18 @@ def test_what_a_loader_opens_is_not_closed_by_what_the_rank_had_open() -> None:
             connection.close()
 
 
-def test_turns() -> None:
-    turns = Turns()
-    assert list(islice(turns.after(Key(4, 2)), 2)) == [Key(4, 2), Key(5, 2)]
-    assert next(iter(turns.after(Key(4, 3)))) == Key(4, 3)
-    told = [Key(5, 2), Key(5, 3), Key(6, 2), Key(6, 3)]
-    assert list(islice(turns.after(Key(5, 2)), 4)) == told
-    assert list(islice(turns.after(Key(5, 3)), 3)) == told[1:]
+def test_the_schedule_of_pieces() -> None:
+    turns = PieceSchedule()
+    assert list(islice(turns.after(PieceKey(4, 2)), 2)) == [PieceKey(4, 2), PieceKey(5, 2)]
+    assert next(iter(turns.after(PieceKey(4, 3)))) == PieceKey(4, 3)
+    told = [PieceKey(5, 2), PieceKey(5, 3), PieceKey(6, 2), PieceKey(6, 3)]
+    assert list(islice(turns.after(PieceKey(5, 2)), 4)) == told
+    assert list(islice(turns.after(PieceKey(5, 3)), 3)) == told[1:]
 
 
 def test_the_ids_may_be_written_to() -> None:
     """As the rank's own may; of others, torch warns in every loader's log."""
-    asked = Batches(_Writable(range(8)), batch_size=4, loading=Loading(loaders=1))
+    asked = Batches(_Writable(range(8)), batch_size=4, loading=LoadOptions(loaders=1))
     try:
         assert asked.at(0).piece(0).target.tolist() == [1] * 4
     finally:

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.orders import (
-    Blocks,
+    BlockShuffled,
     Bucketed,
     Mixed,
     Order,
     Sequential,
     Shuffled,
-    Some,
+    SubsetOrder,
     Weighted,
     order_of,
 )
@@ -46,7 +46,7 @@ def test_plain_orders_visit_each_sample_once(num_samples: int, seed: int, epoch:
 def test_blocks_visit_each_sample_once(
     sizes: list[int], window: int, seed: int, epoch: int
 ) -> None:
-    order = Blocks(sizes, window)
+    order = BlockShuffled(sizes, window)
     assert sorted(all_ids(order, seed, epoch)) == list(range(sum(sizes)))
     assert enters_anywhere(order, seed, epoch)
 
@@ -54,9 +54,11 @@ def test_blocks_visit_each_sample_once(
 @given(SIZES, st.integers(1, 4), SEEDS)
 def test_few_blocks_are_in_use_at_a_time(sizes: list[int], window: int, seed: int) -> None:
     block_of = np.repeat(np.arange(len(sizes)), sizes)
-    last_use = {int(b): at for at, b in enumerate(block_of[all_ids(Blocks(sizes, window), seed)])}
+    last_use = {
+        int(b): at for at, b in enumerate(block_of[all_ids(BlockShuffled(sizes, window), seed)])
+    }
     in_use: set[int] = set()
-    for at, sample in enumerate(all_ids(Blocks(sizes, window), seed)):
+    for at, sample in enumerate(all_ids(BlockShuffled(sizes, window), seed)):
         in_use.add(int(block_of[sample]))
         assert len(in_use) <= window
         in_use = {block for block in in_use if last_use[block] > at}
@@ -134,12 +136,12 @@ def test_passes_of_a_mixture_go_on_where_they_were() -> None:
 
 
 def test_a_mixture_can_be_entered_anywhere() -> None:
-    parts = [Blocks([10, 20], 1), Sequential(7)]
+    parts = [BlockShuffled([10, 20], 1), Sequential(7)]
     assert enters_anywhere(Mixed(parts, [30, 7], [2, 1], 100), 5, 3)
 
 
 def test_some_visits_the_chosen_alone() -> None:
-    assert sorted(all_ids(Some(np.array([3, 5, 9])))) == [3, 5, 9]
+    assert sorted(all_ids(SubsetOrder(np.array([3, 5, 9])))) == [3, 5, 9]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_some_visits_the_chosen_alone() -> None:
         (lambda: Weighted([], 5), "at least one above"),
         (lambda: Weighted([1, float("nan")], 5), "finite"),
         (lambda: Weighted([-1, 2], 5), "none below 0"),
-        (lambda: Blocks([1], 0), "window=0"),
+        (lambda: BlockShuffled([1], 0), "window=0"),
         (lambda: Bucketed([1], 0), "batch_size=0"),
         (lambda: Mixed([Shuffled(1)], [1], [0], 1), "above 0"),
     ],

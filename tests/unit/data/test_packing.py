@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.packing import BadSample, pack, parts_of, unpack
+from shoal.data.packing import BadSample, pack, pack_parts, unpack
 from shoal.errors import RecipeError
 
 
@@ -69,7 +69,7 @@ def test_torch_warns_of_what_others_do() -> None:
 def test_parts_are_what_is_packed_and_their_arrays_the_samples_own() -> None:
     first, second = torch.arange(5, dtype=torch.int16), np.arange(3.0)
     sample = {"a": (first, 7), "b": second, "c": torch.zeros(2, dtype=torch.bfloat16)}
-    parts = parts_of(sample)
+    parts = pack_parts(sample)
     assert b"".join(parts) == pack(sample)
     assert [len(part) for part in parts[1:]] == [10, 54, 24, 40, 4]
     first[0], second[0] = 300, 4.0

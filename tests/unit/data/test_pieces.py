@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data.batches import Loading
+from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
 from shoal.data.transforms.quarantine import quarantine
 from shoal.errors import RecipeError
@@ -35,7 +35,7 @@ def children() -> list[str]:
 def test_the_same_pieces_with_any_number_of_loaders(tmp_path: Path, loaders: int) -> None:
     before = children()
     source = quarantine(Told(), tmp_path / "bad.jsonl")
-    pieces = pieces_in_order(source, 3, Loading(loaders=loaders))
+    pieces = pieces_in_order(source, 3, LoadOptions(loaders=loaders))
     indices = [5, *range(8), 0, 0]
     found = list(pieces.ahead(indices))
     assert [piece.inputs.tolist() for piece in found] == [
@@ -48,7 +48,7 @@ def test_the_same_pieces_with_any_number_of_loaders(tmp_path: Path, loaders: int
 
 def test_loaders_end_with_the_pieces_that_were_left(tmp_path: Path) -> None:
     before = children()
-    pieces = pieces_in_order(Told(), 3, Loading(loaders=2))
+    pieces = pieces_in_order(Told(), 3, LoadOptions(loaders=2))
     with closing(pieces.ahead(range(8))) as loaded:
         assert next(loaded).num_samples == 3
         assert len(children()) == len(before) + 2

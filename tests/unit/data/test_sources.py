@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data.catalog import Text
-from shoal.data.collating import collate_samples, fetch
+from shoal.data.collating import collate_samples, load_collated
 from shoal.data.sources import Source, as_source, tensors, windows
 from shoal.data.transforms.mapping import mapped
 from shoal.errors import Ended, RecipeError, UsageError
@@ -66,7 +66,7 @@ def test_tensors_take_equals_default_collate_of_samples(kind: str) -> None:
     inputs = {"tensor": a, "tuple": (a, b), "dict": {"a": a, "b": b}}[kind]
     source = tensors(inputs, y)
     ids = np.array([9, 1, 1, 4])
-    taken, target = fetch(source, ids, None)
+    taken, target = load_collated(source, ids, None)
     collated, _ = collate_samples([source[int(index)] for index in ids])
     assert type(taken) is type(collated) is type(inputs)
     for left, right in zip(_parts(taken), _parts(collated), strict=True):
@@ -136,7 +136,7 @@ def test_what_is_no_source_is_refused_with_a_way_out(data: Any, says: str) -> No
 def test_a_list_is_a_source() -> None:
     data = [(torch.zeros(2), 0), (torch.ones(2), 1)]
     assert as_source(data) is cast(Source, data)
-    inputs, target = fetch(as_source(data), np.array([1, 0]), None)
+    inputs, target = load_collated(as_source(data), np.array([1, 0]), None)
     assert inputs.tolist() == [[1, 1], [0, 0]] and target.tolist() == [1, 0]
 
 
@@ -144,7 +144,7 @@ def test_a_name_that_only_some_samples_have_is_not_dropped() -> None:
     data = [({"a": 1.0}, 0), ({"a": 1.0, "b": 2.0}, 0)]
     for ids in ([0, 1], [1, 0]):
         with pytest.raises(RecipeError, match="a dict of a, b"):
-            fetch(as_source(data), np.array(ids), None)
+            load_collated(as_source(data), np.array(ids), None)
 
 
 def test_samples_of_unlike_shape_are_named() -> None:
@@ -152,7 +152,7 @@ def test_samples_of_unlike_shape_are_named() -> None:
     with pytest.raises(
         RecipeError, match=r"samples 1 and 2 .* inputs is a tensor \[3\].*\[4\].*collate.*by_length"
     ):
-        fetch(as_source(data), np.array([1, 2]), None)
+        load_collated(as_source(data), np.array([1, 2]), None)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_samples_of_unlike_shape_are_named() -> None:
 def test_the_field_in_which_samples_differ_is_named(other: Any, says: str) -> None:
     one = ({"a": torch.zeros(3), "b": (1, torch.zeros(5))}, 0)
     with pytest.raises(RecipeError, match=rf"samples 4 and 2 do not fit.*: {says}"):
-        fetch(as_source([one, one, other, one, one]), np.array([4, 3, 2]), None)
+        load_collated(as_source([one, one, other, one, one]), np.array([4, 3, 2]), None)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_field_in_which_samples_differ_is_named(other: Any, says: str) -> No
 def test_what_no_batch_can_hold_is_named(inputs: Any, target: Any, says: str) -> None:
     """With a way out, and without torch's words about its own function."""
     with pytest.raises(RecipeError, match=rf"sample 3 cannot .*: {says}\. .*`collate`") as caught:
-        fetch(as_source([(inputs, target)] * 5), np.array([3, 2]), None)
+        load_collated(as_source([(inputs, target)] * 5), np.array([3, 2]), None)
     assert caught.value.__cause__ is None
 
 
@@ -204,7 +204,7 @@ class Stacks:
 
 def test_samples_that_a_source_cannot_gather_are_named() -> None:
     with pytest.raises(RecipeError, match=r"samples 5 and 6 do not fit .*\[3\].*\[7\]"):
-        fetch(Stacks(), np.array([5, 2, 6]), None)
+        load_collated(Stacks(), np.array([5, 2, 6]), None)
 
 
 @pytest.mark.parametrize(
@@ -277,19 +277,19 @@ def test_leaving_in_a_sample_is_its_failure(kind: Any) -> None:
     errors = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError())
     for error in errors:
         with pytest.raises(RecipeError, match=rf"sample.* 1 .*{type(error).__name__}"):
-            fetch(kind(error), np.array([1]), None)
+            load_collated(kind(error), np.array([1]), None)
 
     def leave(samples: Any) -> Any:
         raise SystemExit(0)
 
     with pytest.raises(RecipeError, match=r"collate failed on samples 0, 2 .*SystemExit"):
-        fetch(kind(SystemExit(0)), np.array([0, 2]), leave)
+        load_collated(kind(SystemExit(0)), np.array([0, 2]), leave)
 
 
 def test_who_is_asked_to_leave_may() -> None:
     for source in (Leaves(Ended(143)), TakesAndLeaves(Ended(143))):
         with pytest.raises(Ended):
-            fetch(source, np.array([1]), None)
+            load_collated(source, np.array([1]), None)
 
 
 class Interrupted(Leaves):
@@ -314,14 +314,14 @@ class CleansUp(Interrupted):
 @pytest.mark.parametrize("source", [Interrupted(), CleansUp()])
 def test_ctrl_c_is_no_failure_of_a_sample(source: Source) -> None:
     with pytest.raises(KeyboardInterrupt):
-        fetch(source, np.array([1]), None)
+        load_collated(source, np.array([1]), None)
     with pytest.raises(KeyboardInterrupt):
-        fetch(mapped([(torch.zeros(2), 0)], lambda sample: source[0]), np.array([0]), None)
+        load_collated(mapped([(torch.zeros(2), 0)], lambda sample: source[0]), np.array([0]), None)
 
 
 def test_a_sample_that_is_no_pair_is_named() -> None:
     with pytest.raises(RecipeError, match="sample 1 gave a dict of 2"):
-        fetch(as_source([0, {"a": 1, "b": 2}]), np.array([1]), None)
+        load_collated(as_source([0, {"a": 1, "b": 2}]), np.array([1]), None)
 
 
 def test_a_collate_is_asked_and_its_failure_names_the_samples() -> None:
@@ -331,10 +331,10 @@ def test_a_collate_is_asked_and_its_failure_names_the_samples() -> None:
         inputs = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
         return inputs, torch.tensor([y for _, y in samples])
 
-    inputs, target = fetch(as_source(data), np.array([0, 2]), pad)
+    inputs, target = load_collated(as_source(data), np.array([0, 2]), pad)
     assert inputs.shape == (2, 3) and target.tolist() == [0, 2]
     with pytest.raises(RecipeError, match=r"collate failed on samples 0, 2 .*ZeroDivisionError"):
-        fetch(as_source(data), np.array([0, 2]), lambda samples: 1 // 0)
+        load_collated(as_source(data), np.array([0, 2]), lambda samples: 1 // 0)
 
 
 def _parts(value: Any) -> list[Tensor]:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches, Loading
-from shoal.data.orders import Blocks
+from shoal.data.batches import Batches, LoadOptions
+from shoal.data.orders import BlockShuffled
 from shoal.data.pieces import pieces_in_order
 from shoal.data.sources import Pass, tensors
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized
-from shoal.data.views import View, by_length, in_order, join, mix, some, weighted
+from shoal.data.views import View, by_length, in_order, join, mix, subset, weighted
 from shoal.errors import RecipeError, UsageError
 
 
@@ -42,7 +42,7 @@ def test_in_order() -> None:
 
 def test_some_are_a_source_of_their_own() -> None:
     whole = numbered(0, 100)
-    source = some(whole, [90, 7, 50, 3])
+    source = subset(whole, [90, 7, 50, 3])
     assert len(source) == 4 and [int(source[at][1]) for at in range(4)] == [90, 7, 50, 3]
     assert sorted(trained_on(source, 2, batch_size=2)) == [3, 7, 50, 90]
     in_turn = pieces_in_order(source, 3)
@@ -50,34 +50,34 @@ def test_some_are_a_source_of_their_own() -> None:
     assert trained_on(in_order(join([source, as_pairs(whole, 2)])), 3, batch_size=2) == [
         *(90, 7, 50, 3, 0, 1)
     ]
-    assert [int(some(source, [3, 0])[at][1]) for at in range(2)] == [3, 90]
+    assert [int(subset(source, [3, 0])[at][1]) for at in range(2)] == [3, 90]
 
 
 def test_statistics_of_some_are_theirs() -> None:
     rows = torch.arange(8.0).reshape(8, 1)
-    held_out = normalized(some(tensors(rows, rows), [0, 1, 2]), ["inputs"])
+    held_out = normalized(subset(tensors(rows, rows), [0, 1, 2]), ["inputs"])
     assert held_out.statistics.fields["inputs"].mean == [1.0]
 
 
 def test_some_keep_an_order_that_knows_parts() -> None:
-    source = some(in_order(numbered(0, 20)), [4, 9, 2])
+    source = subset(in_order(numbered(0, 20)), [4, 9, 2])
     assert trained_on(source, 1, batch_size=3) == [4, 9, 2]
     lengths = [index % 2 for index in range(8)]
-    alike = some(by_length(numbered(0, 8), lengths, 2), [5, 2, 0, 3])
+    alike = subset(by_length(numbered(0, 8), lengths, 2), [5, 2, 0, 3])
     pairs = trained_on(alike, 2, batch_size=2)
     assert sorted(sorted(pairs[at : at + 2]) for at in (0, 2)) == [[0, 2], [3, 5]]
     with pytest.raises(UsageError, match="Choose and clean first, and weigh"):
-        some(weighted(numbered(0, 3), [1, 1, 1]), [0])
+        subset(weighted(numbered(0, 3), [1, 1, 1]), [0])
 
 
 def test_some_of_blocks_are_read_block_by_block() -> None:
-    shards = View(numbered(0, 40), Blocks([10, 10, 10, 10], window=1))
+    shards = View(numbered(0, 40), BlockShuffled([10, 10, 10, 10], window=1))
     ids = [(index * 7) % 40 for index in range(30)]
-    drawn = trained_on(some(shards, ids), 15, batch_size=2)
+    drawn = trained_on(subset(shards, ids), 15, batch_size=2)
     assert sorted(drawn) == sorted(ids)
     blocks = [index // 10 for index in drawn]
     assert sum(a != b for a, b in pairwise(blocks)) == 3
-    again = trained_on(some(some(shards, ids), range(29, -1, -1)), 15, batch_size=2)
+    again = trained_on(subset(subset(shards, ids), range(29, -1, -1)), 15, batch_size=2)
     assert sorted(again) == sorted(ids)
     assert sum(a // 10 != b // 10 for a, b in pairwise(again)) == 3
 
@@ -89,19 +89,19 @@ def test_some_of_blocks_are_read_block_by_block() -> None:
         lambda source: weighted(source, [1] * 8),
         lambda source: by_length(source, range(8), 2),
         lambda source: mix([source, source]),
-        lambda source: some(in_order(source), [1, 2]),
+        lambda source: subset(in_order(source), [1, 2]),
         lambda source: mapped(in_order(source), lambda sample: sample),
     ],
 )
 def test_join_refuses_an_order_that_it_would_lose(ordered: Any) -> None:
     with pytest.raises(UsageError, match=r"source 1 of join\(\) .* has an order of its own"):
         join([numbered(0, 8), ordered(numbered(0, 8))])
-    join([some(numbered(0, 8), [1, 2]), View(numbered(0, 8), Blocks([4, 4]))])
+    join([subset(numbered(0, 8), [1, 2]), View(numbered(0, 8), BlockShuffled([4, 4]))])
 
 
 def test_mix_refuses_batches_by_length() -> None:
     alike = by_length(numbered(0, 8), range(8), 2)
-    for part in (alike, some(alike, [1, 2])):
+    for part in (alike, subset(alike, [1, 2])):
         with pytest.raises(UsageError, match=r"source 0 of mix\(\) .* by length into batches"):
             mix([part, numbered(0, 8)])
 
@@ -163,7 +163,7 @@ class Ragged:
 def test_unlike_samples_have_the_numbers_of_the_whole(loaders: int) -> None:
     parts = [mapped(Ragged(), lambda sample: sample) for _ in range(2)]
     assert all(hasattr(part, "take") for part in parts)
-    batches = Batches(mix(parts), batch_size=8, loading=Loading(loaders=loaders))
+    batches = Batches(mix(parts), batch_size=8, loading=LoadOptions(loaders=loaders))
     wrong = r"samples (\d) and (\d) do not fit into one batch: inputs is a tensor \[\d\]"
     try:
         with pytest.raises(RecipeError, match=wrong) as caught:

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from shoal.elastic.actions import (
     Action,
+    AllArrived,
     AllDone,
     AllFormed,
-    AllHere,
     Announce,
     GiveUp,
     Kill,
-    Meet,
     NotResized,
-    Part,
+    PauseRanks,
+    RepartitionServers,
     Resized,
     Spawn,
 )
 from shoal.elastic.membership import Membership
-from shoal.plans.size import Size, host_of
-from shoal.system.processes import how_it_ended
+from shoal.plans.resize import RunSize, host_of
+from shoal.system.processes import describe_exit
 
 NUM_STEPS = 8
 
@@ -85,7 +85,7 @@ class Cluster:
         self.committed = 0
         self.ending: Action | None = None
         self.num_sizes = 1
-        self.act(self.members.begin(self.now))
+        self.act(self.members.start(self.now))
 
     # ---- what the supervisor does
 
@@ -106,7 +106,7 @@ class Cluster:
                         assert self.host_of_member[number] == host, "a seat moved to another host"
                     for number in action.seats:
                         self.processes[number].inbox.append(("seat", action.generation))
-                case AllHere():
+                case AllArrived():
                     self.check_all_here(action)
                     for number in self.groups[action.generation]:
                         self.processes[number].inbox.append(("go", action.generation))
@@ -118,22 +118,22 @@ class Cluster:
                     self.ending = action
                 case GiveUp():
                     self.ending = action
-                case Meet() | Part():
+                case PauseRanks() | RepartitionServers():
                     self.ask(action)
                 case Resized() | NotResized():
                     self.answers.append(action)
                     for number in action.leavers if isinstance(action, Resized) else ():
                         self.processes[number].inbox.append(("leave", 0))
 
-    def resize(self, size: Size) -> None:
+    def resize(self, size: RunSize) -> None:
         """Servers part when their number changes, and under some plans when that of ranks does."""
         before, self.parts = self.members.size, self.draws.random() < 0.5
         self.parts |= size.num_servers != before.num_servers
         self.act(self.members.resize(size, self.now, self.parts))
 
-    def ask(self, action: Meet | Part) -> None:
+    def ask(self, action: PauseRanks | RepartitionServers) -> None:
         group, num_ranks = self.groups[action.generation], self.members.size.num_ranks
-        if isinstance(action, Meet):
+        if isinstance(action, PauseRanks):
             for number in group[:num_ranks]:
                 self.processes[number].inbox.append(("meet", action.generation))
             return
@@ -167,7 +167,7 @@ class Cluster:
         kept = {*now[:num_new]} & {*before[:num_old]}
         assert kept == {*before[: min(num_old, num_new)]}, "who could stay did not"
 
-    def check_all_here(self, plan: AllHere) -> None:
+    def check_all_here(self, plan: AllArrived) -> None:
         for number in self.groups[plan.generation]:
             process = self.processes[number]
             assert process.generation >= plan.generation, "told to go before it left"
@@ -182,7 +182,7 @@ class Cluster:
             case "ready":
                 self.act(members.ready(number, now))
             case "here":
-                self.act(members.here(number, value))
+                self.act(members.arrived(number, value))
             case "formed":
                 self.act(members.has_formed(number, value, process.step, now))
             case "lost":
@@ -190,10 +190,10 @@ class Cluster:
             case "done":
                 self.act(members.done(number, value))
             case "met":
-                self.act(members.met(number, value, process.step, now, ""))
+                self.act(members.paused(number, value, process.step, now, ""))
 
     def hear_exit(self, process: Process) -> None:
-        """The nursery reports an exit; what the member said before is heard first."""
+        """The fork server reports an exit; what the member said before is heard first."""
         while process.outbox and self.ending is None:
             self.hear(process)
         process.exit_heard = True
@@ -382,12 +382,14 @@ def test_random_schedules_on_several_hosts(
 @settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    sizes=st.lists(st.builds(Size, st.integers(1, 4), st.integers(1, 3)), min_size=2, max_size=4),
+    sizes=st.lists(
+        st.builds(RunSize, st.integers(1, 4), st.integers(1, 3)), min_size=2, max_size=4
+    ),
     num_spares=st.integers(0, 2),
     num_faults=st.integers(0, 4),
 )
 def test_random_schedules_with_other_sizes(
-    seed: int, sizes: list[Size], num_spares: int, num_faults: int
+    seed: int, sizes: list[RunSize], num_spares: int, num_faults: int
 ) -> None:
     """However it is disturbed, each group has one of the sizes asked for, and each is answered."""
     cluster = Cluster(sizes[0].num_ranks, num_spares, seed, 1.0, sizes[0].num_servers, 60)
@@ -402,7 +404,7 @@ def test_random_schedules_with_other_sizes(
                 asked += 1
                 cluster.resize(wanted.pop(0))
     cluster.run_to_the_end()
-    assert {Size(*size) for size in cluster.members.sizes} <= {*sizes}
+    assert {RunSize(*size) for size in cluster.members.sizes} <= {*sizes}
     assert len(cluster.answers) + cluster.members.is_resizing == asked
     if not isinstance(cluster.ending, GiveUp):
         done = [answer for answer in cluster.answers if isinstance(answer, Resized)]
@@ -412,12 +414,12 @@ def test_random_schedules_with_other_sizes(
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    before=st.builds(Size, st.integers(1, 4), st.integers(1, 3)),
-    after=st.builds(Size, st.integers(1, 4), st.integers(1, 3)),
+    before=st.builds(RunSize, st.integers(1, 4), st.integers(1, 3)),
+    after=st.builds(RunSize, st.integers(1, 4), st.integers(1, 3)),
     victim=st.integers(-1, 12),
 )
 def test_a_resize_comes_through_although_one_is_killed(
-    seed: int, before: Size, after: Size, victim: int
+    seed: int, before: RunSize, after: RunSize, victim: int
 ) -> None:
     cluster = Cluster(before.num_ranks, 1, seed, 1e6, before.num_servers, 60)
     while cluster.members.step < 1 and cluster.ending is None:
@@ -469,11 +471,11 @@ def test_one_kill_is_always_repaired(seed: int, victim: int, num_hosts: int) -> 
 def formed(num_seats: int = 3, **options: object) -> Membership:
     """A membership whose first group works, with a spare that is ready."""
     members = Membership(num_seats, **options)  # type: ignore[arg-type]
-    members.begin(0.0)
+    members.start(0.0)
     for number in range(num_seats):
         members.ready(number, 0.0)
     for number in range(num_seats):
-        members.here(number, 0)
+        members.arrived(number, 0)
     for number in range(num_seats):
         members.has_formed(number, 0, 0, 0.0)
     for number in range(num_seats, num_seats + members.num_spares):
@@ -484,7 +486,7 @@ def formed(num_seats: int = 3, **options: object) -> Membership:
 def form(members: Membership, now: float, step: int = 0) -> list[Action]:
     generation = members.generation
     for number in list(members.seats):
-        members.here(number, generation)
+        members.arrived(number, generation)
     return [
         action
         for number in list(members.seats)
@@ -503,7 +505,7 @@ def test_a_spare_takes_the_seat_and_another_is_started() -> None:
 def test_a_spare_of_the_same_host_takes_the_seat() -> None:
     """Seats 0 and 1 and the server 4 are on one host, 2, 3 and 5 on the other."""
     members = Membership(4, num_servers=2, num_hosts=2)
-    assert [action.host for action in members.begin(0.0)] == [0, 0, 1, 1, 0, 1]  # type: ignore[union-attr]
+    assert [action.host for action in members.start(0.0)] == [0, 0, 1, 1, 0, 1]  # type: ignore[union-attr]
     for number in range(6):
         members.ready(number, 0.0)
     _, *spawns = form(members, 0.0)
@@ -518,18 +520,18 @@ def test_a_spare_of_the_same_host_takes_the_seat() -> None:
 def test_a_resize_is_told_of_the_step_where_all_met() -> None:
     """Under local steps who has formed goes on alone, while a newcomer is still on its way."""
     members = formed(2)
-    assert members.resize(Size(3, 0), 1.0, parts=False) == [Meet(0)]
-    assert members.met(0, 0, 8, 1.0, "") == []
-    assert members.met(1, 0, 8, 1.1, "") == [Announce(1, (0, 1, 2))]
+    assert members.resize(RunSize(3, 0), 1.0, repartitions=False) == [PauseRanks(0)]
+    assert members.paused(0, 0, 8, 1.0, "") == []
+    assert members.paused(1, 0, 8, 1.1, "") == [Announce(1, (0, 1, 2))]
     for number in range(3):
-        members.here(number, 1)
+        members.arrived(number, 1)
     members.has_formed(0, 1, 8, 1.2)
     members.heard(0, 1.3, 11)
     members.exited(2, -9, 1.4)
     (spare,) = [n for n in members.members if n > 2]
     assert members.ready(spare, 1.5) == [Announce(2, (0, 1, spare))]
     resized = [one for one in form(members, 1.6, 11) if isinstance(one, Resized)]
-    assert resized == [Resized(Size(2, 0), Size(3, 0), (), 1.0, 8)]
+    assert resized == [Resized(RunSize(2, 0), RunSize(3, 0), (), 1.0, 8)]
 
 
 @pytest.mark.parametrize("status", [0, 1, 7])
@@ -626,7 +628,7 @@ def test_a_silent_member_is_killed_before_its_seat_is_given_away() -> None:
 def test_messages_of_an_older_generation_are_ignored() -> None:
     members = formed()
     members.exited(1, -9, 1.0)
-    assert members.here(0, 0) == members.done(0, 0) == members.has_formed(0, 0, 5, 1.0) == []
+    assert members.arrived(0, 0) == members.done(0, 0) == members.has_formed(0, 0, 5, 1.0) == []
     members.lost(0, 0, 1.0)
     assert members.step == 0
 
@@ -679,7 +681,7 @@ def test_a_suspect_gets_no_seat() -> None:
 
 def test_a_group_that_does_not_form_names_the_missing() -> None:
     members = Membership(3, form_timeout_s=30.0)
-    members.begin(0.0)
+    members.start(0.0)
     for number in (0, 2):
         members.ready(number, 1.0)
     members.heartbeat_timeout_s = 1000.0
@@ -693,14 +695,14 @@ def test_who_came_to_a_group_that_does_not_form_again_is_not_missing() -> None:
     members.lost(0, 0, 1.0, "a collective took ten minutes")
     assert members.tick(1.2) == [Announce(1, (0, 1, 2))]
     for number in (0, 2):
-        members.here(number, 1)
+        members.arrived(number, 1)
     (end,) = members.tick(31.5)
     assert "did not form within 30 s: rank 1 did not come" in end.cause
 
 
 def test_a_server_is_called_one() -> None:
     members = Membership(2, num_servers=2, form_timeout_s=30.0)
-    members.begin(0.0)
+    members.start(0.0)
     for number in (0, 1, 2):
         members.ready(number, 1.0)
     members.heartbeat_timeout_s = 1000.0
@@ -713,7 +715,7 @@ def test_a_server_is_called_one() -> None:
     (end,) = members.tick(31.5)
     assert "the group of 2 ranks and 2 servers did not form within 30 s: server 1" in end.cause
     members = Membership(1, num_servers=1)
-    members.begin(0.0)
+    members.start(0.0)
     (end,) = members.exited(1, 3, 1.0)
     assert end.cause == "server 0 exited with code 3 before the run was done"
 
@@ -721,11 +723,11 @@ def test_a_server_is_called_one() -> None:
 def cut(**settings: object) -> Membership:
     """Two ranks at work, of which neither can do without the other."""
     members = Membership(2, **settings)
-    members.begin(0.0)
+    members.start(0.0)
     for number in (0, 1):
         members.ready(number, 0.0, recovers=False)
     for number in (0, 1):
-        members.here(number, 0)
+        members.arrived(number, 0)
     for number in (0, 1):
         members.has_formed(number, 0, 0, 0.0)
     return members
@@ -739,8 +741,8 @@ def test_where_no_rank_holds_a_copy_all_are_ended_and_begin_again() -> None:
     assert members.ready(2, 1.1, recovers=False) == []
     assert members.exited(1, -9, 1.2) == [Spawn(3)]
     assert members.ready(3, 1.3, recovers=False) == [Announce(1, (2, 3))]
-    members.here(2, 1)
-    assert members.here(3, 1) == [AllHere(1)]
+    members.arrived(2, 1)
+    assert members.arrived(3, 1) == [AllArrived(1)]
     members.has_formed(2, 1, 5, 1.4)
     (formed,) = members.has_formed(3, 1, 5, 1.5)
     assert formed == AllFormed(1, 5, 2, ((0, "was killed by SIGKILL"),), 1.0)
@@ -770,7 +772,7 @@ def test_an_error_may_be_the_echo_of_a_death() -> None:
     for number in (2, 3):
         members.ready(number, 1.3, recovers=False)
     for number in (2, 3):
-        members.here(number, 1)
+        members.arrived(number, 1)
         members.has_formed(number, 1, 0, 1.4)
     assert members.tick(9.0) == []
 
@@ -789,9 +791,9 @@ def test_an_error_ends_a_run_of_replicas_at_once() -> None:
 
 def test_loading_a_checkpoint_is_not_forming() -> None:
     members = Membership(1, form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
-    members.begin(0.0)
+    members.start(0.0)
     members.ready(0, 1.0)
-    assert members.here(0, 0) == [AllHere(0)]
+    assert members.arrived(0, 0) == [AllArrived(0)]
     assert members.tick(500.0) == []
 
 
@@ -813,4 +815,4 @@ def test_a_script_that_cannot_be_replaced_ends_the_run() -> None:
     ],
 )
 def test_an_exit_in_words(status: int, words: str) -> None:
-    assert how_it_ended(status) == words
+    assert describe_exit(status) == words

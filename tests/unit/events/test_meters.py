@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.events.meters import Stopwatch, Totals, memory_left_bytes, peak_memory_bytes, split_times
+from shoal.events.meters import (
+    StepTotals,
+    Stopwatch,
+    memory_left_bytes,
+    peak_memory_bytes,
+    split_times,
+)
 from shoal.events.step import StepInfo, Times
 
 seconds = st.floats(0, 100)
@@ -39,7 +45,7 @@ def test_split_times_keeps_the_total(exchange, busy, data):
 
 
 def test_totals():
-    totals = Totals(window=2)
+    totals = StepTotals(window=2)
     assert totals.samples_per_s == 0 and totals.last is None
     totals.add(step(1, 10, Times(1, 1, 1, 1), bytes_sent=5))
     totals.add(step(2, 10, Times(0, 1, 0, 0), bytes_sent=5))
@@ -50,7 +56,7 @@ def test_totals():
     assert totals.share_in_communication == 0.25
     assert totals.last is not None and totals.last.step == 3
     with pytest.raises(ValueError, match="at least 1"):
-        Totals(window=0)
+        StepTotals(window=0)
 
 
 def test_peak_memory_only_grows():

@@ -10,7 +10,7 @@ import pytest
 
 from shoal import logs
 from shoal.errors import UsageError
-from shoal.events.sinks import Background, JsonLines, TensorBoard, scalars
+from shoal.events.sinks import BackgroundSink, JsonLinesSink, TensorBoardSink, scalars
 
 
 class Kept:
@@ -50,7 +50,7 @@ def lines(path: Path) -> list[object]:
 def test_json_lines_appends_and_writes_null_for_what_is_not_finite(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     for step in (1, 2):
-        sink = JsonLines(path)
+        sink = JsonLinesSink(path)
         sink.write({"step": step, "loss": float("nan"), "rate": float("inf")})
         sink.close()
     assert lines(path) == [{"step": step, "loss": None, "rate": None} for step in (1, 2)]
@@ -61,7 +61,7 @@ def test_json_lines_knows_numbers_of_numpy_and_torch_and_paths(tmp_path):
     import torch
 
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path)
+    sink = JsonLinesSink(path)
     sink.write({"a": np.float32(1.5), "b": torch.tensor(2), "c": Path("x")})
     with pytest.raises(TypeError, match="object has no form in JSON"):
         sink.write({"a": object()})
@@ -73,7 +73,7 @@ def test_json_lines_knows_numbers_of_numpy_and_torch_and_paths(tmp_path):
 def test_json_lines_starts_afresh_after_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st')
-    sink = JsonLines(path)
+    sink = JsonLinesSink(path)
     sink.write({"step": 3})
     sink.close()
     assert path.read_bytes() == b'{"step": 1}\n{"st\n{"step":3}\n'
@@ -82,7 +82,7 @@ def test_json_lines_starts_afresh_after_a_line_that_was_cut_off(tmp_path):
 def test_json_lines_that_cannot_be_opened(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be opened for writing"):
-        JsonLines(tmp_path / "file" / "metrics.jsonl")
+        JsonLinesSink(tmp_path / "file" / "metrics.jsonl")
 
 
 def test_scalars_are_flat_numbers():
@@ -92,7 +92,7 @@ def test_scalars_are_flat_numbers():
 
 def test_tensorboard_writes_events(tmp_path):
     pytest.importorskip("tensorboardX")
-    sink = TensorBoard(tmp_path)
+    sink = TensorBoardSink(tmp_path)
     assert not list(tmp_path.iterdir())
     sink.write({"step": 1, "loss": 2.0, "times": {"data": 0.1}, "time": 1.0, "mark": 77})
     with pytest.raises(UsageError, match="has no step"):
@@ -111,7 +111,7 @@ def test_background_writes_in_order_and_encodes_in_its_thread():
         threads.add(threading.current_thread().name)
         return {"value": item}
 
-    background = Background(sink, "kept", encode=encode)
+    background = BackgroundSink(sink, "kept", encode=encode)
     for item in range(100):
         background.put(item)
     assert background.flush()
@@ -123,18 +123,18 @@ def test_background_writes_in_order_and_encodes_in_its_thread():
 
 def test_background_closed_at_once_loses_nothing():
     sink = Kept()
-    background = Background(sink, "kept")
+    background = BackgroundSink(sink, "kept")
     for step in range(1000):
         background.put({"step": step})
     background.close()
     background.close()
     assert len(sink.records) == 1000
     with pytest.raises(UsageError, match="at least 1"):
-        Background(sink, "kept", capacity=0)
+        BackgroundSink(sink, "kept", capacity=0)
 
 
 def test_background_put_after_close_is_an_error_in_a_new_process_too():
-    background = Background(Kept(), "kept")
+    background = BackgroundSink(Kept(), "kept")
     background.close()
     background._pid = 0
     with pytest.raises(RuntimeError, match="closed"):
@@ -143,7 +143,7 @@ def test_background_put_after_close_is_an_error_in_a_new_process_too():
 
 def test_a_sink_that_fails_costs_one_warning(warnings):
     sink = Kept(broken=True)
-    background = Background(sink, "broken")
+    background = BackgroundSink(sink, "broken")
     for step in range(10):
         background.put({"step": step})
     assert background.flush()
@@ -158,7 +158,7 @@ def test_a_sink_that_fails_costs_one_warning(warnings):
 def test_a_sink_that_blocks_costs_one_warning_and_the_oldest_records(warnings):
     sink = Kept()
     sink.gate.clear()
-    background = Background(sink, "slow", capacity=8)
+    background = BackgroundSink(sink, "slow", capacity=8)
     background.put({"step": -1})
     background.flush(0.0)
     assert sink.entered.wait(5)
@@ -175,7 +175,7 @@ def test_a_sink_that_blocks_costs_one_warning_and_the_oldest_records(warnings):
 def test_closing_a_sink_that_hangs_is_bounded(warnings):
     sink = Kept()
     sink.gate.clear()
-    background = Background(sink, "stuck")
+    background = BackgroundSink(sink, "stuck")
     background.put({})
     background.flush(0.0)
     assert sink.entered.wait(5)
@@ -188,7 +188,7 @@ def test_closing_a_sink_that_hangs_is_bounded(warnings):
 
 def test_a_forked_process_writes_its_own_records_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    background = Background(JsonLines(path), "forked")
+    background = BackgroundSink(JsonLinesSink(path), "forked")
     background.put({"from": "parent"})
     child = os.fork()
     if child == 0:

@@ -14,7 +14,7 @@ from shoal.errors import PlanError, UsageError
 from shoal.numerics import offload
 from shoal.numerics.offload import SMALL, offload_state
 from shoal.numerics.optimizers import stepper
-from shoal.sync.state import Given, HeldState, Run
+from shoal.sync.state import MemorySource, ParameterRun, TrainState
 
 LARGE = 8 << 20  # elements of a parameter of 32 MB, for which Adam keeps 64
 
@@ -48,9 +48,9 @@ def same(one: nn.Module, two: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
-    runs = {p: Run(name, p.shape) for name, p in model.named_parameters()}
-    return HeldState(dict(model.named_parameters()), optimizer, runs)
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+    runs = {p: ParameterRun(name, p.shape) for name, p in model.named_parameters()}
+    return TrainState(dict(model.named_parameters()), optimizer, runs)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
@@ -134,7 +134,7 @@ def test_state_survives_a_round_trip() -> None:
         offload_state(pair[1], "cpu")
     train(*first, range(3))
     train(*second, range(1))
-    held(*second).load_state_dict(Given(held(*first).state_dict()))
+    held(*second).load_state_dict(MemorySource(held(*first).state_dict()))
     for pair in (first, second):
         train(*pair, range(3, 6))
     train(*plain, range(6))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.numerics.optimizers import Part, fuse, stepper, swap_parameters
+from shoal.numerics.optimizers import ParameterPart, stepper, swap_parameters, use_fused_kernels
 
 
 def trained(make, step_of) -> list[torch.Tensor]:
@@ -55,22 +55,25 @@ def test_a_profiler_sees_the_step() -> None:
 
 def test_the_recipes_choice_is_kept() -> None:
     chosen = torch.optim.AdamW(nn.Linear(2, 2).parameters(), foreach=True)
-    fuse(chosen)
+    use_fused_kernels(chosen)
     assert not chosen.param_groups[0]["fused"]
     free = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    fuse(free)
+    use_fused_kernels(free)
     assert free.param_groups[0]["fused"]
 
 
-def halves(parameter: nn.Parameter) -> list[Part]:
+def halves(parameter: nn.Parameter) -> list[ParameterPart]:
     """Both halves of a parameter's elements, as views of it."""
     flat = parameter.detach().view(-1)
     middle = flat.numel() // 2
     runs = [slice(0, middle), slice(middle, None)]
-    return [Part(nn.Parameter(flat[run]), lambda t, run=run: t.reshape(-1)[run]) for run in runs]
+    return [
+        ParameterPart(nn.Parameter(flat[run]), lambda t, run=run: t.reshape(-1)[run])
+        for run in runs
+    ]
 
 
-def step_on(parameters: list[nn.Parameter], stepped: list[list[Part]], optimizer) -> None:
+def step_on(parameters: list[nn.Parameter], stepped: list[list[ParameterPart]], optimizer) -> None:
     for step in range(3):
         for p, parts in zip(parameters, stepped, strict=True):
             gradient = torch.linspace(-1, 1, p.numel()).view(p.shape) * (step + 1)
@@ -138,7 +141,7 @@ def test_parameters_that_lie_otherwise_are_not_fused(asked: bool | None) -> None
         start = torch.arange(12.0).view(3, 4)
         p = nn.Parameter(start.t().contiguous().t() if turned else start)
         optimizer = torch.optim.AdamW([p], lr=0.1, fused=asked)
-        fuse(optimizer)
+        use_fused_kernels(optimizer)
         p.grad = torch.linspace(-1, 1, 12).view(3, 4)
         optimizer.step()
         return p.detach()

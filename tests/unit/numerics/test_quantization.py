@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.numerics.quantization import BLOCK, Blocks, Halves, codec_of
-from shoal.plans.keys import PACKED
+from shoal.numerics.quantization import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
+from shoal.plans.keys import ROUNDING_CODECS
 
 LENGTHS = st.integers(0, 3 * BLOCK + 1)
 SIZES = st.floats(-44, 37)  # powers of ten, from what is nearly nothing to what nearly overflows
@@ -24,7 +24,7 @@ def vector(length: int, size: float, seed: int) -> Tensor:
     return (scale * (2 * torch.rand(length, generator=draws) - 1)).float()
 
 
-def round_trip(codec: Halves | Blocks, flat: Tensor) -> Tensor:
+def round_trip(codec: HalfPrecisionCodec | BlockCodec, flat: Tensor) -> Tensor:
     packed = codec.encode(flat)
     assert packed.dtype == torch.uint8 and packed.dim() == 1
     assert packed.numel() == codec.num_bytes(flat.numel())
@@ -36,7 +36,7 @@ def test_an_element_is_off_by_half_a_step_of_its_block(
     length: int, size: float, bits: int, seed: int
 ) -> None:
     flat = vector(length, size, seed)
-    back = round_trip(Blocks(bits), flat)
+    back = round_trip(BlockCodec(bits), flat)
     assert back.dtype == torch.float32 and back.shape == flat.shape
     for before, after in zip(flat.split(BLOCK), back.split(BLOCK), strict=True):
         if not length:
@@ -52,16 +52,16 @@ def test_an_element_is_off_by_half_a_step_of_its_block(
 def test_parts_of_whole_blocks_may_be_packed_alone(
     length: int, num_blocks: int, bits: int, seed: int
 ) -> None:
-    flat, codec = vector(length, 0, seed), Blocks(bits)
+    flat, codec = vector(length, 0, seed), BlockCodec(bits)
     cut = min(length, num_blocks * BLOCK)
     parts = torch.cat([codec.encode(flat[:cut]), codec.encode(flat[cut:])])
     assert torch.equal(parts, codec.encode(flat))
     assert codec.num_bytes(length) == codec.num_bytes(cut) + codec.num_bytes(length - cut)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", ROUNDING_CODECS)
 def test_zeros_and_the_largest_come_back_as_they_are(name: str) -> None:
-    codec = codec_of(name)
+    codec = make_codec(name)
     assert codec is not None
     flat = torch.zeros(2 * BLOCK + 3)
     assert torch.equal(round_trip(codec, flat), flat)
@@ -69,10 +69,10 @@ def test_zeros_and_the_largest_come_back_as_they_are(name: str) -> None:
     assert torch.equal(round_trip(codec, flat), flat)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", ROUNDING_CODECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
-    codec = codec_of(name)
+    codec = make_codec(name)
     assert codec is not None
     flat = torch.ones(2 * BLOCK)
     flat[3] = bad
@@ -83,25 +83,25 @@ def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
 
 def test_halves_are_to_even() -> None:
     flat = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
-    assert round_trip(Blocks(8), flat).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
+    assert round_trip(BlockCodec(8), flat).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
 
 
 def test_doubles_are_packed_as_singles() -> None:
     flat = vector(300, 0, 1)
-    assert torch.equal(Blocks(8).encode(flat.double()), Blocks(8).encode(flat))
+    assert torch.equal(BlockCodec(8).encode(flat.double()), BlockCodec(8).encode(flat))
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8.125), ("int4", 4.125), ("bf16", 16)])
 def test_bits_of_an_element(name: str, bits: float) -> None:
-    codec = codec_of(name)
+    codec = make_codec(name)
     assert codec is not None and 8 * codec.num_bytes(1024) / 1024 == bits
-    assert codec_of("none") is None
+    assert make_codec("none") is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_is_dropped_and_added_again_is_not_lost(bits: int) -> None:
     """Elements far below a step of their block arrive in time."""
-    codec, flat = Blocks(bits), torch.full((BLOCK,), 1e-4)
+    codec, flat = BlockCodec(bits), torch.full((BLOCK,), 1e-4)
     flat[0] = 1.0
     owed, total = torch.zeros(BLOCK), torch.zeros(BLOCK)
     for _ in range(2000):

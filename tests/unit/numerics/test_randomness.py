@@ -5,12 +5,12 @@ import itertools
 import torch
 from torch import nn
 
-from shoal.numerics.randomness import PieceSeeds, blocks_in, key
+from shoal.numerics.randomness import PieceSeeds, blocks_in, derive_seed
 
 
 def test_keys_differ_in_the_bits_that_count() -> None:
     places = list(itertools.product((0, 1, 7), range(40), range(8), range(6)))
-    keys = {key(*place) for place in places}
+    keys = {derive_seed(*place) for place in places}
     assert len(keys) == len(places)
     assert len({k & 0xFFFFFFFF for k in keys}) > len(places) - 5
     assert all(0 <= k < 2**63 for k in keys)

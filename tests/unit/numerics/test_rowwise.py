@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import UsageError
-from shoal.numerics.optimizers import fuse, is_element_wise, kind_of
+from shoal.numerics.optimizers import is_element_wise, kind_of, use_fused_kernels
 
 
 def table(rows: int = 20, width: int = 5) -> nn.Parameter:
@@ -90,7 +90,7 @@ def test_what_is_said_of_several_is_said_of_each() -> None:
     layers, rows = table(), table()
     both = shoal.Optimizers(torch.optim.AdamW([layers]), shoal.RowwiseAdagrad([rows]))
     assert not is_element_wise(both) and is_element_wise(both, {rows})
-    fuse(both, {rows})
+    use_fused_kernels(both, {rows})
     assert both.param_groups[0]["fused"] is True and "fused" not in both.param_groups[1]
 
 

@@ -10,7 +10,7 @@ import torch
 import shoal
 from shoal.errors import RecipeError, UsageError
 from shoal.numerics import reserved
-from shoal.numerics.reserved import Reserved, clear_rows, reserved_zeros, touched_rows
+from shoal.numerics.reserved import ReservedParameter, clear_rows, reserved_zeros, touched_rows
 
 HUGE = 1 << 34  # bytes
 
@@ -74,7 +74,9 @@ def test_only_touched_rows_take_memory(name: str) -> None:
         other.learnt.weight[5] = 1.0
     other.load_state_dict(state)
     for same in (twin, other):
-        assert torch.equal(same(ids), table(ids)) and isinstance(same.learnt.weight, Reserved)
+        assert torch.equal(same(ids), table(ids)) and isinstance(
+            same.learnt.weight, ReservedParameter
+        )
         assert torch.equal(touched_rows([same.learnt.weight]), ids.unique())
     assert _resident_bytes() - before < 128 << 20
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.chunks import WORTH_CUTTING, Held, deal
-from shoal.parallel.boxes import Box, pieces, tile, whole_box
+from shoal.checkpoint.chunks import MIN_SPLIT_BYTES, TensorRegion, assign_writers
+from shoal.parallel.boxes import Box, split_box, tile, whole_box
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -68,18 +68,20 @@ def test_what_two_boxes_share(data: st.DataObject) -> None:
     whole = data.draw(shapes)
     a, b = data.draw(boxes_in(whole)), data.draw(boxes_in(whole))
     both = painted([a, b], whole) == 2
-    common = a.meet(b)
+    common = a.intersect(b)
     assert (common is None) == (not both.any())
     if common is not None:
         assert common.of(both).all() and int(both.sum()) == common.numel
         values = torch.arange(math.prod(whole)).view(whole)
-        assert torch.equal(common.inside(a).of(a.of(values)), common.inside(b).of(b.of(values)))
+        assert torch.equal(
+            common.relative_to(a).of(a.of(values)), common.relative_to(b).of(b.of(values))
+        )
 
 
 @given(shapes, st.integers(1, 40))
 def test_pieces_tile_and_keep_the_order(whole: tuple[int, ...], most: int) -> None:
     values = torch.arange(math.prod(whole)).view(whole)
-    parts = list(pieces(whole_box(whole), most))
+    parts = list(split_box(whole_box(whole), most))
     assert tile(parts, whole)
     assert all(part.numel <= most for part in parts)
     flat = torch.cat([part.of(values).reshape(-1) for part in parts])
@@ -96,30 +98,34 @@ def test_boxes_outside_or_of_another_rank_do_not_fit() -> None:
 @given(st.data())
 def test_each_byte_is_dealt_to_one_of_its_holders(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 5))
-    held: list[list[Held]] = [[] for _ in range(num_ranks)]
+    held: list[list[TensorRegion]] = [[] for _ in range(num_ranks)]
     wholes: dict[str, tuple[int, ...]] = {}
     for number in range(data.draw(st.integers(0, 6))):
         boxes, whole = data.draw(tilings())
-        scale = data.draw(st.sampled_from([1, WORTH_CUTTING]))  # some are worth cutting
+        scale = data.draw(st.sampled_from([1, MIN_SPLIT_BYTES]))  # some are worth cutting
         whole = (*whole, scale)
         wholes[f"t{number}"] = whole
         for box in boxes:
             box = Box((*box.offset, 0), (*box.shape, scale))
             ranks = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
             for rank in ranks:
-                held[rank].append(Held(f"t{number}", "F32", whole, box))
-    shares = deal(held)
+                held[rank].append(TensorRegion(f"t{number}", "F32", whole, box))
+    shares = assign_writers(held)
     for rank, share in enumerate(shares):
         for item in share:
             assert any(
-                own.name == item.name and own.box.meet(item.box) == item.box for own in held[rank]
+                own.name == item.name and own.box.intersect(item.box) == item.box
+                for own in held[rank]
             )
     for name, whole in wholes.items():
         assert tile([item.box for share in shares for item in share if item.name == name], whole)
 
 
 def test_what_all_hold_is_shared_out_evenly() -> None:
-    items = [Held(f"t{i}", "F32", (s, 64), whole_box((s, 64))) for i, s in enumerate((4096, 3, 9))]
-    shares = deal([items] * 4)
+    items = [
+        TensorRegion(f"t{i}", "F32", (s, 64), whole_box((s, 64)))
+        for i, s in enumerate((4096, 3, 9))
+    ]
+    shares = assign_writers([items] * 4)
     loads = [sum(item.box.numel for item in share) for share in shares]
     assert max(loads) - min(loads) <= 12 * 64

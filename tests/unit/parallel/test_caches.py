@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.absent import Missing, in_use_by
-from shoal.parallel.pipeline.calls import Gate
-from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.calls import CallInterceptor
+from shoal.parallel.pipeline.placeholders import AbsentObject, in_use_by
+from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.training.run import call_model
 from tests import zoo
 from tests.unit.parallel.test_stages import WIDTH, Layers, compare, examples, plan_for
@@ -83,11 +83,11 @@ def test_a_cache_that_nobody_reads_is_no_hindrance(kind: Any, num_stages: int) -
     plan = compare(model, examples(2), num_stages, y_of)
     if num_stages == 4:  # cut within the layers, what they keep is carried
         return
-    last = Stage(Gate(model), plan.tape, plan.stages[-1], is_last=True)
+    last = StageRunner(CallInterceptor(model), plan.tape, plan.stages[-1], is_last=True)
     received = [torch.ones(plan.tape.values[n].shape) for n in plan.stages[-1].received]
     output = last(partial(call_model, model, examples(1)[0]), received)
     cache = output["cache"]
-    assert type(cache) is Missing and isinstance(cache, Cache)
+    assert type(cache) is AbsentObject and isinstance(cache, Cache)
     with (
         in_use_by("The loss"),
         pytest.raises(PlanError, match="The loss uses a Cache, which is on another rank"),

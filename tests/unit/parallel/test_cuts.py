@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.cuts import split
+from shoal.parallel.pipeline.cuts import split_stages
 from shoal.parallel.pipeline.stages import rank_of_stage
 from tests.unit.parallel.test_stages import WIDTH, Layers, compare, examples, plan_for, squares
 
@@ -79,7 +79,7 @@ def test_the_stages_of_a_rank_are_looked_at_together() -> None:
     model = nn.Sequential(*(linear() for _ in range(4)))
     plan = plan_for(model, examples(2), 4)
     for schedule in ("interleaved", "zbv"):
-        found = split(plan.tape, 4, lambda stage, of=schedule: rank_of_stage(stage, 2, of))
+        found = split_stages(plan.tape, 4, lambda stage, of=schedule: rank_of_stage(stage, 2, of))
         assert [stage.start for stage in found.stages] == [0, 1, 2, 3]
     with pytest.raises(PlanError, match="no rank holds all"):
-        split(plan.tape, 4, lambda stage: 0)
+        split_stages(plan.tape, 4, lambda stage: 0)

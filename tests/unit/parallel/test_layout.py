@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import (
     Cut,
-    Holding,
+    LocalLayout,
     Slice,
     blocks_of_rank,
     flat_blocks,
@@ -103,7 +103,7 @@ def test_what_is_cut_twice_knows_its_place(
     for rank, (start, length) in product(range(num_ranks), shards):
         box = Box((start, *[0] * (len(local) - 1)), (length, *local[1:]))
         values = box.of(part_of(whole, cut, rank, num_ranks))
-        holding = Holding({"w": cut}, {"w": shape}, {"w": box}, rank, num_ranks)
+        holding = LocalLayout({"w": cut}, {"w": shape}, {"w": box}, rank, num_ranks)
         found = slices({"w": values}, holding)["w"]
         assert holds(whole, found)
         boxes += [Box(s.offset, tuple(s.tensor.shape)) for s in found]
@@ -120,7 +120,7 @@ def test_runs_of_a_cut_parameter_know_their_places(
     middle = data.draw(st.integers(0, math.prod(shape) // num_ranks))
     for rank in range(num_ranks):
         local = part_of(whole, cut, rank, num_ranks)
-        holding = Holding({"w": cut}, {"w": shape}, rank=rank, num_ranks=num_ranks)
+        holding = LocalLayout({"w": cut}, {"w": shape}, rank=rank, num_ranks=num_ranks)
         for start, values in ((0, local.view(-1)[:middle]), (middle, local.view(-1)[middle:])):
             found = slices_of_run("w", local.shape, start, values, holding)
             assert holds(whole, found)
@@ -132,13 +132,13 @@ def test_runs_of_a_cut_parameter_know_their_places(
 @given(SHAPES)
 def test_what_is_not_cut_is_held_whole(shape: tuple[int, ...]) -> None:
     whole = numbered(shape)
-    ((block, values),) = Holding().blocks("w", whole)
+    ((block, values),) = LocalLayout().blocks("w", whole)
     assert block == whole_box(shape) and values is whole
 
 
 def test_one_rank_counts_each_parameter() -> None:
     cut = {"cut": Cut(0)}
-    first, second = (Holding(cut, rank=rank, num_ranks=2) for rank in range(2))
+    first, second = (LocalLayout(cut, rank=rank, num_ranks=2) for rank in range(2))
     assert first.counts("cut") and second.counts("cut"), "each counts its own part"
     assert first.counts("whole") and not second.counts("whole")
     assert not first._replace(elsewhere=frozenset({"cut"})).counts("cut")

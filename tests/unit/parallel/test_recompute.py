@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.recompute import Again, blocks_to_recompute, recompute
+from shoal.parallel.recompute import RecomputeContext, blocks_to_recompute, recompute
 
 WIDTH = 16
 
@@ -20,7 +20,7 @@ def made(*more: Callable[[], nn.Module], again: bool) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(block(*(make() for make in more)) for _ in range(4)))
     if again:
-        recompute(blocks_to_recompute(model), Again())
+        recompute(blocks_to_recompute(model), RecomputeContext())
     return model
 
 
@@ -100,7 +100,7 @@ def test_a_cache_is_written_once() -> None:
         torch.manual_seed(0)
         model = Remembered()
         if again:
-            recompute(blocks_to_recompute(model), Again())
+            recompute(blocks_to_recompute(model), RecomputeContext())
         found = trained(model)[1]
         assert [block.num_calls for block in model.blocks] == [2, 2, 2]
         return found
@@ -128,7 +128,7 @@ def test_the_members_of_lists_in_lists_are_blocks() -> None:
     model = Pairs()
     assert blocks_to_recompute(model) == [part for pair in model.layers for part in pair]
     whole = saved_bytes(model)
-    recompute(blocks_to_recompute(model), Again())
+    recompute(blocks_to_recompute(model), RecomputeContext())
     assert saved_bytes(model) < whole / 2
 
 

@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline.absent import drop_foreign
-from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.calls import CallInterceptor
 from shoal.parallel.pipeline.cuts import SLACK, balance, bytes_crossing, live_at
-from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.placeholders import drop_unowned
+from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.parallel.pipeline.stages import (
     StagePlan,
     rank_of_stage,
     record,
     recut,
-    split,
+    split_stages,
 )
-from shoal.parallel.pipeline.tape import reach
+from shoal.parallel.pipeline.tape import find_tensors
 from shoal.training.run import call_model
 from tests import zoo
 from tests.ranks.test_pipeline import batches
@@ -50,16 +50,18 @@ def plan_for(
     model: nn.Module, inputs: Sequence[Any], num_stages: int, seeds: PieceSeeds | None = None
 ) -> StagePlan:
     forwards = [partial(call_model, model, x) for x in inputs[:2]]
-    return split(record(model, forwards, num_stages, seeds), num_stages)
+    return split_stages(record(model, forwards, num_stages, seeds), num_stages)
 
 
 class Relay:
     """All stages in one process: tensors go from one to the next as ranks would send them."""
 
     def __init__(self, model: nn.Module, plan: StagePlan):
-        self.model, self.plan, self.gate = model, plan, Gate(model)
+        self.model, self.plan, self.interceptor = model, plan, CallInterceptor(model)
         last = len(plan.stages) - 1
-        self.stages = [Stage(self.gate, plan.tape, s, s.index == last) for s in plan.stages]
+        self.stages = [
+            StageRunner(self.interceptor, plan.tape, s, s.index == last) for s in plan.stages
+        ]
 
     def train(
         self, inputs: Any, loss: Callable[[Any], Tensor], before: Callable[[], Any]
@@ -81,7 +83,7 @@ class Relay:
             pairs = [(t, torch.zeros_like(t) if g is None else g) for t, g in pairs]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        self.gate.close()
+        self.interceptor.close()
         return total
 
 
@@ -119,7 +121,7 @@ def compare(
 
 
 def squares(output: Any) -> Tensor:
-    return torch.stack([t.square().sum() for t in reach(output) if t.requires_grad]).sum()
+    return torch.stack([t.square().sum() for t in find_tensors(output) if t.requires_grad]).sum()
 
 
 # ---- stages are the model
@@ -353,7 +355,7 @@ def test_recording_leaves_no_trace() -> None:
     seeds.enter(3, 4)
     state = torch.get_rng_state()
     plan_for(model, examples(), 2, seeds)
-    assert torch.equal(torch.get_rng_state(), state) and seeds.untouched and seeds.block == 0
+    assert torch.equal(torch.get_rng_state(), state) and seeds.is_unused and seeds.block == 0
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
@@ -500,7 +502,7 @@ def test_dropped_parameters_take_no_memory_and_keep_their_form() -> None:
     names = [name for name, _ in model.named_parameters()]
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     held = {"blocks.0.widen.weight"}
-    drop_foreign(model, held)
+    drop_unowned(model, held)
     assert [name for name, _ in model.named_parameters()] == names
     assert {name: value.shape for name, value in model.state_dict().items()} == shapes
     for name, parameter in model.named_parameters():
@@ -518,7 +520,7 @@ def test_a_new_form_of_input_is_cut_at_the_same_parameters() -> None:
     short = [x[:, :3] for x in inputs]
     for index in range(4):
         copy = run.make_model().train()
-        drop_foreign(copy, plan.held_by([index]))
+        drop_unowned(copy, plan.held_by([index]))
         forwards = [partial(call_model, copy, x) for x in short]
         other = recut(record(copy, forwards, 4, like=plan.tape), owners)
         assert [s.parameters for s in other.stages] == [s.parameters for s in plan.stages]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError
 from shoal.parallel.layout import Cut, part_of
-from shoal.parallel.tensor.cutting import TensorPlan, cut_tensors, find_cuts, tag
+from shoal.parallel.tensor.cutting import TensorPlan, cut_tensors, find_cuts, mark_cut_parameters
 from shoal.parallel.tensor.part import TAG, joined, share_of
 from shoal.parallel.tensor.shapes import viewed
 
@@ -156,7 +156,7 @@ def test_parameters_put_in_place_later_can_be_tagged() -> None:
     layer = model.blocks[0].qkv  # type: ignore[union-attr]
     layer.weight = nn.Parameter(layer.weight.detach().clone())  # type: ignore[union-attr,operator]
     assert not hasattr(layer.weight, TAG)
-    tag(model.blocks[0])
+    mark_cut_parameters(model.blocks[0])
     assert getattr(layer.weight, TAG).shape == (96, 32)
 
 

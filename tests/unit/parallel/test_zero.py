@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.numerics.norms import BLOCK
-from shoal.parallel.zero import ALIGNMENT, Shelf, shard_evenly, shard_whole, shelve, starts_of
+from shoal.parallel.zero import (
+    ALIGNMENT,
+    FlatBuffer,
+    lay_out_buffers,
+    shard_evenly,
+    shard_whole,
+    starts_of,
+)
 
 LENGTHS = st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
@@ -40,7 +47,7 @@ def test_segments_cover_every_element_once(lengths: list[int], num_ranks: int) -
     starts, numbers = starts_of(lengths), [10 * i for i in range(len(lengths))]
     seen: dict[int, list[tuple[int, int]]] = {number: [] for number in numbers}
     cuts = shard_evenly(starts, lengths, num_ranks)
-    shelf = Shelf(numbers, lengths, starts, cuts)
+    shelf = FlatBuffer(numbers, lengths, starts, cuts)
     for rank, (begin, end) in enumerate(pairwise(cuts)):
         for segment in shelf.segments(rank):
             assert begin <= segment.place and segment.start % BLOCK == 0
@@ -68,7 +75,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 5 * BLOCK), st.sampled_from([2, 4])), 
 
 @given(SIZES, RANKS, st.booleans())
 def test_shelves_hold_every_parameter_once(sizes, num_ranks: int, may_cut: bool) -> None:
-    shelves = shelve([(length, size, size) for length, size in sizes], num_ranks, may_cut)
+    shelves = lay_out_buffers([(length, size, size) for length, size in sizes], num_ranks, may_cut)
     held = [i for shelf in shelves for i in shelf.indices]
     assert held == list(reversed(range(len(sizes))))
     for shelf in shelves:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError, UsageError
 from shoal.plans.keys import KEYS
-from shoal.plans.plan import Plan, describe
+from shoal.plans.plan import Plan, describe_keys
+from shoal.plans.resize import resize_plan
 from shoal.plans.rules import STAGES_OF, fits_schedule
-from shoal.plans.size import resized
 
 COUNT = st.integers(1, 64)
 
@@ -474,22 +474,24 @@ def test_an_outer_step_of_an_average_goes_all_the_way() -> None:
 
 def test_keys_are_described_in_one_place() -> None:
     fields = [field.name for field in msgspec.structs.fields(Plan)]
-    assert [key for key, _, _ in describe()] == fields == list(KEYS)
-    for _, values, meaning in describe():
+    assert [key for key, _, _ in describe_keys()] == fields == list(KEYS)
+    for _, values, meaning in describe_keys():
         assert values and meaning
 
 
 def test_the_plan_does_not_load_torch() -> None:
-    code = "import sys, shoal.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, shoal.plans.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
     plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4")
-    assert resized(plan, "data=3").data == 3
+    assert resize_plan(plan, "data=3").data == 3
     with pytest.raises(UsageError, match="copies=2, whose servers keep one another's shards"):
-        resized(plan, "servers=3")
+        resize_plan(plan, "servers=3")
 
 
 @pytest.mark.parametrize(
@@ -502,7 +504,7 @@ def test_servers_that_keep_copies_stay_as_many_as_they_are() -> None:
 def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str, why: str) -> None:
     plan = Plan.parse(f"data=4 pieces=4 {words}")
     with pytest.raises(UsageError, match=f"cannot be resized: .*{why}"):
-        resized(plan, "data=1")
+        resize_plan(plan, "data=1")
 
 
 @pytest.mark.parametrize(
@@ -516,12 +518,12 @@ def test_runs_whose_ranks_cannot_come_and_go_keep_their_size(words: str, why: st
 )
 def test_replicas_of_local_steps_share_the_pieces_evenly(words: str, fitting: str) -> None:
     plan = Plan.parse(f"data=2 pieces=6 local_steps=4 {words}")
-    assert resized(plan, "data=3") == Plan.parse(f"data=3 pieces=6 local_steps=4 {words}")
+    assert resize_plan(plan, "data=3") == Plan.parse(f"data=3 pieces=6 local_steps=4 {words}")
     with pytest.raises(PlanError, match=f"data=4 does not divide the 6 .* Use {fitting}"):
-        resized(plan, "data=4")
+        resize_plan(plan, "data=4")
 
 
 def test_copies_of_servers_that_count_replicas_keep_both_numbers() -> None:
     plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4 local_steps=2")
     with pytest.raises(UsageError, match="data 2 -> 4: numbers of replicas and servers do not"):
-        resized(plan, "data=4")
+        resize_plan(plan, "data=4")

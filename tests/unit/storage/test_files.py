@@ -9,25 +9,25 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.storage.files import (
-    private_directory,
-    read_plain,
+    atomic_replace,
+    make_private_directory,
     read_private,
-    replacing,
+    read_regular_file,
+    write_atomic,
     write_private,
-    write_whole,
 )
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"one", b"longer than before", b""):
-        write_whole(path, content)
+        write_atomic(path, content)
         assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_others_may_read_it_as_any_file(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", b"one")
+    write_atomic(tmp_path / "a", b"one")
     (tmp_path / "b").write_bytes(b"one")
     modes = {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("a", "b")}
     assert len(modes) == 1
@@ -45,7 +45,7 @@ def test_what_fails_leaves_the_old_file(
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space"):
-        write_whole(path, b"new")
+        write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]
 
 
@@ -56,13 +56,13 @@ def test_it_is_on_the_disk_before_it_has_its_name(
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), sync(file)))
     monkeypatch.setattr(os, "replace", lambda *names: (calls.append("replace"), replace(*names)))
-    write_whole(path, b"new")
+    write_atomic(path, b"new")
     assert calls == ["fsync", "replace"]
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    with replacing(path, "1") as one, replacing(path, "2") as other:
+    with atomic_replace(path, "1") as one, atomic_replace(path, "2") as other:
         one.write_bytes(b"one")
         other.write_bytes(b"other")
     assert path.read_bytes() == b"one" and os.listdir(tmp_path) == ["a"]
@@ -71,14 +71,14 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_written_over(tmp_path: Path) -> None:
     path = tmp_path / "model"
     (tmp_path / "model.partial").write_bytes(b"half of an older")
-    with replacing(path) as partial:
+    with atomic_replace(path) as partial:
         partial.write_bytes(b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["model"]
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "none" / "a", b"new")
+        write_atomic(tmp_path / "none" / "a", b"new")
 
 
 # ---- what is one user's own
@@ -104,8 +104,8 @@ def test_what_is_private_does_not_follow_the_umask(tmp_path: Path, umask: int) -
     write_private(tmp_path / "key", b"two", replace=True)
     assert mode(tmp_path / "key") == 0o600 and read_private(tmp_path / "key", "") == b"two"
     assert os.listdir(tmp_path) == ["key"]
-    private_directory(tmp_path / "a" / "b", "")
-    private_directory(tmp_path / "a" / "b", "")
+    make_private_directory(tmp_path / "a" / "b", "")
+    make_private_directory(tmp_path / "a" / "b", "")
     assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
 
 
@@ -123,7 +123,7 @@ def test_a_private_file_that_others_may_read_or_made_is_refused(
     with pytest.raises(UsageError, match=f"belongs to user {os.getuid()}.*Go away"):
         read_private(path, "Go away.")
     with pytest.raises(UsageError, match="belongs to user"):
-        private_directory(tmp_path, "Go away.")
+        make_private_directory(tmp_path, "Go away.")
 
 
 def test_a_private_file_is_no_link_no_pipe_and_not_long(tmp_path: Path) -> None:
@@ -143,15 +143,17 @@ def test_a_directory_of_others_is_not_entered(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("open", "link", "file"):
         with pytest.raises(UsageError, match="Go away"):
-            private_directory(tmp_path / name, "Go away.")
+            make_private_directory(tmp_path / name, "Go away.")
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
         with pytest.raises(OSError, match="not a regular file"):
-            read_plain(tmp_path / name)
+            read_regular_file(tmp_path / name)
     (tmp_path / "file").write_bytes(b"12345")
     with pytest.raises(OSError, match="5 bytes, and 4 is the most"):
-        read_plain(tmp_path / "file", 4)
-    assert read_plain(tmp_path / "file") == read_plain(tmp_path / "file", 5) == b"12345"
+        read_regular_file(tmp_path / "file", 4)
+    assert (
+        read_regular_file(tmp_path / "file") == read_regular_file(tmp_path / "file", 5) == b"12345"
+    )

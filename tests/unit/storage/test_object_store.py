@@ -8,19 +8,19 @@ import pytest
 
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.errors import BadCheckpoint, UsageError
-from shoal.storage.object_store import ObjectStore, Windows, open_store
-from shoal.storage.remote import Patience, Remote, StoreError
-from shoal.storage.store import SEAL, Directory
+from shoal.storage.object_client import ObjectClient, RetryPolicy, StoreError
+from shoal.storage.object_store import ObjectStore, RangeCache, open_store
+from shoal.storage.store import SEAL, DirectoryStore
 from shoal.system.processes import PerProcess
 from shoal.testing.stores import CONTENT, FILE, NAME, OTHER, PART, content_of, fill, save
 
-HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 MEMORY = "memory://objects"
 
 
 def test_a_young_draft_is_not_swept(memory: Any) -> None:
     store = ObjectStore(MEMORY, abandoned_s=3600)
-    draft = store.begin(NAME, "a1")
+    draft = store.create_draft(NAME, "a1")
     fill(draft)
     store.sweep()
     assert draft.read(PART) == b"{}"
@@ -37,14 +37,16 @@ def test_a_death_before_the_seal_leaves_no_checkpoint(
         save(store, OTHER, content=b"older" * 9)
         count = iter(range(deadline))
 
-        def ask(self: Remote, *rest: Any, count: Any = count, real: Any = Remote._ask) -> Any:
+        def ask(
+            self: ObjectClient, *rest: Any, count: Any = count, real: Any = ObjectClient._request
+        ) -> Any:
             if next(count, None) is None:
                 raise KeyboardInterrupt
             return real(self, *rest)
 
         died = False
         with monkeypatch.context() as patched:
-            patched.setattr(Remote, "_ask", ask)
+            patched.setattr(ObjectClient, "_request", ask)
             try:
                 save(store)
             except KeyboardInterrupt:
@@ -66,7 +68,7 @@ def test_a_death_before_the_seal_leaves_no_checkpoint(
 def test_a_replacement_loses_its_seal_first(memory: Any) -> None:
     store = ObjectStore(MEMORY)
     save(store)
-    store.begin(NAME, "a2")
+    store.create_draft(NAME, "a2")
     assert store.names() == []
     assert memory.find("/objects") == [f"/objects/{NAME}/.draft-a2"]
 
@@ -79,9 +81,9 @@ def test_a_commit_leaves_nothing_beside_the_files(memory: Any) -> None:
 
 def test_a_discard_leaves_what_another_began(memory: Any) -> None:
     store = ObjectStore(MEMORY)
-    draft = store.begin(NAME, "a1")
+    draft = store.create_draft(NAME, "a1")
     memory.pipe_file(f"/objects/{NAME}/.draft-a2", b"")  # begun at the same moment
-    other = store.join(NAME, "a2")
+    other = store.join_draft(NAME, "a2")
     other.write(FILE, [CONTENT])
     draft.discard()
     assert other.read(FILE) == CONTENT
@@ -90,42 +92,42 @@ def test_a_discard_leaves_what_another_began(memory: Any) -> None:
 def test_a_draft_that_goes_during_a_write_is_noticed(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = ObjectStore(MEMORY).begin(NAME, "a1")
-    real = Remote.put
+    draft = ObjectStore(MEMORY).create_draft(NAME, "a1")
+    real = ObjectClient.put
 
-    def put(self: Remote, path: str, content: bytes) -> None:
-        ObjectStore(MEMORY).join(NAME, "a1").discard()
+    def put(self: ObjectClient, path: str, content: bytes) -> None:
+        ObjectStore(MEMORY).join_draft(NAME, "a1").discard()
         real(self, path, content)
 
-    monkeypatch.setattr(Remote, "put", put)
+    monkeypatch.setattr(ObjectClient, "put", put)
     with pytest.raises(FileNotFoundError, match="discarded or taken over"):
         draft.write(FILE, [CONTENT])
 
 
 def test_a_commit_without_a_seal_is_a_mistake(memory: Any) -> None:
-    draft = ObjectStore(MEMORY).begin(NAME, "a1")
+    draft = ObjectStore(MEMORY).create_draft(NAME, "a1")
     with pytest.raises(ValueError, match="was not written"):
         draft.commit(drop=[])
 
 
-def test_reads_go_through_few_windows_within_a_limit(memory: Any) -> None:
+def test_reads_go_through_few_ranges_within_a_limit(memory: Any) -> None:
     memory.pipe_file("/objects/x", CONTENT)
-    remote = Remote(MEMORY, {}, HASTY)
+    remote = ObjectClient(MEMORY, {}, HASTY)
     asked: list[tuple[int, int]] = []
-    real = remote.part
+    real = remote.get_range
 
-    def part(path: str, start: int, stop: int) -> bytes:
+    def get_range(path: str, start: int, stop: int) -> bytes:
         asked.append((start, stop))
         return real(path, start, stop)
 
-    remote.part = part  # type: ignore[method-assign]
-    windows = Windows(remote, most_bytes=len(CONTENT))
-    assert windows.read("x", (0, 8), len(CONTENT), ahead=False) == CONTENT[:8]
+    remote.get_range = get_range  # type: ignore[method-assign]
+    cache = RangeCache(remote, most_bytes=len(CONTENT))
+    assert cache.read("x", (0, 8), len(CONTENT), ahead=False) == CONTENT[:8]
     for start in range(8, 1000, 50):
-        assert windows.read("x", (start, start + 50), len(CONTENT), ahead=True)
+        assert cache.read("x", (start, start + 50), len(CONTENT), ahead=True)
     assert asked == [(0, 8), (8, len(CONTENT))]
-    windows.read("x", (4, 100), len(CONTENT), ahead=False)
-    assert sum(len(view) for view in windows._held.values()) <= len(CONTENT)
+    cache.read("x", (4, 100), len(CONTENT), ahead=False)
+    assert sum(len(view) for view in cache._ranges.values()) <= len(CONTENT)
 
 
 def test_a_look_at_a_header_fetches_no_more(memory: Any) -> None:
@@ -133,9 +135,9 @@ def test_a_look_at_a_header_fetches_no_more(memory: Any) -> None:
     save(store)
     reader = store.open(NAME, FILE)
     reader.read(0, 8)
-    assert [len(view) for view in store._windows._held.values()] == [8]
+    assert [len(view) for view in store._cache._ranges.values()] == [8]
     reader.read(8, 1)
-    assert [len(view) for view in store._windows._held.values()] == [8, len(CONTENT) - 8]
+    assert [len(view) for view in store._cache._ranges.values()] == [8, len(CONTENT) - 8]
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_seen(memory: Any) -> None:
@@ -159,7 +161,7 @@ def test_a_file_that_vanishes_while_it_is_read_is_seen(memory: Any) -> None:
 def test_a_part_of_what_is_not_there_is_not_found(memory: Any) -> None:
     """Whose file it was, and what to call that, only who asks can say."""
     with pytest.raises(FileNotFoundError):
-        Remote(MEMORY, {}, HASTY).part("x", 0, 8)
+        ObjectClient(MEMORY, {}, HASTY).get_range("x", 0, 8)
 
 
 class Flaky:
@@ -176,7 +178,7 @@ class Flaky:
 
 
 def ask(flaky: Flaky, monkeypatch: pytest.MonkeyPatch) -> bytes | None:
-    remote = Remote(MEMORY, {}, HASTY)
+    remote = ObjectClient(MEMORY, {}, HASTY)
     monkeypatch.setattr(remote, "_back_end", PerProcess(lambda: (flaky, "")))
     return remote.get("x")
 
@@ -199,7 +201,7 @@ def test_what_lasts_is_not_tried_again(error: Exception, monkeypatch: pytest.Mon
 def test_a_place_chooses_its_store(tmp_path: Path) -> None:
     for where in (tmp_path, str(tmp_path), f"file://{tmp_path}", "runs/x"):
         store = open_store(where)
-        assert isinstance(store, Directory)
+        assert isinstance(store, DirectoryStore)
         assert store.path == (Path("runs/x") if where == "runs/x" else tmp_path)
     assert isinstance(open_store(MEMORY), ObjectStore)
 

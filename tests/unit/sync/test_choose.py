@@ -3,9 +3,9 @@
 import pytest
 
 from shoal.plans.plan import Plan
-from shoal.sync.choose import strategy_for
-from shoal.sync.server.local import LocalThroughServers
-from shoal.sync.server.strategy import ThroughServers
+from shoal.sync.choose import make_strategy
+from shoal.sync.server.local import LocalServerStrategy
+from shoal.sync.server.strategy import ServerStrategy
 
 
 @pytest.mark.parametrize("words", ["", " local_steps=4 outer=nesterov"])
@@ -14,8 +14,8 @@ def test_rates_mean_the_same_on_servers_with_and_without_local_steps(
     words: str, rates: str, expected: list[float]
 ) -> None:
     plan = Plan.parse(f"data=2 sync=server staleness=1 pieces=2{words}{rates}")
-    strategy = strategy_for(plan, 8)
-    if isinstance(strategy, LocalThroughServers):
-        strategy = strategy.windows
-    assert isinstance(strategy, ThroughServers)
+    strategy = make_strategy(plan, 8)
+    if isinstance(strategy, LocalServerStrategy):
+        strategy = strategy.outer_client
+    assert isinstance(strategy, ServerStrategy)
     assert list(strategy._rates) == expected

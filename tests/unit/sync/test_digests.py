@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.sync.digests import (
-    KeptListing,
-    Listing,
-    Reader,
-    as_number,
-    judge,
+    CachedListing,
+    DigestReader,
+    TensorListing,
+    canonical_nan,
+    digest_to_float,
+    find_majority,
     num_slices,
-    one_nan,
-    parts_of,
+    slice_spans,
 )
 
 
@@ -29,7 +29,7 @@ def test_slices_are_all_of_it_once(sizes: list[int], count: int) -> None:
     found: dict[int, list[int]] = {}
     lengths = []
     for number in range(count):
-        parts = list(parts_of(sizes, number, count))
+        parts = list(slice_spans(sizes, number, count))
         lengths.append(sum(stop - start for _, start, stop in parts))
         for tensor, start, stop in parts:
             found.setdefault(tensor, []).extend(range(start, stop))
@@ -52,36 +52,36 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_any_bit_counts_and_equal_bits_are_equal(kind: torch.dtype) -> None:
     tensor = torch.arange(24).reshape(4, 6).to(kind)
-    twin, reader = tensor.clone(), Reader()
-    assert Reader().digest([tensor], 0, 1) == reader.digest([twin], 0, 1)
+    twin, reader = tensor.clone(), DigestReader()
+    assert DigestReader().digest([tensor], 0, 1) == reader.digest([twin], 0, 1)
     flipped = twin.view(torch.uint8)
     flipped[1, 0] ^= 1
-    assert Reader().digest([tensor], 0, 1) != Reader().digest([twin], 0, 1)
+    assert DigestReader().digest([tensor], 0, 1) != DigestReader().digest([twin], 0, 1)
 
 
 def test_zeros_of_either_sign_and_nans_are_their_bits() -> None:
     zeros = torch.tensor([0.0, -0.0])
-    assert len(set(Reader().digests([zeros[:1], zeros[1:]]))) == 2
+    assert len(set(DigestReader().digests([zeros[:1], zeros[1:]]))) == 2
     one, other = (
         torch.frombuffer(bytearray(struct.pack("<I", bits)), dtype=torch.float32)
         for bits in (0x7FC00000, 0x7FC00001)
     )
-    assert len(set(Reader().digests([one, other]))) == 2
-    assert len(set(Reader().digests([one_nan(one), one_nan(other)]))) == 1
+    assert len(set(DigestReader().digests([one, other]))) == 2
+    assert len(set(DigestReader().digests([canonical_nan(one), canonical_nan(other)]))) == 1
     whole = torch.tensor([3])
-    assert one_nan(whole) is whole
+    assert canonical_nan(whole) is whole
 
 
 def test_what_does_not_lie_in_a_row_is_read_in_order() -> None:
     tensor = torch.randn(4, 6)
     across = tensor.t().contiguous().t()
     assert not across.is_contiguous()
-    assert Reader().digests([tensor]) == Reader().digests([across])
+    assert DigestReader().digests([tensor]) == DigestReader().digests([across])
 
 
 def test_a_reader_follows_a_tensor_to_other_memory() -> None:
     parameter = nn.Parameter(torch.zeros(8))
-    tensors, reader = [parameter], Reader()
+    tensors, reader = [parameter], DigestReader()
     before = reader.digests(tensors)
     parameter.data = torch.ones(8)
     assert reader.digests(tensors) != before
@@ -92,12 +92,12 @@ def test_a_reader_follows_a_tensor_to_other_memory() -> None:
 def test_only_what_has_bytes_is_listed() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,))
     stand_in, empty = torch.empty(3, device="meta"), torch.empty(0)
-    listing = Listing.of(named(sparse, torch.ones(2), stand_in, empty))
+    listing = TensorListing.of(named(sparse, torch.ones(2), stand_in, empty))
     assert listing.names == ["1"]
 
 
 def test_a_listing_is_the_same_while_its_tensors_are() -> None:
-    kept, one, two = KeptListing(), torch.ones(2), torch.zeros(2)
+    kept, one, two = CachedListing(), torch.ones(2), torch.zeros(2)
     first = kept.of([one, 3], lambda: named(one))
     assert kept.of([one, 3], lambda: named(two)) is first
     assert kept.of([two, 3], lambda: named(two)).tensors[0] is two
@@ -107,7 +107,7 @@ def test_a_listing_is_the_same_while_its_tensors_are() -> None:
 
 @given(st.integers(0, 2**64 - 1))
 def test_a_digest_fits_a_float(digest: int) -> None:
-    number = as_number(digest)
+    number = digest_to_float(digest)
     assert number > 0 and int(number) == digest >> 12 | 1
 
 
@@ -123,4 +123,4 @@ def test_a_digest_fits_a_float(digest: int) -> None:
     ],
 )
 def test_most_decide_and_half_are_not_most(held: str, odd: list[int], right: list[int]) -> None:
-    assert judge([[float(ord(one)), 1.0] for one in held]) == (odd, right)
+    assert find_majority([[float(ord(one)), 1.0] for one in held]) == (odd, right)

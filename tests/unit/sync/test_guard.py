@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from shoal.sync.digests import Listing
-from shoal.sync.guard import Guard, some_of, tensors_in
+from shoal.sync.digests import TensorListing
+from shoal.sync.guard import Guard, list_names, tensors_in
 
 
 def flip(tensor: Tensor, element: int = 0) -> None:
@@ -12,8 +12,8 @@ def flip(tensor: Tensor, element: int = 0) -> None:
     tensor.detach().numpy().view("uint32").reshape(-1)[element] ^= 1 << 20
 
 
-def listing(*tensors: Tensor) -> Listing:
-    return Listing.of((tensor, ("t", str(number))) for number, tensor in enumerate(tensors))
+def listing(*tensors: Tensor) -> TensorListing:
+    return TensorListing.of((tensor, ("t", str(number))) for number, tensor in enumerate(tensors))
 
 
 def test_a_flipped_bit_is_named() -> None:
@@ -75,5 +75,5 @@ def test_state_is_looked_through() -> None:
 
 
 def test_a_few_are_named() -> None:
-    assert some_of(["a", "b"]) == "a, b"
-    assert some_of(list("abcdef")) == "a, b, c, d and 2 other tensors"
+    assert list_names(["a", "b"]) == "a, b"
+    assert list_names(list("abcdef")) == "a, b, c, d and 2 other tensors"

@@ -6,8 +6,8 @@ from torch import nn
 
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError, UsageError
-from shoal.parallel.layout import whole
-from shoal.sync.state import Given, HeldState, Run
+from shoal.parallel.layout import whole_slice
+from shoal.sync.state import MemorySource, ParameterRun, TrainState
 
 
 def made(seed: int, kind: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -17,10 +17,10 @@ def made(seed: int, kind: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch
     return model, kind(model.named_parameters(), lr=0.01)
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
-    runs = {p: Run(name, p.shape) for name, p in model.named_parameters()}
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+    runs = {p: ParameterRun(name, p.shape) for name, p in model.named_parameters()}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return HeldState(tensors, optimizer, runs)
+    return TrainState(tensors, optimizer, runs)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -36,7 +36,7 @@ def test_a_round_trip_continues_with_the_same_bits(kind) -> None:
     first = made(0, kind)
     train(*first, range(3))
     second = made(1, kind)
-    held(*second).load_state_dict(Given(held(*first).state_dict()))
+    held(*second).load_state_dict(MemorySource(held(*first).state_dict()))
     for pair in (first, second):
         train(*pair, range(3, 6))
     ends = [held(*pair).state_dict() for pair in (first, second)]
@@ -55,13 +55,13 @@ def test_names_are_canonical() -> None:
 
 
 def test_a_whole_tensor_knows_its_place() -> None:
-    part = whole(torch.zeros(2, 3, requires_grad=True))
+    part = whole_slice(torch.zeros(2, 3, requires_grad=True))
     assert (part.global_shape, part.offset) == ((2, 3), (0, 0))
     assert not part.tensor.requires_grad
 
 
 def test_a_group_of_one_gathers_its_own() -> None:
-    assert Group().gather_numbers([1.0, 2.0]) == [[1.0, 2.0]]
+    assert Group().all_gather_numbers([1.0, 2.0]) == [[1.0, 2.0]]
 
 
 class Remembers(torch.optim.SGD):
@@ -91,7 +91,7 @@ def test_what_cannot_be_handed_over_is_refused_by_name() -> None:
 def test_another_optimizers_state_is_refused() -> None:
     first = made(0, torch.optim.SGD)
     train(*first, range(1))
-    state = Given(held(*first).state_dict())
+    state = MemorySource(held(*first).state_dict())
     with pytest.raises(UsageError, match=r"optimizer SGD with 1 groups .* this is AdamW with 1"):
         held(*made(0, torch.optim.AdamW)).load_state_dict(state)
     model, _ = made(0, torch.optim.SGD)

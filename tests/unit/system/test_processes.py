@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal.system.processes import PerProcess, giving_way, readable
+from shoal.system.processes import PerProcess, batch_scheduling, readable
 
 
 def in_a_fork(act) -> bool:
@@ -87,7 +87,7 @@ def test_descriptors_of_any_number_are_watched() -> None:
 
 def test_who_gives_way_does_so_for_a_while() -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    with pytest.raises(ValueError, match="on the way"), giving_way():
+    with pytest.raises(ValueError, match="on the way"), batch_scheduling():
         assert os.sched_getscheduler(0) == os.SCHED_BATCH
         raise ValueError("on the way")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
@@ -96,7 +96,7 @@ def test_who_gives_way_does_so_for_a_while() -> None:
 def test_what_the_user_chose_stays() -> None:
     def stays() -> bool:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        with giving_way():
+        with batch_scheduling():
             inside = os.sched_getscheduler(0)
         return inside == os.sched_getscheduler(0) == os.SCHED_IDLE
 
@@ -108,5 +108,5 @@ def test_where_it_is_forbidden_nothing_happens(monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError("not here")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    with giving_way():
+    with batch_scheduling():
         assert os.sched_getscheduler(0) == os.SCHED_OTHER

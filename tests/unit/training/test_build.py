@@ -11,7 +11,7 @@ from torch import nn
 import shoal
 from shoal.errors import PlanError, RecipeError
 from shoal.plans.plan import Plan
-from shoal.training.build import prepare
+from shoal.training.build import build_model
 from shoal.training.run import Run, resolve
 from tests import zoo
 
@@ -30,9 +30,9 @@ class Lion(torch.optim.SGD):
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused(plan: str) -> None:
     run = dataclasses.replace(zoo.mlp(), optimizer=lambda named: torch.optim.Adafactor(named))
     with pytest.raises(PlanError, match="Adafactor may look at a whole tensor"):
-        prepare(run, resolved(run, plan))
+        build_model(run, resolved(run, plan))
     own = dataclasses.replace(run, optimizer=lambda named: Lion(named, lr=0.1))
-    prepare(own, resolved(own, plan)).seeds.close()
+    build_model(own, resolved(own, plan)).seeds.close()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_complex_parameters_are_not_left_apart_nor_halved(key: str) -> None:
         zoo.mlp(), model=lambda: nn.Linear(32, zoo.KINDS, dtype=torch.complex64)
     )
     with pytest.raises(PlanError, match=f"weight is complex, and {key.split()[0]}"):
-        prepare(run, resolved(run, f"data=4 sync=server {key}"))
+        build_model(run, resolved(run, f"data=4 sync=server {key}"))
 
 
 def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
@@ -55,8 +55,8 @@ def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
 
     run = dataclasses.replace(zoo.mlp(), model=model)
     with pytest.raises(PlanError, match=r"0\.weight has a hook of its own"):
-        prepare(run, resolved(run, "data=2 zero=3"))
-    prepare(run, resolved(run, "data=2 zero=2")).seeds.close()
+        build_model(run, resolved(run, "data=2 zero=3"))
+    build_model(run, resolved(run, "data=2 zero=2")).seeds.close()
 
 
 def test_examples_of_one_form_are_chosen_where_lengths_differ() -> None:
@@ -80,7 +80,7 @@ def test_examples_of_one_form_are_chosen_where_lengths_differ() -> None:
     run = dataclasses.replace(
         zoo.mlp(), model=Reads, data=texts, collate=collate, batch_size=8, clip=None
     )
-    prepared = prepare(run, resolved(run, "pipeline=2"))
+    prepared = build_model(run, resolved(run, "pipeline=2"))
     assert prepared.survey.stages is not None and len(prepared.survey.stages.stages) == 2
     prepared.seeds.close()
 
@@ -108,11 +108,11 @@ def test_a_first_piece_that_quarantine_emptied_is_no_example(tmp_path: Path) -> 
         return dataclasses.replace(run, data=shoal.data.in_order(left_out))
 
     for num_bad in (1, 3 * run.batch_size):
-        prepared = prepare(broken(num_bad), resolved(broken(num_bad), "tensor=2"))
+        prepared = build_model(broken(num_bad), resolved(broken(num_bad), "tensor=2"))
         assert prepared.survey.tensor is not None
         prepared.seeds.close()
     with pytest.raises(RecipeError, match="Quarantine leaves out all samples"):
-        prepare(broken(len(run.data)), resolved(run, "tensor=2"))
+        build_model(broken(len(run.data)), resolved(run, "tensor=2"))
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "data=2 recompute=blocks"])
@@ -128,5 +128,5 @@ def test_a_compiled_model_is_refused_where_its_modules_count(plan: str, whole: b
     run = dataclasses.replace(zoo.mlp(), model=model)
     who = "The model is compiled" if whole else "1 is compiled"
     with pytest.raises(PlanError, match=rf"^{who} \(torch.compile\), and {plan.split()[-1]} works"):
-        prepare(run, resolved(run, plan))
-    prepare(run, resolved(run, "data=2 zero=1")).seeds.close()
+        build_model(run, resolved(run, plan))
+    build_model(run, resolved(run, "data=2 zero=1")).seeds.close()

@@ -26,9 +26,9 @@ def test_a_group_that_is_lost_ends_an_evaluation() -> None:
         steps=2,
     )
     with shoal.trainer(run, plan="data=1") as trainer:
-        measure(run, trainer.compute, run.data, trainer.mesh)
+        measure(run, trainer.runner, run.data, trainer.mesh)
         assert calls == 256 / 8
         trainer.mesh.data.is_lost = lambda: calls == 256 / 8 + 3
         with pytest.raises(GroupLost):
-            measure(run, trainer.compute, run.data, trainer.mesh)
+            measure(run, trainer.runner, run.data, trainer.mesh)
         assert calls == 256 / 8 + 3

@@ -11,23 +11,23 @@ from shoal.cli.main import run_here
 from shoal.data.batches import Batches
 from shoal.data.ledger import mark
 from shoal.data.orders import order_name
-from shoal.data.replaying import Replayed
+from shoal.data.replay_order import ReplayOrder
 from shoal.data.shard_files.reading import shards
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.quarantine import quarantine
-from shoal.data.views import by_length, in_order, join, some, weighted
+from shoal.data.views import by_length, in_order, join, subset, weighted
 from shoal.errors import UsageError
 from shoal.training import lineage
 from shoal.training.lineage import (
     audit_run,
     batches_of,
-    left_out,
-    missed_in,
-    only_new,
+    left_out_ids,
+    missed_samples,
     read_record,
     refuse_other_marks,
     seen_in,
+    select_new,
 )
 
 
@@ -60,11 +60,11 @@ def test_a_run_before_that_went_on_changes_nothing(tmp_path: Path) -> None:
     new = {"new_data": str(first), "new_data_steps": 3, "replay": 0.25}
     second = write(tmp_path / "second", 5, 80, **new)
     before = ids_of(second, data)
-    order = only_new(data, read_record(first), 0.25).order.ids(np.arange(20), 0, 0)
+    order = select_new(data, read_record(first), 0.25).order.ids(np.arange(20), 0, 0)
     assert before == order.tolist()
     write(first, 8, 40)
     assert ids_of(second, data) == before
-    again = only_new(data, read_record(first).until(3), 0.25).order.ids(np.arange(20), 0, 0)
+    again = select_new(data, read_record(first).until(3), 0.25).order.ids(np.arange(20), 0, 0)
     assert np.array_equal(again, order)
     seen = seen_in(read_record(second), data)
     assert set(np.flatnonzero(seen)) == set(before) | set(ids_of(first, data)[:12])
@@ -93,7 +93,7 @@ def test_each_run_of_a_chain_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         last = write(tmp_path / str(number), 1, 8 + 4 * number, **new)
     looked: list[Path] = []
 
-    def counted(path: Path) -> lineage.Record:
+    def counted(path: Path) -> lineage.RunRecord:
         looked.append(path)
         return read_record(path)
 
@@ -122,7 +122,7 @@ LENGTHS = [index * 7 % 11 for index in range(40)]
         *((in_order, by) for by in KNOWN_BY),
         *((lambda data: weighted(data, [1.0] * 40), by) for by in KNOWN_BY),
         *((lambda data: by_length(data, LENGTHS, 4), by) for by in KNOWN_BY),
-        (lambda data: some(data, range(39, -1, -1)), "the order's name"),  # as many numbers
+        (lambda data: subset(data, range(39, -1, -1)), "the order's name"),  # as many numbers
     ],
 )
 def test_what_was_seen_in_another_order_is_not_guessed(
@@ -139,7 +139,7 @@ def test_what_was_seen_in_another_order_is_not_guessed(
         (first / "run.json").write_text(json.dumps(described))
     assert seen_in(read_record(first), range(40)).sum() == 12
     with pytest.raises(UsageError, match="in another order than its recipe gives today"):
-        only_new(other(range(40)), read_record(first))
+        select_new(other(range(40)), read_record(first))
 
 
 @pytest.mark.parametrize("known_by", KNOWN_BY)
@@ -160,11 +160,11 @@ def test_what_was_replayed_in_another_order_is_not_guessed(
     assert seen_in(read_record(second), range(80)).sum() > 12
     refuse_other_marks(read_record(second), range(80))
 
-    def reversed_ids(self: Replayed, positions: Any, seed: int, epoch: int) -> Any:
+    def reversed_ids(self: ReplayOrder, positions: Any, seed: int, epoch: int) -> Any:
         return ids(self, len(self) - 1 - positions, seed, epoch)
 
-    ids = Replayed.ids
-    monkeypatch.setattr(Replayed, "ids", reversed_ids)
+    ids = ReplayOrder.ids
+    monkeypatch.setattr(ReplayOrder, "ids", reversed_ids)
     with pytest.raises(UsageError, match="in another order"):
         seen_in(read_record(second), range(80))
     if known_by == "marks":
@@ -184,15 +184,15 @@ def test_data_may_grow_by_sets_of_shards(tmp_path: Path) -> None:
     described["run"]["data_order"] = {"value": order_name(before.order, 0)}
     (first / "run.json").write_text(json.dumps(described))
     seen = set(np.flatnonzero(seen_in(read_record(first), before)).tolist())
-    grown = only_new(shards([tmp_path / "a", tmp_path / "b"]), read_record(first))
+    grown = select_new(shards([tmp_path / "a", tmp_path / "b"]), read_record(first))
     assert len(seen) == 12 and sorted(ids_in(grown)) == sorted(set(range(70)) - seen)
     assert {grown[index][1] for index in ids_in(grown)} == set(range(70)) - seen
     joined = join([before, shards(tmp_path / "b")])
     with pytest.raises(UsageError, match="in another order"):
-        only_new(joined, read_record(first))
+        select_new(joined, read_record(first))
     build(pairs(0, 45), tmp_path / "rebuilt", shard_bytes=150)
     with pytest.raises(UsageError, match=r"shards\(\[OLD, NEW\]\)"):
-        only_new(shards(tmp_path / "rebuilt"), read_record(first))
+        select_new(shards(tmp_path / "rebuilt"), read_record(first))
 
 
 def ids_in(view: Any) -> list[int]:
@@ -202,10 +202,10 @@ def ids_in(view: Any) -> list[int]:
 
 def test_new_samples_keep_the_order_of_the_recipe(tmp_path: Path) -> None:
     first = write(tmp_path / "first", 3, 40)
-    grown = ids_in(only_new(in_order(range(50)), read_record(first)))
+    grown = ids_in(select_new(in_order(range(50)), read_record(first)))
     assert grown == list(range(12, 50))
     lengths = [*LENGTHS, *range(10)]
-    alike = only_new(by_length(range(50), lengths, 4, window=9), read_record(first))
+    alike = select_new(by_length(range(50), lengths, 4, window=9), read_record(first))
     new = ids_in(alike)
     seen = seen_in(read_record(first), by_length(range(40), LENGTHS, 4, window=9))
     assert sorted(new) == np.flatnonzero(~np.append(seen, np.zeros(10, bool))).tolist()
@@ -214,24 +214,24 @@ def test_new_samples_keep_the_order_of_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="batches of 4, and batch_size is 5"):
         Batches(alike, batch_size=5)
     with pytest.raises(UsageError, match="--replay mixes old samples in"):
-        only_new(by_length(range(50), lengths, 4), read_record(first), 0.5)
+        select_new(by_length(range(50), lengths, 4), read_record(first), 0.5)
     with pytest.raises(UsageError, match="neither weighted nor mixed"):
-        only_new(weighted(range(40), [1.0] * 40), read_record(first))
+        select_new(weighted(range(40), [1.0] * 40), read_record(first))
 
 
 def test_a_choice_grows_by_ids_at_its_end(tmp_path: Path) -> None:
-    evens, grown = (some(range(90), range(0, stop, 2)) for stop in (60, 90))
+    evens, grown = (subset(range(90), range(0, stop, 2)) for stop in (60, 90))
     first = write(tmp_path / "first", 3, 30)
     described = json.loads((first / "run.json").read_text())
     described["run"]["data_order"] = {"value": order_name(evens.order, 0)}
     (first / "run.json").write_text(json.dumps(described))
-    new = only_new(grown, read_record(first))
+    new = select_new(grown, read_record(first))
     seen = Batches(evens, batch_size=4)
     was_seen = {int(index) for step in range(3) for index in seen.at(step).ids}
     assert sorted(ids_in(new)) == sorted(set(range(45)) - was_seen)
-    odds = some(range(90), range(1, 90, 2))
+    odds = subset(range(90), range(1, 90, 2))
     with pytest.raises(UsageError, match="in another order than its recipe gives today"):
-        only_new(odds, read_record(first))
+        select_new(odds, read_record(first))
 
 
 PAIRS = [(float(index), 0) for index in range(12)]
@@ -241,16 +241,16 @@ def test_what_was_left_out_is_found_through_what_lies_over_it(tmp_path: Path) ->
     inner = quarantine(PAIRS, tmp_path / "bad.jsonl")
     for index in (2, 3, 9):
         inner.record(index, ValueError("odd"))
-    assert left_out(in_order(inner)).tolist() == [2, 3, 9]
+    assert left_out_ids(in_order(inner)).tolist() == [2, 3, 9]
     cleaned = clean(inner, keep=lambda sample: sample[0] >= 3)
     assert cleaned[6][0] == 9.0
-    assert left_out(cleaned).tolist() == [0, 6]
-    assert left_out(join([PAIRS, cleaned, inner])).tolist() == [12, 18, 23, 24, 30]
-    assert left_out(PAIRS).tolist() == []
-    chosen = some(inner, [9, 1, 2])
-    assert left_out(chosen).tolist() == [0, 2]
+    assert left_out_ids(cleaned).tolist() == [0, 6]
+    assert left_out_ids(join([PAIRS, cleaned, inner])).tolist() == [12, 18, 23, 24, 30]
+    assert left_out_ids(PAIRS).tolist() == []
+    chosen = subset(inner, [9, 1, 2])
+    assert left_out_ids(chosen).tolist() == [0, 2]
     chosen.record(1, ValueError("odd"))
-    assert left_out(inner).tolist() == [1, 2, 3, 9]
+    assert left_out_ids(inner).tolist() == [1, 2, 3, 9]
 
 
 def test_an_audit_knows_what_cleaned_data_left_out(tmp_path: Path) -> None:
@@ -325,17 +325,17 @@ def test_what_was_left_out_and_mended_is_new(bad_run: tuple[Path, Path], tmp_pat
     run, bad = bad_run
     data = bad_numbers(str(bad)).data
     before = read_record(run)
-    assert missed_in(before, data) == [5]
-    assert ids_in(only_new(data, before, missed=[5])) == [5]
+    assert missed_samples(before, data) == [5]
+    assert ids_in(select_new(data, before, missed=[5])) == [5]
     with pytest.raises(UsageError, match="All 8 samples were seen"):
-        only_new(data, before)
+        select_new(data, before)
     noted = {"new_data": str(run), "new_data_steps": 2, "new_data_missed": [5]}
     record = read_record(write(tmp_path / "next", 1, 8, batch_size=1, **noted))
     assert batches_of(record, data).at(0).ids.tolist() == [5]
     data.record(3, ValueError("bad by now"))  # which it was not when the run began
-    assert missed_in(before, data) == [5]
+    assert missed_samples(before, data) == [5]
     assert batches_of(record, data).at(0).ids.tolist() == [5]
-    assert seen_in(record, data).all() and missed_in(record, data) == []
+    assert seen_in(record, data).all() and missed_samples(record, data) == []
 
 
 @pytest.mark.parametrize(

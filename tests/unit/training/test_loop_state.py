@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from shoal.errors import RecipeError, UsageError
-from shoal.parallel.layout import whole
-from shoal.sync.state import Given, State
+from shoal.parallel.layout import whole_slice
+from shoal.sync.state import MemorySource, ShardedState
 from shoal.training.loop_state import LoopState
 
 
-def carried(state: LoopState) -> tuple[dict[str, Any], Given]:
+def carried(state: LoopState) -> tuple[dict[str, Any], MemorySource]:
     """What a peer, or a checkpoint, has of a state: JSON and tensors."""
     plain, tensors = state.pack()
     plain = msgspec.json.decode(msgspec.json.encode(plain))
-    named = {f"x.{number}": [whole(tensor.clone())] for number, tensor in enumerate(tensors)}
-    return plain, Given(State(named, {}))
+    named = {f"x.{number}": [whole_slice(tensor.clone())] for number, tensor in enumerate(tensors)}
+    return plain, MemorySource(ShardedState(named, {}))
 
 
 def handed_over(state: LoopState, to: LoopState, exact: bool = True) -> None:

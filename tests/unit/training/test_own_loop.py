@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.checkpoint.finding import steps_in
+from shoal.checkpoint.find import list_steps
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.storage.object_store import open_store
@@ -57,7 +57,7 @@ def train(kept: Path | None = None, until: int = 99, plan: str = "data=1") -> An
 def test_a_loop_that_ended_early_goes_on_with_the_same_bits(tmp_path: Path, until: int) -> None:
     losses, weights, ema = train()
     first, _, _ = train(tmp_path, until)
-    assert steps_in(open_store(tmp_path))[0].endswith(f"{until}"), "the end was saved"
+    assert list_steps(open_store(tmp_path))[0].endswith(f"{until}"), "the end was saved"
     rest, weights_then, ema_then = train(tmp_path)
     assert first + rest == losses
     assert all(map(torch.equal, weights, weights_then)) and all(map(torch.equal, ema, ema_then))
@@ -91,7 +91,7 @@ def test_leaving_by_exit_saves_if_it_is_no_failure(tmp_path: Path, code: int | N
         for info in trainer:
             if info.step == 3:
                 raise SystemExit(code)
-    assert bool(steps_in(open_store(tmp_path))) == (not code)
+    assert bool(list_steps(open_store(tmp_path))) == (not code)
 
 
 def frozen_first() -> nn.Module:

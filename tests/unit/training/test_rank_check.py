@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.numerics import schedules
-from shoal.training.build import prepare
-from shoal.training.rank_check import facts_of, unlike_pair
+from shoal.training.build import build_model
+from shoal.training.rank_check import facts_of, first_unlike_pair
 from shoal.training.run import resolve
 
 SCALE, RANK = 1.0, 0
@@ -58,7 +58,7 @@ def run_of(**changes: Any) -> shoal.Run:
 def facts(plan: str = "data=2", **changes: Any) -> dict[str, str]:
     run = run_of(**changes)
     resolved = resolve(run, plan, 2)
-    return facts_of(run, resolved, prepare(run, resolved).model)
+    return facts_of(run, resolved, build_model(run, resolved).model)
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -151,7 +151,7 @@ def test_looking_at_samples_changes_no_draw() -> None:
 
 
 def test_the_odd_one_is_the_one_that_few_agree_with() -> None:
-    assert unlike_pair([1.0, 1.0, 1.0], [0, 1, 2]) is None
-    assert unlike_pair([2.0, 1.0, 1.0], [0, 1, 2]) == (0, 1)
-    assert unlike_pair([1.0, 2.0], [0, 1]) == (1, 0)
-    assert unlike_pair([1.0, 5.0, 2.0, 5.0], [1, 3]) is None
+    assert first_unlike_pair([1.0, 1.0, 1.0], [0, 1, 2]) is None
+    assert first_unlike_pair([2.0, 1.0, 1.0], [0, 1, 2]) == (0, 1)
+    assert first_unlike_pair([1.0, 2.0], [0, 1]) == (1, 0)
+    assert first_unlike_pair([1.0, 5.0, 2.0, 5.0], [1, 3]) is None

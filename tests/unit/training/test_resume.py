@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import shoal
 from shoal.checkpoint.manifest import Origin
-from shoal.data import glimpse
-from shoal.data.likeness import shown
+from shoal.data import sample_digest
+from shoal.data.identity import short_identity
 from shoal.errors import UsageError
 from shoal.training.checkpointing import origin_of
 from shoal.training.recipe import provenance
@@ -41,12 +41,12 @@ def origin(run: Run) -> Origin:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a second may pass before a fork runs."""
-    monkeypatch.setattr(glimpse, "MOST_S", 30.0)
+    monkeypatch.setattr(sample_digest, "MOST_S", 30.0)
 
 
 def test_other_data_of_the_same_length_is_refused_with_both_names() -> None:
     began, now = run_of(), run_of(shift=1.0)
-    names = [shown(plain(run)["data_content"]) for run in (began, now)]
+    names = [short_identity(plain(run)["data_content"]) for run in (began, now)]
     with pytest.raises(UsageError) as refused:
         refuse_changes(plain(now), now, origin(began))
     assert all(name in str(refused.value) for name in names) and "--from" in str(refused.value)

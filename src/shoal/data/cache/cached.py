@@ -7,17 +7,16 @@
 Put it after what is expensive and always the same (reading, decoding, resizing) and before what
 varies from pass to pass: a source that varies is refused, since its first pass would be frozen.
 
-A sample that no layer has is made by one process: it claims the sample (`ranges.py`), and others
-that want it make another one of their batch meanwhile and come back for it. So runs that walk the
-same order share the work instead of doing it side by side. A claim goes with its process; whoever
-waited for two seconds makes the sample itself. A source that gives many records in one call is
-asked for sixteen at a time. A sample comes out of the cache as it comes out when it was just made,
-so that the first pass is like the others: tuples, lists, dicts, tensors, arrays, numbers, text and
-bytes (`data/packing.py`).
+A sample that no layer has is made by one process: it locks the sample (`range_locks.py`), and
+others that need it make another one of their batch meanwhile and come back for it. So runs with the
+same order share the work. A lock ends with its process; a process that waited for two seconds makes
+the sample itself. A source that gives many records in one call is asked for sixteen at a time. A
+sample comes out of the cache as it comes out when it was just made, so that the first pass is like
+the others: tuples, lists, dicts, tensors, arrays, numbers, text and bytes (`data/packing.py`).
 
 Cost: hashing and a copy when made; a copy and a hash when found in memory, straight into the row of
-a batch (`rows.py`). Not for samples that are quicker to make than to copy, such as rows of tensors
-in memory.
+a batch (`batch_rows.py`). Not for samples that are quicker to make than to copy, such as rows of
+tensors in memory. Next: `layers.py` for the tiers, `keys.py` for the keys.
 """
 
 import time
@@ -29,20 +28,20 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shoal.data.cache.area import Area
-from shoal.data.cache.disk import Disk
-from shoal.data.cache.identity import name_samples
-from shoal.data.cache.joining import join_area
-from shoal.data.cache.layers import Layer, Row
+from shoal.data.cache.batch_rows import BatchBuffer, RowMismatch
+from shoal.data.cache.disk import DiskLayer
+from shoal.data.cache.host_memory import attach_host_memory
+from shoal.data.cache.keys import name_samples
+from shoal.data.cache.layers import CacheLayer, TieredCache
 from shoal.data.cache.memcached import memcached_layer
-from shoal.data.cache.ranges import MOST, Ranges
+from shoal.data.cache.memory import MemoryLayer
+from shoal.data.cache.range_locks import NUM_LOCKS, RangeLocks
 from shoal.data.cache.redis import redis_layer
-from shoal.data.cache.rows import Rows, Unlike
 from shoal.data.collating import collate_samples
-from shoal.data.given import path_of, text_of
-from shoal.data.packing import BadSample, Part, parts_of, unpack
-from shoal.data.readers.records import Many, ask_many
-from shoal.data.sources import Ids, Source, Varied, as_source, position
+from shoal.data.packing import BadSample, BytesLike, pack_parts, unpack
+from shoal.data.readers.records import BulkSource, load_many
+from shoal.data.sources import EpochSource, Ids, Source, as_source, normalize_index
+from shoal.data.validate import path_of, text_of
 from shoal.errors import RecipeError, UsageError
 from shoal.formatting import num_bytes_of
 
@@ -69,10 +68,10 @@ def cached(
     `disk_bytes` (10GB), `redis` a URL and `memcached` an address host:port.
     """
     source = as_source(source)
-    if isinstance(source, Varied):
+    if isinstance(source, EpochSource):
         raise UsageError(
             f"cached() was given a {type(source).__name__} whose samples differ from pass to pass "
-            "(an augmentation). A cache would give those of the first pass for ever. Put it "
+            "(an augmentation). A cache would give those of the first pass in all others. Put it "
             "before: mapped(cached(source), augment)."
         )
     if disk is None and disk_bytes is not None:
@@ -81,16 +80,16 @@ def cached(
             "disk='DIR', or leave disk_bytes out."
         )
     identity = name_samples(source, key)
-    layers: list[Layer] = []
-    ranges: Ranges | None = None  # of the nearest layer that has some
+    layers: list[CacheLayer] = []
+    ranges: RangeLocks | None = None  # of the nearest layer that has some
     if memory is not None:
-        area = join_area(num_bytes_of(memory, "memory"))
+        area = attach_host_memory(num_bytes_of(memory, "memory"))
         layers.append(area)
         ranges = area.ranges
     if disk is not None:
         path = Path(path_of(disk, "cached(disk=...)"))
         most = DISK_BYTES if disk_bytes is None else disk_bytes
-        directory = Disk(path, num_bytes_of(most, "disk_bytes"))
+        directory = DiskLayer(path, num_bytes_of(most, "disk_bytes"))
         layers.append(directory)
         ranges = ranges or directory.ranges
     if redis is not None:
@@ -109,16 +108,16 @@ class Cached:
     """A source with its cache; made by `cached`."""
 
     def __init__(
-        self, source: Source, identity: str, layers: Sequence[Layer], ranges: Ranges | None
+        self, source: Source, identity: str, layers: Sequence[CacheLayer], ranges: RangeLocks | None
     ):
         self.source = source
         self._num_made = 0
         self._identity = identity
         self._prefix = xxhash.xxh3_128_digest(identity.encode(errors="surrogatepass"))
-        self._row = Row(layers)
-        self._area = layers[0] if isinstance(layers[0], Area) else None
+        self._row = TieredCache(layers)
+        self._area = layers[0] if isinstance(layers[0], MemoryLayer) else None
         self._ranges = ranges
-        self._num_at_once = _AT_ONCE if isinstance(source, Many) else 1
+        self._num_at_once = _AT_ONCE if isinstance(source, BulkSource) else 1
         self._is_keeping = True
         self._is_open = True
         for name in ("order", "record"):
@@ -129,17 +128,19 @@ class Cached:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
-        index = position(index, len(self))
+        index = normalize_index(index, len(self))
         packed = self._row.get(self._key(index))
         if packed is None:
             packed = self._awaited(index)
         return self._sample(index, packed)
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
-        rows = Rows(len(ids))
+        rows = BatchBuffer(len(ids))
         try:
             self._fill(rows, [int(index) for index in ids])
-        except Unlike:  # collated at once, which takes more kinds of samples or says what is wrong
+        except (
+            RowMismatch
+        ):  # collated at once, which takes more kinds of samples or says what is wrong
             return collate_samples([self[int(index)] for index in ids], None, np.asarray(ids))
         return rows.pair()
 
@@ -158,7 +159,7 @@ class Cached:
             self._is_open = False
             self._row.close()
 
-    def _fill(self, rows: Rows, ids: Sequence[int]) -> None:
+    def _fill(self, rows: BatchBuffer, ids: Sequence[int]) -> None:
         """Every sample into its row, in the order in which they can be had."""
         absent = [row for row, index in enumerate(ids) if not self._found(rows, row, index)]
         of_others = []
@@ -176,7 +177,7 @@ class Cached:
             if not self._found(rows, row, ids[row]):
                 rows.place(row, self._sample(ids[row], self._awaited(ids[row])))
 
-    def _found(self, rows: Rows, row: int, index: int) -> bool:
+    def _found(self, rows: BatchBuffer, row: int, index: int) -> bool:
         """Whether a layer had the sample, which then is in its row."""
         if self._copied(rows, row, index):
             return True
@@ -187,12 +188,12 @@ class Cached:
             rows.place(row, self._sample(index, packed))
         return True
 
-    def _copied(self, rows: Rows, row: int, index: int) -> bool:
+    def _copied(self, rows: BatchBuffer, row: int, index: int) -> bool:
         """Whether the sample was in memory, packed as those before it, and is now in its row."""
         area = self._area
         return area is not None and area.take(self._key(index), partial(rows.copy, row))
 
-    def _place(self, rows: Rows, row: int, index: int, parts: Sequence[Part]) -> None:
+    def _place(self, rows: BatchBuffer, row: int, index: int, parts: Sequence[BytesLike]) -> None:
         if rows.fill(row, parts) is None:
             rows.place(row, self._sample(index, bytearray().join(parts)))
 
@@ -202,7 +203,7 @@ class Cached:
         except BadSample:  # sealed by another who packs in another way
             return unpack(bytearray().join(self._pack(index, self.source[index])))
 
-    def _made(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[Part]]:
+    def _made(self, wanted: Mapping[int, int]) -> Mapping[int, Sequence[BytesLike]]:
         """For each row its packed sample, but for those that other processes are making."""
         claims = self._ranges if self._is_keeping else None
         if claims is None:  # with no room left there is nothing to wait for
@@ -217,17 +218,17 @@ class Cached:
             for index in claimed.values():
                 claims.unlock(self._number(index))
 
-    def _make(self, wanted: Mapping[int, int]) -> dict[int, Sequence[Part]]:
+    def _make(self, wanted: Mapping[int, int]) -> dict[int, Sequence[BytesLike]]:
         samples = self._asked(list(wanted.values()))
-        made: dict[int, Sequence[Part]] = {}
+        made: dict[int, Sequence[BytesLike]] = {}
         for at, (row, index) in enumerate(wanted.items()):
             sample = self.source[index] if samples is None else samples[at]
             made[row] = self._keep(index, sample)
         return made
 
     def _asked(self, ids: list[int]) -> list[Any] | None:
-        """What `ask_many` gives; whether the source has it is known, and slow to find out."""
-        return ask_many(self.source, ids) if self._num_at_once > 1 and ids else None
+        """What `load_many` gives; whether the source has it is known, and slow to find out."""
+        return load_many(self.source, ids) if self._num_at_once > 1 and ids else None
 
     def _awaited(self, index: int) -> bytearray:
         """The packed sample that another process is making, or one made here when time is up."""
@@ -240,22 +241,22 @@ class Cached:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         return bytearray().join(self._keep(index, self.source[index]))
 
-    def _keep(self, index: int, sample: Any) -> Sequence[Part]:
+    def _keep(self, index: int, sample: Any) -> Sequence[BytesLike]:
         parts = self._pack(index, sample)
         self._is_keeping = self._row.put(self._key(index), *parts)
         return parts
 
-    def _pack(self, index: int, sample: Any) -> Sequence[Part]:
+    def _pack(self, index: int, sample: Any) -> Sequence[BytesLike]:
         """The sample's parts, whose arrays are the sample's own."""
         self._num_made += 1
         try:
-            return parts_of(sample)
+            return pack_parts(sample)
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be cached: {error}") from None
 
     def _number(self, index: int) -> int:
         """What is locked while a sample is made."""
-        return 1 + int.from_bytes(self._key(index)[:8], "little") % (MOST - 1)
+        return 1 + int.from_bytes(self._key(index)[:8], "little") % (NUM_LOCKS - 1)
 
     def _key(self, index: int) -> bytes:
         return xxhash.xxh3_128_digest(self._prefix + index.to_bytes(8, "little"))

@@ -6,10 +6,10 @@
     ab/.part-...  one that is being written
 
 A sample is written apart and renamed, so that it appears whole; what the power takes before it is
-on the disk is found out by its seal. Who wants to write adds to `used` first, so that a death can
+on the disk is found out by its seal. A writer adds to `used` first, so that a death can
 only leave it too high; when it says that the directory is full, the files are counted again and
 those used least recently go, down to nine tenths. When a sample was used is kept in its
-modification time, which nobody else touches, because many systems do not keep access times.
+modification time, which only the cache changes, because many systems do not keep access times.
 If all that is there was used too lately to go, that is noted in `used` for all processes, which
 count again after a minute, then after two, and so on up to an hour.
 
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since, seal_of
-from shoal.data.cache.ranges import Ranges
+from shoal.data.cache.range_locks import RangeLocks
+from shoal.data.packing import write_all
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
 from shoal.formatting import in_units
@@ -38,7 +39,7 @@ _BLOCK = 4096
 _COUNT = struct.Struct("<Q")
 _FULL = struct.Struct("<ddd")  # behind the count
 _PART = ".part-"
-_PART_S = 3600.0  # what is older was left by one who died
+_PART_S = 3600.0  # an older one was left by a process that died
 _KEEP_S = 24 * 3600.0
 _TOUCH_S = 60.0
 _FULL_S = 60.0  # before it is counted again, at first
@@ -48,7 +49,7 @@ _PATIENCE_S = 0.05
 _LEAVE = 0.9  # of the bound, after an eviction
 
 
-class Kept(NamedTuple):
+class CacheFile(NamedTuple):
     """A sample in the directory."""
 
     path: str
@@ -56,9 +57,9 @@ class Kept(NamedTuple):
     last_used: float
 
 
-def choose_evicted(kept: list[Kept], num_bytes: float, since: float) -> list[Kept]:
+def choose_evicted(kept: list[CacheFile], num_bytes: float, since: float) -> list[CacheFile]:
     """The least recently used, none of them used since `since`, that hold at least `num_bytes`."""
-    chosen: list[Kept] = []
+    chosen: list[CacheFile] = []
     for one in sorted(kept, key=lambda one: one.last_used):
         if num_bytes <= 0 or one.last_used >= since:
             break
@@ -67,28 +68,28 @@ def choose_evicted(kept: list[Kept], num_bytes: float, since: float) -> list[Kep
     return chosen
 
 
-class Full(NamedTuple):
-    """That nothing could go which was used after `opened`, and when that is looked at again."""
+class EvictionBackoff(NamedTuple):
+    """Nothing used after `opened` could be evicted; until when no process tries again."""
 
     opened: float = 0.0
     until: float = 0.0
     pause_s: float = 0.0
 
     def holds(self, opened: float, now: float) -> bool:
-        """Whether one that was opened then need not count: it may evict no more than who did."""
+        """Whether a layer that was opened then need not count: it could evict no more."""
         return opened <= self.opened and self.until - _MOST_FULL_S <= now < self.until
 
-    def still(self, opened: float, now: float) -> "Full":
+    def still(self, opened: float, now: float) -> "EvictionBackoff":
         """What to note when a count has freed too little once more."""
         pause_s = self.pause_s
         if not _FULL_S <= pause_s <= _MOST_FULL_S or opened > self.until:  # of a run before
             pause_s = _FULL_S
         elif now >= self.until:
             pause_s = min(2 * pause_s, _MOST_FULL_S)
-        return Full(max(opened, self.opened), now + pause_s, pause_s)
+        return EvictionBackoff(max(opened, self.opened), now + pause_s, pause_s)
 
 
-class Disk:
+class DiskLayer:
     """A directory that holds at most `most_bytes`; a layer."""
 
     def __init__(self, directory: Path, most_bytes: int, clock: Clock = time.time):
@@ -106,7 +107,7 @@ class Disk:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with (self._directory / "used").open("ab") as file:
-                self.ranges = Ranges(file.fileno())
+                self.ranges = RangeLocks(file.fileno())
         except OSError as error:
             raise UsageError(
                 f"cached(disk='{directory}') cannot be written: {error.strerror}. Name a directory "
@@ -150,10 +151,10 @@ class Disk:
             if not self._reserve(part, SEAL_BYTES + sum(map(len, parts))):
                 return False
             with open(part, "r+b", buffering=0) as file:
-                _write(file.fileno(), seal_of(key, *parts))
+                write_all(file.fileno(), seal_of(key, *parts))
                 faultpoint("cache.disk")
                 for each in parts:
-                    _write(file.fileno(), each)
+                    write_all(file.fileno(), each)
                 now = self._clock()
                 os.utime(file.fileno(), (now, now))
             faultpoint("cache.rename")
@@ -185,12 +186,12 @@ class Disk:
                 ):
                     used = self._make_room(num_bytes, now)
                     makes_room = used + num_bytes <= self._most_bytes
-                    full = Full() if makes_room else full.still(self._opened, now)
+                    full = EvictionBackoff() if makes_room else full.still(self._opened, now)
                 fits = used + num_bytes <= self._most_bytes
                 file.seek(0)
                 file.write(_COUNT.pack(used + num_bytes if fits else used) + _FULL.pack(*full))
             if fits:
-                # At its full size, and under the lock: who counts next must not count too little.
+                # At its full size, and under the lock: the next count must not be too low.
                 os.makedirs(os.path.dirname(part), exist_ok=True)
                 with open(part, "xb") as made:
                     made.truncate(size)
@@ -212,9 +213,9 @@ class Disk:
                 used -= one.num_bytes
         return used
 
-    def _counted(self, now: float) -> list[Kept]:
-        """All samples and unfinished parts; parts that nobody will finish are removed."""
-        kept: list[Kept] = []
+    def _counted(self, now: float) -> list[CacheFile]:
+        """All samples and unfinished parts; abandoned parts are removed."""
+        kept: list[CacheFile] = []
         for folder in os.scandir(self._directory):
             if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
                 continue
@@ -228,7 +229,7 @@ class Disk:
                         os.unlink(entry.path)
                         continue
                     when = float("inf") if is_part else found.st_mtime
-                    kept.append(Kept(entry.path, _blocks(found.st_size), when))
+                    kept.append(CacheFile(entry.path, _blocks(found.st_size), when))
         return kept
 
     def _path(self, key: bytes) -> str:
@@ -237,17 +238,19 @@ class Disk:
 
     def _tell_of_damage(self, path: str, what: str) -> None:
         warn_once(
-            f"{path} is not used: {what}. The sample is made anew, like all such.",
+            f"{path} is not used: {what}. The sample is made again, like all such.",
             kind=f"damage in {self._directory}",
         )
 
 
-def _noted(content: bytes) -> tuple[int | None, Full]:
+def _noted(content: bytes) -> tuple[int | None, EvictionBackoff]:
     """What `used` says; it may be new, or cut off by a death."""
     if len(content) < _COUNT.size:
-        return None, Full()
+        return None, EvictionBackoff()
     is_whole = len(content) == _COUNT.size + _FULL.size
-    full = Full(*_FULL.unpack_from(content, _COUNT.size)) if is_whole else Full()
+    full = (
+        EvictionBackoff(*_FULL.unpack_from(content, _COUNT.size)) if is_whole else EvictionBackoff()
+    )
     return _COUNT.unpack_from(content)[0], full
 
 
@@ -271,10 +274,3 @@ def _fill(descriptor: int, *buffers: bytearray) -> bool:
         if left:
             left[0] = left[0][num_read:]
     return True
-
-
-def _write(descriptor: int, content: Content) -> None:
-    """All of it: the system may take a part at a time, and say only then that the disk is full."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]

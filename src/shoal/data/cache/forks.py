@@ -1,7 +1,7 @@
-"""What a forked process must do before it uses what it inherited: leave locks and sockets alone.
+"""What a forked process must do before it uses inherited locks and sockets: drop them.
 
 Ranks are forked from a process that has loaded the recipe, and so may have opened the cache. Each
-object that holds a lock or a connection is watched here, without being kept alive, and its
+object that holds a lock or a connection is registered here by a weak reference, and its
 `after_fork` is called in the child before anything else of the child runs.
 """
 
@@ -10,14 +10,14 @@ import weakref
 from typing import Protocol
 
 
-class Forked(Protocol):
+class ForkAware(Protocol):
     def after_fork(self) -> None: ...
 
 
-_watched: "weakref.WeakSet[Forked] | None" = None
+_watched: "weakref.WeakSet[ForkAware] | None" = None
 
 
-def watch(one: Forked) -> None:
+def watch(one: ForkAware) -> None:
     """Call `one.after_fork()` in every process that is forked while `one` is in use."""
     global _watched
     if _watched is None:

@@ -1,13 +1,13 @@
-"""Layers of a cache: a small protocol, the seal that every kept value has, and layers in a row.
+"""Layers of a cache: the protocol, the checksum that seals every value, and layers as tiers.
 
 A layer keeps bytes under keys of 16 bytes. It may forget anything at any time, and refuse to keep
 something; what it gives back is what was put under that very key, or nothing. The seal sees to
 that: a hash of the content, seeded with the key, that is compared on every `get`. So a value that
-is half-written, flipped, swapped or foreign is a miss, whoever wrote it and whoever died over it.
+is half-written, flipped, swapped or foreign is a miss, whichever process wrote it or died over it.
 
-The seal is no signature: whoever may write to a shared server may write what passes it. It is data
-all the same, never code. Cost: one pass of XXH3 over the content, several GB/s.
-Next: `area.py`, `disk.py`, `remote.py`; `shoal.testing.caches` has the tests that each must pass.
+The seal is no signature: a client that may write to a shared server can write what passes it. That
+is data all the same, never code. Cost: one pass of XXH3 over the content, several GB/s.
+Next: `memory.py`, `disk.py`, `remote.py`; `shoal.testing.caches` has the tests that each must pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Content: TypeAlias = bytes | bytearray | memoryview
 SEAL_BYTES = 16
 
 
-class Layer(Protocol):
+class CacheLayer(Protocol):
     """Where packed samples are kept. Any thread, and any process that was forked, may call it."""
 
     def get(self, key: bytes, /) -> bytearray | None:
@@ -39,10 +39,10 @@ class Layer(Protocol):
         ...
 
 
-class Row:
-    """Layers one behind the other, the nearest first; what is found further away moves nearer."""
+class TieredCache:
+    """Layers as tiers, the nearest first; what a farther one has is copied to the nearer ones."""
 
-    def __init__(self, layers: Sequence[Layer]):
+    def __init__(self, layers: Sequence[CacheLayer]):
         self.layers = tuple(layers)
 
     def get(self, key: bytes) -> bytearray | None:
@@ -91,8 +91,8 @@ def protected_since(opened: float, now: float, keep_s: float) -> float:
 
     A pass over the data uses each sample once. To evict what this pass has used would cost the next
     pass as much as it saves this one, and a set that is larger than the layer would never be found
-    in it; so what was used since the layer was opened stays. But not for ever: `keep_s` later it
-    counts as no longer needed.
+    in it; so what was used since the layer was opened stays. But `keep_s`
+    later it counts as no longer needed.
     """
     return max(opened, now - keep_s)
 

@@ -3,12 +3,19 @@ with a larger item size (`memcached -I 16m`)."""
 
 from typing import Any
 
-from shoal.data.cache.remote import EXPIRE_S, TIMEOUT_S, Connection, Gone, Refused, Remote
+from shoal.data.cache.remote import (
+    EXPIRE_S,
+    TIMEOUT_S,
+    Connection,
+    ServerLayer,
+    ServerUnavailable,
+    ValueRejected,
+)
 from shoal.errors import UsageError, require
 
 
 class _Memcached:
-    """A connection; the library's errors are told apart here."""
+    """A connection; maps the library's errors to ours."""
 
     def __init__(self, host: str, port: int):
         self._errors = require("pymemcache.exceptions", "memcached")
@@ -20,7 +27,7 @@ class _Memcached:
         try:
             found: bytes | None = self._client.get(name)
         except (self._errors.MemcacheError, OSError) as error:
-            raise Gone(f"{type(error).__name__}: {error}") from error
+            raise ServerUnavailable(f"{type(error).__name__}: {error}") from error
         return found
 
     def write(self, name: str, value: bytes) -> None:
@@ -29,17 +36,17 @@ class _Memcached:
         except self._errors.MemcacheServerError as error:
             # After "too large" the server still reads the value that follows: a new connection.
             self._client.close()
-            raise Refused(str(error)) from error
+            raise ValueRejected(str(error)) from error
         except (self._errors.MemcacheError, OSError) as error:
-            raise Gone(f"{type(error).__name__}: {error}") from error
+            raise ServerUnavailable(f"{type(error).__name__}: {error}") from error
         if not is_kept:
-            raise Refused("it gave no reason")
+            raise ValueRejected("it gave no reason")
 
     def close(self) -> None:
         self._client.close()
 
 
-def memcached_layer(address: str) -> Remote:
+def memcached_layer(address: str) -> ServerLayer:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -52,4 +59,4 @@ def memcached_layer(address: str) -> Remote:
     def connect() -> Connection:
         return _Memcached(host, int(port))
 
-    return Remote(f"on memcached at {address}", connect)
+    return ServerLayer(f"on memcached at {address}", connect)

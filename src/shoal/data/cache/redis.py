@@ -3,14 +3,21 @@
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.data.cache.remote import EXPIRE_S, TIMEOUT_S, Connection, Gone, Refused, Remote
+from shoal.data.cache.remote import (
+    EXPIRE_S,
+    TIMEOUT_S,
+    Connection,
+    ServerLayer,
+    ServerUnavailable,
+    ValueRejected,
+)
 from shoal.data.readers.redis import client
 from shoal.errors import UsageError, require
 from shoal.logs import log
 
 
 class _Redis:
-    """A connection; the library's errors are told apart here."""
+    """A connection; maps the library's errors to ours."""
 
     def __init__(self, url: str):
         self._errors = require("redis.exceptions", "redis")
@@ -19,7 +26,7 @@ class _Redis:
     def read(self, name: str) -> bytes | None:
         found = self._call("GET", name)
         if found is not None and not isinstance(found, bytes):
-            raise Gone(f"it gave a {type(found).__name__} for a value")
+            raise ServerUnavailable(f"it gave a {type(found).__name__} for a value")
         return found
 
     def write(self, name: str, value: bytes) -> None:
@@ -35,22 +42,22 @@ class _Redis:
         try:
             return self._client.execute_command(*words)
         except (self._errors.AuthenticationError, self._errors.AuthorizationError) as error:
-            raise Forbidden(str(error)) from error
+            raise CredentialsRejected(str(error)) from error
         except (self._errors.ConnectionError, self._errors.TimeoutError, OSError) as error:
-            raise Gone(_in_words(error)) from error
+            raise ServerUnavailable(_in_words(error)) from error
         except self._errors.ResponseError as error:
             if str(error).startswith(("NOPERM", "NOAUTH", "WRONGPASS")):
-                raise Forbidden(str(error)) from error
-            raise Refused(str(error)) from error
+                raise CredentialsRejected(str(error)) from error
+            raise ValueRejected(str(error)) from error
         except self._errors.RedisError as error:
-            raise Gone(_in_words(error)) from error
+            raise ServerUnavailable(_in_words(error)) from error
 
 
-class Forbidden(Gone):
+class CredentialsRejected(ServerUnavailable):
     """The server wants other credentials."""
 
 
-def redis_layer(url: str) -> Remote:
+def redis_layer(url: str) -> ServerLayer:
     """The layer; asks the server once, so that wrong credentials are seen before a run starts."""
     place = _place(url)
 
@@ -63,16 +70,16 @@ def redis_layer(url: str) -> Remote:
         raise UsageError(f"cached(redis=...): {error}") from None
     try:
         first.ping()
-    except Forbidden as error:
+    except CredentialsRejected as error:
         raise UsageError(
             f"Redis at {place} refuses cached(redis=...): {error}. Put the credentials into the "
             "URL: redis://user:password@host:port/0."
         ) from None
-    except (Gone, Refused) as error:
+    except (ServerUnavailable, ValueRejected) as error:
         log.warning(f"Redis at {place} does not answer yet: {error}. It is asked again later.")
     finally:
         first.close()
-    return Remote(f"on Redis at {place}", connect)
+    return ServerLayer(f"on Redis at {place}", connect)
 
 
 def _place(url: str) -> str:
@@ -85,4 +92,4 @@ def _place(url: str) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on behind it
+    return f"{type(error).__name__}: {error}".rstrip(".")  # it stands within a sentence

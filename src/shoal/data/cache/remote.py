@@ -2,7 +2,7 @@
 
 A server that does not answer costs a warning once and a bounded wait: its timeout, and one more try
 when the connection was an old one. Then it is left alone, for a second at first and up to a minute
-as it goes on failing, and the layers that are left serve. When it answers again it is used again. A
+while it keeps failing, and the other layers serve. When it answers again it is used again. A
 server that answers but will not keep a value (full, or the value too large) is still read.
 
 The server decides how much it keeps and what it evicts. Cost: a round trip a sample.
@@ -19,22 +19,23 @@ from shoal.data.cache.layers import Clock, Content, sealed, unsealed
 from shoal.logs import warn_once
 
 TIMEOUT_S = 1.0
-EXPIRE_S = 14 * 24 * 3600  # a sample that nobody put for so long may go
+EXPIRE_S = 14 * 24 * 3600  # a sample that was not put for so long may go
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 
 Answer = TypeVar("Answer")
 
 
-class Refused(Exception):
+class ValueRejected(Exception):
     """The server answered, and will not keep the value."""
 
 
-class Gone(Exception):
+class ServerUnavailable(Exception):
     """The server did not answer, or not sensibly."""
 
 
 class Connection(Protocol):
-    """A connection to a server; one thread calls it at a time. Fails with Gone or Refused."""
+    """A connection to a server; one thread calls it at a time. Raises
+    ServerUnavailable or ValueRejected."""
 
     def read(self, name: str, /) -> bytes | None: ...
 
@@ -43,7 +44,7 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-class Remote:
+class ServerLayer:
     """A server, named for people, and how to connect to it; a layer."""
 
     def __init__(self, name: str, connect: Callable[[], Connection], clock: Clock = time.monotonic):
@@ -59,15 +60,15 @@ class Remote:
     def get(self, key: bytes) -> bytearray | None:
         try:
             value = self._ask(lambda connection: connection.read(_name_of(key)))
-        except Refused as refusal:
-            self._tell("reading", f"did not give a sample: {refusal}; such samples are made anew")
+        except ValueRejected as refusal:
+            self._tell("reading", f"did not give a sample: {refusal}; such samples are made again")
             return None
         if value is None:
             return None
         content = unsealed(key, value)
         if content is None:
             self._tell(
-                "damage", "gave a value that is not what was put; such samples are made anew"
+                "damage", "gave a value that is not what was put; such samples are made again"
             )
         return content
 
@@ -80,7 +81,7 @@ class Remote:
 
         try:
             return bool(self._ask(write))
-        except Refused as refusal:
+        except ValueRejected as refusal:
             self._tell("refusal", f"did not keep a sample: {refusal}. It is still asked for others")
             return False
 
@@ -102,12 +103,12 @@ class Remote:
             try:
                 try:
                     answer = question(self._connected())
-                except Gone:
+                except ServerUnavailable:
                     self.close()
                     if not is_old:
                         raise
                     answer = question(self._connected())
-            except Gone as reason:
+            except ServerUnavailable as reason:
                 self.close()
                 self._leave_alone(reason)
                 return None
@@ -119,10 +120,10 @@ class Remote:
             self._connection = self._connect()
         return self._connection
 
-    def _leave_alone(self, reason: Gone) -> None:
+    def _leave_alone(self, reason: ServerUnavailable) -> None:
         self._pause_s = min(max(_LEAST_PAUSE_S, 2 * self._pause_s), _MOST_PAUSE_S)
         self._away_until = self._clock() + self._pause_s
-        self._tell("absence", f"does not answer: {reason}. Going on without it until it does")
+        self._tell("absence", f"does not answer: {reason}. It is not used until it does")
 
     def _tell(self, kind: str, what: str) -> None:
         """Of each kind of trouble once."""

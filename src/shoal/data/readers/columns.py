@@ -22,17 +22,17 @@ from torch import Tensor
 
 from shoal.data.orders import order_of
 from shoal.data.readers.records import BadRecord, hash_parts, require_columns
-from shoal.data.sources import Ids, map_tensors, position
+from shoal.data.sources import Ids, map_tensors, normalize_index
 from shoal.errors import UsageError, require
 
-Choice: TypeAlias = str | Sequence[str] | Mapping[str, str]
+ColumnChoice: TypeAlias = str | Sequence[str] | Mapping[str, str]
 
 
 class Irregular(Exception):
     """Values that do not make one array; the message says why."""
 
 
-class Columnar(Protocol):
+class ColumnSource(Protocol):
     """A source whose columns can be had as arrays, one row for each id."""
 
     columns: tuple[str, ...]
@@ -53,9 +53,9 @@ class Columnar(Protocol):
 class ColumnPairs:
     """Pairs `(inputs, target)` from the columns of a table."""
 
-    def __init__(self, source: Columnar, inputs: Choice, target: Choice):
+    def __init__(self, source: ColumnSource, inputs: ColumnChoice, target: ColumnChoice):
         self.source, self.inputs, self.target = source, inputs, target
-        self._names = sorted({*names_in(inputs), *names_in(target)})
+        self._names = sorted({*column_names(inputs), *column_names(target)})
         require_columns(self._names, source.columns, str(source))
         for name in self._names:
             kind = source.unfit(name)
@@ -70,7 +70,7 @@ class ColumnPairs:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        pair = self.take(np.array([position(index, len(self))], dtype=np.int64))
+        pair = self.take(np.array([normalize_index(index, len(self))], dtype=np.int64))
 
         def row(tensor: Tensor) -> Tensor:
             return tensor[0]
@@ -87,7 +87,7 @@ class ColumnPairs:
         except Irregular as error:
             self._name_the_sample(ids, error)
         tensors = {name: torch.from_numpy(_owned(array)) for name, array in arrays.items()}
-        return chosen(self.inputs, tensors), chosen(self.target, tensors)
+        return select_columns(self.inputs, tensors), select_columns(self.target, tensors)
 
     def _name_the_sample(self, ids: Ids, error: Irregular) -> NoReturn:
         """Say which sample is the odd one; each by itself may be an array, of another shape."""
@@ -108,14 +108,14 @@ class ColumnPairs:
         raise BadRecord(f"{self.source}: {error}") from None
 
 
-def names_in(choice: Choice) -> list[str]:
+def column_names(choice: ColumnChoice) -> list[str]:
     """The columns that a choice names."""
     if isinstance(choice, str):
         return [choice]
     return list(choice.values() if isinstance(choice, Mapping) else choice)
 
 
-def chosen(choice: Choice, values: Mapping[str, Any]) -> Any:
+def select_columns(choice: ColumnChoice, values: Mapping[str, Any]) -> Any:
     """The values of a choice: one, a tuple or a dict."""
     if isinstance(choice, str):
         return values[choice]

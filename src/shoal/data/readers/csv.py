@@ -11,15 +11,17 @@ Cost and limits: `linewise.py`. For large tables of numbers Parquet is smaller a
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.data.given import texts_of
 from shoal.data.readers.files import PathLike
-from shoal.data.readers.linewise import LineRecords, Quotes
+from shoal.data.readers.linewise import LineRecords, QuoteStyle
 from shoal.data.readers.records import hash_parts, require_columns
+from shoal.data.validate import texts_of
 from shoal.errors import UsageError
 
 
-class Rows(LineRecords):
+class CsvRows(LineRecords):
     """Made by `csv`. `names` are the columns in the files, `columns` those that samples have."""
+
+    recorded_as = "Rows"
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Rows(LineRecords):
     ):
         super().__init__(paths, encoding, options)
         self.delimiter, self.quote = delimiter, quote
-        quotes = None if quote is None else Quotes(ord(quote), ord(delimiter))
+        quotes = None if quote is None else QuoteStyle(ord(quote), ord(delimiter))
         scanned = [self._scan(at, quotes).without_blank() for at in range(len(self.files))]
         self.names = tuple(names or ())
         if names is None:
@@ -95,7 +97,7 @@ def csv(
     quote: str | None = '"',
     encoding: str = "utf-8",
     options: Mapping[str, Any] | None = None,
-) -> Rows:
+) -> CsvRows:
     """A source of the rows of one or several files, by path or URL, as dicts of text.
 
     The first row of each file names the columns, unless `names` does. `columns` picks some of
@@ -108,7 +110,7 @@ def csv(
     if delimiter == quote:
         raise UsageError(f"delimiter and quote are both {quote!r}. They must differ.")
     names = None if names is None else texts_of(names, "csv(names=...)")
-    rows = Rows(paths, encoding, options, names=names, delimiter=delimiter, quote=quote)
+    rows = CsvRows(paths, encoding, options, names=names, delimiter=delimiter, quote=quote)
     if columns is not None:
         columns = texts_of(columns, "csv(columns=...)")
         require_columns(columns, rows.names, rows.files.names[0])
@@ -126,7 +128,9 @@ def split_row(text: str, delimiter: str, quote: str | None) -> list[str]:
         if text.startswith(quote, at):
             field, at = _quoted(text, at + 1, quote)
             if at < len(text) and text[at] != delimiter:
-                raise ValueError(f"a field goes on after its closing quote: {text[at : at + 20]!r}")
+                raise ValueError(
+                    f"a field continues after its closing quote: {text[at : at + 20]!r}"
+                )
         else:
             end = text.find(delimiter, at)
             end = len(text) if end < 0 else end

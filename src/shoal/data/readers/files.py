@@ -6,7 +6,7 @@ that uses them, at most 64 at a time, and reads name their offset (`pread`), so 
 not disturb each other.
 
 A local read costs two system calls. One behind a URL costs two requests, the bytes and then a look
-at the object; requests are repeated a few times while they fail (`storage/remote.py`).
+at the object; requests are repeated a few times while they fail (`storage/object_client.py`).
 """
 
 import errno
@@ -22,10 +22,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
-from shoal.data.given import options_of, path_of
 from shoal.data.readers.records import SourceLost, hash_parts
+from shoal.data.validate import options_of, path_of
 from shoal.errors import UsageError
-from shoal.storage.remote import PATIENCE, Patience, Remote, StoreError, shown_url, without_password
+from shoal.storage.object_client import (
+    RETRY_POLICY,
+    ObjectClient,
+    RetryPolicy,
+    StoreError,
+    redact_password,
+    redact_url,
+)
 from shoal.system.processes import PerProcess
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -56,14 +63,14 @@ class Files:
         self,
         paths: PathLike | Sequence[PathLike],
         options: Mapping[str, Any] | None = None,
-        patience: Patience = PATIENCE,
+        patience: RetryPolicy = RETRY_POLICY,
     ):
         given = list(paths) if isinstance(paths, Iterable) and not _is_one(paths) else [paths]
         if not given:
             raise UsageError("no file was named. A source reads one or more.")
         self._paths = [path_of(path, "a reader").removeprefix("file://") for path in given]
-        self.names = [shown_url(path) for path in self._paths]
-        self._disk, self._web = PerProcess(_Disk), Web(options_of(options), patience)
+        self.names = [redact_url(path) for path in self._paths]
+        self._disk, self._web = PerProcess(_HandleCache), RemoteFiles(options_of(options), patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
 
     def __len__(self) -> int:
@@ -71,7 +78,7 @@ class Files:
 
     def identity(self, kind: str, *settings: object) -> str:
         """A name for what is read: files by their names, sizes and times, and how they are read."""
-        paths = map(without_password, self._paths)
+        paths = map(redact_password, self._paths)
         return hash_parts(kind, *settings, *zip(paths, self.stamps, strict=True))
 
     def content_name(self) -> str:
@@ -101,7 +108,7 @@ class Files:
 
     def file(self, number: int) -> io.RawIOBase:
         """A file as an object with `read` and `seek`, for libraries."""
-        return _Opened(self, number)
+        return _FileObject(self, number)
 
     def _look(self, number: int) -> Stamp:
         path, name = self._paths[number], self.names[number]
@@ -117,12 +124,12 @@ class Files:
             raise UsageError(f"{name} cannot be read: {error.strerror}.") from error
 
 
-class Web:
+class RemoteFiles:
     """Objects behind URLs, through one connection for each bucket or host."""
 
-    def __init__(self, options: Mapping[str, Any], patience: Patience):
+    def __init__(self, options: Mapping[str, Any], patience: RetryPolicy):
         self._options, self._patience = options, patience
-        self._remotes: PerProcess[dict[str, _Objects]] = PerProcess(dict)
+        self._remotes: PerProcess[dict[str, _VersionedObjects]] = PerProcess(dict)
 
     def look(self, url: str) -> Stamp:
         remote, path = self._remote(url)
@@ -131,11 +138,11 @@ class Web:
     def read(self, url: str, start: int, stop: int, stamp: Stamp) -> bytes:
         remote, path = self._remote(url)
         try:
-            content = remote.part(path, start, stop) if stop > start else b""
+            content = remote.get_range(path, start, stop) if stop > start else b""
             if remote.stamp(path) != stamp or len(content) != stop - start:
-                raise changed(shown_url(url))
+                raise file_changed(redact_url(url))
         except FileNotFoundError:
-            raise gone(shown_url(url)) from None
+            raise file_gone(redact_url(url)) from None
         except StoreError as error:
             raise SourceLost(str(error)) from error
         return content
@@ -148,30 +155,30 @@ class Web:
         except FileNotFoundError:
             return {}
 
-    def _remote(self, url: str) -> tuple["_Objects", str]:
+    def _remote(self, url: str) -> tuple["_VersionedObjects", str]:
         scheme, _, rest = url.partition("://")
         host, _, path = rest.partition("/")
         base = f"{scheme}://{host}"
         remotes = self._remotes.get()
         if base not in remotes:
-            remotes.setdefault(base, _Objects(base, self._options, self._patience))
+            remotes.setdefault(base, _VersionedObjects(base, self._options, self._patience))
         return remotes[base], path
 
 
-class _Objects(Remote):
+class _VersionedObjects(ObjectClient):
     """Adds to the requests what tells versions of an object apart."""
 
     def stamp(self, path: str) -> Stamp:
-        return _stamp_of(self._ask("look at", path, lambda system, at: system.info(at)), path)
+        return _stamp_of(self._request("look at", path, lambda system, at: system.info(at)), path)
 
     def stamps(self, folder: str) -> dict[str, Stamp]:
-        found = self._ask("list", folder, lambda system, at: system.find(at, detail=True))
+        found = self._request("list", folder, lambda system, at: system.find(at, detail=True))
         start = len(self._path(folder).rstrip("/")) + 1
         return {path[start:]: _stamp_of(entry, path) for path, entry in found.items()}
 
 
-class _Disk:
-    """The handles of one process. A handle closes itself when nobody reads from it any more."""
+class _HandleCache:
+    """The handles of one process. A handle closes itself when no read uses it any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -199,7 +206,7 @@ class _Handle:
         try:
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise gone(path, error.strerror) from error
+            raise file_gone(path, error.strerror) from error
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.number >= 0:  # `os` may be gone when the interpreter ends
@@ -208,7 +215,7 @@ class _Handle:
     def read(self, start: int, stop: int, stamp: Stamp) -> bytes:
         content = b"".join(self._parts(start, stop))
         if _stamp(os.fstat(self.number)) != stamp:  # behind: it may change while it is read
-            raise changed(self._path)
+            raise file_changed(self._path)
         return content
 
     def _parts(self, start: int, stop: int) -> Iterator[bytes]:
@@ -218,12 +225,12 @@ class _Handle:
             except OSError as error:
                 raise SourceLost(f"{self._path} cannot be read: {error.strerror}.") from error
             if not part:
-                raise changed(self._path)
+                raise file_changed(self._path)
             yield part
             start += len(part)
 
 
-class _Opened(io.RawIOBase):
+class _FileObject(io.RawIOBase):
     def __init__(self, files: Files, number: int):
         self._files, self._number, self._at = files, number, 0
 
@@ -282,14 +289,14 @@ def local_stamp(path: PathLike) -> Stamp:
     return _stamp(os.stat(path))
 
 
-def changed(name: str) -> SourceLost:
+def file_changed(name: str) -> SourceLost:
     return SourceLost(
         f"{name} changed after it was opened. Its records are no longer where they were; leave "
         "files alone that a run reads, and start the run again."
     )
 
 
-def gone(name: str, reason: str | None = None) -> SourceLost:
+def file_gone(name: str, reason: str | None = None) -> SourceLost:
     reason = reason or "it is missing"
     return SourceLost(f"{name} cannot be opened any more: {reason}. It was there at the start.")
 
@@ -307,7 +314,7 @@ def _stamp_of(entry: Mapping[str, Any], path: str) -> Stamp:
         raise IsADirectoryError(path)
     if entry.get("size") is None:
         raise UsageError(
-            f"the server does not say how long {shown_url(path)} is. Copy it to a disk first."
+            f"the server does not say how long {redact_url(path)} is. Copy it to a disk first."
         )
     mark = next((entry[key] for key in _MARKS if entry.get(key)), "")
     if isinstance(mark, datetime):  # a listing may give it as a number

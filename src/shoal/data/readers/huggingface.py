@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.given import texts_of
 from shoal.data.readers.columns import (
-    Choice,
+    ColumnChoice,
     ColumnPairs,
     Irregular,
     array_of,
@@ -31,10 +30,11 @@ from shoal.data.readers.records import (
     BadRecord,
     Indices,
     hash_parts,
-    positions,
+    normalize_indices,
     require_columns,
 )
 from shoal.data.sources import Ids, is_outage
+from shoal.data.validate import texts_of
 from shoal.errors import UsageError
 
 
@@ -61,7 +61,7 @@ class HuggingFaceRows:
 
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows, by one question to the dataset."""
-        ids = positions(ids, len(self))
+        ids = normalize_indices(ids, len(self))
         table = self._table(ids)
         values = [self._values(table, name, ids) for name in self.columns]
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
@@ -85,7 +85,7 @@ class HuggingFaceRows:
     def identity(self) -> str:
         return hash_parts("huggingface", self._fingerprint, self.columns)
 
-    def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
+    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""
         return ColumnPairs(self, inputs, target)
 
@@ -94,7 +94,7 @@ class HuggingFaceRows:
         return None if self._decoder(name) is not None or is_numeric(kind) else str(kind)
 
     def _table(self, ids: Ids) -> Any:
-        return self._rows[positions(ids, len(self)).tolist()]
+        return self._rows[normalize_indices(ids, len(self)).tolist()]
 
     def _values(self, table: Any, name: str, ids: Ids) -> list[Any]:
         decoder = self._decoder(name)

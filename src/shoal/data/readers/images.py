@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.given import require_whole, texts_of
 from shoal.data.readers.files import PathLike
 from shoal.data.readers.records import BadRecord
-from shoal.data.readers.tree import Tree
-from shoal.data.sources import position
+from shoal.data.readers.tree import FileTree
+from shoal.data.sources import normalize_index
+from shoal.data.validate import require_whole, texts_of
 from shoal.errors import UsageError, nearest, require
 from shoal.logs import log
 
@@ -42,7 +42,7 @@ class ImageFolder:
 
     def __init__(
         self,
-        tree: Tree,
+        tree: FileTree,
         classes: Sequence[str] | None,
         mode: Literal["RGB", "L"] | None,
         most_pixels: int,
@@ -72,7 +72,7 @@ class ImageFolder:
         return len(self._tree)
 
     def __getitem__(self, index: int) -> tuple[Pixels, int]:
-        at = position(index, len(self))
+        at = normalize_index(index, len(self))
         try:
             image = decode(self._tree.read(at), self.mode, self.most_pixels)
         except BadImage as error:
@@ -115,7 +115,7 @@ def images(
             f"most_pixels={most_pixels:,}. Pillow decodes up to {_PILLOWS_MOST:,}; use that or "
             "less, and cut or scale larger images first."
         )
-    tree = Tree(root, lambda path: path.lower().endswith(ENDINGS), options)
+    tree = FileTree(root, lambda path: path.lower().endswith(ENDINGS), options)
     if tree.num_left_out:
         log.warning("%s: %d files are no images and are left out", tree, tree.num_left_out)
     return ImageFolder(tree, classes, mode, most_pixels)

@@ -26,10 +26,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.given import text_of
 from shoal.data.readers.files import Files, PathLike, refuse_compressed
 from shoal.data.readers.records import BadRecord, hash_parts
-from shoal.data.sources import position
+from shoal.data.sources import normalize_index, recorded_name
+from shoal.data.validate import text_of
 from shoal.errors import UsageError
 
 _NEWLINE, _RETURN = 10, 13
@@ -37,14 +37,14 @@ _LOOKED_AT_BYTES = 1 << 20  # for how lines end
 _MARK = b"\xef\xbb\xbf"  # what some editors put before UTF-8
 
 
-class Quotes(NamedTuple):
+class QuoteStyle(NamedTuple):
     """What quotes a field, and what stands before one that opens; each a byte."""
 
     quote: int
     delimiter: int
 
 
-class Stray(Exception):
+class StrayQuote(Exception):
     """A quote that opens in the middle of a field, by its offset in the file."""
 
     def __init__(self, offset: int):
@@ -62,7 +62,7 @@ class Spans(NamedTuple):
         return Spans(self.starts[filled], self.stops[filled])
 
 
-def spans_of(blocks: Iterable[bytes], quotes: Quotes | None = None) -> Spans:
+def spans_of(blocks: Iterable[bytes], quotes: QuoteStyle | None = None) -> Spans:
     """The lines of a file that is given block by block, however it is cut."""
     ends, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     offset, num_quotes, before = 0, 0, _NEWLINE
@@ -81,7 +81,7 @@ def spans_of(blocks: Iterable[bytes], quotes: Quotes | None = None) -> Spans:
         before = int(content[-1]) if len(content) else before
         offset += len(content)
     if num_quotes % 2:
-        raise Stray(-1)
+        raise StrayQuote(-1)
     starts = np.concatenate([[0], np.concatenate(ends) + 1]).astype(np.int64)
     if starts[-1] == offset:  # the last newline ends the last line and begins none
         return Spans(starts[:-1], np.concatenate(stops))
@@ -107,7 +107,7 @@ class LineRecords:
         return int(self._bounds[-1])
 
     def __getitem__(self, index: int) -> Any:
-        at = position(index, len(self))
+        at = normalize_index(index, len(self))
         return self.decoded(self.text(at), at)
 
     def decoded(self, text: str, index: int) -> Any:
@@ -116,7 +116,7 @@ class LineRecords:
 
     def identity(self) -> str:
         """A name for the content: every byte was read to find the lines."""
-        return hash_parts(type(self).__name__, self.encoding, *self._hashes)
+        return hash_parts(recorded_name(self), self.encoding, *self._hashes)
 
     def text(self, index: int) -> str:
         """A record as it stands in its file."""
@@ -138,7 +138,7 @@ class LineRecords:
         self._stops = np.concatenate([self._stops, *(of.stops for of in spans)])
         self._bounds = np.cumsum([0, *(len(of.starts) for of in spans)], dtype=np.int64)
 
-    def _scan(self, number: int, quotes: Quotes | None = None) -> Spans:
+    def _scan(self, number: int, quotes: QuoteStyle | None = None) -> Spans:
         """The lines of a file."""
         refuse_compressed(self.files, number, "line")
         start = self.files.read(number, 0, min(_LOOKED_AT_BYTES, self.files.num_bytes(number)))
@@ -152,7 +152,7 @@ class LineRecords:
             )
         try:
             spans = spans_of(self._hashed(number), quotes)
-        except Stray as stray:
+        except StrayQuote as stray:
             raise UsageError(self._stray(number, stray.offset)) from None
         if len(spans.starts) and self.encoding == "utf-8" and start.startswith(_MARK):
             spans.starts[0] = 3
@@ -257,12 +257,12 @@ def _before(content: NDArray[np.uint8], places: NDArray[np.int64], before: int) 
     return found
 
 
-def _check_opening(found: NDArray[Any], offsets: NDArray[np.int64], quotes: Quotes) -> None:
+def _check_opening(found: NDArray[Any], offsets: NDArray[np.int64], quotes: QuoteStyle) -> None:
     allowed = np.isin(found, [quotes.delimiter, quotes.quote, _NEWLINE])
     if len(offsets) and offsets[0] == len(_MARK) and found[0] == _MARK[-1]:
         allowed[0] = True
     if not allowed.all():
-        raise Stray(int(offsets[~allowed][0]))
+        raise StrayQuote(int(offsets[~allowed][0]))
 
 
 def _one_byte_newlines(encoding: str) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.given import require_whole, texts_of
-from shoal.data.orders import Blocks
+from shoal.data.orders import BlockShuffled
 from shoal.data.readers.columns import (
-    Choice,
+    ColumnChoice,
     ColumnPairs,
     Irregular,
     array_of,
@@ -28,8 +27,9 @@ from shoal.data.readers.columns import (
     values_of,
 )
 from shoal.data.readers.files import Files, PathLike
-from shoal.data.readers.records import BadRecord, Indices, positions, require_columns
+from shoal.data.readers.records import BadRecord, Indices, normalize_indices, require_columns
 from shoal.data.sources import Ids, is_outage
+from shoal.data.validate import require_whole, texts_of
 from shoal.errors import ShoalError, UsageError, require
 from shoal.system.processes import PerProcess
 
@@ -52,7 +52,7 @@ class ParquetRows:
         ]
         self._groups: NDArray[np.int64] = np.array(groups, dtype=np.int64).reshape(-1, 3)
         self._bounds = np.concatenate([[0], np.cumsum(self._groups[:, 2])])
-        self.order = Blocks([int(size) for size in self._groups[:, 2]], window)
+        self.order = BlockShuffled([int(size) for size in self._groups[:, 2]], window)
         self._decoded = PerProcess(lambda: _Decoded(files, self.columns, window))
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class ParquetRows:
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows; those of one group are taken together."""
         rows: list[dict[str, Any]] = [{}] * len(ids)
-        for places, table in self._tables(positions(ids, len(self))):
+        for places, table in self._tables(normalize_indices(ids, len(self))):
             values = [values_of(table.column(name)) for name in self.columns]
             for place, row in zip(places, zip(*values, strict=True), strict=True):
                 rows[place] = dict(zip(self.columns, row, strict=True))
@@ -76,7 +76,7 @@ class ParquetRows:
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Columns of some rows, as arrays."""
-        parts = list(self._tables(positions(ids, len(self))))
+        parts = list(self._tables(normalize_indices(ids, len(self))))
         back = np.argsort(np.concatenate([places for places, _ in parts]))
         found = {}
         for name in names:
@@ -92,7 +92,7 @@ class ParquetRows:
     def content_name(self) -> str:
         return self.files.content_name()
 
-    def pairs(self, inputs: Choice, target: Choice) -> ColumnPairs:
+    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
         """Pairs for training: a column, a list or a dict of them for each of the two."""
         return ColumnPairs(self, inputs, target)
 

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.sources import Ids, Source, is_of_sample, position
+from shoal.data.sources import Ids, Source, is_sample_error, normalize_index
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 
 Indices: TypeAlias = Ids | Sequence[int]
@@ -34,31 +34,31 @@ class SourceLost(ShoalError):
 
 
 @runtime_checkable
-class Many(Source, Protocol):
+class BulkSource(Source, Protocol):
     """A source that gives many records in one call, in the order of `ids`, not collated."""
 
     def many(self, ids: Ids, /) -> list[Any]: ...
 
 
-def ask_many(source: Source, ids: Indices) -> list[Any] | None:
+def load_many(source: Source, ids: Indices) -> list[Any] | None:
     """Records in one call; None if the source has none for that, or one of them fails.
 
     Asked for one by one, the one that fails is known. A source that is lost is not asked again.
     """
-    if not isinstance(source, Many):
+    if not isinstance(source, BulkSource):
         return None
     try:
         return source.many(np.asarray(ids, dtype=np.int64))
     except RecipeError:
         return None
     except BaseException as error:
-        if not is_of_sample(error):
+        if not is_sample_error(error):
             raise
         return None
 
 
-def positions(ids: Indices, length: int) -> Ids:
-    """What `position` gives, for many."""
+def normalize_indices(ids: Indices, length: int) -> Ids:
+    """What `normalize_index` gives, for many."""
     if not isinstance(ids, np.ndarray):
         ids = np.array([as_int(index) for index in ids], dtype=np.int64)
     outside = (ids < -length) | (ids >= length)
@@ -82,7 +82,7 @@ def hash_parts(*parts: object) -> str:
     return content.hexdigest()
 
 
-class Names:
+class NameTable:
     """Many short texts in one piece of memory, which forks share; by index."""
 
     def __init__(self, names: Sequence[str]):
@@ -94,6 +94,6 @@ class Names:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        at = position(index, len(self), "name")
+        at = normalize_index(index, len(self), "name")
         content = self._content[self._ends[at] : self._ends[at + 1]]
         return content.decode("utf-8", "surrogateescape")

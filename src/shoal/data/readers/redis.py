@@ -18,32 +18,32 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.given import text_of
-from shoal.data.readers.asking import Lasting, ask
-from shoal.data.readers.records import BadRecord, Indices, SourceLost, positions
+from shoal.data.readers.records import BadRecord, Indices, SourceLost, normalize_indices
+from shoal.data.readers.retries import PermanentFailure, ask_with_retries
 from shoal.data.sources import Ids
+from shoal.data.validate import text_of
 from shoal.errors import UsageError, require
-from shoal.storage.remote import PATIENCE, Patience, shown_url
+from shoal.storage.object_client import RETRY_POLICY, RetryPolicy, redact_url
 from shoal.system.processes import PerProcess
 
 Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time
 
 
-class _Server:
+class _RedisServer:
     """A Redis at a URL, through connections that each process makes for itself."""
 
-    def __init__(self, url: str, timeout_s: float, patience: Patience):
+    def __init__(self, url: str, timeout_s: float, patience: RetryPolicy):
         self._url, self._patience = text_of(url, "a reader of Redis"), patience
         self._library = require("redis", "redis")
         self._clients = PerProcess(lambda: client(url, timeout_s))
 
     def ask(self, question: Callable[[Any], Answer], name: str) -> Answer:
-        return ask(
+        return ask_with_retries(
             lambda: question(self._clients.get()),
             self._may_pass,
             self._patience,
-            f"Redis at {shown_url(self._url)} cannot be asked for {name!r}",
+            f"Redis at {redact_url(self._url)} cannot be asked for {name!r}",
             "Check the user and the password in the URL, and what lies under this key.",
         )
 
@@ -51,10 +51,10 @@ class _Server:
         """Refuse a key that is not there, or of another type than wanted."""
         try:
             found = self.ask(lambda client: client.type(name), name).decode()
-        except Lasting as error:
+        except PermanentFailure as error:
             raise UsageError(str(error)) from error
         if found == "none":
-            raise UsageError(f"Redis at {shown_url(self._url)} has no key {name!r}.")
+            raise UsageError(f"Redis at {redact_url(self._url)} has no key {name!r}.")
         if found != kind:
             raise UsageError(
                 f"{name!r} in Redis is a {found}, not a {kind}. Lists are read by redis_list, "
@@ -99,7 +99,7 @@ def _refuse_slashes(url: str) -> None:
 class RedisList:
     """Made by `redis_list`: entry i of a list, as bytes."""
 
-    def __init__(self, server: _Server, name: str):
+    def __init__(self, server: _RedisServer, name: str):
         server.require(name, "list")
         self._server, self._name = server, name
         self._length = int(server.ask(lambda client: client.llen(name), name))
@@ -112,7 +112,7 @@ class RedisList:
 
     def many(self, ids: Indices) -> list[bytes]:
         """Many entries in one transaction; neighbours are asked for together."""
-        wanted = positions(ids, len(self))
+        wanted = normalize_indices(ids, len(self))
         runs = _runs(np.unique(wanted))
         length, *found = self._server.ask(lambda client: self._fetch(client, runs), self._name)
         if length != self._length:
@@ -137,7 +137,7 @@ class RedisList:
 class RedisStream:
     """Made by `redis_stream`: the fields of entry i of a stream, as a dict of bytes."""
 
-    def __init__(self, server: _Server, name: str):
+    def __init__(self, server: _RedisServer, name: str):
         server.require(name, "stream")
         self._server, self._name = server, name
         self._entries = self._read_ids()
@@ -150,7 +150,7 @@ class RedisStream:
 
     def many(self, ids: Indices) -> list[dict[str, bytes]]:
         """Many entries in one round trip."""
-        wanted = positions(ids, len(self))
+        wanted = normalize_indices(ids, len(self))
         names = [f"{first}-{second}" for first, second in self._entries[wanted]]
         answers = self._server.ask(lambda client: self._fetch(client, names), self._name)
         for index, name, answer in zip(wanted, names, answers, strict=True):
@@ -190,23 +190,23 @@ class RedisStream:
 
 
 def redis_list(
-    url: str, name: str, *, timeout_s: float = 10.0, patience: Patience = PATIENCE
+    url: str, name: str, *, timeout_s: float = 10.0, patience: RetryPolicy = RETRY_POLICY
 ) -> RedisList:
     """A source of the entries of a Redis list, as bytes. `url` is redis://[:password@]host:port/0.
 
     An answer is waited for `timeout_s` seconds, as often as `patience` says.
     """
-    return RedisList(_Server(url, timeout_s, patience), name)
+    return RedisList(_RedisServer(url, timeout_s, patience), name)
 
 
 def redis_stream(
-    url: str, name: str, *, timeout_s: float = 10.0, patience: Patience = PATIENCE
+    url: str, name: str, *, timeout_s: float = 10.0, patience: RetryPolicy = RETRY_POLICY
 ) -> RedisStream:
     """A source of the entries of a Redis stream, as dicts of bytes, in the order of their ids.
 
     An answer is waited for `timeout_s` seconds, as often as `patience` says.
     """
-    return RedisStream(_Server(url, timeout_s, patience), name)
+    return RedisStream(_RedisServer(url, timeout_s, patience), name)
 
 
 def _runs(indexes: Ids) -> list[tuple[int, int]]:

@@ -8,10 +8,10 @@ are read once, sorted by the database, and are the order of the samples; a batch
 some hundred keys. So rows that are added later are not seen, and one that was removed is a
 `BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
 
-Cost: a key a row in memory, 8 bytes if they are numbers (`keys.py`). A question is answered within
-`timeout_s` or counts as failed, that for all keys too; `patience` says how often it is repeated.
-Only what may pass is: a connection that broke, a database that is locked. What is wrong with the
-question itself (a table or column that does not exist, say) is told at once.
+Cost: a key a row in memory, 8 bytes if they are numbers (`sql_keys.py`). A question is answered
+within `timeout_s` or counts as failed, that for all keys too; `patience` says how often it is
+repeated. Only what may pass is: a connection that broke, a database that is locked. What is wrong
+with the question itself (a table or column that does not exist, say) is reported at once.
 
 DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
 session is a thread that makes one connection and answers one question after the other; who asks
@@ -33,19 +33,19 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import xxhash
 
-from shoal.data.given import require_function, text_of, texts_of
-from shoal.data.glimpse import NUM_SAMPLES, mark_of, spread
-from shoal.data.readers.asking import Lasting, ask
-from shoal.data.readers.keys import Keys, cursor_for_pages, packed, pages, values
 from shoal.data.readers.records import (
     BadRecord,
     Indices,
     hash_parts,
-    positions,
+    normalize_indices,
     require_columns,
 )
+from shoal.data.readers.retries import PermanentFailure, ask_with_retries
+from shoal.data.readers.sql_keys import Keys, cursor_for_pages, iterate_pages, pack_keys, row_values
+from shoal.data.sample_digest import NUM_SAMPLES, digest_sample, spread_indices
+from shoal.data.validate import require_function, text_of, texts_of
 from shoal.errors import UsageError
-from shoal.storage.remote import PATIENCE, Patience
+from shoal.storage.object_client import RETRY_POLICY, RetryPolicy
 from shoal.system.processes import PerProcess
 
 Connect: TypeAlias = Callable[[], Any]
@@ -71,23 +71,23 @@ _WAY_OUT = (
 _MARKS = {"qmark": "?", "format": "%s", "pyformat": "%s", "numeric": ":{number}"}
 
 
-class _NoAnswer(Exception):
+class _QueryTimeout(Exception):
     """The database did not answer in time."""
 
 
-class _Refused(Exception):
+class _ConnectFailed(Exception):
     """No connection came about."""
 
 
 class _Database:
     """Asks questions; a question is a function of a connection."""
 
-    def __init__(self, connect: Connect, timeout_s: float, patience: Patience):
+    def __init__(self, connect: Connect, timeout_s: float, patience: RetryPolicy):
         self._timeout_s, self._patience = timeout_s, patience
-        self._line = PerProcess(lambda: _Line(connect))
+        self._line = PerProcess(lambda: _Session(connect))
 
     def ask(self, question: Callable[[Any], Answer], what: str) -> Answer:
-        return ask(
+        return ask_with_retries(
             lambda: self._line.get().call(question, self._timeout_s),
             _may_pass,
             self._patience,
@@ -124,7 +124,7 @@ class SqlRows:
 
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows, some hundred a question."""
-        wanted = positions(ids, len(self)).tolist()
+        wanted = normalize_indices(ids, len(self)).tolist()
         rows: dict[Any, dict[str, Any]] = {}
         keys = list(dict.fromkeys(self._key_of(at) for at in wanted))
         for start in range(0, len(keys), _MOST_KEYS):
@@ -142,8 +142,8 @@ class SqlRows:
         query = "" if _PLAIN.fullmatch(self._origin) else " ".join(self._origin.split())
         keys = self._keys
         content = keys.tobytes() if isinstance(keys, np.ndarray) else repr(keys).encode()
-        rows = self.many(spread(len(self), NUM_SAMPLES))
-        return hash_parts(query, xxhash.xxh3_64_hexdigest(content), *map(mark_of, rows))
+        rows = self.many(spread_indices(len(self), NUM_SAMPLES))
+        return hash_parts(query, xxhash.xxh3_64_hexdigest(content), *map(digest_sample, rows))
 
     def _key_of(self, at: int) -> Any:
         key = self._keys[at]
@@ -162,7 +162,7 @@ class SqlRows:
 
         names, rows = self._database.ask(question, f"rows of {self} cannot be read")
         where, places = names.index(self._key), [names.index(name) for name in self.columns]
-        found = [values(row, names) for row in rows]
+        found = [row_values(row, names) for row in rows]
         return {
             row[where]: {name: row[place] for name, place in zip(self.columns, places, strict=True)}
             for row in found
@@ -190,7 +190,7 @@ class SqlRows:
             driver = getattr(_module_of(connection), "__name__", "")
             paging = cursor_for_pages(connection, driver)
             with _answered(connection, text, cursor=paging) as cursor:
-                return packed(pages(cursor), self._key, str(self))
+                return pack_keys(iterate_pages(cursor), self._key, str(self))
 
         return self._asked_first(question, f"the keys of {self} cannot be read")
 
@@ -198,7 +198,7 @@ class SqlRows:
         """Ask before the run: what will not pass by itself is for the user to mend."""
         try:
             return self._database.ask(question, what)
-        except Lasting as error:
+        except PermanentFailure as error:
             raise UsageError(str(error)) from error
 
 
@@ -210,7 +210,7 @@ def sql(
     query: str | None = None,
     columns: Sequence[str] | None = None,
     timeout_s: float = 30.0,
-    patience: Patience = PATIENCE,
+    patience: RetryPolicy = RETRY_POLICY,
 ) -> SqlRows:
     """A source of the rows of a table, or of a query, as dicts, in the order of `key`.
 
@@ -248,7 +248,7 @@ def _answered(
     connection.rollback()  # or the transaction stays open until the next question
 
 
-class _Line:
+class _Session:
     """The session of one process, if one is open."""
 
     def __init__(self, connect: Connect):
@@ -266,7 +266,7 @@ class _Line:
         except Exception as error:
             self._give_up(jobs)
             if isinstance(error, TimeoutError) and not answer.done():
-                raise _NoAnswer(
+                raise _QueryTimeout(
                     f"no answer within timeout_s={timeout_s:g}; a question that takes longer, such "
                     "as that for all keys of a large table, needs sql(timeout_s=...) to be larger"
                 ) from None
@@ -309,7 +309,7 @@ def _opened(connect: Connect) -> Any:
     try:
         return connect()
     except Exception as error:
-        raise _Refused(f"no connection: {error or type(error).__name__}") from error
+        raise _ConnectFailed(f"no connection: {error or type(error).__name__}") from error
 
 
 def _module_of(connection: Any) -> Any:
@@ -354,9 +354,9 @@ def _file_of(connection: Any) -> str:
 def _may_pass(error: BaseException | None) -> bool:
     """Whether the connection is to blame and not the question: by the driver's code for the error,
     or else by the names that DB-API gives."""
-    if isinstance(error, _Refused):
+    if isinstance(error, _ConnectFailed):
         return _may_pass(error.__cause__)
-    if isinstance(error, _NoAnswer | OSError):
+    if isinstance(error, _QueryTimeout | OSError):
         return True
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if not kinds & {"OperationalError", "InterfaceError"}:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.data.readers.files import Files, PathLike, refuse_compressed
-from shoal.data.readers.records import Names
-from shoal.data.sources import position
+from shoal.data.readers.records import NameTable
+from shoal.data.sources import normalize_index
 from shoal.errors import UsageError
 from shoal.logs import log
 
@@ -44,7 +44,7 @@ _KINDS = {
 }
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A plain file inside an archive."""
 
     name: str
@@ -68,7 +68,7 @@ class TarSamples:
                     kind = endings.setdefault(ending, len(endings))
                     found.append((number, part.offset, part.num_bytes, kind))
                 firsts.append(len(found))
-        self.keys = Names(keys)
+        self.keys = NameTable(keys)
         self._members = np.array(found, dtype=np.int64).reshape(-1, 4)
         self._firsts = np.array(firsts, dtype=np.int64)
         self._endings = list(endings)
@@ -77,7 +77,7 @@ class TarSamples:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        at = position(index, len(self))
+        at = normalize_index(index, len(self))
         sample: dict[str, Any] = {KEY: self.keys[at]}
         for row in self._members[self._firsts[at] : self._firsts[at + 1]]:
             number, offset, size, ending = (int(value) for value in row)
@@ -90,11 +90,11 @@ class TarSamples:
     def content_name(self) -> str:
         return self.files.content_name()
 
-    def _samples(self, number: int, most_bytes: int) -> Iterator[tuple[str, dict[str, Member]]]:
+    def _samples(self, number: int, most_bytes: int) -> Iterator[tuple[str, dict[str, TarMember]]]:
         """The samples of a file in the order in which their first members come."""
         name = self.files.names[number]
         refuse_compressed(self.files, number, "member")
-        samples: dict[str, dict[str, Member]] = {}
+        samples: dict[str, dict[str, TarMember]] = {}
         num_left_out = 0
         for member in _members(self.files, number, most_bytes):
             key, ending = _stem(member.name)
@@ -133,22 +133,22 @@ def _stem(path: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", ending.lower() if stem else ""
 
 
-class _Bad(Exception):
+class _BadHeader(Exception):
     """What is wrong with a header."""
 
 
-def _members(files: Files, number: int, most_bytes: int) -> Iterator[Member]:
+def _members(files: Files, number: int, most_bytes: int) -> Iterator[TarMember]:
     """The plain members of a tar file, in order; refuses what does not belong into one."""
-    chain = _Chain(files, number, most_bytes)
+    chain = _HeaderWalk(files, number, most_bytes)
     try:
         yield from chain.members()
-    except _Bad as error:
+    except _BadHeader as error:
         raise UsageError(
             f"{files.names[number]}, at byte {chain.at}: {error} Nothing of this file is used."
         ) from None
 
 
-class _Chain:
+class _HeaderWalk:
     """A walk from header to header."""
 
     def __init__(self, files: Files, number: int, most_bytes: int):
@@ -157,32 +157,34 @@ class _Chain:
         self._window, self._start = b"", 0
         self.at = 0
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[TarMember]:
         extra: dict[str, str] = {}  # what headers before said about the next member
         while (info := self._header()) is not None:
             if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
                 extra |= _pax(self._content(info))
             elif info.type == tarfile.XGLTYPE:
                 if {"path", "size", "linkpath"} & _pax(self._content(info)).keys():
-                    raise _Bad("a global header renames or resizes all members.")
+                    raise _BadHeader("a global header renames or resizes all members.")
             elif info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
                 text = self._content(info).rstrip(b"\0").decode("utf-8", "surrogateescape")
                 extra |= {"path": text} if info.type == tarfile.GNUTYPE_LONGNAME else {}
             else:
                 name, size = self._checked(info, extra)
                 if info.type != tarfile.DIRTYPE:
-                    yield Member(name, self.at + _BLOCK, size)
+                    yield TarMember(name, self.at + _BLOCK, size)
                 self._step(size)
                 extra = {}
                 continue
             self._step(info.size)
         if extra:
-            raise _Bad("the file ends after a header that belongs to a member.")
+            raise _BadHeader("the file ends after a header that belongs to a member.")
 
     def _header(self) -> tarfile.TarInfo | None:
         """The header here; None at the end."""
         if self.at + _BLOCK > self._end:
-            raise _Bad("the file ends without the empty blocks that close a tar file: it was cut.")
+            raise _BadHeader(
+                "the file ends without the empty blocks that close a tar file: it was cut."
+            )
         block = self._read(self.at, self.at + _BLOCK)
         try:
             return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
@@ -190,14 +192,14 @@ class _Chain:
             self._refuse_rest()
             return None
         except tarfile.HeaderError as error:
-            raise _Bad(f"no tar header ({error}).") from None
+            raise _BadHeader(f"no tar header ({error}).") from None
 
     def _refuse_rest(self) -> None:
         """Behind the end there are some empty blocks alone; else members would be lost unsaid."""
         for start in range(self.at, self._end, _WINDOW_BYTES):
             rest = self._read(start, min(self._end, start + _WINDOW_BYTES))
             if rest.count(0) < len(rest) or start - self.at > _MOST_EMPTY_BYTES:
-                raise _Bad(
+                raise _BadHeader(
                     "the empty block that closes a tar file stands here, and more follows. It was "
                     "damaged, or several were put together by cat; name each of them by itself."
                 )
@@ -207,28 +209,30 @@ class _Chain:
         name = extra.get("path", info.name)
         if info.type not in (*_PLAIN, tarfile.DIRTYPE):
             kind = _KINDS.get(info.type, f"of the unknown type {info.type!r}")
-            raise _Bad(f"{name!r} is {kind}, and only plain files are samples.")
+            raise _BadHeader(f"{name!r} is {kind}, and only plain files are samples.")
         if any(key.startswith("GNU.sparse") for key in extra):
-            raise _Bad(f"{name!r} is a sparse file, and only plain files are samples.")
+            raise _BadHeader(f"{name!r} is a sparse file, and only plain files are samples.")
         parts = [part for part in name.rstrip("/").split("/") if part != "."]
         if name.startswith("/") or ".." in parts or "\0" in name:
-            raise _Bad(f"{name!r} points out of the archive.")
+            raise _BadHeader(f"{name!r} points out of the archive.")
         size = 0 if info.type == tarfile.DIRTYPE else _size(extra.get("size"), info.size)
         if size > self._most_bytes:
-            raise _Bad(
+            raise _BadHeader(
                 f"{name!r} has {size:,} bytes, and {self._most_bytes:,} are allowed. Raise "
                 "most_bytes if it is meant."
             )
         if size < 0 or self.at + _BLOCK + size > self._end:
-            raise _Bad(f"{name!r} has {size:,} bytes and does not fit into the file: it was cut.")
+            raise _BadHeader(
+                f"{name!r} has {size:,} bytes and does not fit into the file: it was cut."
+            )
         return "/".join(parts), size
 
     def _content(self, info: tarfile.TarInfo) -> bytes:
         """The bytes of a header that speaks of the next one."""
         if not 0 <= info.size <= _MOST_EXTRA_BYTES:
-            raise _Bad(f"a header of {info.size:,} bytes; {_MOST_EXTRA_BYTES:,} are allowed.")
+            raise _BadHeader(f"a header of {info.size:,} bytes; {_MOST_EXTRA_BYTES:,} are allowed.")
         if self.at + _BLOCK + info.size > self._end:
-            raise _Bad("a header goes on beyond the end of the file: it was cut.")
+            raise _BadHeader("a header extends beyond the end of the file: it was cut.")
         return self._read(self.at + _BLOCK, self.at + _BLOCK + info.size)
 
     def _step(self, size: int) -> None:
@@ -251,7 +255,7 @@ def _pax(content: bytes) -> dict[str, str]:
         stop = at + int(digits) if digits.isdigit() and space else 0
         key, equals, value = content[at + len(digits) + 1 : stop - 1].partition(b"=")
         if not at < stop <= len(content) or content[stop - 1 : stop] != b"\n" or not equals:
-            raise _Bad("a pax header cannot be read.")
+            raise _BadHeader("a pax header cannot be read.")
         pairs[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         at = stop
     return pairs
@@ -261,5 +265,5 @@ def _size(said: str | None, size: int) -> int:
     if said is None:
         return size
     if not said.isascii() or not said.isdigit() or len(said) > 20:
-        raise _Bad(f"the size {said[:40]!r} is no number.")
+        raise _BadHeader(f"the size {said[:40]!r} is no number.")
     return int(said)

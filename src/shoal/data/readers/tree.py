@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shoal.data.given import options_of, path_of
-from shoal.data.readers.files import PathLike, Stamp, Web, is_url, local_stamp, read_local
-from shoal.data.readers.records import Names, hash_parts
+from shoal.data.readers.files import PathLike, RemoteFiles, Stamp, is_url, local_stamp, read_local
+from shoal.data.readers.records import NameTable, hash_parts
+from shoal.data.validate import options_of, path_of
 from shoal.errors import UsageError
-from shoal.storage.remote import PATIENCE, Patience, without_password
+from shoal.storage.object_client import RETRY_POLICY, RetryPolicy, redact_password
 
 Wanted = Callable[[str], bool]
 
 
-class Tree:
+class FileTree:
     """The files below `root` whose path `wanted` accepts; paths are from there, with slashes."""
 
     def __init__(
@@ -29,16 +29,16 @@ class Tree:
         root: PathLike,
         wanted: Wanted,
         options: Mapping[str, Any] | None = None,
-        patience: Patience = PATIENCE,
+        patience: RetryPolicy = RETRY_POLICY,
     ):
         self._root = path_of(root, "a reader").removeprefix("file://").rstrip("/")
-        self._web = Web(options_of(options), patience)
+        self._web = RemoteFiles(options_of(options), patience)
         found = dict(self._found())
         if not found and is_url(self._root):  # there, a folder is but the names of its files
             raise UsageError(f"{self} does not exist, or holds no file.")
         paths = sorted(path for path in found if wanted(path))
         self.num_left_out = len(found) - len(paths)
-        self.paths = Names(paths)
+        self.paths = NameTable(paths)
         self._sizes = np.array([found[path].num_bytes for path in paths], dtype=np.int64)
         self._marks = np.array([found[path].mark for path in paths], dtype=np.int64)
 
@@ -46,7 +46,7 @@ class Tree:
         return len(self.paths)
 
     def __str__(self) -> str:
-        return without_password(self._root)
+        return redact_password(self._root)
 
     def name(self, number: int) -> str:
         return f"{self}/{self.paths[number]}"

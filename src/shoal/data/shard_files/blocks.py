@@ -20,7 +20,7 @@ from shoal.data.shard_files.format import (
     samples_of_block,
     shard_name,
 )
-from shoal.data.shard_files.region import mapped
+from shoal.data.shard_files.region import map_file
 from shoal.errors import require
 from shoal.system.processes import PerProcess
 
@@ -68,7 +68,7 @@ class OpenShard:
         )
 
 
-class Inflated:
+class InflatedBlocks:
     """The inflated blocks of a set that were used last, within a limit."""
 
     def __init__(self, most_bytes: int = KEPT_BYTES):
@@ -92,15 +92,15 @@ class Inflated:
         return content
 
 
-def halves(index: Index, number: int, content: memoryview) -> tuple[memoryview, memoryview]:
+def split_shard(index: Index, number: int, content: memoryview) -> tuple[memoryview, memoryview]:
     """The data and the table of a shard."""
     data_bytes = index.shards[number].data_bytes
     return content[:data_bytes], content[data_bytes:]
 
 
-def opened(index: Index, number: int, path: Path) -> OpenShard:
+def open_shard(index: Index, number: int, path: Path) -> OpenShard:
     """The shard in a file of the right length."""
-    return OpenShard(index, number, *halves(index, number, mapped(path)))
+    return OpenShard(index, number, *split_shard(index, number, map_file(path)))
 
 
 def inflate(content: memoryview, num_bytes: int, name: str) -> bytes:

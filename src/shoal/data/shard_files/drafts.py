@@ -1,11 +1,11 @@
-"""A set of shards being built: seen by nobody until it is whole, and taken up again if cut short.
+"""A set of shards being built: invisible until it is whole, and resumed if cut short.
 
 In a directory a draft is a hidden directory beside the target, which takes its name in one rename
 after every byte was made durable. Behind a URL, which has no rename, shards are written where they
 stay and the seal last: without a seal there is no set, and a set that is replaced goes when the
 build begins. Either is found again by the next build, by its note; nothing that has no name of ours
-is ever removed. One process builds a set at a time; a directory is locked, for a URL see to it
-yourself.
+is ever removed. One process builds a set at a time; a directory is locked, for a URL that is
+up to you.
 """
 
 import fcntl
@@ -17,25 +17,25 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.data.shard_files.blocks import opened
-from shoal.data.shard_files.fetching import PATIENCE_S, part, within
+from shoal.data.shard_files.blocks import open_shard
+from shoal.data.shard_files.fetching import PATIENCE_S, read_range, run_within
 from shoal.data.shard_files.format import (
     FORMAT,
     INDEX,
     SEAL,
     BadShards,
+    FormatHeader,
     Index,
-    Kind,
     decode_table,
     seal,
     shard_name,
     table_bytes,
 )
-from shoal.data.shard_files.places import Bucket, Folder
+from shoal.data.shard_files.locations import ShardBucket, ShardDirectory
 from shoal.errors import UsageError
-from shoal.storage.decoding import json_or_none
-from shoal.storage.remote import Remote
-from shoal.storage.store import Directory
+from shoal.storage.decoding import try_decode_json
+from shoal.storage.object_client import ObjectClient
+from shoal.storage.store import DirectoryStore
 
 UPLOAD_BYTES = 32 << 20
 SLOWEST_BYTES_PER_S = 100_000  # an upload that is slower is given up
@@ -47,10 +47,10 @@ _OURS = re.compile(r"shard-\d{5,}\.(bin|json)")
 class FolderDraft:
     """A draft on a disk. `write` makes a file appear whole, or not at all."""
 
-    def __init__(self, place: Folder):
+    def __init__(self, place: ShardDirectory):
         target = Path(os.path.abspath(place.path))
         self._target, self._lock = target, -1
-        self._draft = Directory(target.parent).join(target.name, _TOKEN)
+        self._draft = DirectoryStore(target.parent).join_draft(target.name, _TOKEN)
         self.path = self._draft.path
 
     def refuse_others(self, force: bool) -> None:
@@ -75,7 +75,7 @@ class FolderDraft:
             )
 
     def begin(self) -> None:
-        """Go on with a draft, or begin one; refuses if another process is at it."""
+        """Resume a draft, or begin one; refuses if another process has it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -105,8 +105,8 @@ class FolderDraft:
     def is_sound(self, index: Index, number: int) -> bool:
         """Whether a shard that an earlier process wrote is there and what it should be."""
         try:
-            path = Folder(self.path).local(index, number, ()).path
-            return not any(opened(index, number, path).faults())
+            path = ShardDirectory(self.path).local(index, number, ()).path
+            return not any(open_shard(index, number, path).faults())
         except (UsageError, OSError):
             return False
 
@@ -131,8 +131,8 @@ class FolderDraft:
 class BucketDraft:
     """A draft in an object store, where the note stays until the seal is there."""
 
-    def __init__(self, place: Bucket):
-        self._remote: Remote = place.remote
+    def __init__(self, place: ShardBucket):
+        self._remote: ObjectClient = place.remote
 
     def __str__(self) -> str:
         return str(self._remote)
@@ -148,7 +148,7 @@ class BucketDraft:
     def begin(self) -> None:
         if self._size(SEAL) is not None:
             # First a note that fits no build: should this one end now, the next clears the rest.
-            self.write(NOTE, [msgspec.json.encode(Kind(FORMAT))])
+            self.write(NOTE, [msgspec.json.encode(FormatHeader(FORMAT))])
             self.clear()
 
     def write(self, file: str, parts: Iterable[bytes | bytearray | memoryview]) -> None:
@@ -156,15 +156,15 @@ class BucketDraft:
         size = sum(map(len, views))
         what, seconds = f"write {self}/{file}", PATIENCE_S + size / SLOWEST_BYTES_PER_S
         if size <= UPLOAD_BYTES:
-            within(what, lambda: self._remote.put(file, b"".join(views)), seconds)
+            run_within(what, lambda: self._remote.put(file, b"".join(views)), seconds)
         else:
-            within(what, lambda: self._remote.upload(file, views, UPLOAD_BYTES), seconds)
+            run_within(what, lambda: self._remote.upload(file, views, UPLOAD_BYTES), seconds)
 
     def read(self, file: str) -> bytes | None:
-        return within(f"read {self}/{file}", lambda: self._remote.get(file))
+        return run_within(f"read {self}/{file}", lambda: self._remote.get(file))
 
     def _size(self, file: str) -> int | None:
-        return within(f"look at {self}/{file}", lambda: self._remote.size(file))
+        return run_within(f"look at {self}/{file}", lambda: self._remote.size(file))
 
     def is_sound(self, index: Index, number: int) -> bool:
         """By its length and its table: to look at every byte would be to fetch them all."""
@@ -173,7 +173,7 @@ class BucketDraft:
             return False
         end = shard.data_bytes + table_bytes(index, shard)
         try:
-            decode_table(index, number, part(self._remote, name, shard.data_bytes, end))
+            decode_table(index, number, read_range(self._remote, name, shard.data_bytes, end))
         except BadShards:
             return False
         return True
@@ -182,14 +182,14 @@ class BucketDraft:
         """Remove a set or a draft, save for the note by which it is known."""
         found = self._found()
         if SEAL in found:
-            self._delete([SEAL])  # first: nobody ever finds half of a set
+            self._delete([SEAL])  # first: no reader ever finds half of a set
         self._delete([name for name in found if name == INDEX or _OURS.fullmatch(name)])
 
     def _found(self) -> list[str]:
-        return within(f"list {self}", lambda: self._remote.find(""))
+        return run_within(f"list {self}", lambda: self._remote.find(""))
 
     def _delete(self, names: list[str]) -> None:
-        within(f"remove objects of {self}", lambda: self._remote.delete(names))
+        run_within(f"remove objects of {self}", lambda: self._remote.delete(names))
 
     def commit(self, index: bytes, notes: Iterable[str]) -> None:
         """The seal is what makes the set appear. Notes go before it: none may be found in a set."""
@@ -206,8 +206,8 @@ class BucketDraft:
                 self._delete([NOTE])
 
 
-def draft_at(place: Folder | Bucket) -> FolderDraft | BucketDraft:
-    return FolderDraft(place) if isinstance(place, Folder) else BucketDraft(place)
+def draft_at(place: ShardDirectory | ShardBucket) -> FolderDraft | BucketDraft:
+    return FolderDraft(place) if isinstance(place, ShardDirectory) else BucketDraft(place)
 
 
 def _taken(place: object) -> str:
@@ -222,6 +222,6 @@ def _foreign(place: object) -> str:
 
 
 def _is_note(content: bytes | None) -> bool:
-    """Whether this is the note of a build, and not a file of somebody else."""
-    kind = json_or_none(content or b"", Kind)
+    """Whether this is the note of a build, and not a foreign file."""
+    kind = try_decode_json(content or b"", FormatHeader)
     return kind is not None and kind.format == FORMAT

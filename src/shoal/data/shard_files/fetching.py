@@ -7,7 +7,8 @@ removed later, and nothing has to be cleaned by hand. The copies used longest ag
 
 Waiting is bounded everywhere: a request is tried a few times, a part that does not come in time is
 given up. Not for sharing decoded samples; that is what `data/cache` is for. Cost: a shard is read
-once over the network, then mapped like a local one; who needs it while it is fetched waits.
+once over the network, then mapped like a local one; a reader that needs it meanwhile waits. Next:
+`shard_source.py`.
 """
 
 import errno
@@ -21,10 +22,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.data.shard_files.blocks import opened
+from shoal.data.shard_files.blocks import open_shard
 from shoal.data.shard_files.format import BadShards, Index, shard_name
 from shoal.errors import UsageError
-from shoal.storage.remote import Remote
+from shoal.storage.object_client import ObjectClient
 from shoal.system.processes import PerProcess
 
 CACHE_BYTES = 16 << 30
@@ -41,15 +42,15 @@ _PASSING = re.compile(r"\.(fetching|lock)-[0-9a-f]{32}(-[0-9a-f]{16})?")
 Answer = TypeVar("Answer")
 
 
-class TooSlow(UsageError):
+class FetchTimeout(UsageError):
     """What lies behind a URL did not come in time."""
 
 
-class GivenUp(Exception):
-    """What was being fetched is not wanted any more."""
+class FetchCancelled(Exception):
+    """The fetch was cancelled: the shard is not needed any more."""
 
 
-class Copies:
+class ShardCopies:
     """The directory of copies; other processes may use it at the same time."""
 
     def __init__(self, directory: Path, most_bytes: int = CACHE_BYTES):
@@ -64,32 +65,32 @@ class Copies:
 
     def copy(
         self,
-        remote: Remote,
+        remote: ObjectClient,
         index: Index,
         number: int,
         kept: Collection[str],
-        given_up: threading.Event | None = None,
+        cancelled: threading.Event | None = None,
     ) -> tuple[Path, list[str]]:
         """The path of a shard's copy, and the names of copies that had to go for it.
 
-        `GivenUp` when that event comes first.
+        `FetchCancelled` when that event comes first.
         """
         wanted = index.shards[number].hash
         path = self.directory / f"{wanted}.bin"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             gone: list[str] = []
-            with _alone(self.directory / f"{_LOCK}{wanted}", given_up):
+            with _alone(self.directory / f"{_LOCK}{wanted}", cancelled):
                 num_bytes = index.num_bytes(index.shards[number])
                 if not _is_there(path, num_bytes):
                     with self._room():
                         self._coming()[wanted] = num_bytes
                         gone = self._make_room(sum(self._coming().values()), {wanted, *kept})
                     try:
-                        self._fetch(remote, index, number, path, given_up)
+                        self._fetch(remote, index, number, path, cancelled)
                     finally:
                         self._coming().pop(wanted, None)  # a thread of this process may have
-                with suppress(FileNotFoundError):  # whoever opens it finds that it is gone again
+                with suppress(FileNotFoundError):  # the reader notices that it is gone again
                     os.utime(path)
             return path, gone
         except OSError as error:
@@ -102,18 +103,18 @@ class Copies:
 
     def _fetch(
         self,
-        remote: Remote,
+        remote: ObjectClient,
         index: Index,
         number: int,
         path: Path,
-        given_up: threading.Event | None,
+        cancelled: threading.Event | None,
     ) -> None:
         for tries in range(1, NUM_TRIES + 1):
             # Drawn: containers that share a directory have the same numbers for their processes.
             unfinished = path.with_name(f"{_UNFINISHED}{path.stem}-{os.urandom(8).hex()}")
             try:
-                fetch_to(remote, index, number, unfinished, given_up)
-                for fault in opened(index, number, unfinished).faults():
+                fetch_to(remote, index, number, unfinished, cancelled)
+                for fault in open_shard(index, number, unfinished).faults():
                     raise BadShards(fault)
                 os.rename(unfinished, path)
                 return
@@ -132,7 +133,7 @@ class Copies:
             return is_used or path.exists()
         except FileNotFoundError:
             return False
-        except OSError:  # a disk that can only be read: nobody removes anything there
+        except OSError:  # a read-only disk: no process removes anything there
             return True
 
     def drop(self, index: Index, number: int) -> None:
@@ -165,27 +166,29 @@ class Copies:
 
 
 def fetch_to(
-    remote: Remote,
+    remote: ObjectClient,
     index: Index,
     number: int,
     path: Path,
-    given_up: threading.Event | None = None,
+    cancelled: threading.Event | None = None,
 ) -> None:
-    """Fetch a shard into a new file; whoever reads it checks it."""
+    """Fetch a shard into a new file; the reader checks it."""
     wanted = index.num_bytes(index.shards[number])
     with open(path, "wb") as file:
         for start in range(0, wanted, PART_BYTES):
             stop = min(wanted, start + PART_BYTES)
-            file.write(part(remote, shard_name(number), start, stop, given_up))
+            file.write(read_range(remote, shard_name(number), start, stop, cancelled))
 
 
-def part(
-    remote: Remote, name: str, start: int, stop: int, given_up: threading.Event | None = None
+def read_range(
+    remote: ObjectClient, name: str, start: int, stop: int, cancelled: threading.Event | None = None
 ) -> bytes:
     """Bytes of a remote file, all of them."""
     try:
-        content = within(
-            f"read {remote}/{name}", lambda: remote.part(name, start, stop), given_up=given_up
+        content = run_within(
+            f"read {remote}/{name}",
+            lambda: remote.get_range(name, start, stop),
+            cancelled=cancelled,
         )
     except FileNotFoundError:
         raise BadShards(f"{name} is missing from {remote}.") from None
@@ -197,11 +200,11 @@ def part(
     return content
 
 
-def within(
+def run_within(
     what: str,
     act: Callable[[], Answer],
     seconds: float | None = None,
-    given_up: threading.Event | None = None,
+    cancelled: threading.Event | None = None,
 ) -> Answer:
     """What `act` returns, if it does so in time. Left behind, it may not keep the process alive."""
     patience_s = PATIENCE_S if seconds is None else seconds
@@ -211,20 +214,20 @@ def within(
     def run() -> None:
         try:
             answers.append(act())
-        except BaseException as error:  # noqa: BLE001 (raised again by who waits)
+        except BaseException as error:  # noqa: BLE001 (raised again by the caller)
             errors.append(error)
 
     thread = threading.Thread(target=run, name="shoal-fetch", daemon=True)
     thread.start()
     deadline = time.monotonic() + patience_s
-    while given_up is not None and thread.is_alive() and time.monotonic() < deadline:
-        _refuse_given_up(given_up)
+    while cancelled is not None and thread.is_alive() and time.monotonic() < deadline:
+        _refuse_cancelled(cancelled)
         thread.join(_LOOK_S)
     thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
     if not answers:
-        raise TooSlow(
+        raise FetchTimeout(
             f"cannot {what}: no answer within {patience_s:g} s. The store or the network is too "
             "slow; try again, or copy the shards to a disk."
         )
@@ -232,8 +235,8 @@ def within(
 
 
 @contextmanager
-def _alone(path: Path, given_up: threading.Event | None) -> Iterator[None]:
-    """One process of a host fetches a shard, the others wait for it, but not for ever."""
+def _alone(path: Path, cancelled: threading.Event | None) -> Iterator[None]:
+    """One process of a host fetches a shard, the others wait for it, for a bounded time."""
     deadline = time.monotonic() + PATIENCE_S
     with open(path, "a", encoding="utf-8") as lock:
         while True:
@@ -245,7 +248,7 @@ def _alone(path: Path, given_up: threading.Event | None) -> Iterator[None]:
                     break  # a disk without locks: both fetch, and both copies are good
                 if time.monotonic() > deadline:
                     break
-            _refuse_given_up(given_up)
+            _refuse_cancelled(cancelled)
             time.sleep(_LOOK_S)
         try:
             yield
@@ -254,9 +257,9 @@ def _alone(path: Path, given_up: threading.Event | None) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _refuse_given_up(given_up: threading.Event | None) -> None:
-    if given_up is not None and given_up.is_set():
-        raise GivenUp
+def _refuse_cancelled(cancelled: threading.Event | None) -> None:
+    if cancelled is not None and cancelled.is_set():
+        raise FetchCancelled
 
 
 def _is_there(path: Path, num_bytes: int) -> bool:

@@ -65,7 +65,7 @@ class Leaf(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Rows(msgspec.Struct, frozen=True, tag_field="kind", tag="rows"):
+class RowLayout(msgspec.Struct, frozen=True, tag_field="kind", tag="rows"):
     """Every sample is a row of the same length."""
 
     row_bytes: int
@@ -75,11 +75,11 @@ class Rows(msgspec.Struct, frozen=True, tag_field="kind", tag="rows"):
     leaves: tuple[Leaf, ...]
 
 
-class Packed(msgspec.Struct, frozen=True, tag_field="kind", tag="packed"):
+class PackedLayout(msgspec.Struct, frozen=True, tag_field="kind", tag="packed"):
     """Every sample has a header of its own."""
 
 
-class Shard(msgspec.Struct, frozen=True):
+class ShardInfo(msgspec.Struct, frozen=True):
     """A file; its place in the list is its number and gives its name."""
 
     num_samples: int
@@ -94,12 +94,12 @@ class Index(msgspec.Struct, frozen=True, dict=True):
     format: str
     version: int
     num_samples: int
-    layout: Rows | Packed
+    layout: RowLayout | PackedLayout
     compression: str | None
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardInfo, ...]
     origin: dict[str, str]  # what it was built from, and by which version
 
-    def num_bytes(self, shard: Shard) -> int:
+    def num_bytes(self, shard: ShardInfo) -> int:
         """The length of a shard's file."""
         return shard.data_bytes + table_bytes(self, shard)
 
@@ -109,7 +109,7 @@ class Index(msgspec.Struct, frozen=True, dict=True):
         return hashlib.sha256(encode(self)).hexdigest()
 
 
-class Table(NamedTuple):
+class ShardTable(NamedTuple):
     """Where things are in a shard. Raw bytes are those before compression."""
 
     hashes: Words  # of each block as it is stored
@@ -118,7 +118,7 @@ class Table(NamedTuple):
     offsets: Words | None  # where each packed sample begins among the raw bytes; then the end
 
 
-class Kind(msgspec.Struct):
+class FormatHeader(msgspec.Struct):
     """What must be understood of an index before the rest is."""
 
     format: str = ""
@@ -142,7 +142,7 @@ def decode(content: bytes, sealed: bytes) -> Index:
     """An index that is what was sealed, and consistent."""
     if sealed != seal(content):
         raise BadShards(f"{INDEX} is not what {SEAL} says: one of them was changed.")
-    kind = decode_json(content, Kind, INDEX, BadShards)
+    kind = decode_json(content, FormatHeader, INDEX, BadShards)
     if kind.format != FORMAT:
         raise BadShards(f"{INDEX} is of the format {kind.format!r}, not {FORMAT!r}.")
     if kind.version != VERSION:
@@ -156,17 +156,17 @@ def decode(content: bytes, sealed: bytes) -> Index:
     return index
 
 
-def table_bytes(index: Index, shard: Shard) -> int:
+def table_bytes(index: Index, shard: ShardInfo) -> int:
     """How long the table of a shard is, with the zeros that come before it."""
     words = shard.num_blocks
     if index.compression is not None:
         words += shard.num_blocks + 1
-    if isinstance(index.layout, Packed):
+    if isinstance(index.layout, PackedLayout):
         words += shard.num_blocks + 1 + shard.num_samples + 1
     return -shard.data_bytes % _WORD + words * _WORD
 
 
-def encode_table(data_bytes: int, table: Table, is_compressed: bool) -> bytes:
+def encode_table(data_bytes: int, table: ShardTable, is_compressed: bool) -> bytes:
     """Zeros up to a multiple of 8, then the arrays that a reader cannot work out."""
     arrays = [table.hashes]
     if is_compressed:
@@ -181,7 +181,7 @@ def table_hash(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def decode_table(index: Index, number: int, content: bytes | memoryview) -> Table:
+def decode_table(index: Index, number: int, content: bytes | memoryview) -> ShardTable:
     """The table of a shard, if it is the one that the index was written with, and consistent."""
     shard, name = index.shards[number], shard_name(number)
     if len(content) != table_bytes(index, shard) or table_hash(content) != shard.hash:
@@ -191,18 +191,18 @@ def decode_table(index: Index, number: int, content: bytes | memoryview) -> Tabl
     stored, offsets = None, None
     if index.compression is not None:
         stored, words = words[: shard.num_blocks + 1], words[shard.num_blocks + 1 :]
-    if isinstance(index.layout, Packed):
+    if isinstance(index.layout, PackedLayout):
         raw, offsets = words[: shard.num_blocks + 1], words[shard.num_blocks + 1 :]
     else:
         firsts = np.arange(shard.num_blocks + 1, dtype=np.uint64) * index.layout.block_rows
         raw = np.minimum(firsts, shard.num_samples).astype(np.uint64) * index.layout.row_bytes
-    table = Table(hashes, raw if stored is None else stored, raw, offsets)
+    table = ShardTable(hashes, raw if stored is None else stored, raw, offsets)
     if not _is_consistent(table, shard):
         raise BadShards(f"{name}: its table does not fit its {shard.data_bytes} bytes.")
     return table
 
 
-def _is_consistent(table: Table, shard: Shard) -> bool:
+def _is_consistent(table: ShardTable, shard: ShardInfo) -> bool:
     if table.stored[-1] != shard.data_bytes or not _ascends(table.stored):
         return False
     if not _ascends(table.raw):
@@ -236,11 +236,11 @@ def _check(index: Index) -> None:
         raise BadShards(
             f"{INDEX} is said to have {index.num_samples} samples; its shards have {num_samples}."
         )
-    if isinstance(index.layout, Rows):
+    if isinstance(index.layout, RowLayout):
         _check_rows(index, index.layout)
 
 
-def _check_rows(index: Index, rows: Rows) -> None:
+def _check_rows(index: Index, rows: RowLayout) -> None:
     sizes = (rows.row_bytes, rows.block_rows, rows.shard_rows)
     if min(sizes) < 1 or max(sizes) >= 2**48 or rows.row_bytes % _WORD:
         raise BadShards(f"{INDEX}: rows of {rows.row_bytes} bytes cannot be.")
@@ -299,11 +299,11 @@ def first_samples(index: Index) -> list[int]:
     return firsts
 
 
-def samples_of_block(index: Index, number: int, table: Table, block: int) -> tuple[int, int]:
+def samples_of_block(index: Index, number: int, table: ShardTable, block: int) -> tuple[int, int]:
     """The first sample of a block, and the first of the next one, counted through the set."""
     first = first_samples(index)[number]
     if table.offsets is None:
-        assert isinstance(index.layout, Rows)
+        assert isinstance(index.layout, RowLayout)
         edges = (np.arange(block, block + 2) * index.layout.block_rows).tolist()
         edges = [min(edge, index.shards[number].num_samples) for edge in edges]
     else:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.packing import TYPES, bytes_of, type_name
-from shoal.data.shard_files.format import BLOCK_BYTES, ITEM_BYTES, MOST_DEPTH, Leaf, Rows
+from shoal.data.packing import DTYPES, dtype_name, tensor_bytes
+from shoal.data.shard_files.format import BLOCK_BYTES, ITEM_BYTES, MOST_DEPTH, Leaf, RowLayout
 
 Bytes = NDArray[np.uint8]
 _WORD = 8
@@ -28,7 +28,7 @@ _NUMBERS: dict[type, tuple[str, str]] = {
 }
 
 
-class Described(NamedTuple):
+class DescribedSample(NamedTuple):
     """What a sample is made of; samples of one layout have the same `tree` and `leaves`."""
 
     tree: Any
@@ -40,12 +40,12 @@ class Described(NamedTuple):
         return self.leaves[-1].start + self.leaves[-1].num_bytes if self.leaves else 0
 
 
-class NotRows(Exception):
-    """A sample that has no place in a row."""
+class NotFixedSize(Exception):
+    """A sample that does not fit into a row of fixed size."""
 
 
-def describe(sample: Any) -> Described:
-    """The tree and leaves of a sample; NotRows if it holds text, say."""
+def describe(sample: Any) -> DescribedSample:
+    """The tree and leaves of a sample; NotFixedSize if it holds text, say."""
     leaves: list[Leaf] = []
     contents: list[Bytes] = []
 
@@ -56,15 +56,15 @@ def describe(sample: Any) -> Described:
         return len(leaves) - 1
 
     tree = _tree(sample, leaf, 0)
-    return Described(tree, tuple(leaves), tuple(contents))
+    return DescribedSample(tree, tuple(leaves), tuple(contents))
 
 
-def rows_of(described: Described, shard_bytes: int) -> Rows:
+def row_layout_of(described: DescribedSample, shard_bytes: int) -> RowLayout:
     """The layout for samples like this one, in shards of about so many bytes."""
     row_bytes = padded(described.num_bytes)
     block_rows = max(1, min(BLOCK_BYTES, shard_bytes) // row_bytes)
     shard_rows = max(1, shard_bytes // row_bytes // block_rows) * block_rows
-    return Rows(row_bytes, block_rows, shard_rows, described.tree, described.leaves)
+    return RowLayout(row_bytes, block_rows, shard_rows, described.tree, described.leaves)
 
 
 def padded(num_bytes: int) -> int:
@@ -76,7 +76,7 @@ def padded(num_bytes: int) -> int:
     return max(_WORD, _up(num_bytes, min(4096, max(_WORD, twos))))
 
 
-def row(rows: Rows, described: Described) -> bytearray:
+def encode_row(rows: RowLayout, described: DescribedSample) -> bytearray:
     """A sample's row."""
     filled = bytearray(rows.row_bytes)
     for leaf, content in zip(rows.leaves, described.contents, strict=True):
@@ -84,7 +84,7 @@ def row(rows: Rows, described: Described) -> bytearray:
     return filled
 
 
-def sample_of(rows: Rows, content: Tensor) -> Any:
+def decode_row(rows: RowLayout, content: Tensor) -> Any:
     """The sample in a row, which it keeps using: bytes of its own, that is."""
 
     def leaf(number: int) -> Any:
@@ -92,7 +92,7 @@ def sample_of(rows: Rows, content: Tensor) -> Any:
         part = content[of.start : of.start + of.num_bytes]
         if not of.num_bytes:
             part = torch.empty(0, dtype=torch.uint8)
-        value = part.view(TYPES[of.dtype]).view(of.shape)
+        value = part.view(DTYPES[of.dtype]).view(of.shape)
         if of.kind == "tensor":
             return value
         return value.numpy() if of.kind == "array" else value.item()
@@ -103,10 +103,10 @@ def sample_of(rows: Rows, content: Tensor) -> Any:
 class Gather:
     """Batches of rows out of a tensor of them, [rows, row_bytes] of uint8; one gather a leaf."""
 
-    def __init__(self, rows: Rows, content: Tensor):
+    def __init__(self, rows: RowLayout, content: Tensor):
         self._tree = rows.tree
         self._columns = [
-            (_column(content, leaf), TYPES[leaf.dtype], leaf.shape) for leaf in rows.leaves
+            (_column(content, leaf), DTYPES[leaf.dtype], leaf.shape) for leaf in rows.leaves
         ]
 
     def batch(self, at: Tensor) -> Any:
@@ -121,7 +121,7 @@ class Gather:
         return _restore(self._tree, leaf, lists=False)
 
 
-def is_pair(rows: Rows) -> bool:
+def is_pair(rows: RowLayout) -> bool:
     """Whether a sample is (inputs, target), so that batches of them make sense."""
     parts = rows.tree.get("tuple", rows.tree.get("list")) if isinstance(rows.tree, dict) else None
     return parts is not None and len(parts) == 2
@@ -136,35 +136,35 @@ def _column(content: Tensor, leaf: Leaf) -> Tensor:
 
 def _tree(value: Any, leaf: Callable[..., int], depth: int) -> Any:
     if depth > MOST_DEPTH:
-        raise NotRows
+        raise NotFixedSize
     if isinstance(value, Tensor):
         return leaf("tensor", *_of_tensor(value))
     if isinstance(value, np.ndarray | np.generic):
         return leaf("array", *_of_array(np.asarray(value)))
     if isinstance(value, Mapping):
         if not all(type(key) in (str, int) for key in value):
-            raise NotRows
+            raise NotFixedSize
         return {"dict": [[key, _tree(part, leaf, depth + 1)] for key, part in value.items()]}
     if isinstance(value, tuple | list):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_tree(part, leaf, depth + 1) for part in value]}
     if type(value) not in _NUMBERS or (type(value) is int and not -(2**63) <= value < 2**63):
-        raise NotRows
+        raise NotFixedSize
     kind, dtype = _NUMBERS[type(value)]
     return leaf(kind, dtype, (), np.asarray(value, dtype=dtype).reshape(1).view(np.uint8))
 
 
 def _of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], Bytes]:
-    name = type_name(tensor)
+    name = dtype_name(tensor)
     if name is None:
-        raise NotRows
-    return name, tuple(tensor.shape), bytes_of(tensor)
+        raise NotFixedSize
+    return name, tuple(tensor.shape), tensor_bytes(tensor)
 
 
 def _of_array(array: NDArray[Any]) -> tuple[str, tuple[int, ...], Bytes]:
     # Of another byte order, or of what torch has no type for: dates, text.
     if array.dtype.name not in ITEM_BYTES or array.dtype.byteorder not in "=|":
-        raise NotRows
+        raise NotFixedSize
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return array.dtype.name, array.shape, content
 

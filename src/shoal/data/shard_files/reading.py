@@ -6,9 +6,9 @@
 
 Shards of a directory are mapped, those behind a URL are first copied to a local directory of
 limited size, up to four of a batch beside each other. A block is hashed when it is first touched;
-its samples are then given out as copies, so nobody can write into the map. A sample whose shard is
+its samples are then given out as copies, so the map cannot be written to. A sample whose shard is
 missing, cut short or damaged is a `LostSample` with its number, the shard and the reason; under
-`shoal.data.quarantine` a run goes on without it. A store that does not answer, or a cache whose
+`shoal.data.quarantine` a run skips it. A store that does not answer, or a cache whose
 disk is full, is `SourceLost` and ends the run: it says nothing of the sample.
 
 Cost: one copy of what is asked for. A first pass also hashes all blocks, at some 10 GB/s. A lone
@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.orders import Blocks
+from shoal.data.orders import BlockShuffled
 from shoal.data.packing import BadSample, unpack
-from shoal.data.readers.records import Indices, positions
+from shoal.data.readers.records import Indices, normalize_indices
 from shoal.data.shard_files import layout
-from shoal.data.shard_files.blocks import Inflated, OpenShard, halves
-from shoal.data.shard_files.format import BadShards, Index, Rows, shard_name
-from shoal.data.shard_files.places import Place, open_place, read_index
-from shoal.data.shard_files.region import GRANULE, Region, mapped
-from shoal.data.shard_files.sets import AT_ONCE, LostSample, ShardSource
-from shoal.data.sources import Ids, position
+from shoal.data.shard_files.blocks import InflatedBlocks, OpenShard, split_shard
+from shoal.data.shard_files.format import BadShards, Index, RowLayout, shard_name
+from shoal.data.shard_files.locations import ShardLocation, open_location, read_index
+from shoal.data.shard_files.region import GRANULE, MappedRegion, map_file
+from shoal.data.shard_files.shard_source import AT_ONCE, LostSample, ShardSource
+from shoal.data.sources import Ids, normalize_index
 from shoal.data.views import View, join
 from shoal.errors import UsageError
 
@@ -44,7 +44,7 @@ __all__ = ["LostSample", "PackedSource", "RowSource", "open_set", "shards"]
 
 _NUM_NAMED = 3  # of the shards that are missing
 _WAY_OUT = (
-    "Copy the set there anew or build it again; with strict=False it opens, and the samples that "
+    "Copy the set there again or build it again; with strict=False it opens, and the samples that "
     "are not there are lost."
 )
 
@@ -52,13 +52,13 @@ _WAY_OUT = (
 class PackedSource(ShardSource):
     """Samples that differ in shape or hold more than numbers."""
 
-    def __init__(self, place: Place, index: Index):
+    def __init__(self, place: ShardLocation, index: Index):
         super().__init__(place, index)
-        self._inflated = Inflated() if index.compression is not None else None
+        self._inflated = InflatedBlocks() if index.compression is not None else None
 
     def many(self, ids: Indices) -> list[Any]:
         """Many samples; those of remote shards after some of these were fetched together."""
-        wanted = positions(ids, len(self))
+        wanted = normalize_indices(ids, len(self))
         shards = self._shards_of(wanted)
         numbers = np.unique(shards).tolist()
         found: list[Any] = [None] * len(wanted)
@@ -70,7 +70,7 @@ class PackedSource(ShardSource):
         return found
 
     def __getitem__(self, index: int) -> Any:
-        sample = position(index, len(self))
+        sample = normalize_index(index, len(self))
         number = int(self._shards_of(np.array([sample]))[0])
         at = sample - int(self._firsts[number])
         with self._while_used(np.array([sample])):
@@ -96,20 +96,21 @@ class PackedSource(ShardSource):
 class RowSource(ShardSource, ABC):
     """Samples that are rows of one length; if they are pairs, many are taken at once."""
 
-    def __init__(self, place: Place, index: Index, rows: Rows):
+    def __init__(self, place: ShardLocation, index: Index, rows: RowLayout):
         super().__init__(place, index)
         self._rows, self._blocks_a_shard = rows, rows.shard_rows // rows.block_rows
         if layout.is_pair(rows):
             self.take = self._take
 
     def __getitem__(self, index: int) -> Any:
-        ids = np.asarray([position(index, len(self))], dtype=np.int64)
-        return layout.sample_of(self._rows, self._copied(ids)[0])
+        ids = np.asarray([normalize_index(index, len(self))], dtype=np.int64)
+        return layout.decode_row(self._rows, self._copied(ids)[0])
 
     def many(self, ids: Indices) -> list[Any]:
         """Many samples, out of one copy of their rows."""
         return [
-            layout.sample_of(self._rows, row) for row in self._copied(positions(ids, len(self)))
+            layout.decode_row(self._rows, row)
+            for row in self._copied(normalize_indices(ids, len(self)))
         ]
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
@@ -140,14 +141,14 @@ class RowSource(ShardSource, ABC):
 class MappedRows(RowSource):
     """Rows as they lie in the files, side by side in memory: a batch is one gather."""
 
-    def __init__(self, place: Place, index: Index, rows: Rows):
+    def __init__(self, place: ShardLocation, index: Index, rows: RowLayout):
         super().__init__(place, index, rows)
         self._is_ready = np.zeros(-(-len(self) // rows.block_rows), dtype=np.bool_)
         self._num_unready = len(self._is_ready)
         multiple = math.lcm(rows.row_bytes, GRANULE)
         slot_rows = min(rows.shard_rows, len(self))
         slot_bytes = -(-slot_rows * rows.row_bytes // multiple) * multiple
-        self._region = Region(len(index.shards), slot_bytes)
+        self._region = MappedRegion(len(index.shards), slot_bytes)
         # Rows of a slot that no shard has: by so many a shard's rows lie behind those before it.
         self._gap = slot_bytes // rows.row_bytes - slot_rows
         content = torch.from_numpy(self._region.content).view(-1, rows.row_bytes)
@@ -191,7 +192,7 @@ class MappedRows(RowSource):
             self._is_ready[at] = True
 
     def _map(self, number: int, path: Path) -> OpenShard:
-        data, table = halves(self.index, number, mapped(path))
+        data, table = split_shard(self.index, number, map_file(path))
         return OpenShard(
             self.index, number, self._region.map(number, path, len(data)), bytes(table)
         )
@@ -208,9 +209,9 @@ class MappedRows(RowSource):
 class InflatedRows(RowSource):
     """Rows out of compressed blocks, of which those used last are kept as they were before."""
 
-    def __init__(self, place: Place, index: Index, rows: Rows):
+    def __init__(self, place: ShardLocation, index: Index, rows: RowLayout):
         super().__init__(place, index, rows)
-        self._inflated = Inflated()
+        self._inflated = InflatedBlocks()
 
     def _copied(self, ids: Ids) -> Tensor:
         rows = np.empty((len(ids), self._rows.row_bytes), dtype=np.uint8)
@@ -253,7 +254,7 @@ def shards(
             raise UsageError("shards([]): no set was named. Name one or more.")
         sets = [open_set(each, cache_dir, cache_bytes, strict) for each in where]
         sizes = [shard.num_samples for each in sets for shard in each.index.shards]
-        return View(join(sets), Blocks(sizes))
+        return View(join(sets), BlockShuffled(sizes))
     return open_set(where, cache_dir, cache_bytes, strict)
 
 
@@ -264,17 +265,17 @@ def open_set(
     strict: bool = True,
 ) -> RowSource | PackedSource:
     """One set."""
-    place = open_place(where, cache_dir, cache_bytes)
+    place = open_location(where, cache_dir, cache_bytes)
     index = read_index(place)
     if strict:
         refuse_incomplete(place, index)
-    if isinstance(index.layout, Rows):
+    if isinstance(index.layout, RowLayout):
         kind = MappedRows if index.compression is None else InflatedRows
         return kind(place, index, index.layout)
     return PackedSource(place, index)
 
 
-def refuse_incomplete(place: Place, index: Index) -> None:
+def refuse_incomplete(place: ShardLocation, index: Index) -> None:
     missing = sorted({shard_name(number) for number in range(len(index.shards))} - place.names())
     if missing:
         raise BadShards(f"{place}: {_named(missing)} missing. {_WAY_OUT}")

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shoal.data.shard_files.blocks import opened
+from shoal.data.shard_files.blocks import open_shard
 from shoal.data.shard_files.fetching import fetch_to
 from shoal.data.shard_files.format import BadShards, Index, shard_name
-from shoal.data.shard_files.places import Folder, Place
+from shoal.data.shard_files.locations import ShardDirectory, ShardLocation
 from shoal.errors import UsageError
 
 
-def faults(place: Place, index: Index, num_threads: int = 1) -> Iterator[str]:
+def find_faults(place: ShardLocation, index: Index, num_threads: int = 1) -> Iterator[str]:
     """What is wrong, in the order of the shards; nothing if all is well."""
     names = [shard_name(number) for number in range(len(index.shards))]
     for name in sorted(place.names() - set(names)):
@@ -47,10 +47,10 @@ def faults(place: Place, index: Index, num_threads: int = 1) -> Iterator[str]:
             yield from found
 
 
-def _faults_of(place: Place, index: Index, number: int) -> list[str]:
-    if isinstance(place, Folder):
-        return list(opened(index, number, place.local(index, number, ()).path).faults())
+def _faults_of(place: ShardLocation, index: Index, number: int) -> list[str]:
+    if isinstance(place, ShardDirectory):
+        return list(open_shard(index, number, place.local(index, number, ()).path).faults())
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         path = Path(folder) / "shard"
         fetch_to(place.remote, index, number, path)
-        return list(opened(index, number, path).faults())
+        return list(open_shard(index, number, path).faults())

@@ -1,23 +1,23 @@
-"""Building a set of shards from any source: streaming, resumable, the same whoever does the work.
+"""Building a set of shards from any source: streaming, resumable, independent of the workers.
 
 Samples are taken in order and cut into blocks and shards by their lengths alone, so the result does
 not depend on the number of workers or on how often the build was cut short. The layout is `rows` if
-all samples have leaves of one shape and type; the first that does not makes the builder begin anew
-with `packed`. A sample that fails ends the build, or is left out by a source that leaves such out;
-one that is not reached (a server is gone, say) ends it always. A finished shard is durable and
-noted in the draft. A build that was killed goes on behind the last of them, if the source is the
-same as far as one can tell: its length, the settings, what it calls itself (`identity`), some
-samples throughout, and the first and last sample of every finished shard; otherwise it begins anew.
-A full disk ends it and leaves nothing.
+all samples have leaves of one shape and type; the first that does not makes the builder start over
+with `packed`. A sample that fails ends the build, or is skipped by a source that skips such
+samples; one that is not reached (a server is gone, say) always ends it. A finished shard is durable
+and noted in the draft. A build that was killed resumes after the last of them, if the source is the
+same as far as can be seen: its length, the settings, its `identity`, some samples throughout, and
+the first and last sample of every finished shard; otherwise it starts over. A full disk ends it and
+leaves nothing.
 
 Cost: each sample is loaded once, sixteen of them twice; those before a first one that is unlike,
-and the ends of shards that are gone on with, once more. Memory for one block (in an object store,
-one shard). Next: `feeding.py` for workers, `drafts.py` for the commit, docs/how-to/shards.md.
+and the ends of finished shards of a resumed build, once more. Memory for one block (in an object
+store, one shard). Next: `encoding.py` for workers, `drafts.py` for the commit,
+docs/how-to/shards.md.
 """
 
 import errno
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +25,36 @@ import msgspec
 import numpy as np
 import xxhash
 
-from shoal.data.given import require_whole
+from shoal import __version__
 from shoal.data.orders import is_shuffle, order_of
 from shoal.data.packing import pack
 from shoal.data.shard_files import layout
-from shoal.data.shard_files.cutting import Ahead, Cut, Finished, Settings
+from shoal.data.shard_files.cutting import (
+    BuildSettings,
+    FinishedShard,
+    PeekableSamples,
+    ShardCutter,
+)
 from shoal.data.shard_files.drafts import NOTE, BucketDraft, FolderDraft, draft_at
-from shoal.data.shard_files.feeding import MOST_WORKERS, Unlike, feed
+from shoal.data.shard_files.encoding import MOST_WORKERS, LayoutMismatch, encode_samples
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     FORMAT,
     VERSION,
     Index,
-    Packed,
-    Shard,
+    PackedLayout,
+    ShardInfo,
     encode,
     shard_name,
 )
-from shoal.data.shard_files.places import open_place
-from shoal.data.sources import LeavesOut, Source, Varied, as_source, sample_of
+from shoal.data.shard_files.locations import open_location
+from shoal.data.sources import EpochSource, SkipsBad, Source, as_source, load_sample
+from shoal.data.stalls import STALLS
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
-from shoal.data.waiting import WAITING
+from shoal.data.validate import require_whole
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest, require
 from shoal.logs import log
-from shoal.storage.decoding import json_or_none
+from shoal.storage.decoding import try_decode_json
 
 SHARD_BYTES = 64 << 20
 _NUM_PROBES = 16
@@ -72,18 +78,18 @@ def build(
     `shard_bytes` is the size of a shard before compression; `compress` is None or "zstd". A set
     that is there already is replaced only with `force`: in a directory when the new one is whole,
     at a URL when the build begins. `identity` is text that changes when the source does (a file's
-    name and time, say). `progress` is told samples and bytes so far.
+    name and time, say). `progress` gets samples and bytes so far.
     """
     source = as_source(source)
     _check(len(source), shard_bytes, compress, workers)
     _refuse_varied(source)
-    place = open_place(out)
+    place = open_location(out)
     draft = draft_at(place)
     draft.refuse_others(force)
     described, probes = _probe(source)
-    wanted = layout.rows_of(described, shard_bytes) if described else Packed()
+    wanted = layout.row_layout_of(described, shard_bytes) if described else PackedLayout()
     identity = " ".join(filter(None, (identity, _own_name(source))))
-    settings = Settings(
+    settings = BuildSettings(
         FORMAT, VERSION, len(source), identity, probes, shard_bytes, compress, wanted
     )
     job = _Build(source, draft, settings, workers, progress or (lambda samples, num_bytes: None))
@@ -104,17 +110,17 @@ def build(
 
 def _refuse_varied(source: Source) -> None:
     """Shards hold samples, and neither what varies them nor the order they are visited in."""
-    if isinstance(source, Varied):
+    if isinstance(source, EpochSource):
         raise UsageError(
             f"build() was given a {type(source).__name__} whose samples differ from pass to pass "
-            "(an augmentation). Shards would hold those of one pass for ever. Build before it: "
+            "(an augmentation). Shards would hold those of one pass alone. Build before it: "
             "mapped(shards(OUT), augment)."
         )
     order = order_of(source)
     if not is_shuffle(order):
         log.warning(
             "the samples are written as they stand; their order (%s) is not, so put it over the "
-            "shards anew",
+            "shards again",
             type(order).__name__,
         )
 
@@ -126,7 +132,7 @@ class _Build:
         self,
         source: Source,
         draft: FolderDraft | BucketDraft,
-        settings: Settings,
+        settings: BuildSettings,
         workers: int,
         progress: Progress,
     ):
@@ -150,22 +156,22 @@ class _Build:
         self._draft.commit(encode(index), map(_note, range(len(finished))))
         return index
 
-    def _finish(self) -> list[Finished] | None:
+    def _finish(self) -> list[FinishedShard] | None:
         """All shards; None if a sample does not fit the layout, which is another from then on."""
         finished = self._take_up()
         try:
             return finished + self._write(finished)
-        except Unlike as unlike:
+        except LayoutMismatch as unlike:
             log.info(
                 "sample %d is not like the first, so samples are packed one by one", unlike.number
             )
         self._settings = self._if_packed()
         return None
 
-    def _if_packed(self) -> Settings:
-        return msgspec.structs.replace(self._settings, layout=Packed())
+    def _if_packed(self) -> BuildSettings:
+        return msgspec.structs.replace(self._settings, layout=PackedLayout())
 
-    def _take_up(self) -> list[Finished]:
+    def _take_up(self) -> list[FinishedShard]:
         """Finished shards of an earlier build of the same; of any other nothing stays."""
         self._num_bytes = 0
         noted = self._draft.read(NOTE)
@@ -174,19 +180,19 @@ class _Build:
                 self._settings = settings
                 finished = list(self._still_good())
                 if finished:
-                    log.info("going on after %d finished shards", len(finished))
+                    log.info("resuming after %d finished shards", len(finished))
                 self._num_bytes = sum(done.shard.data_bytes for done in finished)
                 return finished
         if noted is not None:
-            log.info("an unfinished build was of something else; beginning anew")
+            log.info("an unfinished build was of something else; starting over")
         self._draft.clear()
         self._draft.write(NOTE, [msgspec.json.encode(self._settings)])
         return []
 
-    def _still_good(self) -> Iterator[Finished]:
-        done: list[Finished] = []
+    def _still_good(self) -> Iterator[FinishedShard]:
+        done: list[FinishedShard] = []
         while (content := self._draft.read(_note(len(done)))) is not None:
-            found = json_or_none(content, Finished)
+            found = try_decode_json(content, FinishedShard)
             if found is None:
                 return
             done.append(found)
@@ -195,25 +201,25 @@ class _Build:
                 return
             yield found
 
-    def _is_of_source(self, done: Finished) -> bool:
+    def _is_of_source(self, done: FinishedShard) -> bool:
         for number, wanted in ((done.first, done.first_hash), (done.last, done.last_hash)):
             try:
                 content = self._encode(_waited_for(self._source, number))
-            except (RecipeError, Unlike):
+            except (RecipeError, LayoutMismatch):
                 return False
             if xxhash.xxh3_128_hexdigest(content) != wanted:
                 return False
         return True
 
-    def _write(self, finished: list[Finished]) -> list[Finished]:
-        done: list[Finished] = []
+    def _write(self, finished: list[FinishedShard]) -> list[FinishedShard]:
+        done: list[FinishedShard] = []
         first = finished[-1].last + 1 if finished else 0
-        samples = Ahead(feed(self._source, self._encode, first, self._workers))
+        samples = PeekableSamples(encode_samples(self._source, self._encode, first, self._workers))
         num_samples = sum(each.shard.num_samples for each in finished)
         try:
             while samples.has_more():
                 number = len(finished) + len(done)
-                shard = Cut(self._settings, samples)
+                shard = ShardCutter(self._settings, samples)
                 self._draft.write(shard_name(number), shard.parts())
                 done.append(shard.finished())
                 self._draft.write(_note(number), [msgspec.json.encode(done[-1])])
@@ -226,18 +232,18 @@ class _Build:
 
     def _encode(self, sample: Any) -> bytes | bytearray:
         wanted = self._settings.layout
-        if isinstance(wanted, Packed):
+        if isinstance(wanted, PackedLayout):
             return pack(sample)
         try:
             described = layout.describe(sample)
-        except layout.NotRows:
-            raise Unlike(-1) from None
+        except layout.NotFixedSize:
+            raise LayoutMismatch(-1) from None
         if described.tree != wanted.tree or described.leaves != wanted.leaves:
-            raise Unlike(-1)
-        return layout.row(wanted, described)
+            raise LayoutMismatch(-1)
+        return layout.encode_row(wanted, described)
 
 
-def _index(settings: Settings, shards: list[Shard]) -> Index:
+def _index(settings: BuildSettings, shards: list[ShardInfo]) -> Index:
     return Index(
         format=FORMAT,
         version=VERSION,
@@ -245,7 +251,7 @@ def _index(settings: Settings, shards: list[Shard]) -> Index:
         layout=settings.layout,
         compression=settings.compression,
         shards=tuple(shards),
-        origin={"source": settings.identity, "shoal": version("shoal")},
+        origin={"source": settings.identity, "shoal": __version__},
     )
 
 
@@ -261,15 +267,15 @@ def _own_name(source: Source) -> str:
         return ""
 
 
-def _probe(source: Source) -> tuple[layout.Described | None, str]:
+def _probe(source: Source) -> tuple[layout.DescribedSample | None, str]:
     """What the first sample is made of, if some others are like it; and a hash of them all."""
-    found: list[layout.Described] = []
+    found: list[layout.DescribedSample] = []
     is_rows, digest = True, xxhash.xxh3_128()
     for number in np.unique(np.linspace(0, len(source) - 1, _NUM_PROBES).astype(np.int64)):
         try:
             sample = _waited_for(source, int(number))
         except RecipeError:
-            if isinstance(source, LeavesOut):
+            if isinstance(source, SkipsBad):
                 continue
             raise
         try:
@@ -277,7 +283,7 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
             digest.update(repr((described.tree, described.leaves)).encode())
             for content in described.contents:
                 digest.update(content.data)
-        except layout.NotRows:
+        except layout.NotFixedSize:
             is_rows = False
             digest.update(_packed(sample, int(number)))
             continue
@@ -287,8 +293,8 @@ def _probe(source: Source) -> tuple[layout.Described | None, str]:
 
 
 def _waited_for(source: Source, number: int) -> Any:
-    with WAITING.on(np.array([number])):
-        return sample_of(source, number)
+    with STALLS.on(np.array([number])):
+        return load_sample(source, number)
 
 
 def _packed(sample: Any, number: int) -> bytearray:

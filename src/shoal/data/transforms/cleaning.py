@@ -8,7 +8,7 @@ stay, a pure function of the source and these rules, so it is the same on every 
 the cache directory and found there the next time, if source and functions can be told apart.
 
 Not for rules that change during a run. Cost: one pass over the source at the first start, by
-`workers` processes; 8 bytes a sample afterwards. Next: `shares.py` for how the pass is divided,
+`workers` processes; 8 bytes a sample afterwards. Next: `jobs.py` for how the pass is divided,
 `fingerprint.py` for when it is done again.
 """
 
@@ -21,21 +21,28 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.given import require_function
 from shoal.data.packing import pack, unpack
-from shoal.data.sources import Ids, Pass, Source, as_source, is_of_sample
-from shoal.data.transforms.fingerprint import digest, identity_of, key_of
-from shoal.data.transforms.layers import Part, applied, loads
-from shoal.data.transforms.quarantine import Note, add_missing, blaming, kinds_of, shorten, usable
-from shoal.data.transforms.schema import Complaint, Schema, complaint_of
-from shoal.data.transforms.shares import Job, result_of
+from shoal.data.sources import Ids, Pass, Source, as_source, is_sample_error
+from shoal.data.transforms.fingerprint import digest, identity_of, result_key
+from shoal.data.transforms.jobs import PassJob, run_job
+from shoal.data.transforms.quarantine import (
+    QuarantineEntry,
+    append_missing,
+    check_quarantine_path,
+    classify_errors,
+    shorten,
+    source_kinds,
+)
+from shoal.data.transforms.schema import Schema, Validator, compile_schema
+from shoal.data.transforms.wrapped import FilteredSource, apply_to_sample, iterate_loads
+from shoal.data.validate import require_function
 from shoal.errors import RecipeError, UsageError
 from shoal.logs import log
 
 Unique = Callable[[Any], Any] | Literal["all"]
 
 
-class Counts(msgspec.Struct, frozen=True):
+class CleanCounts(msgspec.Struct, frozen=True):
     """What became of the samples: each is counted once."""
 
     kept: int
@@ -61,10 +68,10 @@ class Rules(msgspec.Struct, frozen=True):
     goes_on: bool  # past samples that fail or do not fit
 
 
-class Cleaned(Part):
+class Cleaned(FilteredSource):
     """The samples of a source that stayed; made by `clean`."""
 
-    def __init__(self, source: Source, kept: Ids, rules: Rules, counts: Counts):
+    def __init__(self, source: Source, kept: Ids, rules: Rules, counts: CleanCounts):
         super().__init__(source, kept)
         self.rules, self.counts = rules, counts
         if rules.repair is not None and hasattr(self, "take"):
@@ -99,16 +106,16 @@ def clean(
     source = as_source(source)
     rules = Rules(keep, repair, schema, unique_by, quarantine is not None)
     _check_rules(source, rules)
-    path = None if quarantine is None else usable(quarantine)
-    key = key_of("clean", source, identity, *([rules] if identity is None else []))
+    path = None if quarantine is None else check_quarantine_path(quarantine)
+    key = result_key("clean", source, identity, *([rules] if identity is None else []))
     judge = _Judge(source, rules)
-    content = result_of(Job("clean", key, len(source), judge.share, _merge), workers)
+    content = run_job(PassJob("clean", key, len(source), judge.share, _merge), workers)
     found = unpack(content)
-    counts = Counts(*found["counts"])
+    counts = CleanCounts(*found["counts"])
     log.info("clean: of %d samples %s", len(source), counts)
     if path is not None:
-        name = kinds_of(source) if key is None else f"{kinds_of(source)} {key[:16]}"
-        add_missing(path, [Note(name, *note) for note in found["notes"]])
+        name = source_kinds(source) if key is None else f"{source_kinds(source)} {key[:16]}"
+        append_missing(path, [QuarantineEntry(name, *note) for note in found["notes"]])
     if not counts.kept:
         raise UsageError(
             f"clean() left none of {len(source)} samples: {counts}. Look at the rules, or at the "
@@ -119,7 +126,7 @@ def clean(
 
 def repaired(sample: Any, index: int, repair: Callable[[Any], Any] | None) -> Any:
     """The sample as `repair` leaves it, if there is such a rule."""
-    return sample if repair is None else applied(repair, index, sample)
+    return sample if repair is None else apply_to_sample(repair, index, sample)
 
 
 class _Judge:
@@ -127,19 +134,19 @@ class _Judge:
 
     def __init__(self, source: Source, rules: Rules):
         self._source, self._rules = source, rules
-        self._complaint: Complaint | None = None
+        self._complaint: Validator | None = None
         if rules.schema is not None:
-            self._complaint = complaint_of(rules.schema)
+            self._complaint = compile_schema(rules.schema)
 
     def share(self, indices: range) -> bytes:
         """The verdicts on neighbouring samples, packed."""
         kept: list[int] = []
         keys: list[bytes] = []
         notes: list[tuple[int, str, str]] = []
-        for index, load in loads(self._source, indices):
+        for index, load in iterate_loads(self._source, indices):
             try:
                 key = self._key(index, load)
-            except _Bad as bad:
+            except _RejectedSample as bad:
                 if not self._rules.goes_on:
                     raise RecipeError(
                         f"{bad.reason}. Name a quarantine file to go on without such samples."
@@ -159,7 +166,7 @@ class _Judge:
         sample = self._load(index, load)
         wrong = None if self._complaint is None else self._complaint(sample)
         if wrong is not None:
-            raise _Bad("schema", f"sample {index}: {wrong}")
+            raise _RejectedSample("schema", f"sample {index}: {wrong}")
         rules = self._rules
         try:
             if rules.keep is not None and not rules.keep(sample):
@@ -175,19 +182,19 @@ class _Judge:
 
     def _load(self, index: int, load: Callable[[], Any]) -> Any:
         try:
-            with blaming(index):
+            with classify_errors(index):
                 return repaired(load(), index, self._rules.repair)
         except RecipeError as error:
             cause = error.__cause__ or error
-            raise _Bad(type(cause).__name__, str(error)) from error
+            raise _RejectedSample(type(cause).__name__, str(error)) from error
         except BaseException as error:
-            if not is_of_sample(error):
+            if not is_sample_error(error):
                 raise
             reason = f"sample {index} failed: {type(error).__name__}: {error}"
-            raise _Bad(type(error).__name__, reason) from error
+            raise _RejectedSample(type(error).__name__, reason) from error
 
 
-class _Bad(Exception):
+class _RejectedSample(Exception):
     """A sample that failed or does not fit."""
 
     def __init__(self, error: str, reason: str):

@@ -6,7 +6,7 @@ lies in memory is hashed; a function is known by its code, its constants and wha
 outside or imports, followed as far as the user's own code goes, and by version beyond.
 
 What cannot be told apart has no fingerprint: `NoIdentity` is raised and nothing is kept, because a
-result that is computed anew is slow and one of other data is wrong. Cost: a pass over what lies in
+result that is computed again is slow and one of other data is wrong. Cost: a pass over what lies in
 memory; a module that a function imports is imported.
 """
 
@@ -29,10 +29,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shoal.data.given import text_of
 from shoal.data.packing import pack
 from shoal.data.sources import TensorSource, WindowSource
-from shoal.data.views import Chosen, Joined, View
+from shoal.data.validate import text_of
+from shoal.data.views import ConcatSource, Subset, View
 from shoal.errors import RecipeError, UsageError
 from shoal.logs import warn_once
 
@@ -42,7 +42,7 @@ _LIBRARIES = tuple(
     {sysconfig.get_paths()[name] + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's own, or the system's
-_SOURCES = (TensorSource, WindowSource, View, Chosen, Joined)
+_SOURCES = (TensorSource, WindowSource, View, Subset, ConcatSource)
 _MOST_DEPTH = 200
 _CHUNK_BYTES = 1 << 24  # of a tensor that does not lie in one piece, copied at a time
 _MEMBERS = (*_PLAIN, list, tuple, dict, set, frozenset, np.ndarray, Tensor)
@@ -59,9 +59,9 @@ def identity_of(source: Any) -> str:
         return str(own())
     if isinstance(source, View):
         return identity_of(source.source)
-    if isinstance(source, Chosen):
+    if isinstance(source, Subset):
         return digest("some", identity_of(source.source), source.kept)
-    if isinstance(source, Joined):
+    if isinstance(source, ConcatSource):
         return digest("joined", *map(identity_of, source.sources))
     if isinstance(source, TensorSource):
         return digest("tensors", source.inputs, source.target)
@@ -77,11 +77,11 @@ def identity_of(source: Any) -> str:
 
 def digest(*values: Any) -> str:
     """A hash of values, functions and types; NoIdentity if one of them has none."""
-    described = _Describing().value(list(values))
+    described = _Describer().value(list(values))
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(described))
 
 
-def key_of(what: str, source: Any, identity: str | None, *given: Any) -> str | None:
+def result_key(what: str, source: Any, identity: str | None, *given: Any) -> str | None:
     """What the result of a pass over a source is kept under; None, with a warning, if by nothing.
 
     `identity` names the source, if the user did; `given` is what else the result depends on.
@@ -111,7 +111,7 @@ def _digest_of_samples(samples: list[Any] | tuple[Any, ...]) -> str:
     return f"samples-{len(samples)}-{hashed.hexdigest()}"
 
 
-class _Describing:
+class _Describer:
     """Turns values into lists of text that are equal if the values are."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.transforms.drawing import Random, require_chance
+from shoal.data.transforms.randomness import Random, require_probability
 from shoal.errors import RecipeError, UsageError
 
 Image = TypeVar("Image", NDArray[Any], Tensor)
@@ -37,7 +37,7 @@ def flip(image: Image, random: Random, *, chance: float = 0.5, axis: str = "hori
     """Mirror the image, with this chance; `axis` "vertical" turns it upside down."""
     if axis not in ("horizontal", "vertical"):
         raise UsageError(f"axis={axis!r}. An image is flipped horizontal or vertical.")
-    require_chance(chance)
+    require_probability(chance)
     if random.random() >= chance:
         return image
     way = np.s_[:, :, ::-1] if axis == "horizontal" else np.s_[:, ::-1]

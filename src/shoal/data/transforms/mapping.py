@@ -9,30 +9,30 @@ and another one in the next pass. The function must not write into the sample th
 
 Cost: the function, once for each time that a sample is met; nothing is kept. Records of a server or
 of blocks are asked for many at once, unless a function draws: put a cache between the two.
-Next: `drawing.py`, `images.py`, `tokens.py`, `tabular.py`.
+Next: `randomness.py`, `images.py`, `tokens.py`, `tabular.py`.
 """
 
 from typing import Any
 
 from shoal.data.collating import collate_samples
-from shoal.data.readers.records import Many
+from shoal.data.readers.records import BulkSource
 from shoal.data.sources import Ids, Pass
-from shoal.data.transforms.drawing import Change, draws, generator
 from shoal.data.transforms.fingerprint import digest, identity_of
-from shoal.data.transforms.layers import Layer, applied, below
+from shoal.data.transforms.randomness import Change, is_random, sample_generator
+from shoal.data.transforms.wrapped import WrappedSource, apply_to_sample, inner_sources
 
 
-class Mapped(Layer):
+class Mapped(WrappedSource):
     """Samples through a function; made by `mapped`."""
 
     def __init__(self, source: Any, function: Change):
         super().__init__(source)
         self.function = function
-        self.draws = draws(function)
-        self._layer = num_drawing(self.source)
+        self.draws = is_random(function)
+        self._layer = num_random_layers(self.source)
         if self.draws:
             self.vary = self._vary
-        if isinstance(source, Many):
+        if isinstance(source, BulkSource):
             self.take = self._take
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
@@ -41,9 +41,9 @@ class Mapped(Layer):
 
     def _change(self, sample: Any, index: int, of: Pass) -> Any:
         if self.draws:
-            random = generator(of.seed, of.epoch, index, self._layer)
-            return applied(self.function, index, sample, random)
-        return applied(self.function, index, sample)
+            random = sample_generator(of.seed, of.epoch, index, self._layer)
+            return apply_to_sample(self.function, index, sample, random)
+        return apply_to_sample(self.function, index, sample)
 
     def identity(self) -> str:
         """Names this content: what lies below, and the code of the function."""
@@ -55,7 +55,7 @@ def mapped(source: Any, function: Change) -> Mapped:
     return Mapped(source, function)
 
 
-def num_drawing(source: Any) -> int:
+def num_random_layers(source: Any) -> int:
     """How many functions that draw lie on one another in a source."""
     own = int(isinstance(source, Mapped) and source.draws)
-    return own + max(map(num_drawing, below(source)), default=0)
+    return own + max(map(num_random_layers, inner_sources(source)), default=0)

@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.sources import Ids, Pass, Takes
+from shoal.data.sources import BatchSource, Ids, Pass
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import digest, identity_of
-from shoal.data.transforms.layers import Layer, below
 from shoal.data.transforms.statistics import (
     Fields,
     FieldStatistics,
@@ -33,6 +32,7 @@ from shoal.data.transforms.statistics import (
     load_statistics,
 )
 from shoal.data.transforms.statistics import statistics as measured
+from shoal.data.transforms.wrapped import WrappedSource, inner_sources
 from shoal.errors import RecipeError, UsageError, nearest
 
 To = Literal["standard", "range"]
@@ -40,14 +40,14 @@ To = Literal["standard", "range"]
 _NARROW = {torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16}
 
 
-class Normalized(Layer):
+class Normalized(WrappedSource):
     """Samples with scaled fields; made by `normalized`."""
 
     def __init__(self, source: Any, statistics: Statistics, names: list[str], to: To):
         super().__init__(source)
         self.statistics, self.names, self.to = statistics, names, to
         self._scales = [_Scale(field(name), statistics.fields[name], to) for name in names]
-        if isinstance(source, Takes):
+        if isinstance(source, BatchSource):
             self.take = self._take
 
     def _change(self, sample: Any, index: int, of: Pass) -> Any:
@@ -59,7 +59,7 @@ class Normalized(Layer):
         return sample
 
     def _take(self, ids: Ids) -> tuple[Any, Any]:
-        assert isinstance(self.source, Takes)
+        assert isinstance(self.source, BatchSource)
         inputs, target = self.source.take(ids)
         sample: tuple[Any, Any] = (inputs, target)
         for scale in self._scales:
@@ -119,12 +119,12 @@ def normalized(
         if isinstance(fields, Mapping) and fields[name] != known:
             raise UsageError(
                 f"{name!r} is to be scaled along dim {fields[name]}, and its statistics were "
-                f"measured along dim {known}. Give {{{name!r}: {known}}}, or measure anew."
+                f"measured along dim {known}. Give {{{name!r}: {known}}}, or measure again."
             )
     return Normalized(source, statistics, names, to)
 
 
-def keep_statistics(data: Any, run_dir: Path) -> None:
+def save_run_statistics(data: Any, run_dir: Path) -> None:
     """Write what samples are normalised by into the run's directory, where it can be read later."""
     for number, found in enumerate(_statistics_in(data)):
         name = "statistics.json" if not number else f"statistics-{number + 1}.json"
@@ -134,7 +134,7 @@ def keep_statistics(data: Any, run_dir: Path) -> None:
 def _statistics_in(data: Any) -> Iterator[Statistics]:
     if isinstance(data, Normalized):
         yield data.statistics
-    for source in below(data):
+    for source in inner_sources(data):
         yield from _statistics_in(source)
 
 

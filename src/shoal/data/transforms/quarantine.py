@@ -1,4 +1,4 @@
-"""Quarantine: training goes on without the samples that fail, and a file says which they are.
+"""Quarantine: training skips the samples that fail, and a file lists them.
 
 Without it, a sample that cannot be loaded stops the run. With it, the loader leaves the sample out
 of its piece and calls `record`, which appends a line of JSON: source, index, error, reason. Each
@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.data.given import path_of
 from shoal.data.packing import BadSample
-from shoal.data.sources import Pass, is_outage, not_reached
+from shoal.data.sources import Pass, is_outage, outage_error
 from shoal.data.transforms.fingerprint import identity_of
-from shoal.data.transforms.layers import Layer, below
+from shoal.data.transforms.wrapped import WrappedSource, inner_sources
+from shoal.data.validate import path_of
 from shoal.errors import RecipeError, ShoalError, UsageError, sendable
 from shoal.logs import log, warn_once
-from shoal.storage.decoding import json_or_none
+from shoal.storage.decoding import try_decode_json
 
 _MOST_REASON = 2000  # characters
 
@@ -35,7 +35,7 @@ class BadQuarantine(UsageError):
     """A quarantine file is damaged, or is none."""
 
 
-class Note(msgspec.Struct, frozen=True):
+class QuarantineEntry(msgspec.Struct, frozen=True):
     """A line of a quarantine file."""
 
     source: str
@@ -47,18 +47,18 @@ class Note(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self) + b"\n"
 
 
-class Quarantined(Layer):
+class Quarantined(WrappedSource):
     """A source whose bad samples are left out and written down; made by `quarantine`."""
 
     def __init__(self, source: Any, path: str | Path):
         super().__init__(source)
-        self.path = usable(path)
+        self.path = check_quarantine_path(path)
         self.record = self._record
         self._seen: set[int] = set()
         self._lock = threading.Lock()
 
     def _sample(self, index: int, of: Pass | None) -> Any:
-        with blaming(index):
+        with classify_errors(index):
             return super()._sample(index, of)
 
     def _record(self, index: int, error: Exception) -> None:
@@ -68,7 +68,9 @@ class Quarantined(Layer):
                 return
             self._seen.add(index)
         cause = error.__cause__ or error
-        note = Note(kinds_of(self.source), index, type(cause).__name__, shorten(str(error)))
+        note = QuarantineEntry(
+            source_kinds(self.source), index, type(cause).__name__, shorten(str(error))
+        )
         log.warning("sample %d is left out: %s", index, note.reason)
         try:
             _append(self.path, note.line())
@@ -84,8 +86,8 @@ class Quarantined(Layer):
 
     def left_out(self) -> set[int]:
         """The samples of this source that its file names, whichever process wrote them there."""
-        own = kinds_of(self.source)
-        return {note.index for note in read_notes(self.path) if note.source == own}
+        own = source_kinds(self.source)
+        return {note.index for note in read_entries(self.path) if note.source == own}
 
     def identity(self) -> str:
         return identity_of(self.source)
@@ -100,11 +102,11 @@ def quarantine_files(data: Any) -> Iterator[Path]:
     """Those that the parts of a source write to."""
     if isinstance(data, Quarantined):
         yield data.path
-    for source in below(data):
+    for source in inner_sources(data):
         yield from quarantine_files(source)
 
 
-def usable(path: str | Path) -> Path:
+def check_quarantine_path(path: str | Path) -> Path:
     """The path of a quarantine file, refused if it holds something else or cannot be written."""
     path = Path(path_of(path, "quarantine")).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
@@ -128,7 +130,7 @@ def usable(path: str | Path) -> Path:
     return path
 
 
-def add_missing(path: Path, notes: Iterable[Note]) -> None:
+def append_missing(path: Path, notes: Iterable[QuarantineEntry]) -> None:
     """Append the notes that are not in the file yet; several processes may do so at once."""
     lines = {note.line(): None for note in notes}
     if not lines:
@@ -146,7 +148,7 @@ def add_missing(path: Path, notes: Iterable[Note]) -> None:
         ) from error
 
 
-def read_notes(path: Path) -> list[Note]:
+def read_entries(path: Path) -> list[QuarantineEntry]:
     """The notes in a file. A last line without an end was cut off, and does not count."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -158,12 +160,17 @@ def read_notes(path: Path) -> list[Note]:
                 f"line {number} of the quarantine file {path} is damaged, so it is not known which "
                 "samples were left out. Mend it, with the help of the run's logs, or remove it."
             )
-    return [msgspec.json.decode(line, type=Note) for line in lines]
+    return [msgspec.json.decode(line, type=QuarantineEntry) for line in lines]
 
 
-def kinds_of(source: Any) -> str:
+def source_kinds(source: Any) -> str:
     """A source by its types, from the outermost to the innermost; its content is not looked at."""
-    return " of ".join([type(source).__qualname__, *map(kinds_of, below(source)[:1])])
+    return " of ".join(
+        [
+            getattr(type(source), "recorded_as", type(source).__qualname__),
+            *map(source_kinds, inner_sources(source)[:1]),
+        ]
+    )
 
 
 def shorten(reason: str) -> str:
@@ -173,7 +180,7 @@ def shorten(reason: str) -> str:
 
 
 @contextmanager
-def blaming(index: int) -> Iterator[None]:
+def classify_errors(index: int) -> Iterator[None]:
     """Tell what is a sample's fault, and may be left out, from what is not, and ends the run."""
     try:
         yield
@@ -181,7 +188,7 @@ def blaming(index: int) -> Iterator[None]:
         raise RecipeError(f"sample {index}: {error}") from error
     except Exception as error:
         if is_outage(error) and not isinstance(error, ShoalError):
-            raise not_reached(index, error) from error
+            raise outage_error(index, error) from error
         raise
 
 
@@ -197,4 +204,4 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _is_note(line: bytes) -> bool:
-    return json_or_none(line, Note) is not None
+    return try_decode_json(line, QuarantineEntry) is not None

@@ -22,11 +22,11 @@ from shoal.data.transforms.fields import Field, field
 from shoal.errors import RecipeError, UsageError
 
 Schema: TypeAlias = type[msgspec.Struct] | Mapping[str, Any]
-Complaint: TypeAlias = Callable[[Any], str | None]
+Validator: TypeAlias = Callable[[Any], str | None]
 """What is wrong with a value, in a few words; None if nothing is."""
 
 
-def complaint_of(schema: Schema) -> Complaint:
+def compile_schema(schema: Schema) -> Validator:
     """A function that says what is wrong with a sample."""
     if isinstance(schema, type) and issubclass(schema, msgspec.Struct):
         return _as_type(schema)
@@ -47,7 +47,7 @@ def complaint_of(schema: Schema) -> Complaint:
     return complain
 
 
-def _wrong_with(sample: Any, place: Field, rule: Complaint) -> str | None:
+def _wrong_with(sample: Any, place: Field, rule: Validator) -> str | None:
     try:
         value = place.get(sample)
     except RecipeError as error:
@@ -56,7 +56,7 @@ def _wrong_with(sample: Any, place: Field, rule: Complaint) -> str | None:
     return None if wrong is None else f"{place.name} {wrong}"
 
 
-def _rule(name: str, rule: Any) -> Complaint:
+def _rule(name: str, rule: Any) -> Validator:
     if isinstance(rule, list) and rule:
         return _all([_rule(name, part) for part in rule])
     if isinstance(rule, set | frozenset) and rule:
@@ -81,7 +81,7 @@ def _rule(name: str, rule: Any) -> Complaint:
     )
 
 
-def _as_type(kind: Any) -> Complaint:
+def _as_type(kind: Any) -> Validator:
     if kind is not Any:
         msgspec.json.schema(kind)  # raises TypeError for what is no type
 
@@ -95,13 +95,13 @@ def _as_type(kind: Any) -> Complaint:
     return complain
 
 
-def _instance(kind: type) -> Complaint:
+def _instance(kind: type) -> Validator:
     return lambda value: (
         None if isinstance(value, kind) else f"is a {type(value).__name__}, not a {kind.__name__}"
     )
 
 
-def _of_dtype(kind: np.dtype[Any] | torch.dtype) -> Complaint:
+def _of_dtype(kind: np.dtype[Any] | torch.dtype) -> Validator:
     def complain(value: Any) -> str | None:
         found = getattr(value, "dtype", type(value).__name__)
         return None if found == kind else f"is of {found}, not {kind}"
@@ -109,7 +109,7 @@ def _of_dtype(kind: np.dtype[Any] | torch.dtype) -> Complaint:
     return complain
 
 
-def _one_of(allowed: frozenset[Any]) -> Complaint:
+def _one_of(allowed: frozenset[Any]) -> Validator:
     def complain(value: Any) -> str | None:
         value = _plain(value)
         try:
@@ -125,7 +125,7 @@ def _one_of(allowed: frozenset[Any]) -> Complaint:
     return complain
 
 
-def _within(low: float | None, high: float | None) -> Complaint:
+def _within(low: float | None, high: float | None) -> Validator:
     if low is not None and high is not None and not low <= high:
         raise UsageError(f"the range ({low}, {high}) holds no number: it ends before it begins.")
     shown = f"from {'-inf' if low is None else low} to {'inf' if high is None else high}"
@@ -144,7 +144,7 @@ def _within(low: float | None, high: float | None) -> Complaint:
     return complain
 
 
-def _all(rules: list[Complaint]) -> Complaint:
+def _all(rules: list[Validator]) -> Validator:
     def complain(value: Any) -> str | None:
         found = (rule(value) for rule in rules)
         return next((wrong for wrong in found if wrong is not None), None)

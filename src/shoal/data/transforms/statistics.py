@@ -3,10 +3,10 @@
     shoal.data.statistics(rows, ["age", "height"])
     shoal.data.statistics(pairs, {"inputs": 0})          # one for each index along dim 0 of inputs
 
-Sums are exact integers until the last division (`exact.py`), so the result has the same bits for
-any number of workers, shares and orders. Quantiles are counted in buckets that are cut from the
-bits of a number, and are right to 0.2 % of its size. `measure` and `merged` are the parts, for
-those who divide the work themselves.
+Sums are exact integers until the last division (`exact_sum.py`), so the result has the same bits
+for any number of workers, shares and orders. Quantiles are counted in buckets that are cut from the
+bits of a number, and are right to 0.2 % of its size. `measure` and `merge_statistics` are the
+parts, for those who divide the work themselves.
 
 Computed once, kept in the cache directory, and written to a path with `save` to go with a model.
 Not for varied samples: `source[i]` is measured. Cost: one pass over the source.
@@ -24,16 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.given import numbers_of, path_of
-from shoal.data.sources import Source, as_source, is_of_sample, is_outage, not_reached
-from shoal.data.transforms.exact import ExactSum, Floats, squares
+from shoal.data.sources import Source, as_source, is_outage, is_sample_error, outage_error
+from shoal.data.transforms.exact_sum import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
-from shoal.data.transforms.fingerprint import key_of
-from shoal.data.transforms.layers import loads
-from shoal.data.transforms.shares import Job, result_of
+from shoal.data.transforms.fingerprint import result_key
+from shoal.data.transforms.jobs import PassJob, run_job
+from shoal.data.transforms.wrapped import iterate_loads
+from shoal.data.validate import numbers_of, path_of
 from shoal.errors import RecipeError, UsageError
 from shoal.storage.decoding import decode_json
-from shoal.storage.files import read_plain, write_whole
+from shoal.storage.files import read_regular_file, write_atomic
 
 Fields: TypeAlias = Sequence[str] | Mapping[str, int | None]
 
@@ -67,7 +67,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(path), text + b"\n")
+            write_atomic(Path(path), text + b"\n")
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -76,11 +76,11 @@ def load_statistics(path: str | Path) -> Statistics:
     """What `save` wrote."""
     path = path_of(path, "load_statistics()")
     try:
-        content = read_plain(Path(path))
+        content = read_regular_file(Path(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    what, anew = f"{path} holds no statistics: it", "Measure them anew."
-    found = decode_json(content, Statistics, what, way_out=anew)
+    what, way_out = f"{path} holds no statistics: it", "Measure them again."
+    found = decode_json(content, Statistics, what, way_out=way_out)
     for name, of in found.fields.items():
         lists = [of.mean, of.std, of.low, of.high, *of.quantiles.values()]
         if not of.mean or len({len(part) for part in lists}) != 1 or min(of.std) < 0:
@@ -106,15 +106,15 @@ def statistics(
     quantiles = numbers_of(quantiles, "statistics(quantiles=...)").tolist()
     if not all(0 <= part <= 1 for part in quantiles):
         raise UsageError(f"quantiles={list(quantiles)}. Each is a share from 0 to 1.")
-    key = key_of("statistics", source, identity, axes, list(quantiles))
+    key = result_key("statistics", source, identity, axes, list(quantiles))
 
     def work(share: range) -> bytes:
         return measure(source, axes, share, bool(quantiles)).packed()
 
     def merge(parts: list[bytes]) -> bytes:
-        return msgspec.json.encode(merged(map(Measured.of, parts), quantiles))
+        return msgspec.json.encode(merge_statistics(map(PartialStatistics.of, parts), quantiles))
 
-    content = result_of(Job("statistics", key, len(source), work, merge), workers)
+    content = run_job(PassJob("statistics", key, len(source), work, merge), workers)
     return msgspec.json.decode(content, type=Statistics)
 
 
@@ -130,10 +130,10 @@ def axes_of(fields: Fields) -> dict[str, int | None]:
     return {field(name).name: axis for name, axis in axes.items()}
 
 
-class Measured:
+class PartialStatistics:
     """What was found out about some samples. Merged in any order, it gives the same statistics."""
 
-    def __init__(self, num_samples: int, fields: dict[str, "_Tally"]):
+    def __init__(self, num_samples: int, fields: dict[str, "_FieldTally"]):
         self.num_samples, self.fields = num_samples, fields
 
     def merge(self, other: Self) -> None:
@@ -150,16 +150,16 @@ class Measured:
     def of(cls, packed: bytes) -> Self:
         """What was packed."""
         num_samples, parts = msgspec.json.decode(packed)
-        return cls(num_samples, {name: _Tally.of(part) for name, part in parts.items()})
+        return cls(num_samples, {name: _FieldTally.of(part) for name, part in parts.items()})
 
 
 def measure(
     source: Source, axes: Mapping[str, int | None], share: range, with_quantiles: bool = False
-) -> Measured:
+) -> PartialStatistics:
     """Measure some samples of a source."""
-    tallies = {name: _Tally(axis, with_quantiles) for name, axis in axes.items()}
+    tallies = {name: _FieldTally(axis, with_quantiles) for name, axis in axes.items()}
     places = [(field(name), tally) for name, tally in tallies.items()]
-    for index, load in loads(source, share):
+    for index, load in iterate_loads(source, share):
         try:
             sample = load()
             for place, tally in places:
@@ -167,18 +167,20 @@ def measure(
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be measured: {error}") from error
         except BaseException as error:
-            if not is_of_sample(error):
+            if not is_sample_error(error):
                 raise
             if is_outage(error):
-                raise not_reached(index, error) from error
+                raise outage_error(index, error) from error
             what = f"{type(error).__name__}: {error}"
             raise RecipeError(f"sample {index} cannot be measured: {what}") from error
     for tally in tallies.values():
         tally.flush()
-    return Measured(len(share), tallies)
+    return PartialStatistics(len(share), tallies)
 
 
-def merged(parts: Iterator[Measured], quantiles: Sequence[float] = ()) -> Statistics:
+def merge_statistics(
+    parts: Iterator[PartialStatistics], quantiles: Sequence[float] = ()
+) -> Statistics:
     """The statistics of samples that were measured in parts."""
     first, *others = parts
     for other in others:
@@ -187,7 +189,7 @@ def merged(parts: Iterator[Measured], quantiles: Sequence[float] = ()) -> Statis
     return Statistics(first.num_samples, found)
 
 
-class _Tally:
+class _FieldTally:
     """Sums, extremes and counts of one field, column by column."""
 
     def __init__(self, axis: int | None, with_quantiles: bool):
@@ -238,7 +240,7 @@ class _Tally:
         np.add.at(sums, where, np.concatenate([self.counts, counts]))
         self.codes, self.counts = codes, sums
 
-    def merge(self, other: "_Tally", name: str) -> None:
+    def merge(self, other: "_FieldTally", name: str) -> None:
         if not other.count:
             return
         if not self.count:

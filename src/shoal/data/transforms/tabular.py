@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.transforms.drawing import Random, require_chance
+from shoal.data.transforms.randomness import Random, require_probability
 from shoal.errors import RecipeError, UsageError
 
 Row = TypeVar("Row", NDArray[Any], Tensor)
@@ -43,7 +43,7 @@ def drop(
     row: Row, random: Random, *, chance: float = 0.1, fill: float | Sequence[float] = 0.0
 ) -> Row:
     """Replace each feature by `fill`, one for all or one for each, with this chance."""
-    require_chance(chance)
+    require_probability(chance)
     filling = np.asarray(fill, np.float64)
 
     def change(values: NDArray[Any]) -> NDArray[Any]:
@@ -58,7 +58,7 @@ def swap(row: Row, random: Random, *, table: NDArray[Any], chance: float = 0.1) 
 
     The table, [rows, features], is a fixed part of the data, such as a thousand rows of it.
     """
-    require_chance(chance)
+    require_probability(chance)
     if table.ndim != 2 or not len(table):
         raise UsageError(f"table has the shape {list(table.shape)}. It is [rows, features].")
 

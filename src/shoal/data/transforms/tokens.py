@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.transforms.drawing import Random, require_chance
+from shoal.data.transforms.randomness import Random, require_probability
 from shoal.errors import RecipeError, UsageError
 
 Tokens = TypeVar("Tokens", NDArray[Any], Tensor)
@@ -33,7 +33,7 @@ def drop(
     special: Sequence[int] = (),
 ) -> Tokens:
     """Replace each token by another (an unknown word, say) with this chance; the length stays."""
-    require_chance(chance)
+    require_probability(chance)
 
     def change(ids: NDArray[Any]) -> NDArray[Any]:
         chosen = (random.random(len(ids)) < chance) & ~np.isin(ids, special)
@@ -58,7 +58,7 @@ def mask(
     10 % a token drawn from the vocabulary, 10 % stay. Labels are int64: the token where it was
     chosen, `ignore` elsewhere.
     """
-    require_chance(chance)
+    require_probability(chance)
     ids = _array(tokens)
     # All draws are made for every token, so that one choice does not move the others.
     draws, fates = random.random(len(ids)), random.random(len(ids))

@@ -1,10 +1,10 @@
-"""Seeing every call of a forward pass without changing the model.
+"""Intercepts every call of a forward pass without changing the model.
 
-A forward is a sequence of *events*: calls of *units* (submodules that stay whole) and operations
-on what units computed, in the code of the modules around them, which are *open*. A `Gate` stands
-before a model's submodules; a `Watch` is told of each event while it is on. Operations that touch
-only the model's inputs (masks, positions) are no events: they are cheap, and are done again
-wherever they are needed.
+A forward is a sequence of *events*: calls of *units* (submodules that stay whole) and operations on
+what units computed, in the code of the modules that contain them, which are *open*. A
+`CallInterceptor` intercepts the calls of a model's submodules; a `CallObserver` gets each event
+while it is active. Operations on the model's inputs alone (masks, positions) are no events: they
+are cheap, and are repeated wherever they are needed.
 
 Computed tensors carry a tag with their number; parameters never do, since an operation may return
 its argument. Cost: a few microseconds per operation of an open module and per unit.
@@ -68,40 +68,40 @@ HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_gra
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
-class Tag(NamedTuple):
-    """On a tensor: the forward that computed it, its number there, and whether it is a stand-in."""
+class ValueTag(NamedTuple):
+    """On a tensor: the forward that computed it, its number there, whether it is a placeholder."""
 
     forward: object
     number: int
-    stands_in: bool = False
+    is_placeholder: bool = False
 
 
-class Action(NamedTuple):
-    """What a function of torch is to a watch."""
+class TorchCall(NamedTuple):
+    """The name of a torch function, and whether a call of it is an event."""
 
     name: str
     is_event: bool
 
 
-def action_of(function: Any) -> Action:
+def classify_call(function: Any) -> TorchCall:
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(function.__self__, "__name__", name)
         writes_data = name == "__set__" and attribute == "data"
         reads_tensor = name == "__get__" and attribute in _TENSOR_ATTRIBUTES
-        return Action(
+        return TorchCall(
             f"{name} {attribute}" if writes_data else attribute, reads_tensor or writes_data
         )
-    return Action(name, name not in _FORM)
+    return TorchCall(name, name not in _FORM)
 
 
-_ACTIONS: dict[Any, Action] = {}
+_ACTIONS: dict[Any, TorchCall] = {}
 
 
-def known_action(function: Any) -> Action:
+def torch_call(function: Any) -> TorchCall:
     action = _ACTIONS.get(function)
     if action is None:
-        action = _ACTIONS[function] = action_of(function)
+        action = _ACTIONS[function] = classify_call(function)
     return action
 
 
@@ -124,20 +124,20 @@ def leaves(tree: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-class Gate:
-    """Stands before the submodules of one model: lets them run, or tells the watch that is on."""
+class CallInterceptor:
+    """Intercepts calls of a model's submodules: runs them, or calls the active observer."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.watch: Watch | None = None
+        self.observer: CallObserver | None = None
         self._covered: dict[str, nn.Module] = {}
 
     def cover(self, names: Iterable[str]) -> None:
-        """Stand before these submodules too."""
+        """Intercept these submodules too."""
         for name in names:
             if name and name not in self._covered:
                 module = self._covered[name] = self.model.get_submodule(name)
-                module.__dict__["_compiled_call_impl"] = self._stand_before(name, module)
+                module.__dict__["_compiled_call_impl"] = self._intercept(name, module)
 
     def close(self) -> None:
         for module in self._covered.values():
@@ -150,25 +150,25 @@ class Gate:
     def unwatched(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a unit; what it does inside is nobody's business."""
-        watch, self.watch = self.watch, None
+        """Run a unit without the observer: calls inside of it are no events."""
+        observer, self.observer = self.observer, None
         mode = _pop_mode()
         try:
             return call(*args, **kwargs)
         finally:
             _push_mode(mode)
-            self.watch = watch
+            self.observer = observer
 
-    def _stand_before(self, name: str, module: nn.Module) -> Callable[..., Any]:
+    def _intercept(self, name: str, module: nn.Module) -> Callable[..., Any]:
         # torch asks this attribute before hooks run: a unit that is skipped runs none.
         compiled = module.__dict__.get("_compiled_call_impl")
         plain = module._call_impl if compiled is None else compiled
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            watch = self.watch
-            if watch is None:
+            observer = self.observer
+            if observer is None:
                 return plain(*args, **kwargs)
-            return watch.called(name, plain, args, kwargs)
+            return observer.called(name, plain, args, kwargs)
 
         call.compiled = compiled  # type: ignore[attr-defined]
         return call
@@ -182,20 +182,20 @@ def _as_written() -> AbstractContextManager[Any]:
     return eager
 
 
-class Watch(TorchFunctionMode, ABC):
-    """Is told of the calls of one forward, which runs in it: `with watch: model(x)`.
+class CallObserver(TorchFunctionMode, ABC):
+    """Gets the calls of one forward, which runs in it: `with observer: model(x)`.
 
     A child class says what an event means.
     """
 
-    def __init__(self, gate: Gate, drawing: frozenset[str]):
+    def __init__(self, interceptor: CallInterceptor, drawing: frozenset[str]):
         super().__init__()
-        self.gate = gate
+        self.interceptor = interceptor
         self.drawing = drawing  # names that draw random numbers even from raw inputs: events too
         self.forward = object()
 
     def __enter__(self) -> Self:
-        self.gate.watch = self
+        self.interceptor.observer = self
         self._eagerly = _as_written()
         self._eagerly.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ class Watch(TorchFunctionMode, ABC):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._eagerly.__exit__(None, None, None)
-        self.gate.watch = None
+        self.interceptor.observer = None
 
     @abstractmethod
     def called(
@@ -228,9 +228,9 @@ class Watch(TorchFunctionMode, ABC):
         """The form of a computed tensor is asked for."""
         return function(*args, **kwargs)
 
-    def tag(self, tensor: Tensor) -> Tag | None:
+    def tag(self, tensor: Tensor) -> ValueTag | None:
         """The tag that this very forward put on a tensor."""
-        tag: Tag | None = getattr(tensor, TAG, None)
+        tag: ValueTag | None = getattr(tensor, TAG, None)
         return tag if tag is not None and tag.forward is self.forward else None
 
     def is_computed(self, tensor: Tensor) -> bool:
@@ -252,8 +252,8 @@ class Watch(TorchFunctionMode, ABC):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, is_event = known_action(func)
-        if name == "__iter__":  # an iterator cannot stand in for anything; its tensors can
+        name, is_event = torch_call(func)
+        if name == "__iter__":  # an iterator cannot be replaced by a placeholder; its tensors can
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         if not self.touches_computed(args) and not (
             kwargs and self.touches_computed(kwargs.values())

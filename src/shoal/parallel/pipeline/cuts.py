@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.tape import Event, Made, Tape
+from shoal.parallel.pipeline.tape import Event, Tape, ValueLeaf
 
 FLOPS_PER_BYTE_SENT = 4  # for the stage that sends, and for the one that receives
 SLACK = 1.05  # a stage may be this much slower than the best if that saves bytes
@@ -61,7 +61,7 @@ class StagePlan:
         return {name for name, users in self.holders.items() if not set(users).isdisjoint(stages)}
 
 
-def split(
+def split_stages(
     tape: Tape, num_stages: int, rank_of: Callable[[int], int] = lambda stage: stage
 ) -> StagePlan:
     """Cut a tape into stages of about the same cost, each with a parameter of its own.
@@ -270,7 +270,7 @@ def _hangs_on_one(tape: Tape, events: Sequence[Event], received: Sequence[int]) 
         return False
     for event in events:
         if not event.uses.isdisjoint(reached):
-            reached.update(leaf.number for leaf in event.result if isinstance(leaf, Made))
+            reached.update(leaf.number for leaf in event.result if isinstance(leaf, ValueLeaf))
             reached.update(number for _, number in event.adopts)
         elif event.parameters:
             return False

@@ -1,7 +1,7 @@
-"""Tensors on their way between the ranks of a pipeline.
+"""Point-to-point messages between the ranks of a pipeline.
 
 Transports match the messages of two ranks in the order in which both post them, so every rank
-posts in the order of `orders.py`. Errors of the transport, and no others, become `GroupLost`.
+posts in the order of `schedules.py`. Errors of the transport, and no others, become `GroupLost`.
 A receive gets memory of its own: what backward makes of a gradient may be that very tensor, and
 is kept after the round.
 """
@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.collectives import Group, loss_of_group
+from shoal.comm.collectives import Group, as_group_lost
 
 _TAG = 0
 
 
-class Form(NamedTuple):
-    """Of a tensor to receive."""
+class TensorForm(NamedTuple):
+    """The shape and dtype of a tensor to receive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Arriving(NamedTuple):
+class PendingReceive(NamedTuple):
     """Tensors that are there once the works are done."""
 
     tensors: list[Tensor]
@@ -38,7 +38,7 @@ class Messages:
 
     def __init__(self, group: Group, device: torch.device):
         assert group.handle is not None  # there are other ranks
-        # Asked itself, since torch's isend and irecv look it and the rank up anew each time.
+        # Called directly, since torch's isend and irecv look up the group and rank each time.
         self.group, self.handle, self.device = group, group.handle, device
         # Sends whose tensors are kept: as many as 1f1b has under way there and back. An older one
         # has arrived, unless the other rank is that far behind.
@@ -48,7 +48,7 @@ class Messages:
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Start sending; the tensors must not change until `drain`."""
         leaving = []
-        with loss_of_group(f"sending to rank {rank} of the pipeline"):
+        with as_group_lost(f"sending to rank {rank} of the pipeline"):
             for tensor in tensors:
                 leaving.append((self.handle.send([_real(tensor)], rank, _TAG), tensor))
                 self.group.bytes_sent += tensor.nbytes
@@ -56,16 +56,16 @@ class Messages:
         if len(self._leaving) > self._most_leaving:
             self._drain_to(self._most_leaving)
 
-    def receive(self, forms: Sequence[Form], rank: int) -> Arriving:
+    def receive(self, forms: Sequence[TensorForm], rank: int) -> PendingReceive:
         """Start receiving."""
         tensors = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in forms]
-        with loss_of_group(f"receiving from rank {rank} of the pipeline"):
+        with as_group_lost(f"receiving from rank {rank} of the pipeline"):
             works = [self.handle.recv([_real(tensor)], rank, _TAG) for tensor in tensors]
-        return Arriving(tensors, works)
+        return PendingReceive(tensors, works)
 
-    def wait(self, arriving: Arriving) -> list[Tensor]:
+    def wait(self, arriving: PendingReceive) -> list[Tensor]:
         """The tensors, once they are there."""
-        with loss_of_group("waiting for another stage of the pipeline"):
+        with as_group_lost("waiting for another stage of the pipeline"):
             for work in arriving.works:
                 work.wait()
         return arriving.tensors
@@ -75,11 +75,11 @@ class Messages:
         self._drain_to(0)
 
     def forget(self) -> None:
-        """After an error: nobody may be there to receive what was sent."""
+        """Call after an error: the receiver may be gone."""
         self._leaving.clear()
 
     def _drain_to(self, count: int) -> None:
-        with loss_of_group("sending to another stage of the pipeline"):
+        with as_group_lost("sending to another stage of the pipeline"):
             while len(self._leaving) > count:
                 for work, _ in self._leaving.popleft():
                     work.wait()

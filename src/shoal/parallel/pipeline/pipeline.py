@@ -5,9 +5,9 @@ stages compute travels from one to the next, gradients travel back. The order of
 gpipe, 1f1b, interleaved, zero-bubble or zbv. Gradients are those of the undivided model.
 
 Not for groups that a single process could serve: with few microbatches most ranks wait. Cost, per
-rank and microbatch: the bytes of the values that cross its cuts, forward and again backward.
-Read next: `orders.py` for the order, `scheduled.py` for what is done in it, `skim.py` for how a
-stage runs.
+rank and microbatch: the bytes of the values that cross its cuts, forward and again backward. Read
+next: `schedules.py` for the order, `scheduled_stage.py` for its actions, `stage_runner.py` for how
+a stage runs.
 """
 
 from collections import OrderedDict
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from shoal.comm.collectives import Group
 from shoal.errors import GroupLost, PlanError
 from shoal.logs import warn_once
-from shoal.parallel.pipeline.calls import Gate
+from shoal.parallel.pipeline.calls import CallInterceptor
 from shoal.parallel.pipeline.messages import Messages
-from shoal.parallel.pipeline.orders import Action, sooner, with_receives, work_of
-from shoal.parallel.pipeline.scheduled import (
-    Around,
-    Hooks,
+from shoal.parallel.pipeline.scheduled_stage import (
     NoHooks,
-    Round,
+    PipelineHooks,
+    RoundState,
     ScheduledStage,
+    StageContext,
     forms_of,
-    introduce,
+    link_neighbours,
 )
-from shoal.parallel.pipeline.skim import Stage
+from shoal.parallel.pipeline.schedules import Action, order_work, post_receives_early, with_receives
+from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.parallel.pipeline.stages import (
     StagePlan,
     rank_of_stage,
@@ -51,7 +51,7 @@ Step = tuple[Callable[[int], None], int]  # what a stage does, and for which mic
 class _Form:
     """The stages for inputs of one form, and the steps of a round by its number of microbatches."""
 
-    def __init__(self, plan: StagePlan, stages: dict[int, Stage]):
+    def __init__(self, plan: StagePlan, stages: dict[int, StageRunner]):
         self.plan, self.stages = plan, stages
         self.steps: dict[int, list[Step]] = {}
 
@@ -68,13 +68,15 @@ class Pipeline:
         group: Group,
         device: str,
         call: Callable[[nn.Module, Any], Any],
-        hooks: Hooks | None = None,
-        around: Around | None = None,
+        hooks: PipelineHooks | None = None,
+        stage_context: StageContext | None = None,
     ):
         self.model, self.plan, self.schedule, self.group = model, plan, schedule, group
         self.device = torch.device(device)
         self.messages = Messages(group, self.device)
-        self.round = Round(model, self.messages, call, hooks or NoHooks(), around or Around())
+        self.round = RoundState(
+            model, self.messages, call, hooks or NoHooks(), stage_context or StageContext()
+        )
         self.num_stages = len(plan.stages)
         if self.num_stages % group.num_ranks:
             raise PlanError(
@@ -84,7 +86,7 @@ class Pipeline:
         self.own_stages = [s for s in range(self.num_stages) if self.rank_of(s) == group.rank]
         self.holds_last = self.num_stages - 1 in self.own_stages
         self.owners = [set(stage.parameters) for stage in plan.stages]
-        self._gate = Gate(model)
+        self._interceptor = CallInterceptor(model)
         self._forms: OrderedDict[Any, _Form] = OrderedDict()
         self._forms[plan.tape.signature] = self._make_form(plan)
 
@@ -92,11 +94,11 @@ class Pipeline:
         return rank_of_stage(stage, self.group.num_ranks, self.schedule)
 
     def close(self) -> None:
-        """Take the gate away from the model. What was sent has left, or never will."""
+        """Remove the interceptor from the model, after what was sent has left."""
         with suppress(GroupLost):
             self.messages.drain()
         self.messages.forget()
-        self._gate.close()
+        self._interceptor.close()
 
     def run(self, inputs: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> None:
         """Forward and backward of one round. `loss(output, microbatch)` is what backward starts
@@ -124,9 +126,9 @@ class Pipeline:
             for index in self.own_stages:
                 stage = form.stages[index]
                 received = self._receive(form.plan, index) if local is None else local
-                with self.round.around.context():
+                with self.round.stage_context.context():
                     output = stage(partial(self.round.call, self.model, inputs), received)
-                    output = self.round.around.whole(output)
+                    output = self.round.stage_context.whole(output)
                 local = None
                 if index + 1 in self.own_stages:
                     local = output
@@ -162,26 +164,30 @@ class Pipeline:
         """The stages for inputs of a new form, with the parameters where they are."""
         tape = self.plan.tape
         forwards = [partial(self.round.call, self.model, one) for one in inputs[:2]]
-        around = self.round.around
-        with around.alone(), around.context():  # outside of what records, as when a stage runs
+        stage_context = self.round.stage_context
+        with (
+            stage_context.alone(),
+            stage_context.context(),
+        ):  # outside of what records, as when a stage runs
             made = record(self.model, forwards, self.num_stages, tape.seeds, like=tape)
         return recut(made, self.owners)
 
     def _make_form(self, plan: StagePlan) -> _Form:
         last = self.num_stages - 1
         stages = {
-            i: Stage(self._gate, plan.tape, plan.stages[i], i == last) for i in self.own_stages
+            i: StageRunner(self._interceptor, plan.tape, plan.stages[i], i == last)
+            for i in self.own_stages
         }
         return _Form(plan, stages)
 
     def _steps_of(self, form: _Form, num_microbatches: int) -> list[Step]:
         if num_microbatches not in form.steps:
             stages = {index: self._scheduled(form, index) for index in self.own_stages}
-            introduce(stages)
+            link_neighbours(stages)
             form.steps[num_microbatches] = [
                 (work, action.microbatch)
                 for action in self._order(num_microbatches)
-                if (work := stages[action.stage].doing(action.kind)) is not None
+                if (work := stages[action.stage].method_for(action.kind)) is not None
             ]
         return form.steps[num_microbatches]
 
@@ -194,10 +200,10 @@ class Pipeline:
         stages_of_rank: list[list[int]] = [[] for _ in range(self.group.num_ranks)]
         for stage in range(self.num_stages):
             stages_of_rank[self.rank_of(stage)].append(stage)
-        work = work_of(self._fitting(num_microbatches), stages_of_rank, num_microbatches)
+        work = order_work(self._fitting(num_microbatches), stages_of_rank, num_microbatches)
         actions = with_receives(work)[self.group.rank]
         # Of Gloo's receives several may wait; one of NCCL's holds up what is posted after it.
-        return sooner(actions) if self.device.type == "cpu" else actions
+        return post_receives_early(actions) if self.device.type == "cpu" else actions
 
     def _fitting(self, num_microbatches: int) -> str:
         """The schedule, or one that takes any number of microbatches."""
@@ -218,7 +224,7 @@ class Pipeline:
 
 
 class _Arguments(nn.Module):
-    """Stands in for a model to see what it would be called with."""
+    """Called in the place of a model, to get its arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs

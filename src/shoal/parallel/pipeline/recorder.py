@@ -1,8 +1,8 @@
-"""Writing a forward pass down: the model runs as it is, under a watch.
+"""Records a forward pass as a tape: the model runs as it is, under a `CallObserver`.
 
 No graph outlives an event and no activation outlives the model's own use of it. Whether a value
 needs a gradient is overestimated where it cannot be seen, which costs a few sent zeros and is
-never wrong. What cannot be written down raises `Unclear` with the module to close.
+never wrong. What cannot be recorded raises `CannotRecord` with the module to close.
 """
 
 import inspect
@@ -26,25 +26,39 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds, generator_of
-from shoal.parallel.pipeline.calls import HOOKS, TAG, Gate, Tag, Watch, leaves
-from shoal.parallel.pipeline.inside import Aside, Asides, Inside, Touched, address, versions
+from shoal.parallel.pipeline.calls import (
+    HOOKS,
+    TAG,
+    CallInterceptor,
+    CallObserver,
+    ValueTag,
+    leaves,
+)
 from shoal.parallel.pipeline.tape import (
+    ArgumentLeaf,
     Event,
     Leaf,
-    Made,
-    Opaque,
-    Passed,
+    OpaqueLeaf,
     Path,
-    Plain,
+    PlainLeaf,
     Tape,
-    Value,
+    TapeValue,
+    ValueLeaf,
+    find_tensors,
     is_plain,
     is_trained,
     names_of_buffers,
     objects_in,
-    reach,
     signature,
     units_of,
+)
+from shoal.parallel.pipeline.trackers import (
+    MemoryTracker,
+    UnitTensor,
+    UnitTensors,
+    UnitTracker,
+    address,
+    versions,
 )
 
 FLOPS_PER_BYTE = 4  # an operation that only moves memory is not free
@@ -52,14 +66,14 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _FUNCTION = inspect.unwrap(Function.apply).__code__
 
 
-class Unclear(BaseException):
-    """The forward cannot be written down with this module open."""
+class CannotRecord(BaseException):
+    """The forward cannot be recorded with this module open."""
 
     def __init__(self, where: str, reason: str):
         self.where, self.reason = where, reason
 
 
-class Draws(BaseException):
+class MustBeEvent(BaseException):
     """Something has raw inputs alone and has to be an event: it draws random numbers, or reaches
     a parameter or a computed tensor that it was not given."""
 
@@ -67,8 +81,8 @@ class Draws(BaseException):
         self.name = name
 
 
-def play(
-    gate: Gate,
+def record_forward(
+    interceptor: CallInterceptor,
     forward: Callable[[], Any],
     *,
     open_modules: frozenset[str],
@@ -76,8 +90,8 @@ def play(
     seeds: PieceSeeds | None,
     counts: bool,
 ) -> Tape:
-    """Run one forward and write it down. `counts` says whether costs are needed."""
-    model = gate.model
+    """Run one forward and record it. `counts` says whether costs are needed."""
+    model = interceptor.model
     seen: list[Any] = []
 
     def see(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -85,9 +99,9 @@ def play(
 
     trained = {name: is_trained(p) for name, p in model.named_parameters()}
     tape = Tape(type(model).__name__, None, open_modules, drawing, trained, seeds)
-    recorder = _Recorder(gate, tape, counts)
-    gate.close()  # what an earlier attempt stood before may be neither a unit nor open now
-    gate.cover(units_of(model, open_modules) | open_modules)
+    recorder = _Recorder(interceptor, tape, counts)
+    interceptor.close()  # what an earlier attempt stood before may be neither a unit nor open now
+    interceptor.cover(units_of(model, open_modules) | open_modules)
     buffers = PieceBuffers(model)
     handle = model.register_forward_pre_hook(see, with_kwargs=True)
     try:
@@ -98,7 +112,7 @@ def play(
         tape.signature = seen[0]
         if recorder.unseen is not None:
             raise recorder.unseen
-        recorder.refuse_kept_aside(output)
+        recorder.refuse_unreturned(output)
         recorder.refuse_changes(buffers)
         tape.final = frozenset(recorder.numbers_in(output))
         tape.partial = recorder.filled_in(output)
@@ -107,23 +121,23 @@ def play(
         handle.remove()
 
 
-class _Recorder(Watch):
-    def __init__(self, gate: Gate, tape: Tape, counts: bool):
-        super().__init__(gate, tape.drawing)
+class _Recorder(CallObserver):
+    def __init__(self, interceptor: CallInterceptor, tape: Tape, counts: bool):
+        super().__init__(interceptor, tape.drawing)
         self.tape, self.counts, self.seeds = tape, counts, tape.seeds
-        self.names = {id(p): name for name, p in gate.model.named_parameters()}
-        self.buffer_names = names_of_buffers(gate.model)
-        device = next((str(p.device) for p in gate.model.parameters()), "cpu")
+        self.names = {id(p): name for name, p in interceptor.model.named_parameters()}
+        self.buffer_names = names_of_buffers(interceptor.model)
+        device = next((str(p.device) for p in interceptor.model.parameters()), "cpu")
         self.generator = generator_of(device)
         self.open_now = [""]
         self.region: FrameType | None = None
         self.known: list[tuple[int, weakref.ref[Tensor]]] = []
         # Raw tensors that became values; kept, so that no address recurs.
         self.written: list[Tensor] = []
-        self.asides = Asides()
-        self.unseen: Unclear | None = None
-        self.parameters_at = _by_address(gate.model.named_parameters())
-        self.buffers_at = _by_address(gate.model.named_buffers())
+        self.unit_tensors = UnitTensors()
+        self.unseen: CannotRecord | None = None
+        self.parameters_at = _by_address(interceptor.model.named_parameters())
+        self.buffers_at = _by_address(interceptor.model.named_buffers())
         self.read_raw: dict[str, str] = {}  # buffer -> the open module whose code read it
         self.read_by: list[tuple[int, set[str]]] = []  # events with the buffers that they read
         self.rnn_flops = 0
@@ -139,44 +153,44 @@ class _Recorder(Watch):
                 return call(*args, **kwargs)
             finally:
                 self.open_now.pop()
-        module = self.gate.model.get_submodule(name)
+        module = self.interceptor.model.get_submodule(name)
         owns = any(True for _ in module.parameters())  # asked so by a stage too
 
         def note(*args: Any, **kwargs: Any) -> Any:
             if name in self.drawing or owns or self.numbers_in((args, kwargs)):
-                own = self._of_model([*module.parameters(), *reach((args, kwargs))])
+                own = self._of_model([*module.parameters(), *find_tensors((args, kwargs))])
                 return self._note(name, module, own, call, args, kwargs)
             return self.raw(name, call, args, kwargs)
 
-        return self.gate.unwatched(note, args, kwargs)
+        return self.interceptor.unwatched(note, args, kwargs)
 
     def event(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if name == "__set__ data":
-            raise Unclear(self.open_now[-1], "it assigns to .data of a computed tensor")
+            raise CannotRecord(self.open_now[-1], "it assigns to .data of a computed tensor")
         if call is torch.autograd.grad or call is Tensor.backward:  # a gradient penalty, say
-            raise Unclear(self.open_now[-1], f"it takes a gradient of its own ({name})")
+            raise CannotRecord(self.open_now[-1], f"it takes a gradient of its own ({name})")
         parameters = self._of_model(leaves((args, kwargs), []))
         return self._note(name, None, parameters, call, args, kwargs)
 
     def raw(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self.refuse_kept_aside((args, kwargs))
+        self.refuse_unreturned((args, kwargs))
         state, before = self.generator.get_state(), versions((args, kwargs))
         with self.touched.noted() as touched:
             result = call(*args, **kwargs)
         if self._reaches_computed(touched, (args, kwargs)):
-            raise Draws(name)
+            raise MustBeEvent(name)
         read = self._named(self.buffers_at, touched)
         self.read_raw.update(dict.fromkeys(read, self.open_now[-1]))
         changed = self._names((), [x for x, version in before if x._version != version])
         if changed and self.tape.events:  # stages that have ended by then would not see it
-            raise Unclear(self.open_now[-1], f"it changes the buffer {changed[0]} on the way")
+            raise CannotRecord(self.open_now[-1], f"it changes the buffer {changed[0]} on the way")
         if not torch.equal(state, self.generator.get_state()):
             if not self._can_repeat():
-                raise Draws(name)
+                raise MustBeEvent(name)
             self.tape.draws_again.add(name)
         return result
 
@@ -190,28 +204,32 @@ class _Recorder(Watch):
 
     def numbers_in(self, tree: Any) -> set[int]:
         """The values in a tree of any objects."""
-        return {tag.number for x in reach(tree) if (tag := self.tag(x)) is not None}
+        return {tag.number for x in find_tensors(tree) if (tag := self.tag(x)) is not None}
 
     def filled_in(self, output: Any) -> dict[Path, int]:
         """The objects in an output that hold what units made, such as a cache of keys and values;
         the first event that did. No stage has all of it."""
         found: dict[Path, int] = {}
         for path, item in objects_in(output):
-            tensors = list(reach(item))
-            makers = [aside.event for x in tensors if (aside := self.asides.of_object(x))]
+            tensors = list(find_tensors(item))
+            makers = [
+                unit_tensor.event
+                for x in tensors
+                if (unit_tensor := self.unit_tensors.of_object(x))
+            ]
             if makers and not any(self.tag(x) for x in tensors):
                 found[path] = min(makers)
         return found
 
     def _of_model(self, items: Iterable[Any]) -> list[nn.Parameter]:
-        """The model's parameters among these, each once; others are nobody's to hold."""
+        """The model's parameters among these, each once."""
         return list(dict.fromkeys(x for x in items if id(x) in self.names))
 
     @contextmanager
     def touching(self) -> Iterator[None]:
         """Nothing of it stays: a cycle would keep what units made."""
         try:
-            with Touched(self._refuse_out_of_sight) as self.touched:
+            with MemoryTracker(self._refuse_out_of_sight) as self.touched:
                 yield
         finally:
             del self.touched
@@ -225,7 +243,7 @@ class _Recorder(Watch):
             matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
             self.rnn_flops += 2 * matrices * (data.numel() // max(1, module.input_size))
 
-        recurrent = [m for m in self.gate.model.modules() if isinstance(m, nn.RNNBase)]
+        recurrent = [m for m in self.interceptor.model.modules() if isinstance(m, nn.RNNBase)]
         handles = [m.register_forward_pre_hook(count) for m in recurrent]
         try:
             yield
@@ -242,8 +260,8 @@ class _Recorder(Watch):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an event and write it down."""
-        self.refuse_kept_aside((args, kwargs))
+        """Run an event and record it."""
+        self.refuse_unreturned((args, kwargs))
         uses, items = self.numbers_in((args, kwargs)), leaves((args, kwargs), [])
         tensors = [x for x in items if isinstance(x, Tensor)]
         before = versions(items)
@@ -252,12 +270,14 @@ class _Recorder(Watch):
         is_fresh = self.seeds is None or self._can_repeat()
         num_sets = 0 if self.seeds is None else self.seeds.num_sets
         buffers = PieceBuffers(nn.Module() if module is None else module)
-        inside = None if module is None else Inside(self.asides, len(self.tape.events), name)
+        inside = (
+            None if module is None else UnitTracker(self.unit_tensors, len(self.tape.events), name)
+        )
         with self.touched.noted() as touched, inside or nullcontext():
             result, flops = self._drawn(call, args, kwargs)
         if inside is not None:
             parameters = self._of_model([*parameters, *inside.used.values()])
-            uses |= self._unhanded(inside, touched, (args, kwargs))
+            uses |= self._values_not_passed(inside, touched, (args, kwargs))
         self.read_by.append((len(self.tape.events), self._read_in(touched, (args, kwargs))))
         names = [self.names[id(p)] for p in parameters]
         names += sorted(self._named(self.parameters_at, touched) - set(names))
@@ -268,7 +288,7 @@ class _Recorder(Watch):
         adopts = self._adopt(changed, items, needs)
         made, result, spec = self._take(name, result, items, needs, module is not None)
         self._mutated(changed, needs)
-        moved = sum(self.tape.values[m.number].num_bytes for m in made if isinstance(m, Made))
+        moved = sum(self.tape.values[m.number].num_bytes for m in made if isinstance(m, ValueLeaf))
         event = Event(
             name=name,
             is_unit=module is not None,
@@ -279,8 +299,8 @@ class _Recorder(Watch):
             uses=frozenset(uses),
             result=made,
             spec=spec,
-            only=made[0].number if spec.is_leaf() and isinstance(made[0], Made) else None,
-            passes=any(isinstance(leaf, Passed) for leaf in made),
+            only=made[0].number if spec.is_leaf() and isinstance(made[0], ValueLeaf) else None,
+            passes=any(isinstance(leaf, ArgumentLeaf) for leaf in made),
             adopts=adopts,
             mutates=bool(changed),
             cost=flops + FLOPS_PER_BYTE * moved,
@@ -296,7 +316,7 @@ class _Recorder(Watch):
         """Whether a stage that skipped all events so far would still draw the same."""
         if self.seeds is None:
             return False
-        if self.seeds.num_sets != self.num_sets:  # set anew by the hooks of an open module
+        if self.seeds.num_sets != self.num_sets:  # set by the hooks of an open module
             self.num_sets, self.event_drew = self.seeds.num_sets, False
         return not self.event_drew
 
@@ -306,7 +326,7 @@ class _Recorder(Watch):
         result = self._run(call, args, kwargs)
         if self.seeds is not None:
             if self.seeds.num_sets != self.num_sets:
-                self.num_sets, self.event_drew = self.seeds.num_sets, not self.seeds.untouched
+                self.num_sets, self.event_drew = self.seeds.num_sets, not self.seeds.is_unused
             elif not torch.equal(state, self.generator.get_state()):
                 self.event_drew = True
         return result
@@ -336,37 +356,37 @@ class _Recorder(Watch):
         for i, item in enumerate(flat):
             place = next((j for j, x in enumerate(items) if x is item), None)
             if isinstance(item, Tensor) and (tag := self.tag(item)) is not None:
-                made.append(Made(tag.number))
+                made.append(ValueLeaf(tag.number))
             elif place is not None and not is_plain(item):
-                made.append(Passed(place))
+                made.append(ArgumentLeaf(place))
             elif id(item) in handed:
                 flat[i] = handed[id(item)]
-                made.append(Made(getattr(flat[i], TAG).number))
+                made.append(ValueLeaf(getattr(flat[i], TAG).number))
             elif isinstance(item, Tensor):
                 # A unit's is handed on as another object: it may have kept the one that it made.
                 flat[i] = item.detach() if is_unit or item.requires_grad else item
-                made.append(Made(self._number(flat[i], needs)))
+                made.append(ValueLeaf(self._number(flat[i], needs)))
                 handed[id(item)] = flat[i]
             elif is_plain(item):
-                made.append(Plain(item))
+                made.append(PlainLeaf(item))
             elif is_unit:  # what it holds is known as made in there, and followed
-                made.append(Opaque(type(item)))
+                made.append(OpaqueLeaf(type(item)))
             else:
                 reason = f"{name} returns a {type(item).__name__}, which may hide tensors"
-                raise Unclear(self.open_now[-1], reason)
-        if not is_unit and any(isinstance(m, Plain) and m.value is not None for m in made):
+                raise CannotRecord(self.open_now[-1], reason)
+        if not is_unit and any(isinstance(m, PlainLeaf) and m.value is not None for m in made):
             reason = f"{name} turns a computed tensor into a Python value"
-            raise Unclear(self.open_now[-1], reason)
+            raise CannotRecord(self.open_now[-1], reason)
         return tuple(made), tree_unflatten(flat, spec), spec
 
     def _number(self, tensor: Tensor, needs: bool) -> int:
         number = len(self.tape.values)
-        form = Value(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        form = TapeValue(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.tape.values[number] = form
         self.tape.made_at[number] = len(self.tape.events)
         if needs and (tensor.is_floating_point() or tensor.is_complex()):
             self.tape.need_gradient.add(number)
-        setattr(tensor, TAG, Tag(self.forward, number))
+        setattr(tensor, TAG, ValueTag(self.forward, number))
         self.known.append((number, weakref.ref(tensor)))
         return number
 
@@ -408,11 +428,11 @@ class _Recorder(Watch):
     def _names(self, places: Iterable[Any], written: list[Tensor]) -> tuple[str, ...]:
         """Of a unit's buffers, and of those that an operation wrote into."""
         ids = {id(tensor) for tensor in written}
-        named = self.gate.model.named_buffers()
+        named = self.interceptor.model.named_buffers()
         own = tuple(self.buffer_names[id(module), name] for module, name in places)
         return own + tuple(n for n, b in named if id(b) in ids and n not in own) if ids else own
 
-    def refuse_kept_aside(self, tree: Any) -> None:
+    def refuse_unreturned(self, tree: Any) -> None:
         """What is computed and carries no number would not be carried to later stages."""
         written = {address(t) for t in self.written}
         for x in leaves(tree, []):
@@ -420,43 +440,43 @@ class _Recorder(Watch):
                 continue
             if address(x) in written:
                 reason = "it reads a view of a tensor that computed numbers were written into"
-                raise Unclear(self.open_now[-1], reason)
-            if aside := self.asides.of_object(x) or self.asides.at(address(x)):
+                raise CannotRecord(self.open_now[-1], reason)
+            if unit_tensor := self.unit_tensors.of_object(x) or self.unit_tensors.at(address(x)):
                 reason = (
-                    f"it uses {self._described(x)}, which its submodule {aside.unit} made and did "
-                    "not return (let it return what others use)"
+                    f"it uses {self._described(x)}, which its submodule {unit_tensor.unit} made "
+                    "and did not return (let it return what others use)"
                 )
-                raise Unclear(self.open_now[-1], reason)
+                raise CannotRecord(self.open_now[-1], reason)
 
     def _described(self, tensor: Tensor) -> str:
         """A tensor by the attribute that holds it, if one does, and by its form."""
         form = f"a tensor of shape {tuple(tensor.shape)} and {str(tensor.dtype)[6:]}"
-        for path, module in self.gate.model.named_modules():
+        for path, module in self.interceptor.model.named_modules():
             for key, value in vars(module).items():
-                if any(x is tensor for x in reach(value, 3)):
+                if any(x is tensor for x in find_tensors(value, 3)):
                     return f"{path}.{key}, {form}".lstrip(".")
         return form
 
-    def _unhanded(self, inside: Inside, touched: set[int], given: Any) -> set[int]:
+    def _values_not_passed(self, inside: UnitTracker, touched: set[int], given: Any) -> set[int]:
         """The values that a unit reached without being given them.
 
-        What another unit kept aside is carried by nobody: no cut may fall between the two.
+        What another unit stored is not sent: no cut may fall between the two.
         """
         event, found = len(self.tape.events), set()
-        makers: list[Aside | None] = []
-        known = {address(x) for x in reach(given)}
+        makers: list[UnitTensor | None] = []
+        known = {address(x) for x in find_tensors(given)}
         for x in inside.used.values():
-            tag, aside = self.tag(x), self.asides.of_object(x)
+            tag, unit_tensor = self.tag(x), self.unit_tensors.of_object(x)
             if tag is not None:
                 found.add(tag.number)
-            elif aside is not None and aside.event < event:
-                makers.append(aside)
+            elif unit_tensor is not None and unit_tensor.event < event:
+                makers.append(unit_tensor)
             else:
                 continue
             known.add(address(x))
         for where in touched - known:  # as compiled code reaches them
             found |= self._values_at(where)
-            makers.append(self.asides.at(where))
+            makers.append(self.unit_tensors.at(where))
         for maker in makers:
             if maker is not None:
                 self.tape.uncut.update(range(maker.event + 1, event + 1))
@@ -468,23 +488,23 @@ class _Recorder(Watch):
 
     def _reaches_computed(self, touched: set[int], given: Any) -> bool:
         """Whether memory that holds parameters or computed numbers was touched out of `given`."""
-        known = {address(x) for x in reach(given)}
+        known = {address(x) for x in find_tensors(given)}
         return any(
-            where in self.parameters_at or self.asides.at(where) or self._values_at(where)
+            where in self.parameters_at or self.unit_tensors.at(where) or self._values_at(where)
             for where in touched
             if where in self.parameters_at or where not in known
         )
 
     def _refuse_out_of_sight(self, operation: str, touched: set[int]) -> None:
-        """An operation of an open module that no watch was told of would run on every stage."""
+        """An operation of an open module that no observer sees would run on every stage."""
         if _get_current_function_mode() is self and self._reaches_computed(touched, ()):
             reason = f"compiled code, such as torch.jit.script's, calls {operation} unseen"
-            # Told at the end: compiled code makes an error of its own of any.
-            self.unseen = self.unseen or Unclear(self.open_now[-1], reason)
+            # Raised at the end: compiled code would turn it into an error of its own.
+            self.unseen = self.unseen or CannotRecord(self.open_now[-1], reason)
 
     def _read_in(self, touched: set[int], given: Any) -> set[str]:
         """The buffers among these; one that was written into is a value, which stages are sent."""
-        values = {address(x) for x in reach(given) if self.tag(x) is not None}
+        values = {address(x) for x in find_tensors(given) if self.tag(x) is not None}
         return self._named(self.buffers_at, touched - values)
 
     def _named(self, at: dict[int, list[str]], touched: set[int]) -> set[str]:
@@ -495,7 +515,7 @@ class _Recorder(Watch):
         seen = {name for event in self.tape.events for name in event.changes}
         for name in seen & self.read_raw.keys():  # on every stage, also on those that are behind
             reason = f"it reads the buffer {name}, which its submodule changes"
-            raise Unclear(self.read_raw[name], reason)
+            raise CannotRecord(self.read_raw[name], reason)
         for index, names in self.read_by:
             event = self.tape.events[index]
             if others := sorted(names & seen - set(event.buffers)):
@@ -506,7 +526,7 @@ class _Recorder(Watch):
             if path not in seen and computed:
                 inside = [m for m in self.tape.open if not m or path.startswith(f"{m}.")]
                 reason = f"it changes the buffer {path} outside of a submodule"
-                raise Unclear(max(inside, key=len, default=""), reason)
+                raise CannotRecord(max(inside, key=len, default=""), reason)
 
     def _enter_region(self) -> bool:
         """Whether this event and the last are of one checkpointed call, which cannot be cut."""
@@ -515,7 +535,7 @@ class _Recorder(Watch):
             if frame.f_code is _FUNCTION:
                 kind = getattr(frame.f_locals.get("cls"), "__name__", "a Function")
                 reason = f"it calls {kind}.apply, whose backward is its own"
-                raise Unclear(self.open_now[-1], reason)
+                raise CannotRecord(self.open_now[-1], reason)
             if frame.f_code is _CHECKPOINT:
                 found = frame
             frame = frame.f_back  # type: ignore[assignment]

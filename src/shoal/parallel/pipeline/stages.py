@@ -1,12 +1,12 @@
-"""Stages: what the model's forward does, and which rank runs which part of it.
+"""Stages: the recorded forward of a model, and which rank runs which part of it.
 
-`record` runs the model on two examples and writes its forward down as a tape. It opens large
+`record` runs the model on two examples and records its forward as a tape. It opens large
 modules, so that they can be cut, and leaves closed whatever takes another path for other data; a
 module that no cut falls into is closed again, which makes the stages cheap to run.
 
 Not for models whose top level depends on data; they are refused with the name of the operation.
 Cost: a handful of forwards on one microbatch, once for each form of input.
-Read next: `cuts.py` for where a tape is cut, `skim.py` for how a stage runs.
+Read next: `cuts.py` for where a tape is cut, `stage_runner.py` for how a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline.calls import Gate
-from shoal.parallel.pipeline.cuts import StagePlan, StageSpec, recut, split
-from shoal.parallel.pipeline.recorder import Draws, Unclear, play
-from shoal.parallel.pipeline.tape import Event, Made, Plain, Tape, units_of
+from shoal.parallel.pipeline.calls import CallInterceptor
+from shoal.parallel.pipeline.cuts import StagePlan, StageSpec, recut, split_stages
+from shoal.parallel.pipeline.recorder import CannotRecord, MustBeEvent, record_forward
+from shoal.parallel.pipeline.tape import Event, PlainLeaf, Tape, ValueLeaf, units_of
 
 __all__ = [
-    "StagePlan", "StageSpec", "Tape", "rank_of_stage", "record", "recut", "split"
+    "StagePlan", "StageSpec", "Tape", "rank_of_stage", "record", "recut", "split_stages"
 ]  # fmt: skip
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
@@ -38,19 +38,19 @@ def record(
     like: Tape | None = None,
     rank_of: Callable[[int], int] = lambda stage: stage,
 ) -> Tape:
-    """Write down what a forward does; each of `forwards` runs the model once, on data of its own.
+    """Record what a forward does; each of `forwards` runs the model once, on data of its own.
 
     `like` is an earlier tape of the same model: the same modules are opened; `rank_of` is for
-    `split`. The model, its buffers and the random state are left as found.
+    `split_stages`. The model, its buffers and the random state are left as found.
     """
-    gate = Gate(model)
+    interceptor = CallInterceptor(model)
     try:
         with _untouched(model, seeds):
             if like is not None:
-                return _record_like(gate, forwards, like)
-            return _Recording(gate, forwards, num_stages, seeds, rank_of).run()
+                return _record_like(interceptor, forwards, like)
+            return _Recording(interceptor, forwards, num_stages, seeds, rank_of).run()
     finally:
-        gate.close()
+        interceptor.close()
 
 
 def rank_of_stage(stage: int, num_ranks: int, schedule: str) -> int:
@@ -65,67 +65,74 @@ class _Recording:
 
     def __init__(
         self,
-        gate: Gate,
+        interceptor: CallInterceptor,
         forwards: Sequence[Callable[[], Any]],
         num_stages: int,
         seeds: PieceSeeds | None,
         rank_of: Callable[[int], int],
     ):
         self.rank_of = rank_of
-        self.gate, self.forwards, self.num_stages, self.seeds = gate, forwards, num_stages, seeds
+        self.interceptor, self.forwards, self.num_stages, self.seeds = (
+            interceptor,
+            forwards,
+            num_stages,
+            seeds,
+        )
         self.closed: set[str] = set()
         self.drawing: frozenset[str] = frozenset()
 
     def run(self) -> Tape:
-        tape = self._settle(_open_at_first(self.gate.model, self.num_stages))
+        tape = self._record_open(_open_at_first(self.interceptor.model, self.num_stages))
         while larger := self._too_large(tape):
-            tape = self._settle(tape.open | larger)
+            tape = self._record_open(tape.open | larger)
         try:
-            plan = split(tape, self.num_stages, self.rank_of)
+            plan = split_stages(tape, self.num_stages, self.rank_of)
         except PlanError:
-            return tape  # whoever cuts it will say why not
+            return tape  # `split_stages` will raise the error again
         needed = _open_across(plan)
-        return tape if needed == tape.open else self._settle(needed)
+        return tape if needed == tape.open else self._record_open(needed)
 
-    def _settle(self, wanted: frozenset[str]) -> Tape:
+    def _record_open(self, wanted: frozenset[str]) -> Tape:
         while True:
             opened = _without(wanted, self.closed)
             try:
-                return _agree(self.gate, self.forwards, opened, self.drawing, self.seeds)
-            except Draws as draws:
+                return _agree(self.interceptor, self.forwards, opened, self.drawing, self.seeds)
+            except MustBeEvent as draws:
                 self.drawing |= {draws.name}
-            except Unclear as unclear:
+            except CannotRecord as unclear:
                 if not unclear.where:
-                    raise PlanError(_refusal(self.gate.model, unclear.reason)) from None
+                    raise PlanError(_refusal(self.interceptor.model, unclear.reason)) from None
                 self.closed.add(unclear.where)
 
     def _too_large(self, tape: Tape) -> frozenset[str]:
         """Units that cost so much that stages could not be balanced, and can be opened."""
         total = sum(event.cost for event in tape.events)
-        units = units_of(self.gate.model, tape.open)
+        units = units_of(self.interceptor.model, tape.open)
         return frozenset(
             event.name
             for event in tape.events
             if event.name in units
             and event.cost > total / (2 * self.num_stages)
             and event.name not in self.closed
-            and _can_open(self.gate.model.get_submodule(event.name))
+            and _can_open(self.interceptor.model.get_submodule(event.name))
         )
 
 
-def _record_like(gate: Gate, forwards: Sequence[Callable[[], Any]], like: Tape) -> Tape:
+def _record_like(
+    interceptor: CallInterceptor, forwards: Sequence[Callable[[], Any]], like: Tape
+) -> Tape:
     drawing = like.drawing
     while True:
         try:
-            return _agree(gate, forwards, like.open, drawing, like.seeds, counts=False)
-        except Draws as draws:
+            return _agree(interceptor, forwards, like.open, drawing, like.seeds, counts=False)
+        except MustBeEvent as draws:
             drawing |= {draws.name}
-        except Unclear as unclear:
-            raise PlanError(_refusal(gate.model, unclear.reason)) from None
+        except CannotRecord as unclear:
+            raise PlanError(_refusal(interceptor.model, unclear.reason)) from None
 
 
 def _agree(
-    gate: Gate,
+    interceptor: CallInterceptor,
     forwards: Sequence[Callable[[], Any]],
     opened: frozenset[str],
     drawing: frozenset[str],
@@ -134,7 +141,14 @@ def _agree(
 ) -> Tape:
     """The tape of the first forward, once all the others have taken the same path."""
     tapes = [
-        play(gate, f, open_modules=opened, drawing=drawing, seeds=seeds, counts=counts and not i)
+        record_forward(
+            interceptor,
+            f,
+            open_modules=opened,
+            drawing=drawing,
+            seeds=seeds,
+            counts=counts and not i,
+        )
         for i, f in enumerate(forwards)
     ]
     for other in tapes[1:]:
@@ -151,15 +165,15 @@ def _compare(one: Tape, two: Tape) -> None:
         if _form(one, a) != _form(two, b):
             what = a.name if a.name == b.name else f"{a.name} or {b.name}"
             reason = f"{what} (event {index}) differs from one batch to the next"
-            raise Unclear(a.where if len(a.where) >= len(b.where) else b.where, reason)
+            raise CannotRecord(a.where if len(a.where) >= len(b.where) else b.where, reason)
     if len(one.events) != len(two.events):
         longer = max(one.events, two.events, key=len)[len(pairs)]
-        raise Unclear(longer.where, f"{longer.name} is called for some batches only")
+        raise CannotRecord(longer.where, f"{longer.name} is called for some batches only")
 
 
 def _form(tape: Tape, event: Event) -> tuple[Any, ...]:
-    shapes = [tape.values[r.number] for r in event.result if isinstance(r, Made)]
-    plain = [r.value for r in event.result if isinstance(r, Plain)]
+    shapes = [tape.values[r.number] for r in event.result if isinstance(r, ValueLeaf)]
+    plain = [r.value for r in event.result if isinstance(r, PlainLeaf)]
     return event.name, event.where, shapes, plain, event.adopts
 
 
@@ -231,7 +245,7 @@ def _untouched(model: nn.Module, seeds: PieceSeeds | None) -> Iterator[None]:
             if seeds is None:
                 yield
             else:
-                with seeds.aside():
+                with seeds.restored():
                     yield
         finally:
             for module, name, buffer, value in places:

@@ -1,10 +1,10 @@
-"""One forward pass written down as events: what was called, what it used and made, what it cost.
+"""The tape of one forward pass: its events, with what each used, made and cost.
 
 A tape holds names, numbers, shapes and costs, and no tensors. Recorded from the same inputs it is
 the same on every rank, so ranks decide on it alone and agree.
 
-Read next: `recorder.py`, which writes a tape, `cuts.py`, which decides on it, and `skim.py`, which
-runs a part of it.
+Read next: `recorder.py`, which writes a tape, `cuts.py`, which decides on it, and
+`stage_runner.py`, which runs a part of it.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from shoal.numerics.randomness import PieceSeeds
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-class Value(NamedTuple):
+class TapeValue(NamedTuple):
     """A tensor that an event made."""
 
     shape: torch.Size
@@ -47,31 +47,31 @@ class Value(NamedTuple):
         return tuple(self.shape[dim] for dim in self.order)
 
 
-class Made(NamedTuple):
+class ValueLeaf(NamedTuple):
     """A leaf of an event's result: the value of this number, new or there before."""
 
     number: int
 
 
-class Passed(NamedTuple):
+class ArgumentLeaf(NamedTuple):
     """A leaf of an event's result: the argument at this place, as it is."""
 
     place: int
 
 
-class Opaque(NamedTuple):
+class OpaqueLeaf(NamedTuple):
     """A leaf of an event's result: an object of some kind, a cache say, that is not carried."""
 
     kind: type
 
 
-class Plain(NamedTuple):
+class PlainLeaf(NamedTuple):
     """A leaf of an event's result that is not a tensor."""
 
     value: Any
 
 
-Leaf = Made | Passed | Opaque | Plain
+Leaf = ValueLeaf | ArgumentLeaf | OpaqueLeaf | PlainLeaf
 Path = tuple[Any, ...]  # of keys, to something in a tree
 
 
@@ -106,7 +106,7 @@ class Tape:
     parameters: dict[str, bool]  # name -> whether it is trained
     seeds: PieceSeeds | None
     events: list[Event] = field(default_factory=list)
-    values: dict[int, Value] = field(default_factory=dict)
+    values: dict[int, TapeValue] = field(default_factory=dict)
     need_gradient: set[int] = field(default_factory=set)
     made_at: dict[int, int] = field(default_factory=dict)  # value -> event
     final: frozenset[int] = frozenset()  # values in the model's output
@@ -159,7 +159,7 @@ def units_of(model: nn.Module, open_modules: frozenset[str]) -> frozenset[str]:
     return frozenset(found.values())
 
 
-def reach(tree: Any, depth: int = 5) -> Iterator[Tensor]:
+def find_tensors(tree: Any, depth: int = 5) -> Iterator[Tensor]:
     """The tensors in any objects, modules left out."""
     if isinstance(tree, Tensor):
         yield tree
@@ -174,7 +174,7 @@ def reach(tree: Any, depth: int = 5) -> Iterator[Tensor]:
         elif hasattr(tree, "__dict__") and not inspect.isroutine(tree):
             items = vars(tree).values()
         for item in items:
-            yield from reach(item, depth - 1)
+            yield from find_tensors(item, depth - 1)
 
 
 def objects_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -20,18 +20,25 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError, nearest
 from shoal.parallel.layout import Cut, part_of
-from shoal.parallel.tensor.find import ProbeRegion, as_it_was, search
+from shoal.parallel.tensor.find import ProbeRegion, preserve_model, search
 from shoal.parallel.tensor.forward import TensorForward
-from shoal.parallel.tensor.known import Choice, Knowledge, kinds_of
-from shoal.parallel.tensor.part import RECORDS, TAG, Held
+from shoal.parallel.tensor.part import RECORDS, TAG, CutRecord
+from shoal.parallel.tensor.search_state import Choice, SearchState, kinds_of
 
-__all__ = ["Row", "TensorForward", "TensorPlan", "cut_tensors", "find_cuts", "tag"]
+__all__ = [
+    "ParameterCut",
+    "TensorForward",
+    "TensorPlan",
+    "cut_tensors",
+    "find_cuts",
+    "mark_cut_parameters",
+]
 
 _HOWS = ("whole", "column", "row")
 _STYLES = {"colwise": "column", "rowwise": "row"}  # of Hugging Face's plans
 
 
-class Row(NamedTuple):
+class ParameterCut(NamedTuple):
     """A parameter in the table that is shown."""
 
     name: str
@@ -50,16 +57,18 @@ class TensorPlan:
     hows: dict[str, str] = field(default_factory=dict)
     crossed: frozenset[str] = frozenset()  # modules that are given, or return, a cut value
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[ParameterCut]:
         """A row for each parameter that is cut or could have been, in the model's order."""
         rows = []
         for name, shape in self.shapes.items():
             if name in self.cuts:
                 packs = self.cuts[name].packs
                 packed = f" in {packs} packs" if packs > 1 else ""
-                rows.append(Row(name, shape, f"dim {self.cuts[name].dim}{packed}", self.hows[name]))
+                rows.append(
+                    ParameterCut(name, shape, f"dim {self.cuts[name].dim}{packed}", self.hows[name])
+                )
             elif name in self.whole:
-                rows.append(Row(name, shape, "whole", self.whole[name]))
+                rows.append(ParameterCut(name, shape, "whole", self.whole[name]))
         return rows
 
     def share(self, model: nn.Module) -> float:
@@ -80,21 +89,21 @@ def find_cuts(
     patterns of module names to "whole", "column" or "row"; a model's own plan (`_tp_plan`) is
     followed where it works.
     """
-    with as_it_was(model):
+    with preserve_model(model):
         for forward in forwards:
             forward()  # what fails here fails without a plan too
     choices = _choices(model, overrides)
     for cuts_small in (False, True):  # what is small is cut only if there is nothing else
-        knowledge = Knowledge(model, num_ranks, choices, cuts_small)
-        region = search(model, forwards, knowledge)
+        state = SearchState(model, num_ranks, choices, cuts_small)
+        region = search(model, forwards, state)
         if region.cuts:
             break
-    _refuse_odd_heads(region, knowledge)
+    _refuse_odd_heads(region, state)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    cuts = _with_siblings(region, knowledge.whole, shapes)
+    cuts = _with_siblings(region, state.whole, shapes)
     shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in cuts}
     whole = {
-        name: _reason(name, knowledge, region)
+        name: _reason(name, state, region)
         for name, shape in shapes.items()
         if name not in cuts and len(shape) >= 2
     }
@@ -109,7 +118,7 @@ def find_cuts(
         raise _nothing_to_cut(plan, num_ranks)
     for name, choice in choices.items():
         if choice.is_firm and choice.how != "whole" and name not in cuts:
-            knowledge.keep_whole(name, whole[name])
+            state.keep_whole(name, whole[name])
     return plan
 
 
@@ -117,15 +126,15 @@ def cut_tensors(model: nn.Module, plan: TensorPlan, rank: int, num_ranks: int) -
     """Replace every parameter and buffer of the plan by a copy of this rank's part, in place."""
     named = dict([*model.named_parameters(), *model.named_buffers()])
     made: dict[int, Tensor] = {}
-    held: dict[int, Held] = {}
+    held: dict[int, CutRecord] = {}
     for name, cut in plan.cuts.items():
         whole = named[name]
         part = part_of(whole, cut, rank, num_ranks)
         if isinstance(whole, nn.Parameter):
             part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        made[id(whole)], held[id(whole)] = part, Held(cut, tuple(whole.shape))
+        made[id(whole)], held[id(whole)] = part, CutRecord(cut, tuple(whole.shape))
     for module in model.modules():
-        records: dict[str, Held] = {}
+        records: dict[str, CutRecord] = {}
         owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for owned in owners:
             for name, value in owned.items():
@@ -134,10 +143,10 @@ def cut_tensors(model: nn.Module, plan: TensorPlan, rank: int, num_ranks: int) -
                     owned[name] = made[id(value)]
         if records:
             setattr(module, RECORDS, records)
-    tag(model)
+    mark_cut_parameters(model)
 
 
-def tag(module: nn.Module) -> None:
+def mark_cut_parameters(module: nn.Module) -> None:
     """Mark the parameters and buffers that a module and those below it own now as cut.
 
     To be called whenever other objects took their place, by FSDP for instance.
@@ -151,7 +160,7 @@ def tag(module: nn.Module) -> None:
 
 
 def _num_elements(parameter: Tensor) -> int:
-    held: Held | None = getattr(parameter, TAG, None)
+    held: CutRecord | None = getattr(parameter, TAG, None)
     if held is None:
         return parameter.numel()
     count = 1
@@ -196,7 +205,7 @@ def _matrices(model: nn.Module, pattern: str) -> list[str]:
 def _with_siblings(
     region: ProbeRegion, whole: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Cut]:
-    """Cut what the examples did not reach as others of its kind are (an expert nobody chose)."""
+    """Cut what the examples did not use (an expert that was not chosen) as its siblings are."""
     families: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
         for kind in kinds_of(name):
@@ -213,20 +222,20 @@ def _with_siblings(
     return cuts
 
 
-def _reason(name: str, knowledge: Knowledge, region: ProbeRegion) -> str:
-    choice = knowledge.choices.get(name)
+def _reason(name: str, state: SearchState, region: ProbeRegion) -> str:
+    choice = state.choices.get(name)
     if choice is not None and choice.how == "whole":
         return choice.source
     unused = "the example forward does not multiply by it"
-    return knowledge.whole.get(name) or region.notes.get(name, unused)
+    return state.whole.get(name) or region.notes.get(name, unused)
 
 
-def _refuse_odd_heads(region: ProbeRegion, knowledge: Knowledge) -> None:
+def _refuse_odd_heads(region: ProbeRegion, state: SearchState) -> None:
     """Attention is cut by heads; one that cannot be must be left whole on purpose."""
     for module, heads in region.odd_heads.items():
-        prefix, num_ranks = knowledge.modules[module], knowledge.num_ranks
-        inside = [n for n in knowledge.names.values() if n.startswith(f"{prefix}.")]
-        choices = [knowledge.choices[n] for n in inside if n in knowledge.choices]
+        prefix, num_ranks = state.modules[module], state.num_ranks
+        inside = [n for n in state.names.values() if n.startswith(f"{prefix}.")]
+        choices = [state.choices[n] for n in inside if n in state.choices]
         if any(choice.is_firm and choice.how == "whole" for choice in choices):
             continue
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]

@@ -23,19 +23,26 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.forward import OPENED, PARTS, CutForward, follow_rule
-from shoal.parallel.tensor.known import Knowledge
-from shoal.parallel.tensor.matrix import MATRICES
-from shoal.parallel.tensor.part import ABOUT, Part, Refused, Region, about, cut_of
-from shoal.parallel.tensor.shapes import SHAPES, Args, Kwargs
+from shoal.parallel.tensor.forward import DECOMPOSED, PART_RULES, CutForward, follow_rule
+from shoal.parallel.tensor.matrix import MATRIX_RULES
+from shoal.parallel.tensor.part import (
+    METADATA_FUNCTIONS,
+    CannotCut,
+    CutRegion,
+    TensorPart,
+    answer_metadata,
+    cut_of,
+)
+from shoal.parallel.tensor.search_state import SearchState
+from shoal.parallel.tensor.shapes import SHAPE_RULES, Args, Kwargs
 
 SMALL = 512  # elements of a matrix that is not worth a message
 SMALL_TABLE = 32  # a table is cut if it holds more than this fraction of the model
-_SPLITS = {func for func, rule in SHAPES.items() if rule.__name__ in ("split", "chunk")}
-_TURNS = {func for func, rule in SHAPES.items() if "transpose" in rule.__name__}
+_SPLITS = {func for func, rule in SHAPE_RULES.items() if rule.__name__ in ("split", "chunk")}
+_TURNS = {func for func, rule in SHAPE_RULES.items() if "transpose" in rule.__name__}
 
 
-class View(NamedTuple):
+class ParameterView(NamedTuple):
     """A parameter, or a view of one: dim i of it is dim `dims[i]` of the parameter."""
 
     name: str
@@ -47,30 +54,30 @@ class View(NamedTuple):
         """The parameter's cut, for one of this view."""
         size, whole = self.tensor.shape[cut.dim], self.sizes[self.dims[cut.dim]]
         if whole * cut.packs % size:
-            raise Refused("a piece of it is cut in packs that do not fit the whole", repack=True)
+            raise CannotCut("a piece of it is cut in packs that do not fit the whole", repack=True)
         return Cut(self.dims[cut.dim], whole * cut.packs // size)
 
     def from_parameter(self, cut: Cut) -> Cut:
         """This view's cut, for the parameter's."""
         if cut.dim not in self.dims:
-            raise Refused("it is used twice, in different ways")
+            raise CannotCut("it is used twice, in different ways")
         at = self.dims.index(cut.dim)
         size, whole = self.tensor.shape[at], self.sizes[cut.dim]
         if size * cut.packs % whole:
-            raise Refused("a piece of it is cut in packs that do not fit", repack=True)
+            raise CannotCut("a piece of it is cut in packs that do not fit", repack=True)
         return Cut(at, size * cut.packs // whole)
 
 
-class ProbeRegion(Region):
+class ProbeRegion(CutRegion):
     """Decides, and sends nothing."""
 
-    def __init__(self, knowledge: Knowledge, model: nn.Module):
+    def __init__(self, state: SearchState, model: nn.Module):
         group = Group()
-        group.num_ranks = knowledge.num_ranks
+        group.num_ranks = state.num_ranks
         super().__init__(group)
-        self.knowledge = knowledge
+        self.state = state
         self.views = {
-            id(p): View(name, tuple(range(p.ndim)), p, tuple(p.shape))
+            id(p): ParameterView(name, tuple(range(p.ndim)), p, tuple(p.shape))
             for name, p in model.named_parameters()
         }
         self.cuts: dict[str, Cut] = {}
@@ -91,19 +98,19 @@ class ProbeRegion(Region):
         return y
 
     def whole(self, value: Tensor) -> Tensor:
-        if type(value) is not Part:
+        if type(value) is not TensorPart:
             return value
         return torch.cat([value.local] * self.num_ranks, value.cut.dim)
 
-    def may_gather(self, part: Part) -> bool:
-        return part.origin <= self.knowledge.gathered
+    def may_gather(self, part: TensorPart) -> bool:
+        return part.origin <= self.state.gathered
 
     def matrix_cut(self, matrix: Tensor, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
         view = self.views.get(id(matrix))
         if view is None:
             return cut_of(matrix)
         name = view.name
-        self.knowledge.order.setdefault(name, len(self.knowledge.order))
+        self.state.order.setdefault(name, len(self.state.order))
         if name not in self.cuts:
             found = self._decide(view, out, into, x, x_dim)
             if found is None:
@@ -119,11 +126,13 @@ class ProbeRegion(Region):
             self.columns[name] = matrix.shape[out]
         return at
 
-    def _decide(self, view: View, out: int, into: int, x: Tensor, x_dim: int) -> Cut | None:
+    def _decide(
+        self, view: ParameterView, out: int, into: int, x: Tensor, x_dim: int
+    ) -> Cut | None:
         name, matrix = view.name, view.tensor
-        choice, of_x = self.knowledge.choices.get(name), cut_of(x)
+        choice, of_x = self.state.choices.get(name), cut_of(x)
         how = None if choice is None else choice.how
-        if name in self.knowledge.whole or how == "whole":
+        if name in self.state.whole or how == "whole":
             return None
         if of_x is not None:
             is_row = of_x.dim == x_dim and how != "column"
@@ -131,62 +140,62 @@ class ProbeRegion(Region):
         if how == "row":
             if matrix.shape[into] % self.num_ranks == 0:
                 return Cut(into)
-            self.knowledge.keep_whole(
+            self.state.keep_whole(
                 name, f"{self.num_ranks} ranks do not divide {matrix.shape[into]}"
             )
             return None
-        if matrix.numel() < SMALL and how is None and not self.knowledge.cuts_small:
+        if matrix.numel() < SMALL and how is None and not self.state.cuts_small:
             self.notes[name] = f"it has fewer than {SMALL} elements"
             return None
-        packs = 1 if how == "column" else self.knowledge.packs_of(name, matrix.shape[out])
+        packs = 1 if how == "column" else self.state.packs_of(name, matrix.shape[out])
         if packs is None or matrix.shape[out] % self.num_ranks:
             reason = f"{self.num_ranks} ranks do not divide {matrix.shape[out]} columns"
-            self.knowledge.keep_whole(name, reason)
+            self.state.keep_whole(name, reason)
             return None
         return Cut(out, packs)
 
     def table_cut(self, table: Tensor) -> Cut | None:
         view = self.views.get(id(table))
-        if view is None or view.name in self.knowledge.whole:
+        if view is None or view.name in self.state.whole:
             return None
-        name, choice = view.name, self.knowledge.choices.get(view.name)
+        name, choice = view.name, self.state.choices.get(view.name)
         if choice is not None and choice.how == "whole":
             return None
         if name in self.cuts:
             return self.cuts[name]
-        is_small = table.numel() * SMALL_TABLE < self.knowledge.num_elements
-        if is_small and choice is None and not self.knowledge.cuts_small:
-            self.knowledge.keep_whole(name, "it is a small part of the model")
+        is_small = table.numel() * SMALL_TABLE < self.state.num_elements
+        if is_small and choice is None and not self.state.cuts_small:
+            self.state.keep_whole(name, "it is a small part of the model")
         for dim in (1, 0) if choice is not None and choice.how == "column" else (0, 1):
-            if table.shape[dim] % self.num_ranks == 0 and name not in self.knowledge.whole:
+            if table.shape[dim] % self.num_ranks == 0 and name not in self.state.whole:
                 self.cuts[name] = Cut(dim)
                 self.hows[name] = "rows of a table" if dim == 0 else "columns of a table"
                 return self.cuts[name]
-        if name not in self.knowledge.whole:
+        if name not in self.state.whole:
             sizes = " x ".join(map(str, table.shape))
-            self.knowledge.keep_whole(name, f"{self.num_ranks} ranks do not divide {sizes}")
+            self.state.keep_whole(name, f"{self.num_ranks} ranks do not divide {sizes}")
         return None
 
     def follow(self, value: Tensor | None, cut: Cut) -> None:
-        view, name = self.views.get(id(value)), self.knowledge.names.get(id(value))
+        view, name = self.views.get(id(value)), self.state.names.get(id(value))
         if view is not None:
             name, cut = view.name, view.in_parameter(cut)
         if name is None or value is None:
             return
         if self.cuts.setdefault(name, cut) != cut:
-            raise Refused("one of its vectors is used twice, in different ways")
+            raise CannotCut("one of its vectors is used twice, in different ways")
         self.hows.setdefault(name, "with its columns")
 
-    def joins(self, value: Tensor, part: Part) -> None:
+    def check_join(self, value: Tensor, part: TensorPart) -> None:
         is_parameter = id(value) in self.views
         if not is_parameter and part.cut.dim == part.ndim - 1 and value.shape == part.shape:
-            raise Refused("its result meets a whole activation (a residual)")
+            raise CannotCut("its result meets a whole activation (a residual)")
 
-    def batches(self, num_heads: int, is_attention: bool) -> None:
+    def check_heads(self, num_heads: int, is_attention: bool) -> None:
         if num_heads % self.num_ranks == 0 or not self.running:
             return
         module = self.running[-1]
-        named = f"{self.knowledge.modules.get(id(module))} {type(module).__name__}".lower()
+        named = f"{self.state.modules.get(id(module))} {type(module).__name__}".lower()
         if is_attention or "attention" in named or "attn" in named:
             self.odd_heads[id(module)] = num_heads
 
@@ -200,32 +209,36 @@ class Probe(CutForward):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ABOUT:
-            return about(func, args, kwargs) if type(args[0]) is Part else func(*args, **kwargs)
+        if func in METADATA_FUNCTIONS:
+            return (
+                answer_metadata(func, args, kwargs)
+                if type(args[0]) is TensorPart
+                else func(*args, **kwargs)
+            )
         leaves = tree_leaves((args, kwargs))
-        parts = [leaf for leaf in leaves if type(leaf) is Part]
+        parts = [leaf for leaf in leaves if type(leaf) is TensorPart]
         origin = frozenset().union(*(part.origin for part in parts))
-        names = self.region.knowledge.names
+        names = self.region.state.names
         self.region.seen.update(names[id(leaf)] for leaf in leaves if id(leaf) in names)
         self.region.new = set()
         try:
             result = self._try(func, args, kwargs, bool(parts))
-        except Refused as refused:
+        except CannotCut as refused:
             if not hasattr(refused, "blame"):
                 refused.blame = origin | self.region.new  # type: ignore[attr-defined]
             raise
         if self.region.num_checkpoints and (parts or self.region.new):
             raise _computed_again("without a context_fn")
         for leaf in tree_leaves(result):
-            if type(leaf) is Part and not hasattr(leaf, "origin"):
+            if type(leaf) is TensorPart and not hasattr(leaf, "origin"):
                 leaf.origin = origin | self.region.new
         return result
 
     def _try(self, func: Any, args: Args, kwargs: Kwargs, has_parts: bool) -> Any:
-        if func in OPENED:
+        if func in DECOMPOSED:
             with self:
-                return OPENED[func](*args, **kwargs)
-        rule, for_parts = MATRICES.get(func), PARTS.get(func) if has_parts else None
+                return DECOMPOSED[func](*args, **kwargs)
+        rule, for_parts = MATRIX_RULES.get(func), PART_RULES.get(func) if has_parts else None
         name = getattr(func, "__name__", str(func))
         try:
             if rule is not None:
@@ -233,8 +246,8 @@ class Probe(CutForward):
             if for_parts is not None:
                 return follow_rule(for_parts, self.region, func, args, kwargs)
             if has_parts:
-                raise Refused(f"{name} has no rule for parts", gathers=True)
-        except Refused as refused:
+                raise CannotCut(f"{name} has no rule for parts", gathers=True)
+        except CannotCut as refused:
             if has_parts and refused.gathers:
                 return self._gathered(func, args, kwargs, refused.reason)
             if has_parts or self.region.new:
@@ -244,21 +257,21 @@ class Probe(CutForward):
         except Exception as error:
             reason = f"{name} failed on parts: {_first_line(error)}"
             if not has_parts:
-                raise Refused(reason) from error
+                raise CannotCut(reason) from error
             return self._gathered(func, args, kwargs, reason)
         result = func(*args, **kwargs)
         self._track(func, args, result, name)
         return result
 
     def _gathered(self, func: Any, args: Args, kwargs: Kwargs, reason: str) -> Any:
-        """Computed on whole values, as the forward will; refused if nothing goes on cut."""
+        """Computed on whole values, as the forward will; refused if no result is cut again."""
         try:
             result = self.on_whole_values(func, args, kwargs, cuts_again=True)
         except Exception as error:
-            raise Refused(f"{reason}, nor for the whole: {_first_line(error)}") from error
-        is_written = result is None and func is Tensor.__setitem__ and type(args[0]) is Part
-        if not is_written and not any(type(leaf) is Part for leaf in tree_leaves(result)):
-            raise Refused(reason)
+            raise CannotCut(f"{reason}, nor for the whole: {_first_line(error)}") from error
+        is_written = result is None and func is Tensor.__setitem__ and type(args[0]) is TensorPart
+        if not is_written and not any(type(leaf) is TensorPart for leaf in tree_leaves(result)):
+            raise CannotCut(reason)
         return result
 
     def _watched_apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,22 +281,22 @@ class Probe(CutForward):
             raise _computed_again("with use_reentrant=True")
         reason = f"{cls.__name__} is an autograd function of its own"
         given = {region.views[id(leaf)].name for leaf in leaves if id(leaf) in region.views}
-        for name in given - region.knowledge.whole.keys():
-            region.knowledge.keep_whole(name, reason)
-        parts = [leaf for leaf in leaves if type(leaf) is Part]
+        for name in given - region.state.whole.keys():
+            region.state.keep_whole(name, reason)
+        parts = [leaf for leaf in leaves if type(leaf) is TensorPart]
         origin = frozenset().union(*(part.origin for part in parts))
         apply = self._apply.__get__(None, cls)
         try:
             if given & region.cuts.keys():
-                raise Refused(reason)
+                raise CannotCut(reason)
             if not parts:
                 return apply(*args, **kwargs)
             result = self._gathered(apply, args, kwargs, reason)
-        except Refused as refused:
+        except CannotCut as refused:
             refused.blame = origin | given & region.cuts.keys()  # type: ignore[attr-defined]
             raise
         for leaf in tree_leaves(result):
-            if type(leaf) is Part:
+            if type(leaf) is TensorPart:
                 leaf.origin = origin
         return result
 
@@ -295,19 +308,17 @@ class Probe(CutForward):
         if first is not None and dims is not None:
             kept = tuple(first.dims[dim] for dim in dims)
             for piece in result if isinstance(result, tuple | list) else [result]:
-                views[id(piece)] = View(first.name, kept, piece, first.sizes)
+                views[id(piece)] = ParameterView(first.name, kept, piece, first.sizes)
+            return
+        if func in METADATA_FUNCTIONS or name == "__set__":
             return
         for value in tree_leaves(args):
-            if isinstance(value, Tensor) and id(value) in views and rule_free(func):
+            if isinstance(value, Tensor) and id(value) in views:
                 self.region.notes.setdefault(views[id(value)].name, f"{name} cannot use parts")
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def rule_free(func: Any) -> bool:
-    return func not in ABOUT and getattr(func, "__name__", "") != "__set__"
 
 
 def _dims_after(func: Any, args: Args, result: Any) -> list[int] | None:
@@ -325,7 +336,7 @@ def _dims_after(func: Any, args: Args, result: Any) -> list[int] | None:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Run the model without a trace: buffers, random state, tables that renormalise themselves."""
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -367,7 +378,7 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         region.running.pop()
-        if any(type(leaf) is Part for leaf in tree_leaves((inputs, output))):
+        if any(type(leaf) is TensorPart for leaf in tree_leaves((inputs, output))):
             region.open.add(module)
 
     begin_checkpoint = checkpoints._checkpoint_without_reentrant_generator
@@ -394,13 +405,13 @@ def _watched(region: ProbeRegion) -> Iterator[None]:
 
 
 def search(
-    model: nn.Module, forwards: Sequence[Callable[[], Any]], knowledge: Knowledge
+    model: nn.Module, forwards: Sequence[Callable[[], Any]], state: SearchState
 ) -> ProbeRegion:
     """Probe until an attempt comes through."""
-    for _ in range(20 + 8 * len(knowledge.names)):
-        region = ProbeRegion(knowledge, model)
+    for _ in range(20 + 8 * len(state.names)):
+        region = ProbeRegion(state, model)
         try:
-            with as_it_was(model), _watched(region), Probe(region):
+            with preserve_model(model), _watched(region), Probe(region):
                 for forward in forwards:
                     forward()
             return region
@@ -410,9 +421,9 @@ def search(
             if not region.columns:
                 raise
             line = f"it fails on parts: {_first_line(error)}"
-            refused = error if isinstance(error, Refused) else Refused(line)
+            refused = error if isinstance(error, CannotCut) else CannotCut(line)
             blame: frozenset[str] = getattr(refused, "blame", frozenset())
             blamed = [name for name in region.columns if name in blame]
-            knowledge.learn(refused, blamed or list(region.columns)[-1:], region.columns)
+            state.learn(refused, blamed or list(region.columns)[-1:], region.columns)
             del refused  # with its frames, and all that they computed
     raise AssertionError("the probe does not end")

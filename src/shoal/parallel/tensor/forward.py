@@ -29,20 +29,20 @@ from torch.utils._pytree import tree_map
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.matrix import MATRICES
+from shoal.parallel.tensor.matrix import MATRIX_RULES
 from shoal.parallel.tensor.part import (
-    ABOUT,
+    METADATA_FUNCTIONS,
     TAG,
-    Part,
-    Refused,
-    Region,
-    about,
+    CannotCut,
+    CutRegion,
+    TensorPart,
+    answer_metadata,
     make_part,
     strides_of_whole,
 )
-from shoal.parallel.tensor.rules import RULES, cast, made_whole, pointwise
+from shoal.parallel.tensor.rules import ELEMENT_RULES, cast, made_whole, pointwise
 from shoal.parallel.tensor.shapes import (
-    SHAPES,
+    SHAPE_RULES,
     Args,
     Kwargs,
     Rule,
@@ -55,9 +55,9 @@ from shoal.parallel.tensor.shapes import (
 )
 
 # Rules that want a part as an argument.
-PARTS: dict[Any, Rule] = {
-    **RULES,
-    **SHAPES,
+PART_RULES: dict[Any, Rule] = {
+    **ELEMENT_RULES,
+    **SHAPE_RULES,
     Tensor.data.__get__: pointwise,  # type: ignore[attr-defined]
 }
 _MIXED = {pointwise, cast, made_whole, cat, stack, expand_as, view_as, pick_along, setitem}
@@ -83,7 +83,7 @@ def _opened(function: Any) -> FunctionType:
     return opened
 
 
-OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
+DECOMPOSED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
 
 
 def holds_cut(values: Any) -> bool:
@@ -93,15 +93,15 @@ def holds_cut(values: Any) -> bool:
         if kind is Parameter:
             if hasattr(value, TAG):
                 return True
-        elif kind is Part or ((kind is list or kind is tuple) and holds_cut(value)):
+        elif kind is TensorPart or ((kind is list or kind is tuple) and holds_cut(value)):
             return True
     return False
 
 
 class CutForward(TorchFunctionMode):
-    """Sends functions to rules; what parts are made of is the region's affair."""
+    """Dispatches torch functions to rules; the region creates and gathers parts."""
 
-    def __init__(self, region: Region):
+    def __init__(self, region: CutRegion):
         super().__init__()
         self.region = region
         self._depth = 0
@@ -133,34 +133,34 @@ class CutForward(TorchFunctionMode):
         if not kwargs:
             if not types and not holds_cut(args):
                 return func(*args)
-            return self.meet(func, args, {})
+            return self.dispatch(func, args, {})
         if not types and not holds_cut(args) and not holds_cut(kwargs.values()):
             return func(*args, **kwargs)
-        return self.meet(func, args, kwargs)
+        return self.dispatch(func, args, kwargs)
 
-    def meet(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def dispatch(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function that is given something cut, or a tensor of a foreign class."""
         cuts_again = True
         for value in args:
-            if type(value) is Part and value.viewed is not None:
+            if type(value) is TensorPart and value.viewed is not None:
                 _check_views(value)
         try:
-            rule = MATRICES.get(func)
+            rule = MATRIX_RULES.get(func)
             if rule is not None:
                 return rule(self.region, func, args, kwargs)
             if func in _OWN:
                 return func(*map(_local, args), **kwargs)
-            if func in OPENED:
+            if func in DECOMPOSED:
                 with self:
-                    return OPENED[func](*args, **kwargs)
+                    return DECOMPOSED[func](*args, **kwargs)
             cut_args = tuple(map(self._as_part, args))
-            if func in ABOUT and type(cut_args[0]) is Part:
-                return about(func, cut_args, kwargs)
-            rule = PARTS.get(func)
+            if func in METADATA_FUNCTIONS and type(cut_args[0]) is TensorPart:
+                return answer_metadata(func, cut_args, kwargs)
+            rule = PART_RULES.get(func)
             cut_kwargs = {name: self._as_part(value) for name, value in kwargs.items()}
             if rule is not None and has_part((*cut_args, *cut_kwargs.values())):
                 return follow_rule(rule, self.region, func, cut_args, cut_kwargs)
-        except Refused as refused:
+        except CannotCut as refused:
             cuts_again = refused.gathers
         except _FAILURES:
             # A use of the function that the rule does not know. If it is the model that is wrong,
@@ -173,10 +173,10 @@ class CutForward(TorchFunctionMode):
 
         What comes out stays whole, or is cut as what went in was, where it has such a dim.
         """
-        gathered: dict[int, tuple[Part, Tensor, int]] = {}
+        gathered: dict[int, tuple[TensorPart, Tensor, int]] = {}
 
         def whole(value: Any) -> Any:
-            if type(value) is not Part:
+            if type(value) is not TensorPart:
                 return self.region.whole(value) if isinstance(value, Tensor) else value
             if id(value) not in gathered:
                 made = self.region.whole(value)
@@ -196,11 +196,11 @@ class CutForward(TorchFunctionMode):
         like = next(iter(gathered.values()))[0] if cuts_again else None
         return tree_map(lambda leaf: self._returned(leaf, written, like), result)
 
-    def _returned(self, leaf: Any, written: dict[int, Part], like: Part | None) -> Any:
-        """What a function on whole values gave, as the model goes on with it."""
+    def _returned(self, leaf: Any, written: dict[int, TensorPart], like: TensorPart | None) -> Any:
+        """The result of a function on whole values, as the model gets it: cut again, or whole."""
         if id(leaf) in written:
             return written[id(leaf)]
-        if not isinstance(leaf, Tensor) or type(leaf) is Part:
+        if not isinstance(leaf, Tensor) or type(leaf) is TensorPart:
             return leaf
         base = written.get(id(leaf._base)) if leaf._is_view() else None
         cut = None if like is None else _cut_like(leaf, like, self.region.num_ranks)
@@ -215,11 +215,11 @@ class CutForward(TorchFunctionMode):
             base.has_copy(leaf)
         return leaf
 
-    def _write(self, part: Part, whole: Tensor) -> None:
+    def _write(self, part: TensorPart, whole: Tensor) -> None:
         """A function wrote into the whole that was made of a part."""
         try:
             part.check_write()
-        except Refused:
+        except CannotCut:
             raise _written_through_view() from None
         if whole.shape != part.shape:
             raise _written_through_view()
@@ -249,7 +249,7 @@ class TensorForward(CutForward):
         """A mesh of one axis, or the group along that axis, which then counts the bytes."""
         if isinstance(device_mesh, DeviceMesh):
             device_mesh = Group(device_mesh.get_group())
-        super().__init__(Region(device_mesh))
+        super().__init__(CutRegion(device_mesh))
 
     def whole(self, value: Any) -> Any:
         """An output with its parts made whole; gradients flow back into the parts."""
@@ -257,7 +257,7 @@ class TensorForward(CutForward):
         return tree_map(self._whole, value)
 
     def _whole(self, leaf: Any) -> Any:
-        if type(leaf) is Part:
+        if type(leaf) is TensorPart:
             _check_views(leaf)
             return self.region.whole(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -269,14 +269,14 @@ class TensorForward(CutForward):
 _LAYS_OUT = {torch.as_strided, Tensor.as_strided}  # that see how a value lies in memory
 
 
-def _laid_out(whole: Tensor, part: Part) -> Tensor:
+def _laid_out(whole: Tensor, part: TensorPart) -> Tensor:
     """A gathered value as it would lie in memory if it had never been cut."""
     order = sorted(range(part.ndim), key=lambda dim: -strides_of_whole(part)[dim])
     back = [order.index(dim) for dim in range(part.ndim)]
     return whole.permute(order).contiguous().permute(back)
 
 
-def _check_views(part: Part) -> None:
+def _check_views(part: TensorPart) -> None:
     """What was written through a view of a copy is missing in the part itself."""
     if part.viewed is not None and part.viewed[0]._version != part.viewed[1]:
         raise _written_through_view()
@@ -292,8 +292,8 @@ def _written_through_view() -> RecipeError:
     )
 
 
-def _cut_like(value: Tensor, part: Part, num_ranks: int) -> Cut | None:
-    """Along which dim a value goes on cut that was made of a part. Pure."""
+def _cut_like(value: Tensor, part: TensorPart, num_ranks: int) -> Cut | None:
+    """Along which dim a value that was computed from a part is cut again. Pure."""
     size, (dim, packs) = part.shape[part.cut.dim], part.cut
     if value.ndim < min(part.ndim, 2):
         return None
@@ -306,22 +306,22 @@ def _cut_like(value: Tensor, part: Part, num_ranks: int) -> Cut | None:
 
 
 def _local(value: Any) -> Any:
-    return value.local if type(value) is Part else value
+    return value.local if type(value) is TensorPart else value
 
 
 def has_part(values: Iterable[Any]) -> bool:
     for value in values:
-        if type(value) is Part:
+        if type(value) is TensorPart:
             return True
         if type(value) in (list, tuple) and has_part(value):
             return True
     return False
 
 
-def follow_rule(rule: Rule, region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def follow_rule(rule: Rule, region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a rule for parts. Only some can have a whole value as their first argument."""
     if not args and "input" in kwargs:
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
-    if rule not in _MIXED and type(args[0]) is not Part:
-        raise Refused(f"a whole value and a part meet in {func.__name__}")
+    if rule not in _MIXED and type(args[0]) is not TensorPart:
+        raise CannotCut(f"a whole value and a part meet in {func.__name__}")
     return rule(region, func, args, kwargs)

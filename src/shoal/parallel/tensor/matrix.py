@@ -15,12 +15,12 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of
+from shoal.parallel.tensor.part import CannotCut, CutRegion, TensorPart, cut_of, share_of
 from shoal.parallel.tensor.rules import beside
 from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
 
 
-class Use(NamedTuple):
+class ProductDims(NamedTuple):
     """Dims of a product: of the matrix, of what goes in, of what comes out."""
 
     out: int
@@ -29,11 +29,16 @@ class Use(NamedTuple):
     y_dim: int
 
 
-Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def contract(
-    region: Region, x: Tensor, matrix: Tensor, bias: Tensor | None, use: Use, run: Run
+    region: CutRegion,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    use: ProductDims,
+    run: MatrixProduct,
 ) -> Tensor:
     """`run(x, matrix, bias)` on what the rank holds of each."""
     found = region.matrix_cut(matrix, use.out, use.into, x, use.x_dim)
@@ -42,12 +47,12 @@ def contract(
         if of_x is None:
             return run(x, matrix, bias)
         if of_x.dim == use.x_dim:
-            raise Refused("the next matrix stays whole")
+            raise CannotCut("the next matrix stays whole")
         entered = None if bias is None else region.enter(bias)
         return region.part(run(region.local(x, of_x), region.enter(matrix), entered), of_x)
     if found.dim == use.out:
         if of_x is not None:
-            raise Refused("the next matrix is cut by columns too", repack=True)
+            raise CannotCut("the next matrix is cut by columns too", repack=True)
         if bias is not None:
             along = Cut(0, found.packs)
             region.follow(bias, along)
@@ -55,7 +60,7 @@ def contract(
         y = run(region.enter(x), region.local(matrix, found), bias)
         return region.part(y, Cut(use.y_dim, found.packs))
     if found.dim != use.into:
-        raise Refused("it is multiplied along a dim that is not cut")
+        raise CannotCut("it is multiplied along a dim that is not cut")
     share = region.local(x, Cut(use.x_dim, found.packs))
     y = region.leave(run(share, region.local(matrix, found), None))
     if bias is None:
@@ -65,30 +70,32 @@ def contract(
     return y.add_(bias if use.y_dim == y.ndim - 1 else bias.view(-1, *[1] * (y.ndim - 2)))
 
 
-def linear(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def linear(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     given = dict(zip(("input", "weight", "bias"), args)) | kwargs
     x, last = given["input"], given["input"].ndim - 1
-    return contract(region, x, given["weight"], given.get("bias"), Use(0, 1, last, last), F.linear)
+    return contract(
+        region, x, given["weight"], given.get("bias"), ProductDims(0, 1, last, last), F.linear
+    )
 
 
-def addmm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def addmm(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if kwargs:
-        raise Refused("addmm scales its summands")
+        raise CannotCut("addmm scales its summands")
     bias, x, matrix = args
     if bias.ndim != 1:
-        raise Refused("addmm adds a matrix")
+        raise CannotCut("addmm adds a matrix")
 
     def run(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
-    return contract(region, x, matrix, bias, Use(1, 0, 1, 1), run)
+    return contract(region, x, matrix, bias, ProductDims(1, 0, 1, 1), run)
 
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_TRANSPOSE = (*_CONV[:5], "output_padding", "groups", "dilation")
 
 
-def convolve(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def convolve(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     is_transposed = "transpose" in func.__name__
     given = dict(zip(_CONV_TRANSPOSE if is_transposed else _CONV, args)) | kwargs
     x, matrix, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
@@ -101,21 +108,21 @@ def convolve(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return y
 
     out, into = (1, 0) if is_transposed else (0, 1)
-    return contract(region, x, matrix, bias, Use(out, into, channels, channels), run)
+    return contract(region, x, matrix, bias, ProductDims(out, into, channels, channels), run)
 
 
 def _convolve_groups(
-    region: Region, func: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, given: Kwargs
+    region: CutRegion, func: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, given: Kwargs
 ) -> Tensor:
     """Groups of channels are apart from each other, so a rank can have some of them."""
     cut = cut_of(x)
     if cut is None:
         if cut_of(matrix) is not None or cut_of(bias) is not None:
-            raise Refused("a whole value meets groups of channels that are cut")
+            raise CannotCut("a whole value meets groups of channels that are cut")
         y: Tensor = func(x, matrix, bias, **given)
         return y
     if cut != Cut(x.ndim - matrix.ndim + 1) or given["groups"] % region.num_ranks:
-        raise Refused(f"{region.num_ranks} ranks do not divide {given['groups']} groups")
+        raise CannotCut(f"{region.num_ranks} ranks do not divide {given['groups']} groups")
     along = Cut(0)
     for value in (matrix, bias):
         region.follow(value, along)
@@ -125,28 +132,34 @@ def _convolve_groups(
     return region.part(y, cut)
 
 
-def matmul(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def matmul(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     a, b = args if len(args) == 2 else (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
         a, b = b, a
     if isinstance(a, Tensor) and min(a.ndim, b.ndim) >= 2:
-        for_b = Use(b.ndim - 1, b.ndim - 2, a.ndim - 1, max(a.ndim, b.ndim) - 1)
-        if region.matrix_cut(b, *for_b[:2], a, for_b.x_dim) is not None and type(b) is not Part:
+        for_b = ProductDims(b.ndim - 1, b.ndim - 2, a.ndim - 1, max(a.ndim, b.ndim) - 1)
+        if (
+            region.matrix_cut(b, *for_b[:2], a, for_b.x_dim) is not None
+            and type(b) is not TensorPart
+        ):
             return contract(region, a, b, None, for_b, lambda x, w, _: torch.matmul(x, w))
-        for_a = Use(a.ndim - 2, a.ndim - 1, b.ndim - 2, max(a.ndim, b.ndim) - 2)
-        if region.matrix_cut(a, *for_a[:2], b, for_a.x_dim) is not None and type(a) is not Part:
+        for_a = ProductDims(a.ndim - 2, a.ndim - 1, b.ndim - 2, max(a.ndim, b.ndim) - 2)
+        if (
+            region.matrix_cut(a, *for_a[:2], b, for_a.x_dim) is not None
+            and type(a) is not TensorPart
+        ):
             return contract(region, b, a, None, for_a, lambda x, w, _: torch.matmul(w, x))
         return multiply(region, a, b)
-    raise Refused("a part is multiplied by a vector")
+    raise CannotCut("a part is multiplied by a vector")
 
 
-def multiply(region: Region, a: Tensor, b: Tensor) -> Tensor:
+def multiply(region: CutRegion, a: Tensor, b: Tensor) -> Tensor:
     """A product of two values of which one at least may be a part."""
     cut_a, cut_b = cut_of(a), cut_of(b)
     ndim = max(a.ndim, b.ndim)
     if cut_a is None and cut_b is None:
         if a.ndim == b.ndim == 4:
-            region.batches(a.shape[1], is_attention=False)
+            region.check_heads(a.shape[1], is_attention=False)
         return torch.matmul(a, b)
     end_a = None if cut_a is None else cut_a.dim - a.ndim
     end_b = None if cut_b is None else cut_b.dim - b.ndim
@@ -166,32 +179,32 @@ def multiply(region: Region, a: Tensor, b: Tensor) -> Tensor:
         )
     end = end_a if end_a is not None else end_b
     if end is None or end > -3 or end_b not in (None, end) or end_a not in (None, end):
-        raise Refused("two values that are cut differently are multiplied", repack=True)
+        raise CannotCut("two values that are cut differently are multiplied", repack=True)
     if cut_a is not None and cut_b is not None and cut_a.packs != cut_b.packs:
-        raise Refused("two values that are packed differently are multiplied", repack=True)
-    part = a if type(a) is Part else b
-    assert type(part) is Part
+        raise CannotCut("two values that are packed differently are multiplied", repack=True)
+    part = a if type(a) is TensorPart else b
+    assert type(part) is TensorPart
     y = torch.matmul(beside(region, a, part, end), beside(region, b, part, end))
     return region.part(y, Cut(ndim + end, packs))
 
 
-def baddbmm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def baddbmm(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """A product of batches plus a batch, as attention with a bias for distance has it."""
     plus = args[0]
     a, b = argument(args, kwargs, "batch1", 1), argument(args, kwargs, "batch2", 2)
-    if type(a) is not Part or type(b) is not Part or a.cut != b.cut or a.cut.dim != 0:
-        raise Refused("two values that are cut differently are multiplied", repack=True)
+    if type(a) is not TensorPart or type(b) is not TensorPart or a.cut != b.cut or a.cut.dim != 0:
+        raise CannotCut("two values that are cut differently are multiplied", repack=True)
     scales = {name: value for name, value in kwargs.items() if name in ("alpha", "beta")}
     y = func(beside(region, plus, a, -3), a.local, b.local, *args[3:], **scales)
     return region.part(y, a.cut)
 
 
-def einsum(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def einsum(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     equation, operands = args[0].replace(" ", ""), list(args[1:])
     if len(operands) == 1 and not isinstance(operands[0], Tensor):
         operands = list(operands[0])
     if "." in equation or "->" not in equation:
-        raise Refused("an einsum without named dims")
+        raise CannotCut("an einsum without named dims")
     names, out = equation.split("->")
     letters = names.split(",")
     cuts = [_einsum_cut(region, i, letters, out, operands) for i in range(len(operands))]
@@ -200,7 +213,7 @@ def einsum(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         whole: Tensor = func(equation, *operands)
         return whole
     if len(found) > 1:
-        raise Refused("two values that are cut differently are multiplied", repack=True)
+        raise CannotCut("two values that are cut differently are multiplied", repack=True)
     ((letter, packs),) = found
     ready = [
         region.local(value, Cut(of.index(letter), packs)) if letter in of else region.enter(value)
@@ -211,10 +224,10 @@ def einsum(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _einsum_cut(
-    region: Region, i: int, letters: list[str], out: str, operands: list[Tensor]
+    region: CutRegion, i: int, letters: list[str], out: str, operands: list[Tensor]
 ) -> Cut | None:
     """How an operand is or will be cut, if the other one makes it a matrix."""
-    if len(operands) != 2 or type(operands[i]) is Part:
+    if len(operands) != 2 or type(operands[i]) is TensorPart:
         return cut_of(operands[i])
     own, other, x = letters[i], letters[1 - i], operands[1 - i]
     outs = [at for at, letter in enumerate(own) if letter in out and letter not in other]
@@ -228,7 +241,7 @@ def _einsum_cut(
     return region.matrix_cut(operands[i], outs[0], into, x, other.index(own[into]))
 
 
-def grouped_mm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def grouped_mm(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     x, experts = args[:2]
     rest = args[2:]
 
@@ -238,22 +251,22 @@ def grouped_mm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         y: Tensor = func(x.contiguous(), experts, *rest, **kwargs)
         return y
 
-    return contract(region, x, experts, None, Use(2, 1, x.ndim - 1, x.ndim - 1), run)
+    return contract(region, x, experts, None, ProductDims(2, 1, x.ndim - 1, x.ndim - 1), run)
 
 
-def embedding(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def embedding(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     given = dict(zip((*names, "sparse"), args)) | kwargs
     ids, rows = given["input"], given["weight"]
     changes = given.get("max_norm") is not None or bool(given.get("scale_grad_by_freq"))
     cut = cut_of(rows) if changes else region.table_cut(rows)
     if cut is None:
-        if type(ids) is Part:
-            raise Refused("a part is looked up in a table")
+        if type(ids) is TensorPart:
+            raise CannotCut("a part is looked up in a table")
         found: Tensor = func(*args, **kwargs)
         return found
     if changes:
-        raise Refused("a table changes its rows as they are looked up")
+        raise CannotCut("a table changes its rows as they are looked up")
     local, padding = region.local(rows, cut), given.get("padding_idx")
     if cut.dim == 1:
         columns = F.embedding(ids, local, padding)
@@ -271,27 +284,27 @@ def embedding(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def attention(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def attention(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     given = dict(zip(_ATTENTION, args)) | kwargs
     values = [given.pop(name) for name in _ATTENTION[:3]]
     mask = given.get("attn_mask")
-    cut_values = [value for value in (*values, mask) if type(value) is Part]
+    cut_values = [value for value in (*values, mask) if type(value) is TensorPart]
     if not cut_values:
-        region.batches(values[0].shape[-3] if values[0].ndim > 3 else 0, is_attention=True)
+        region.check_heads(values[0].shape[-3] if values[0].ndim > 3 else 0, is_attention=True)
         mixed: Tensor = func(*values, **given)
         return mixed
     part = cut_values[0]
     from_end, packs = part.cut.dim - part.ndim, part.cut.packs
     if part is mask:
-        raise Refused("whole queries meet a mask that is cut")
+        raise CannotCut("whole queries meet a mask that is cut")
     if from_end > -3 or any(
         (p.cut.dim - p.ndim, p.cut.packs) != (from_end, packs) for p in cut_values
     ):
-        raise Refused("attention is not cut by heads", repack=True)
+        raise CannotCut("attention is not cut by heads", repack=True)
     if given.get("enable_gqa") and packs != 1:
-        raise Refused("attention with fewer keys than queries is cut in packs", repack=True)
-    if mask is not None and type(mask) not in (Tensor, Parameter, Part):
-        raise Refused(f"the mask of attention is a {type(mask).__name__}")
+        raise CannotCut("attention with fewer keys than queries is cut in packs", repack=True)
+    if mask is not None and type(mask) not in (Tensor, Parameter, TensorPart):
+        raise CannotCut(f"the mask of attention is a {type(mask).__name__}")
     local = [region.local(v, Cut(v.ndim + from_end, packs)) for v in values]
     if mask is not None:
         given["attn_mask"] = beside(region, mask, part, from_end)
@@ -303,11 +316,11 @@ def attention(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _attend_dropping(
-    region: Region, values: list[Tensor], local: list[Tensor], given: Kwargs, cut: Cut
+    region: CutRegion, values: list[Tensor], local: list[Tensor], given: Kwargs, cut: Cut
 ) -> Tensor:
     """Attention whose weights are dropped as the uncut model drops them."""
     if given["dropout_p"] >= 1:
-        raise Refused("all weights of attention are dropped")  # torch divides by what is kept
+        raise CannotCut("all weights of attention are dropped")  # torch divides by what is kept
     query, key = values[:2]
     device, mask = local[0].device, given.get("attn_mask")
     if torch.is_autocast_enabled(device.type):  # which does not know the inner function
@@ -341,7 +354,7 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 # Rules that look at parameters themselves; they serve whole arguments as well.
-MATRICES: dict[Any, Rule] = table(
+MATRIX_RULES: dict[Any, Rule] = table(
     ("linear", linear),
     ("addmm", addmm),
     ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", convolve),

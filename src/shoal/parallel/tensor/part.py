@@ -1,19 +1,20 @@
 """A value of which each rank of the tensor axis holds a part, and how values become one.
 
-Between a matrix cut by columns and the next one cut by rows an activation is a `Part`: to the
+Between a matrix cut by columns and the next one cut by rows an activation is a `TensorPart`: to the
 model it looks like the whole tensor (shape, dtype), and it carries only this rank's share, a
 plain tensor with its own autograd graph. Everything outside such a region is plain and equal on
-all ranks. Four moves cross the border, each the transpose of another (Megatron-LM, 1909.08053);
-where a gradient is itself differentiated (a penalty on it), backward makes the transposed move:
+all ranks. Four operations cross its border, each the transpose of another (Megatron-LM, 1909.08053,
+where they are copy_to, scatter_to, reduce_from and gather_from the tensor parallel region); where a
+gradient is itself differentiated (a penalty on it), backward runs the transposed operation:
 
     enter   whole -> whole, to be used with parts    backward sums over ranks
     take    whole -> part, by slicing after `enter`  backward sums over ranks
     leave   partial sums -> whole                    forward sums over ranks
     gather  part -> whole                            forward copies to all ranks
 
-Cost: one message of the activation's size for each move that communicates. A `Part` is no
-DTensor, because every operation on one of those costs tens of microseconds in Python, forward and
-backward again. Read next: `forward.py`.
+Cost: one message of the activation's size for each operation that communicates. A `TensorPart` is
+no DTensor, because every operation on one of those costs tens of microseconds in Python, forward
+and backward again. Read next: `forward.py`.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +32,14 @@ TAG = "_shoal_held"  # the attribute of a parameter or buffer that is cut
 RECORDS = "_shoal_cuts"  # the attribute of a module that owns such
 
 
-class Held(NamedTuple):
+class CutRecord(NamedTuple):
     """What a local parameter or buffer is a part of."""
 
     cut: Cut
     shape: tuple[int, ...]
 
 
-class Refused(Exception):
+class CannotCut(Exception):
     """A rule cannot keep a value cut.
 
     `repack`: another way of packing might help; `gathers`: the function is computed on whole values
@@ -53,7 +54,7 @@ class Refused(Exception):
         self.reason, self.repack, self.gathers, self.uneven = reason, repack, gathers, uneven
 
 
-class Part(Tensor):
+class TensorPart(Tensor):
     """This rank's part of an activation, under the whole's shape."""
 
     local: Tensor
@@ -97,9 +98,9 @@ class Part(Tensor):
     def check_write(self) -> None:
         """What is written must be seen by all that are views of it, and by what it is a view of."""
         if self.is_apart or any(known() is not None for known in self.copies):
-            raise Refused("it is written in place, and views of it are copies")
+            raise CannotCut("it is written in place, and views of it are copies")
 
-    def become(self, other: "Part") -> "Part":
+    def become(self, other: "TensorPart") -> "TensorPart":
         """Take another's place, after a function that changes a shape in place."""
         self.local, self.cut, self._sizes = other.local, other.cut, other._sizes
         self.made_of = None
@@ -109,8 +110,8 @@ class Part(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ABOUT:
-            return about(func, args, kwargs or {})
+        if func in METADATA_FUNCTIONS:
+            return answer_metadata(func, args, kwargs or {})
         name = getattr(func, "__name__", str(func))
         raise RecipeError(
             f"{name} was called outside the forward pass on a value of which each rank of the "
@@ -122,7 +123,7 @@ class Part(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise Refused(f"{func} does not tell torch of its arguments before it runs")
+        raise CannotCut(f"{func} does not tell torch of its arguments before it runs")
 
 
 _GET = (
@@ -135,7 +136,7 @@ _CALL = (
 )
 _LOCAL = ("requires_grad", "grad_fn", "is_leaf", "_version")
 # Questions about a tensor that a part answers without looking at its values.
-ABOUT = {
+METADATA_FUNCTIONS = {
     *(getattr(Tensor, name).__get__ for name in (*_GET, *_LOCAL)),
     *(getattr(Tensor, name) for name in _CALL),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
@@ -145,7 +146,7 @@ _ABOUT_LOCAL = {getattr(Tensor, name).__get__ for name in _LOCAL}
 _WORDS = {Tensor.__repr__, Tensor.__format__}
 
 
-def about(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def answer_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part = args[0]
     if func in _ABOUT_LOCAL:
         return func(part.local)
@@ -157,21 +158,21 @@ def about(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def cut_of(value: Any) -> Cut | None:
     """How an activation, a parameter or a buffer is cut; None if it is whole."""
-    if type(value) is Part:
+    if type(value) is TensorPart:
         return value.cut
-    held: Held | None = getattr(value, TAG, None)
+    held: CutRecord | None = getattr(value, TAG, None)
     return None if held is None else held.cut
 
 
-def make_part(local: Tensor, cut: Cut, num_ranks: int) -> Part:
+def make_part(local: Tensor, cut: Cut, num_ranks: int) -> TensorPart:
     shape = list(local.shape)
     shape[cut.dim] *= num_ranks
-    part = Tensor._make_wrapper_subclass(Part, shape, dtype=local.dtype, device=local.device)
+    part = Tensor._make_wrapper_subclass(TensorPart, shape, dtype=local.dtype, device=local.device)
     part.local, part.cut, part._sizes = local, cut, torch.Size(shape)
     return part
 
 
-def strides_of_whole(part: Part) -> tuple[int, ...]:
+def strides_of_whole(part: TensorPart) -> tuple[int, ...]:
     """How the uncut model's value would lie in memory."""
     steps = part.local.stride()
     order = sorted(range(part.ndim), key=lambda dim: -steps[dim])
@@ -202,12 +203,12 @@ def joined(parts: Tensor, cut: Cut) -> Tensor:
     return whole
 
 
-class _Move(Function):
+class _RegionFunction(Function):
     # As it is before a forward that watches the functions of the model replaces it.
     apply = Function.__dict__["apply"]
 
 
-class _Enter(_Move):
+class _CopyToRegion(_RegionFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -218,12 +219,12 @@ class _Enter(_Move):
         # The gradient may be another node's too, so it is not summed in place.
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         if torch.is_grad_enabled():  # to be differentiated again
-            return _Leave.apply(grad, ctx.group), None
+            return _ReduceFromRegion.apply(grad, ctx.group), None
         ctx.group.all_reduce(grad).wait()
         return grad, None
 
 
-class _Leave(_Move):
+class _ReduceFromRegion(_RegionFunction):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -234,17 +235,17 @@ class _Leave(_Move):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
-            return _Enter.apply(grads[0], ctx.group), None
+            return _CopyToRegion.apply(grads[0], ctx.group), None
         return grads[0], None
 
 
-class _Gather(_Move):
+class _GatherFromRegion(_RegionFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut, group: Group) -> Tensor:
         ctx.cut, ctx.group = cut, group
         parts = local.new_empty((group.num_ranks, *local.shape))
         parts[group.rank] = local
-        group.gather_shards(list(parts)).wait()
+        group.all_gather_shards(list(parts)).wait()
         whole = joined(parts, cut).contiguous()
         if not whole._is_view():
             return whole
@@ -256,13 +257,13 @@ class _Gather(_Move):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         whole = grads[0]
         if torch.is_grad_enabled():
-            whole = _Enter.apply(whole, ctx.group)
+            whole = _CopyToRegion.apply(whole, ctx.group)
         part = share_of(whole, ctx.cut, ctx.group.rank, ctx.group.num_ranks)
         return part.contiguous(), None, None
 
 
-class Region:
-    """The moves between whole values and parts, on one group."""
+class CutRegion:
+    """The operations between whole values and parts, on one group."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -281,7 +282,7 @@ class Region:
             return known[2]
         if len(self._entered) >= 8:  # keeps few activations alive
             del self._entered[next(iter(self._entered))]
-        entered: Tensor = _Enter.apply(x, self.group)
+        entered: Tensor = _CopyToRegion.apply(x, self.group)
         self._entered[id(x)] = x, x._version, entered
         return entered
 
@@ -290,7 +291,7 @@ class Region:
         y = y.contiguous()
         if y._is_view() or (y.is_leaf and y.requires_grad):
             y = y.clone()
-        whole: Tensor = _Leave.apply(y, self.group)
+        whole: Tensor = _ReduceFromRegion.apply(y, self.group)
         return whole
 
     def whole(self, value: Tensor) -> Tensor:
@@ -298,20 +299,20 @@ class Region:
         cut = cut_of(value)
         if cut is None:
             return value
-        known = value.made_of if type(value) is Part else None
+        known = value.made_of if type(value) is TensorPart else None
         if known is not None and known[1] == value.local._version:  # type: ignore[attr-defined]
             return known[0]
-        local = value.local if type(value) is Part else value
-        gathered: Tensor = _Gather.apply(local, cut, self.group)
+        local = value.local if type(value) is TensorPart else value
+        gathered: Tensor = _GatherFromRegion.apply(local, cut, self.group)
         return gathered
 
-    def part(self, local: Tensor, cut: Cut) -> Part:
+    def part(self, local: Tensor, cut: Cut) -> TensorPart:
         return make_part(local, cut, self.num_ranks)
 
-    def cut_again(self, whole: Tensor, cut: Cut) -> Part:
+    def cut_again(self, whole: Tensor, cut: Cut) -> TensorPart:
         """A part of a whole value, which is remembered for who wants it whole."""
         part = self.part(self.local(whole, cut).clone(), cut)
-        if not whole.is_inference():  # where nobody counts what is written in place
+        if not whole.is_inference():  # inference tensors have no version counter
             part.made_of = whole, part.local._version
         return part
 
@@ -320,20 +321,22 @@ class Region:
         found = cut_of(value)
         if found is None:
             if value.shape[cut.dim] % (cut.packs * self.num_ranks):
-                raise Refused(f"{self.num_ranks} ranks do not divide {value.shape[cut.dim]} evenly")
+                raise CannotCut(
+                    f"{self.num_ranks} ranks do not divide {value.shape[cut.dim]} evenly"
+                )
             return share_of(self.enter(value), cut, self.rank, self.num_ranks)
         if found != cut:
-            raise Refused(f"a value cut by {found} meets one cut by {cut}", repack=True)
-        return value.local if type(value) is Part else value
+            raise CannotCut(f"a value cut by {found} meets one cut by {cut}", repack=True)
+        return value.local if type(value) is TensorPart else value
 
-    def gathered(self, part: Part) -> Tensor:
+    def gathered(self, part: TensorPart) -> Tensor:
         """The whole value, which is remembered: others will take pieces of it too."""
         whole = self.whole(part)
         if not part.local.is_inference():
             part.made_of = whole, part.local._version
         return whole
 
-    def piece(self, of: Part, view: Tensor, dim: int) -> Tensor:
+    def piece(self, of: TensorPart, view: Tensor, dim: int) -> Tensor:
         """A view of what was gathered of a part, cut again where the ranks divide it."""
         if view.shape[dim] % self.num_ranks == 0:
             part = self.cut_again(view, Cut(dim))
@@ -347,7 +350,7 @@ class Region:
 
     # What is cut, and how, was decided before; the probe decides instead.
 
-    def may_gather(self, part: Part) -> bool:
+    def may_gather(self, part: TensorPart) -> bool:
         """Whether pieces of unlike size are taken of the whole value."""
         return True
 
@@ -362,8 +365,8 @@ class Region:
     def follow(self, value: Tensor | None, cut: Cut) -> None:
         """A vector along a cut dim (bias, running mean) is used; it can be cut alike."""
 
-    def joins(self, value: Tensor, part: Part) -> None:
+    def check_join(self, value: Tensor, part: TensorPart) -> None:
         """A whole activation is about to be used element by element with a part."""
 
-    def batches(self, num_heads: int, is_attention: bool) -> None:
+    def check_heads(self, num_heads: int, is_attention: bool) -> None:
         """Whole values are about to be multiplied head by head."""

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.part import Part, Refused, Region, cut_of, share_of, strides_of_whole
+from shoal.parallel.tensor.part import (
+    CannotCut,
+    CutRegion,
+    TensorPart,
+    cut_of,
+    share_of,
+    strides_of_whole,
+)
 from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
 
 _POINTWISE = """
@@ -33,23 +40,27 @@ __lt__ __le__ __gt__ __ge__ rsub xlogy
 """
 
 
-def pointwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def pointwise(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Element by element, with torch's broadcasting."""
     first = args[0] if args else None
     if _is_in_place(func):  # to be refused before it is written, not after
-        if type(first) is not Part:
-            raise Refused("a part is written into a whole value")
+        if type(first) is not TensorPart:
+            raise CannotCut("a part is written into a whole value")
         first.check_write()
-    if type(first) is Part and not kwargs and not any(isinstance(a, Tensor) for a in args[1:]):
+    if (
+        type(first) is TensorPart
+        and not kwargs
+        and not any(isinstance(a, Tensor) for a in args[1:])
+    ):
         return _result(region, func, args, func(first.local, *args[1:]), first.cut)
     if "out" in kwargs:
-        raise Refused("it is written into another tensor", gathers=True)
+        raise CannotCut("it is written into another tensor", gathers=True)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    parts = [value for value in values if type(value) is Part]
+    parts = [value for value in values if type(value) is TensorPart]
     ndim = max(value.ndim for value in values)
     from_end, packs = parts[0].cut.dim - parts[0].ndim, parts[0].cut.packs
     if any((p.cut.dim - p.ndim, p.cut.packs) != (from_end, packs) for p in parts):
-        raise Refused("two values that are cut differently meet", repack=True)
+        raise CannotCut("two values that are cut differently meet", repack=True)
 
     def ready(value: Any) -> Any:
         return beside(region, value, parts[0], from_end) if isinstance(value, Tensor) else value
@@ -58,18 +69,18 @@ def pointwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _result(region, func, args, local, Cut(ndim + from_end, packs))
 
 
-def beside(region: Region, value: Tensor, part: Part, from_end: int) -> Tensor:
+def beside(region: CutRegion, value: Tensor, part: TensorPart, from_end: int) -> Tensor:
     """The share of a value that is broadcast against a part."""
-    if type(value) is Part:
+    if type(value) is TensorPart:
         return value.local
     dim = value.ndim + from_end
     if cut_of(value) is None and (dim < 0 or value.shape[dim] == 1):
         return region.enter(value)
-    region.joins(value, part)
+    region.check_join(value, part)
     return region.local(value, Cut(dim, part.cut.packs))
 
 
-def _result(region: Region, func: Any, args: Args, local: Tensor, cut: Cut) -> Part:
+def _result(region: CutRegion, func: Any, args: Args, local: Tensor, cut: Cut) -> TensorPart:
     return args[0] if _is_in_place(func) else region.part(local, cut)
 
 
@@ -79,11 +90,13 @@ def _is_in_place(func: Any) -> bool:
     return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
-def cast(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x.to(...)` and `x.type_as(y)`, where y gives no more than its type."""
-    rest = [value.local if type(value) is Part else value for value in args[1:]]
-    named = {key: value.local if type(value) is Part else value for key, value in kwargs.items()}
-    if type(args[0]) is not Part:
+def cast(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`x.to(...)` and `x.type_as(y)`, where y gives its dtype only."""
+    rest = [value.local if type(value) is TensorPart else value for value in args[1:]]
+    named = {
+        key: value.local if type(value) is TensorPart else value for key, value in kwargs.items()
+    }
+    if type(args[0]) is not TensorPart:
         return func(args[0], *rest, **named)
     return region.part(func(args[0].local, *rest, **named), args[0].cut)
 
@@ -91,22 +104,22 @@ def cast(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _along(at: int, default: int | None) -> Rule:
     """A rule for functions that work along a dim, given as the argument with number `at`."""
 
-    def along(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def along(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0] if args else kwargs["input"]
-        if type(x) is not Part or any(isinstance(value, Tensor) for value in args[1:]):
-            raise Refused(f"{_name(func)} is given several tensors", gathers=True)
+        if type(x) is not TensorPart or any(isinstance(value, Tensor) for value in args[1:]):
+            raise CannotCut(f"{_name(func)} is given several tensors", gathers=True)
         given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
         if given is None or isinstance(given, bool):
-            raise Refused(f"{_name(func)} is taken over the dim that is cut")
+            raise CannotCut(f"{_name(func)} is taken over the dim that is cut")
         dims = {int(d) % x.ndim for d in ([given] if isinstance(given, int) else given)}
         if x.cut.dim in dims or not dims:
-            raise Refused(f"{_name(func)} is taken over the dim that is cut")
+            raise CannotCut(f"{_name(func)} is taken over the dim that is cut")
         return _shifted(region, x, dims, func(x.local, *args[1:], **kwargs))
 
     return along
 
 
-def _shifted(region: Region, x: Part, dims: set[int], result: Any) -> Any:
+def _shifted(region: CutRegion, x: TensorPart, dims: set[int], result: Any) -> Any:
     if isinstance(result, tuple):
         return type(result)([_shifted(region, x, dims, one) for one in result])
     gone = sum(d < x.cut.dim for d in dims) if result.ndim < x.ndim else 0
@@ -117,21 +130,21 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def layer_norm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def layer_norm(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     x, *rest = args
     shape = argument(args, kwargs, "normalized_shape", 1)
     if x.cut.dim >= x.ndim - len(shape):
-        raise Refused("a norm is taken over the dim that is cut")
+        raise CannotCut("a norm is taken over the dim that is cut")
     ready = [region.enter(v) if isinstance(v, Tensor) else v for v in rest]
     named = {k: region.enter(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     return region.part(func(x.local, *ready, **named), x.cut)
 
 
-def channel_norm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def channel_norm(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     """BatchNorm and its kin: statistics and affine parameters belong to channels."""
     x, *rest = args
-    if type(x) is not Part or x.cut.dim != 1:
-        raise Refused("it is normalised over the dim that is cut")
+    if type(x) is not TensorPart or x.cut.dim != 1:
+        raise CannotCut("it is normalised over the dim that is cut")
     along = Cut(0, x.cut.packs)
 
     def ready(value: Any) -> Any:
@@ -139,51 +152,51 @@ def channel_norm(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
             return value
         region.follow(value, along)
         if value.shape[0] == x.local.shape[1] and cut_of(value) is None:
-            return value  # statistics that were cut, in a buffer that was made anew since
+            return value  # statistics that were cut, in a buffer that was replaced since
         return region.local(value, along)
 
     if func is F.group_norm or func is torch.group_norm:
         groups = kwargs.pop("num_groups", None) or rest.pop(0)
         if groups % (region.num_ranks * x.cut.packs):
-            raise Refused(f"{region.num_ranks} ranks do not divide {groups} groups")
+            raise CannotCut(f"{region.num_ranks} ranks do not divide {groups} groups")
         rest.insert(0, groups // region.num_ranks)
     named = {key: ready(value) for key, value in kwargs.items()}
     return region.part(func(x.local, *map(ready, rest), **named), x.cut)
 
 
-def channelwise(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def channelwise(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pooling, resizing: over the dims behind the channels."""
     x = args[0]
     digits = [int(letter) for letter in _name(func) if letter.isdigit()]
     if x.cut.dim >= x.ndim - (digits[0] if digits else x.ndim - 2):
-        raise Refused(f"{_name(func)} is taken over the dim that is cut")
+        raise CannotCut(f"{_name(func)} is taken over the dim that is cut")
     return _shifted(region, x, set(), func(x.local, *args[1:], **kwargs))
 
 
-def pad(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def pad(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     x = args[0]
     padding = argument(args, kwargs, "pad", 1)
     if x.cut.dim >= x.ndim - len(padding) // 2:
-        raise Refused("the dim that is cut is padded")
+        raise CannotCut("the dim that is cut is padded")
     return region.part(func(x.local, *args[1:], **kwargs), x.cut)
 
 
-def triangle(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def triangle(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     if args[0].cut.dim >= args[0].ndim - 2:
-        raise Refused("the dim that is cut is cut to a triangle")
+        raise CannotCut("the dim that is cut is cut to a triangle")
     return region.part(func(args[0].local, *args[1:], **kwargs), args[0].cut)
 
 
-def glu(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def glu(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     x = args[0]
     dim = int(argument(args, kwargs, "dim", 1, -1)) % x.ndim
     if dim == x.cut.dim and x.cut.packs % 2:
-        raise Refused("its two halves gate each other", repack=True)
+        raise CannotCut("its two halves gate each other", repack=True)
     packs = x.cut.packs // 2 if dim == x.cut.dim else x.cut.packs
     return region.part(func(x.local, dim), Cut(x.cut.dim, packs))
 
 
-def ones_of_whole(part: Part) -> Tensor:
+def ones_of_whole(part: TensorPart) -> Tensor:
     """Ones of the whole's shape, laid out in memory as the uncut model's value would be."""
     blank = torch.empty_strided(
         tuple(part.shape), strides_of_whole(part), dtype=part.local.dtype, device=part.local.device
@@ -191,7 +204,7 @@ def ones_of_whole(part: Part) -> Tensor:
     return blank.fill_(1)
 
 
-def dropout(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
+def dropout(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
     """The mask is drawn for all and sliced: one stream of numbers for any number of ranks."""
     x, *rest = args
     given = dict(zip(("p", "training", "inplace"), rest)) | kwargs
@@ -209,10 +222,10 @@ def dropout(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Part:
     return region.part(x.local * mask, x.cut)
 
 
-def made_whole(region: Region, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def made_whole(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Losses: what the model would return next is made whole a moment earlier."""
-    ready = [region.whole(value) if type(value) is Part else value for value in args]
-    named = {k: region.whole(v) if type(v) is Part else v for k, v in kwargs.items()}
+    ready = [region.whole(value) if type(value) is TensorPart else value for value in args]
+    named = {k: region.whole(v) if type(v) is TensorPart else v for k, v in kwargs.items()}
     return func(*ready, **named)
 
 
@@ -222,7 +235,7 @@ _POOLS = " ".join(
     for dims in (1, 2, 3)
 )
 
-RULES: dict[Any, Rule] = table(
+ELEMENT_RULES: dict[Any, Rule] = table(
     (_POINTWISE, pointwise),
     ("to type_as type", cast),
     ("sum mean amax amin max min argmax argmin prod any all logsumexp var std", _along(1, None)),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.formatting import table
-from shoal.parallel.tensor.cutting import Row
+from shoal.parallel.tensor.cutting import ParameterCut
 
 
 class CutRow(msgspec.Struct, frozen=True):
@@ -34,9 +34,9 @@ def cuts_in_words(found: Sequence[CutRow], share: float, num_ranks: int) -> str:
     )
 
 
-def grouped(rows: Sequence[Row]) -> list[CutRow]:
+def grouped(rows: Sequence[ParameterCut]) -> list[CutRow]:
     """One row for what repeated blocks have alike, in the order of the first of each."""
-    families: dict[Any, list[Row]] = {}
+    families: dict[Any, list[ParameterCut]] = {}
     for row in rows:
         kind = re.sub(r"(?<![^.])\d+(?![^.])", "#", row.name)
         families.setdefault((kind, row.shape, row.how, row.why), []).append(row)
@@ -52,7 +52,7 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _names(kind: str, members: Sequence[tuple[int, ...]]) -> Iterator[tuple[str, int]]:
-    """`blocks.0..3.weight` for four; what is not a full grid is told by its first number."""
+    """`blocks.0..3.weight` for four; what is not a full grid is split by its first number."""
     grid = [sorted(set(column)) for column in zip(*members, strict=True)]
     if math.prod(map(len, grid)) == len(members):
         name = kind

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
-from shoal.sync.outer import ANCHOR, MOMENTUM, Rule, trained
-from shoal.sync.state import HeldState, Run, Source
+from shoal.sync.outer import ANCHOR, MOMENTUM, OuterConfig, averaged_parameters
+from shoal.sync.state import ParameterRun, StateSource, TrainState
 
 _STATE = "momentum"  # of the optimizer
 
@@ -32,7 +32,7 @@ class Anchor(nn.Module):
 
 def anchor_of(model: nn.Module) -> Anchor:
     """The anchor of a model whose weights it shares."""
-    return Anchor({name: p.detach() for name, p in trained(model).items() if p.numel()})
+    return Anchor({name: p.detach() for name, p in averaged_parameters(model).items() if p.numel()})
 
 
 class OuterSGD(torch.optim.Optimizer):
@@ -40,7 +40,7 @@ class OuterSGD(torch.optim.Optimizer):
 
     element_wise = True
 
-    def __init__(self, parameters: Iterable[Tensor], rule: Rule, total: int = 1):
+    def __init__(self, parameters: Iterable[Tensor], rule: OuterConfig, total: int = 1):
         super().__init__(parameters, {"lr": rule.rate, "momentum": rule.momentum})
         self.total = float(total)  # no setting: it is of the replicas that there are now
 
@@ -66,14 +66,14 @@ class OuterSGD(torch.optim.Optimizer):
         p.copy_(p.to(wide) - mean * rate)
 
 
-def outer_of(model: nn.Module, plan: Plan) -> tuple[Anchor, OuterSGD]:
+def make_outer(model: nn.Module, plan: Plan) -> tuple[Anchor, OuterSGD]:
     """What a server of local steps trains, and by what."""
     anchor = anchor_of(model)
-    total = plan.num_replicas if plan.bound == 0 else 1  # terms of a sum
-    return anchor, OuterSGD(anchor.parameters(), Rule(*plan.outer_rates), total)
+    total = plan.num_replicas if plan.staleness_bound == 0 else 1  # terms of a sum
+    return anchor, OuterSGD(anchor.parameters(), OuterConfig(*plan.outer_rates), total)
 
 
-def outer_names(name: str) -> str:
+def outer_name(name: str) -> str:
     """The name in a checkpoint of what servers call so; the same over all-reduce."""
     parameter = name.removeprefix("optimizer.").removesuffix(f".{_STATE}")
     return MOMENTUM + parameter if name.startswith("optimizer.") else name
@@ -82,17 +82,17 @@ def outer_names(name: str) -> str:
 class OuterSource:
     """A checkpoint as servers of an anchor take it. A momentum that is missing is none."""
 
-    def __init__(self, source: Source, anchor: Anchor, rule: Rule):
+    def __init__(self, source: StateSource, anchor: Anchor, rule: OuterConfig):
         self._source = source
-        alike: dict[Tensor, Run] = {
-            nn.Parameter(torch.empty_like(p, device="meta")): Run(name, p.shape)
+        alike: dict[Tensor, ParameterRun] = {
+            nn.Parameter(torch.empty_like(p, device="meta")): ParameterRun(name, p.shape)
             for name, p in anchor.named_parameters()
         }
         optimizer = OuterSGD(list(alike) or [torch.empty(0)], rule)
         for p, run in alike.items():
             if rule.momentum and MOMENTUM + run.name in source:
                 optimizer.state[p] = {_STATE: torch.empty_like(p)}
-        self.plain: Mapping[str, Any] = HeldState({}, optimizer, alike).state_dict().plain
+        self.plain: Mapping[str, Any] = TrainState({}, optimizer, alike).state_dict().plain
 
     def __contains__(self, name: str) -> bool:
         return self._found(name) in self._source
@@ -110,4 +110,4 @@ class OuterSource:
         anchor = ANCHOR + name.removeprefix("model.")
         if name.startswith("model.") and anchor in self._source:
             return anchor
-        return outer_names(name)
+        return outer_name(name)

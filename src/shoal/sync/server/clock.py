@@ -1,11 +1,11 @@
-"""How far a run on parameter servers has come, and who may go on. Pure.
+"""How far a run on parameter servers has come, and which batches may be begun. Pure.
 
 Workers push their pieces of global batches, each at its own speed. A batch is committed when all
 its pieces, and those of all batches before it, are applied; a worker may begin a batch while it is
-at most `bound` ahead of that. So bound 0 is lockstep, and None lets everybody run. The batch that
-all wait for may always be begun, so nobody waits for ever if each worker takes the earliest of its
-batches first, also of what it was dealt in a dead one's stead. Pieces and not workers are counted:
-those of the dead can be dealt to anyone, and a message that comes twice is known by them.
+at most `bound` ahead of that. So bound 0 is lockstep, and None is no bound. The batch that all wait
+for may always be begun, so there is no deadlock if each worker takes the earliest of its batches
+first, also of those it took over from a dead worker. Pieces and not workers are counted: those of
+the dead can be assigned to any worker, and they identify a message that comes twice.
 
 Cost: one number for each batch that is begun and not committed. Ho et al. 2013, "More effective
 distributed ML via a stale synchronous parallel parameter server". Read next: `placement.py`.
@@ -30,8 +30,8 @@ class ClockRecord(msgspec.Struct, frozen=True):
 FAR = 3  # batches behind the fastest worker, which are worth a word
 
 
-def lag_in_words(clock: "Clock", begun: int, shares: Sequence[range], for_good: bool) -> str:
-    """What holds up a halt after the batch that was `begun` furthest, if somebody is far behind.
+def lag_message(clock: "Clock", begun: int, shares: Sequence[range], for_good: bool) -> str:
+    """What holds up a halt after the batch that was `begun` furthest, if a worker is far behind.
 
     What the fastest has done cannot be taken back, and a state is saved or handed over only where
     all batches before it are whole: so the slowest comes there, too.
@@ -50,7 +50,7 @@ def lag_in_words(clock: "Clock", begun: int, shares: Sequence[range], for_good: 
 
 
 class Clock:
-    """Which pieces of which global batches are applied, and who may go on.
+    """Which pieces of which global batches are applied, and which batches may be begun.
 
     `committed` is the number of batches that are, and so the number of the first that is not.
     """
@@ -69,7 +69,7 @@ class Clock:
         """Whether none of these pieces is applied yet; ValueError if only some are.
 
         Some are when they were dealt again to others. Nothing of such a push can be used, since it
-        is one sum: whoever sent it pushes what is missing.
+        is one sum: its sender pushes what is missing.
         """
         wanted, applied = self._bits(batch, pieces), self._of(batch)
         if wanted & applied not in (0, wanted):
@@ -82,7 +82,7 @@ class Clock:
     def apply(self, batch: int, pieces: range) -> bool:
         """Count these pieces as applied; False, and nothing changed, if they were before.
 
-        Whoever must limit what a sender can make it remember asks `may_begin` first: that stays
+        A server limits what a sender can make it remember by `may_begin`, which stays
         true for a batch once it was.
         """
         if not self.is_new(batch, pieces):

@@ -1,7 +1,7 @@
 """How the gradients of several replicas become one.
 
-Their mean (`rows.py` adds up for it) is what training in one process would give. The rules here are
-for replicas that nobody vouches for: each element's largest and smallest values are dropped
+Their mean (`gradient_rows.py` adds up for it) is what training in one process would give. The rules
+here are for replicas that may be faulty: each element's largest and smallest values are dropped
 (trimmed mean), or all but the middle (median), so a few replicas with wrong values, however wrong,
 cannot pull the result out of the range of the others. Both see each replica's own mean, whatever
 its number of samples, and so are not the gradient of the whole batch: use them where trust is the

@@ -1,10 +1,11 @@
-"""A server of rounds that close at a deadline: it steps on what came, and not on all pieces.
+"""A server of rounds that close at a deadline: it steps on the rows that came, not on all pieces.
 
 Each worker first asks every other server whether its rows are there, and then joins the round at
-server 0, whose referee (`referee.py`) decides who is in; the decision is written down before it is
-told. Workers that are in it bring it to all servers with the question to step, so all step on the
-same rows. Parameters are not read where they stand, since a round may close while a late replica
-computes. `tick` is the only way in which time comes in. Read next: `windows.py`, a worker's side.
+server 0, whose coordinator (`round_coordinator.py`) decides which replicas are in; the decision is
+written to the journal before any worker gets it. Workers in the round pass it on to all servers
+when they ask them to step, so all step on the same rows. Workers do not read parameters in place,
+since a round may close while a late replica computes. Time enters by `tick` only. Read next:
+`outer_client.py`, a worker's side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,38 +16,43 @@ from torch import Tensor
 
 from shoal.faults import faultpoint
 from shoal.sync.server.clock import Clock
-from shoal.sync.server.guests import Guest
+from shoal.sync.server.core import Waiting
 from shoal.sync.server.messages import (
-    Answer,
+    Acknowledged,
     Apply,
-    Done,
-    Hello,
-    Join,
-    Joined,
-    Kept,
-    Missing,
-    Welcome,
+    CheckRows,
+    JoinRound,
+    MissingRows,
+    Reply,
+    RoundClosed,
+    ServerWelcome,
+    WorkerHello,
     WorkerMessage,
 )
-from shoal.sync.server.reception import Waiting
-from shoal.sync.server.records import Record
-from shoal.sync.server.referee import Brought, Referee, Rounds, no_rounds
+from shoal.sync.server.records import JournalRecord
+from shoal.sync.server.round_coordinator import (
+    ClosedRounds,
+    Contribution,
+    RoundCoordinator,
+    first_rounds,
+)
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard
+from shoal.sync.server.session import WorkerSession
+from shoal.sync.server.shard import ServerShard
 
 
-class _Decided(msgspec.Struct, frozen=True, tag="rounds"):
+class _RoundsRecord(msgspec.Struct, frozen=True, tag="rounds"):
     """In the journal: what is decided, and the record of a snapshot if there is one beside it."""
 
-    rounds: Rounds
+    rounds: ClosedRounds
     rest: bytes = b""
 
 
 class DeadlineServer(Server):
-    """One of several has a referee."""
+    """One of several has a coordinator."""
 
-    def __init__(self, shard: Shard, referee: Referee | None, **given: Any):
-        self.referee = referee
+    def __init__(self, shard: ServerShard, coordinator: RoundCoordinator | None, **given: Any):
+        self.coordinator = coordinator
         super().__init__(shard, **given)
 
     @property
@@ -55,93 +61,93 @@ class DeadlineServer(Server):
 
     def begin(self, generation: int, num_seats: int | None = None) -> None:
         super().begin(generation, num_seats)
-        if self.referee is not None:
-            self.referee.begin()
+        if self.coordinator is not None:
+            self.coordinator.begin()
 
-    def tick(self, now: float) -> list[Answer]:
-        if self.referee is None:
+    def tick(self, now: float) -> list[Reply]:
+        if self.coordinator is None:
             return []
-        self.referee.tick(now)
+        self.coordinator.tick(now)
         self._close()
         return list(self._serve_waiting())
 
     def redo(self, header: bytes | memoryview, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            decided = msgspec.msgpack.decode(header, type=_Decided)
+            decided = msgspec.msgpack.decode(header, type=_RoundsRecord)
         except msgspec.ValidationError:
             super().redo(header, frames)
             return
-        assert self.referee is not None
-        self.referee.take(decided.rounds)
+        assert self.coordinator is not None
+        self.coordinator.commit(decided.rounds)
         if decided.rest:
             super().redo(decided.rest, frames)
 
-    def snapshot(self) -> Record:
+    def snapshot(self) -> JournalRecord:
         header, frames = super().snapshot()
-        if self.referee is None:
+        if self.coordinator is None:
             return header, frames
-        return msgspec.msgpack.encode(_Decided(self.referee.rounds, header)), frames
+        return msgspec.msgpack.encode(_RoundsRecord(self.coordinator.rounds, header)), frames
 
-    def _take_in(
+    def _dispatch(
         self, sender: bytes, message: WorkerMessage, payload: Sequence[memoryview]
-    ) -> Iterator[Answer]:
-        guest = self.guests.get(sender)
-        if guest is None or not isinstance(message, Kept | Join | Apply):
-            yield from super()._take_in(sender, message, payload)
+    ) -> Iterator[Reply]:
+        session = self.sessions.get(sender)
+        if session is None or not isinstance(message, CheckRows | JoinRound | Apply):
+            yield from super()._dispatch(sender, message, payload)
             return
-        self._refuse_early(guest, message.batch)
-        missing = self._rows.missing(message.batch, guest.pieces, message.attempt)
-        if missing and self.clock.is_new(message.batch, guest.pieces):
-            yield Answer(sender, Missing(request=message.request, keys=missing))
-        elif isinstance(message, Kept):
-            yield Answer(sender, Done(request=message.request))
+        self._check_order(session, message.batch)
+        missing = self._rows.missing(message.batch, session.pieces, message.attempt)
+        if missing and self.clock.is_new(message.batch, session.pieces):
+            yield Reply(sender, MissingRows(request=message.request, keys=missing))
+        elif isinstance(message, CheckRows):
+            yield Reply(sender, Acknowledged(request=message.request))
         else:
-            if isinstance(message, Join):
-                self._join(guest, message)
+            if isinstance(message, JoinRound):
+                self._join(session, message)
             else:
-                self._refuse_apply(message)
+                self._check_apply(message)
             self._wait(sender, message)
 
-    def _join(self, guest: Guest, join: Join) -> None:
-        if self.referee is None:
+    def _join(self, session: WorkerSession, join: JoinRound) -> None:
+        if self.coordinator is None:
             raise ValueError("only the first server decides who is in a round")
-        seat, brought = guest.pieces.start, Brought(join.num_samples, join.mark)
+        seat, contribution = session.pieces.start, Contribution(join.num_samples, join.mark)
         halts = self._halt is not None and self._halt.step == join.batch + 1
-        if self.referee.verdict(join.batch, seat) is None:
-            self.referee.join(join.batch, seat, brought, join.waits or halts)
+        if self.coordinator.result(join.batch, seat) is None:
+            self.coordinator.join(join.batch, seat, contribution, join.waits or halts)
         self._close()
 
     def _close(self) -> None:
-        assert self.referee is not None
-        rounds = self.referee.close()
+        assert self.coordinator is not None
+        rounds = self.coordinator.close()
         if rounds is None:
             return
-        if self.journal is not None:  # before anybody hears of it
-            self.journal.append(msgspec.msgpack.encode(_Decided(rounds)), [])
-        self.referee.take(rounds)
+        if self.journal is not None:  # before any worker gets it
+            self.journal.append(msgspec.msgpack.encode(_RoundsRecord(rounds)), [])
+        self.coordinator.commit(rounds)
         faultpoint("server.decided", rounds.num_rounds - 1)
 
-    def _answer_waiting(self, sender: bytes, message: Waiting) -> Answer | None:
-        if isinstance(message, Join):
-            return self._verdict(sender, message)
+    def _answer_waiting(self, sender: bytes, message: Waiting) -> Reply | None:
+        if isinstance(message, JoinRound):
+            return self._round_closed(sender, message)
         return super()._answer_waiting(sender, message)
 
-    def _verdict(self, sender: bytes, join: Join) -> Answer | None:
-        assert self.referee is not None
-        verdict = self.referee.verdict(join.batch, self.guests[sender].pieces.start)
-        if verdict is None:
+    def _round_closed(self, sender: bytes, join: JoinRound) -> Reply | None:
+        assert self.coordinator is not None
+        result = self.coordinator.result(join.batch, self.sessions[sender].pieces.start)
+        if result is None:
             return None
-        rounds = self.referee.rounds
-        joined = Joined(
+        rounds = self.coordinator.rounds
+        joined = RoundClosed(
             request=join.request,
-            is_in=verdict.is_in,
-            counts=verdict.counts,
-            mark=verdict.mark,
+            is_in=result.is_in,
+            counts=result.counts,
+            mark=result.mark,
             num_rounds=rounds.num_rounds,
             num_early=rounds.num_early,
             num_late=rounds.num_late,
         )
-        return Answer(sender, joined)
+        return Reply(sender, joined)
 
     def _is_whole(self, apply: Apply, pieces: range) -> bool:
         """Others that are in the round push again, if they have not after a death."""
@@ -163,30 +169,30 @@ class DeadlineServer(Server):
                 touched[key] = [a or b for a, b in zip(own[key], touched.get(key, own[key]))]
         return sums, touched
 
-    def _refuse_early(self, guest: Guest, batch: int) -> None:
+    def _check_order(self, session: WorkerSession, batch: int) -> None:
         """A late worker comes to a batch by a round that it was not in, perhaps before this server
         has stepped on it."""
         if not 0 <= batch <= self.clock.committed + 1:
-            super()._refuse_early(guest, batch)
+            super()._check_order(session, batch)
 
-    def _refuse_apply(self, apply: Apply) -> None:
+    def _check_apply(self, apply: Apply) -> None:
         if len(apply.counts) != self.num_pieces or not any(apply.counts):
             raise ValueError(f"{len(apply.counts)} counts came for {self.num_pieces} replicas")
         if not all(0 <= count <= self.num_pieces for count in apply.counts):
             raise ValueError(f"counts of {apply.counts} are not those of a round")
-        super()._refuse_apply(apply)
+        super()._check_apply(apply)
 
-    def _greet(self, sender: bytes, hello: Hello) -> Welcome:
+    def _greet(self, sender: bytes, hello: WorkerHello) -> ServerWelcome:
         welcome = super()._greet(sender, hello)
-        if self.referee is None:
+        if self.coordinator is None:
             return welcome
-        begins = self.referee.next_of(self.guests[sender].pieces.start)
+        begins = self.coordinator.next_of(self.sessions[sender].pieces.start)
         return msgspec.structs.replace(welcome, next_batch=min(welcome.next_batch, begins))
 
-    def _go_on(self, clock: Clock, version: int) -> None:
-        if self.referee is not None:
-            self.referee.take(no_rounds(self.num_seats, clock.committed))
-        super()._go_on(clock, version)
+    def _resume(self, clock: Clock, version: int) -> None:
+        if self.coordinator is not None:
+            self.coordinator.commit(first_rounds(self.num_seats, clock.committed))
+        super()._resume(clock, version)
 
 
 def _counted(apply: Apply) -> list[range]:

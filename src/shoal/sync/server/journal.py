@@ -5,7 +5,7 @@ their summed gradients. A successor begins with the newest snapshot (or the firs
 on what follows it. A record that a death cut short was never answered, and is dropped. When records
 outgrow the state a snapshot takes their place.
 
-Files are written over, not made anew: a page that the system holds already costs a third of a new
+Files are overwritten, not made again: a page that the system holds already costs a third of a new
 one. So what follows the last record may be an old one, which is known by the number of the snapshot
 that its digest was taken with.
 
@@ -36,7 +36,7 @@ class Journal:
     def __init__(self, directory: Path, life: str):
         """`life` is the run's secret: what another left in the directory is removed.
 
-        Of the secret a hash is written, and nobody else may read what is beside it.
+        Of the secret a hash is written, and only this user may read the directory.
         """
         self._directory = directory
         self._file: BinaryIO | None = None
@@ -119,7 +119,7 @@ class Journal:
         self._file, self._is_lost = None, True
         warn_on_screen(
             f"The journal of this server in {self._directory} was given up: {error}. The run goes "
-            "on. If the server dies, so does the run: go on from its newest checkpoint then, with "
+            "on. If the server dies, so does the run: resume from its newest checkpoint then, with "
             "the same command and --resume, when there is room on the disk."
         )
 

@@ -20,9 +20,9 @@ from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
 from shoal.errors import RecipeError
 from shoal.parallel.striping import Striping, tables_of
-from shoal.sync.server.line import Line
-from shoal.sync.server.messages import Look, Welcome
-from shoal.sync.server.sharing import Lender, Shown
+from shoal.sync.server.client import ServerClient
+from shoal.sync.server.messages import LookUpRows, ServerWelcome
+from shoal.sync.server.table_memory import FrameWriter, SharedTables
 
 
 def empty_tables(model: nn.Module) -> None:
@@ -31,7 +31,7 @@ def empty_tables(model: nn.Module) -> None:
         module.weight = nn.Parameter(module.weight.detach()[:0].clone())
 
 
-class Lookups:
+class WorkerLookups:
     """Order of calls in a step: `begin`; after each piece `end_piece`; then `push` of each key.
 
     `first_key` is the number of the first key that is a table's, `pieces` are the worker's own.
@@ -40,17 +40,17 @@ class Lookups:
     def __init__(
         self,
         model: nn.Module,
-        line: Line,
+        client: ServerClient,
         first_key: int,
         pieces: range,
-        welcomes: Sequence[Welcome],
+        welcomes: Sequence[ServerWelcome],
     ):
         """`welcomes` are those of the servers, which may show their tables."""
         found = tables_of(model)
         self.names, self._modules = list(found), list(found.values())
-        self._line, self._first_key = line, first_key
-        self._striping = [Striping(m.num_embeddings, len(line)) for m in self._modules]
-        self._shown, self._lender = Shown(self._modules, welcomes), Lender()
+        self._client, self._first_key = client, first_key
+        self._striping = [Striping(m.num_embeddings, len(client)) for m in self._modules]
+        self._shown, self._writer = SharedTables(self._modules, welcomes), FrameWriter()
         self._is_shared = [welcome.is_shared for welcome in welcomes]
         self._sum = PieceSum(pieces)
         self.batch = 0  # whose rows are looked up
@@ -67,11 +67,11 @@ class Lookups:
 
     @property
     def keys(self) -> range:
-        return range(self._first_key, self._first_key + len(self.names) * len(self._line))
+        return range(self._first_key, self._first_key + len(self.names) * len(self._client))
 
     def begin(self) -> None:
         self._sum.begin()
-        self._lender.begin()
+        self._writer.begin()
         self._parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.names]
 
     def end_piece(self) -> None:
@@ -81,16 +81,16 @@ class Lookups:
 
     def push(self, key: int, batch: int, attempt: int, blocks: list[Block]) -> None:
         """Send a server what it holds of a table's sums."""
-        table, server = divmod(key - self._first_key, len(self._line))
+        table, server = divmod(key - self._first_key, len(self._client))
         values = [row[table] for row in self._sum.rows]
         frames = [frame for value in values for frame in self._part(table, server, value)]
         touched = [any(value is not None for value in values)]
         what = {"batch": batch, "attempt": attempt, "key": key, "blocks": blocks}
-        lent = self._lender.lend(frames) if self._is_shared[server] else None
+        lent = self._writer.write(frames) if self._is_shared[server] else None
         if lent is not None:  # as if they had been sent
-            self._line.num_bytes += sum(frame.nbytes for frame in frames)
+            self._client.num_bytes += sum(frame.nbytes for frame in frames)
             frames = []
-        self._line.leave(server, frames, touched=touched, is_shared=False, lent=lent, **what)
+        self._client.queue_push(server, frames, touched=touched, is_shared=False, lent=lent, **what)
 
     def _look_up(self, table: int, ids: Tensor) -> Tensor:
         """The forward of an embedding."""
@@ -125,8 +125,8 @@ class Lookups:
         module = self._modules[table]
         self._refuse(table, ids)
         slab = self._shown.rows(table, 0, self.batch)
-        if slab is not None and len(self._line) == 1 and ids.is_cpu:
-            self._line.num_received += ids.numel() * slab.shape[1] * slab.itemsize
+        if slab is not None and len(self._client) == 1 and ids.is_cpu:
+            self._client.num_received += ids.numel() * slab.shape[1] * slab.itemsize
             return ids, self._leaf(table, slab), module.padding_idx
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = self._pull(table, unique.to(torch.int64).cpu()).to(ids.device)
@@ -177,7 +177,7 @@ class Lookups:
         module, found = self._modules[table], []
         seen = [self._shown.rows(table, server, self.batch) for server, _ in wanted]
         asked = [
-            self._line.ask(server, Look, [places], batch=self.batch, table=table)
+            self._client.ask(server, LookUpRows, [places], batch=self.batch, table=table)
             if slab is None
             else 0
             for slab, (server, places) in zip(seen, wanted, strict=True)
@@ -185,9 +185,9 @@ class Lookups:
         for request, slab, (_, places) in zip(asked, seen, wanted, strict=True):
             if slab is not None:
                 found.append(slab.index_select(0, places))
-                self._line.num_received += found[-1].nbytes
+                self._client.num_received += found[-1].nbytes
                 continue
-            (frame,) = self._line.answer(request)[1]
+            (frame,) = self._client.answer(request)[1]
             flat = tensor_of(frame, module.weight.dtype, len(places) * module.embedding_dim)
             found.append(flat.view(-1, module.embedding_dim))
         return found

@@ -1,11 +1,11 @@
-"""What workers and servers say to each other: typed records, tensors in frames beside them.
+"""The messages between workers and servers: typed records, tensors in frames beside them.
 
-A question carries a number that its answer repeats, so that a question sent twice, or an answer
-that comes late, does no harm; what it asks for is done once, since pieces of a batch are applied
-once. What workers say carries the generation, and a message of another one is refused.
+A request carries a number that its reply repeats, so a request sent twice, or a late reply, does no
+harm; it is done once, since pieces of a batch are applied once. Workers' messages carry the
+generation, and a message of another one is refused.
 
-What is tall and what is wide: a *row* is the sum over one block of pieces of all gradients of a
-shelf; a *key* is a stretch of a shelf that one server holds (`layout.py`).
+A *row* is the sum over one block of pieces of all gradients of a flat buffer; a *key* is a span of
+a flat buffer that one server holds (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from shoal.comm.shared_memory import Place
+from shoal.comm.shared_memory import SegmentHandle
 from shoal.comm.tree import Block
 
 
@@ -31,7 +31,7 @@ class Halt(msgspec.Struct, frozen=True):
     for_good: bool
 
 
-class Hello(FromWorker, frozen=True, tag="hello"):
+class WorkerHello(FromWorker, frozen=True, tag="hello"):
     """I sit in this seat, at this batch, and have seen this version of your parameters. `rows` is
     where my rows stand, if we share memory."""
 
@@ -39,24 +39,24 @@ class Hello(FromWorker, frozen=True, tag="hello"):
     secret: str
     layout: str
     num_rows: int
-    rows: Place | None
+    rows: SegmentHandle | None
     version: int = 0
     batch: int = 0
     halt: Halt | None = None
 
 
-class Lent(msgspec.Struct, frozen=True):
+class SharedFrames(msgspec.Struct, frozen=True):
     """Frames that stand in a worker's memory, each from one byte to another."""
 
-    place: Place
+    place: SegmentHandle
     spans: list[tuple[int, int]]
 
 
 class Push(FromWorker, frozen=True, tag="push"):
     """Rows of one key for some blocks of a batch: beside this, or in the shared memory.
 
-    Nobody answers; a `Sum` or `Apply` of a worker whose rows did not come is answered with
-    `Missing`.
+    There is no reply; a `Sum` or `Apply` of a worker whose rows did not come is answered with
+    `MissingRows`.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class Push(FromWorker, frozen=True, tag="push"):
     touched: list[bool]
     is_shared: bool
     codec: str = "none"  # by which what stands beside this is packed
-    lent: Lent | None = None  # where what would stand beside this is, of a table
+    lent: SharedFrames | None = None  # where what would stand beside this is, of a table
 
 
 class Sum(FromWorker, frozen=True, tag="sum"):
@@ -106,15 +106,15 @@ class Pushes(FromWorker, frozen=True, tag="pushes"):
     then: Sum | Apply | None = None
 
 
-class Kept(FromWorker, frozen=True, tag="kept"):
+class CheckRows(FromWorker, frozen=True, tag="kept"):
     """Are all my rows of this batch there?"""
 
     batch: int
     attempt: int
 
 
-class Join(FromWorker, frozen=True, tag="join"):
-    """I have brought what I learnt from so many samples, with this mark, for a round: answer when
+class JoinRound(FromWorker, frozen=True, tag="join"):
+    """I pushed my progress of so many samples, with this mark, for a round: reply when
     it is closed. `waits`: it is to wait for all."""
 
     batch: int
@@ -140,7 +140,7 @@ class Fetch(FromWorker, frozen=True, tag="fetch"):
     keys: list[int]
 
 
-class Look(FromWorker, frozen=True, tag="look"):
+class LookUpRows(FromWorker, frozen=True, tag="look"):
     """Give me some rows of a table for this batch, which I have begun; their places are beside
     this."""
 
@@ -148,34 +148,35 @@ class Look(FromWorker, frozen=True, tag="look"):
     table: int
 
 
-class Stop(FromWorker, frozen=True, tag="stop"):
+class AskHalt(FromWorker, frozen=True, tag="stop"):
     """I was asked to stop, or to wait for all: choose a step after which all do."""
 
     batch: int
     for_good: bool = True
 
 
-class Dump(FromWorker, frozen=True, tag="dump"):
-    """A stretch of your state, from part `first` on; or of the gradients of the last step; or of
-    the rows of tables alone, if `dense` also of those that nobody touched. `kinds`: only names and
+class DumpState(FromWorker, frozen=True, tag="dump"):
+    """A chunk of your state, from part `first` on; or of the gradients of the last step; or of
+    the rows of tables alone, if `dense` also the untouched ones. `types`: only names and
     types."""
 
     gradients: bool = False
     tables: bool = False
     dense: bool = False
     first: int = 0
-    kinds: bool = False
+    types: bool = False
 
 
-class Check(FromWorker, frozen=True, tag="check"):
-    """Is my question `request` answered? Messages keep their order, so whoever hears `Checked` and
-    no answer knows that the question or the answer was lost, however long either takes to send."""
+class CheckRequest(FromWorker, frozen=True, tag="check"):
+    """Is my question `request` answered? Messages keep their order, so a worker that gets
+    `RequestChecked` and no answer knows that the question or the answer was lost, however long
+    either takes to send."""
 
     turn: int
 
 
-class Load(FromWorker, frozen=True, tag="load"):
-    """Take over the state after `step` that is in the frames: a stretch of it, unless it `begins`
+class LoadState(FromWorker, frozen=True, tag="load"):
+    """Take over the state after `step` that is in the frames: a chunk of it, unless it `begins`
     and `ends` there."""
 
     step: int
@@ -187,29 +188,29 @@ class FromServer(msgspec.Struct, frozen=True, tag_field="say", kw_only=True):
     request: int
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """To a worker, by its address on the socket."""
 
     to: bytes
     message: FromServer
     payload: Sequence[Tensor | bytes] = ()
-    stays: bool = False  # what is in the payload, until whoever it is for has it
+    stays: bool = False  # the payload does not change before it is delivered
 
 
-class Welcome(FromServer, frozen=True, tag="welcome"):
+class ServerWelcome(FromServer, frozen=True, tag="welcome"):
     """`is_shared`: your rows are read where they stand, and parameters put there; in lockstep they
     are not put there but read at `values`, where their sets stand, and those of `tables`. What is
-    small may come through the `door` of that name (`comm/door.py`)."""
+    small may come through the local `listener` of that name (`comm/local_listener.py`)."""
 
     is_shared: bool
-    values: list[Place]
+    values: list[SegmentHandle]
     committed: int
     next_batch: int
-    tables: list[Place | None] = []
-    door: str = ""
+    tables: list[SegmentHandle | None] = []
+    listener: str = ""
 
 
-class Missing(FromServer, frozen=True, tag="missing"):
+class MissingRows(FromServer, frozen=True, tag="missing"):
     """These keys' rows are not here. Push them again, then ask again."""
 
     keys: list[int]
@@ -221,9 +222,9 @@ class Summed(FromServer, frozen=True, tag="summed"):
     finite: bool
 
 
-class Joined(FromServer, frozen=True, tag="joined"):
-    """The round is closed: with you, or you were late. The other fields are those of `referee.py`,
-    and tell of all rounds."""
+class RoundClosed(FromServer, frozen=True, tag="joined"):
+    """The round is closed: with you, or you were late. The other fields are those of
+    `round_coordinator.py`, and tell of all rounds."""
 
     is_in: bool
     counts: list[float]
@@ -233,7 +234,7 @@ class Joined(FromServer, frozen=True, tag="joined"):
     num_late: list[int]
 
 
-class Values(FromServer, frozen=True, tag="values"):
+class PulledParameters(FromServer, frozen=True, tag="values"):
     """The step is made, or the batch may be begun. Parameters stand in the shared memory; or the
     first few keys of them, in the order of a forward, are in frames, and the others to be fetched.
     """
@@ -245,31 +246,31 @@ class Values(FromServer, frozen=True, tag="values"):
     made: int = -1  # how many updates came before the last one that this worker asked for
 
 
-class Part(FromServer, frozen=True, tag="part"):
+class FetchedKeys(FromServer, frozen=True, tag="part"):
     """The keys that were to be fetched, in frames."""
 
 
-class Found(FromServer, frozen=True, tag="found"):
+class FoundRows(FromServer, frozen=True, tag="found"):
     """The rows of a table, in a frame."""
 
 
-class Done(FromServer, frozen=True, tag="done"):
+class Acknowledged(FromServer, frozen=True, tag="done"):
     """It is so."""
 
 
-class Checked(FromServer, frozen=True, tag="checked"):
+class RequestChecked(FromServer, frozen=True, tag="checked"):
     """All that came before is answered, unless it waits for others."""
 
     turn: int
 
 
-class Dumped(FromServer, frozen=True, tag="dumped"):
-    """The stretch, in frames; the next one begins with part `next`, unless that is 0."""
+class DumpedState(FromServer, frozen=True, tag="dumped"):
+    """The chunk, in frames; the next one begins with part `next`, unless that is 0."""
 
     next: int = 0
 
 
-class Refused(FromServer, frozen=True, tag="refused"):
+class RequestRefused(FromServer, frozen=True, tag="refused"):
     """`is_stale`: you belong to another generation."""
 
     why: str
@@ -277,21 +278,31 @@ class Refused(FromServer, frozen=True, tag="refused"):
 
 
 WorkerMessage = (
-    Hello
+    WorkerHello
     | Push
     | Pushes
     | Sum
     | Apply
-    | Kept
-    | Join
+    | CheckRows
+    | JoinRound
     | Pull
     | Fetch
-    | Look
-    | Stop
-    | Dump
-    | Load
-    | Check
+    | LookUpRows
+    | AskHalt
+    | DumpState
+    | LoadState
+    | CheckRequest
 )
 ServerMessage = (
-    Welcome | Missing | Summed | Joined | Values | Part | Found | Done | Dumped | Checked | Refused
+    ServerWelcome
+    | MissingRows
+    | Summed
+    | RoundClosed
+    | PulledParameters
+    | FetchedKeys
+    | FoundRows
+    | Acknowledged
+    | DumpedState
+    | RequestChecked
+    | RequestRefused
 )

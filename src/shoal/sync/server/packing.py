@@ -17,18 +17,18 @@ from torch import Tensor
 
 from shoal.comm.wire import tensor_of
 from shoal.errors import RecipeError
-from shoal.numerics.quantization import Halves, codec_of
-from shoal.plans.keys import PACKED
+from shoal.numerics.quantization import HalfPrecisionCodec, make_codec
+from shoal.plans.keys import ROUNDING_CODECS
 
-BYTES = 2  # of a packed element
+PACKED_BYTES = 2  # of a packed element
 
 
-class Packing:
-    """`checks` says that somebody else looks for what is not finite."""
+class GradientPacker:
+    """`checks` says that servers look for non-finite values."""
 
     def __init__(self, name: str, checks: bool):
-        codec = codec_of(name)
-        assert isinstance(codec, Halves)
+        codec = make_codec(name)
+        assert isinstance(codec, HalfPrecisionCodec)
         self.name, self._codec, self._checks = name, codec, checks
 
     def round(self, rows: Sequence[Tensor]) -> None:
@@ -51,14 +51,14 @@ class Packing:
 
 def is_packed(itemsize: int) -> bool:
     """Whether elements of so many bytes are packed; those of two have nothing to lose."""
-    return itemsize > BYTES
+    return itemsize > PACKED_BYTES
 
 
-def unpacked(name: str, frame: memoryview, values: Tensor) -> Tensor:
+def unpack_row(name: str, frame: memoryview, values: Tensor) -> Tensor:
     """A row, as a codec of this name packed it, of a key that holds `values`."""
     if name == "none":
         return tensor_of(frame, values.dtype, values.numel())
-    codec = codec_of(name) if name in PACKED else None
+    codec = make_codec(name) if name in ROUNDING_CODECS else None
     if codec is None:
         raise ValueError(f"rows are not packed by {name}")
     packed = tensor_of(frame, torch.uint8, codec.num_bytes(values.numel()))

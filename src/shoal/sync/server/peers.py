@@ -1,8 +1,9 @@
-"""A server's sockets to the other servers: its records to its keepers, and the records it keeps.
+"""A server's sockets to the other servers: records to its backups, and records it keeps as a
+backup.
 
-They are apart from the workers', who are not heard before a successor has its predecessor's state.
-A question is asked again when nobody answers in a while; records are sent again only if the answer
-to such a question says that they did not come.
+They are apart from the workers' sockets, which are not read before a successor has the state of its
+predecessor. A request without a reply is sent again after a while; records are sent again only if
+the reply to such a request shows that they were lost.
 """
 
 import os
@@ -14,66 +15,66 @@ import msgspec
 import zmq
 from torch import Tensor
 
-from shoal.comm.reach import Reach
+from shoal.comm.endpoint import Endpoint
 from shoal.comm.wire import BadFrame, connect, listen, pack, unpack
 from shoal.errors import ShoalError
 from shoal.faults import faultpoint
 from shoal.sync.server.clock import Clock
-from shoal.sync.server.copies import (
+from shoal.sync.server.messages import Reply
+from shoal.sync.server.records import ShardReplica
+from shoal.sync.server.replication import (
+    Backup,
+    BackupStatus,
     FromPeer,
-    Have,
-    Keeper,
     Leader,
-    Send,
+    PeerMessage,
     Views,
-    keepers_of,
-    kept_by,
+    backups_of,
+    leaders_of,
 )
-from shoal.sync.server.messages import Answer
-from shoal.sync.server.records import Copied
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard
+from shoal.sync.server.shard import ServerShard
 
 TICK_MS = 20
 AGAIN_S = 2.0
 STATES = 16  # a state may have so many times the bytes of the parameters, as in `layout.py`
 SLACK_BYTES = 1 << 20  # for names and settings
 _FROM_LEADER: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_FROM_KEEPER: msgspec.msgpack.Decoder[Have] = msgspec.msgpack.Decoder(Have)
+_FROM_BACKUP: msgspec.msgpack.Decoder[BackupStatus] = msgspec.msgpack.Decoder(BackupStatus)
 
 
-def copied(
+def make_peers(
     server: Server,
     number: int,
     num_servers: int,
     copies: int,
-    shard_of: Callable[[int], Shard],
-    reach: Reach,
+    shard_of: Callable[[int], ServerShard],
+    reach: Endpoint,
 ) -> "Peers | None":
-    """Let a server write to its keepers, and keep what others write; None with one copy of all."""
+    """Replicate a server to its backups, and back up others; None with one copy of all."""
     if copies == 1:
         return None
-    leader: Leader[Answer] = Leader(
+    leader: Leader[Reply] = Leader(
         number,
-        keepers_of(number, num_servers, copies),
-        lambda: _in_frames(*server.snapshot()),
-        partial(_take_over, server),
+        backups_of(number, num_servers, copies),
+        lambda: _record_frames(*server.snapshot()),
+        partial(_restore, server),
     )
-    kept = {}
-    for owner in kept_by(number, num_servers, copies):
-        copy = Copied(shard_of(owner), Clock(server.num_pieces, server.bound))
-        kept[owner] = Keeper(copy.redo, copy.snapshot)
-    peers = Peers(leader, kept, server, reach)
+    backups = {}
+    for owner in leaders_of(number, num_servers, copies):
+        copy = ShardReplica(shard_of(owner), Clock(server.num_pieces, server.bound))
+        backups[owner] = Backup(copy.redo, copy.snapshot)
+    peers = Peers(leader, backups, server, reach)
     server.journal = peers
     return peers
 
 
-def _take_over(server: Server, frames: Views) -> None:
+def _restore(server: Server, frames: Views) -> None:
     server.redo(frames[0], frames[1:])
     server.begin(server.generation)
 
 
-def _in_frames(header: bytes, tensors: Sequence[bytes | Tensor]) -> list[bytes | Tensor]:
+def _record_frames(header: bytes, tensors: Sequence[bytes | Tensor]) -> list[bytes | Tensor]:
     return [header, *tensors]
 
 
@@ -87,46 +88,50 @@ class Peers:
 
     def __init__(
         self,
-        leader: Leader[Answer],
-        kept: Mapping[int, Keeper],
+        leader: Leader[Reply],
+        backups: Mapping[int, Backup],
         server: Server,
-        reach: Reach,
+        reach: Endpoint,
     ):
-        self.leader, self._kept, self._secret = leader, kept, server.secret
+        self.leader, self._backups, self._secret = leader, backups, server.secret
         self._in_lockstep = server.bound == 0
         # The same for all, so that who sends knows what will be taken.
-        all_keys, tables = range(len(server.layout.keys)), server.held.tables
+        all_keys, tables = range(len(server.layout.keys)), server.parameters.tables
         self._most_bytes = server.layout.most_bytes(all_keys) + STATES * tables.num_bytes_of_all
         self._most_bytes += SLACK_BYTES
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = reach.keys
-        self._door, self.address = listen(self._context, *reach.place, self._most_bytes)
-        self._lines: dict[int, zmq.Socket[bytes]] = {}
+        self._listener, self.address = listen(self._context, *reach.place, self._most_bytes)
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._asked = 0.0
 
-    def turn_to(self, generation: int, addresses: Sequence[str]) -> None:
+    def start_generation(self, generation: int, addresses: Sequence[str]) -> None:
         """Turn to the servers of a generation, which listen at these addresses."""
-        self._close_lines()
-        for keeper in self._kept.values():
-            keeper.begin(generation)
-        for number in self.leader.keepers:
+        self._close_sockets()
+        for backup in self._backups.values():
+            backup.begin(generation)
+        for number in self.leader.backups:
             identity = f"{self.leader.server}.{generation}.{os.urandom(8).hex()}".encode()
-            self._lines[number] = connect(self._context, addresses[number], identity, self._keys)
+            self._sockets[number] = connect(self._context, addresses[number], identity, self._keys)
         self._asked = time.monotonic()
         self._send(self.leader.begin(generation))
 
-    def turn(self, workers: zmq.Socket[bytes]) -> bool:
+    def poll(self, workers: zmq.Socket[bytes]) -> bool:
         """Hear the other servers, and wait a moment; whether a worker may be heard now."""
         poller = zmq.Poller()
-        sockets = [self._door, *self._lines.values(), *([workers] if self.leader.is_ready else [])]
+        sockets = [
+            self._listener,
+            *self._sockets.values(),
+            *([workers] if self.leader.is_ready else []),
+        ]
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(TICK_MS))
-        while self._door.poll(0):
-            self._hear_leader()
-        for number, line in self._lines.items():
-            while line.poll(0):
-                self._hear_keeper(number, line)
+        while self._listener.poll(0):
+            self._receive_record()
+        for number, socket in self._sockets.items():
+            while socket.poll(0):
+                self._receive_status(number, socket)
         if self.leader.is_waiting() and time.monotonic() - self._asked > AGAIN_S:
             self._asked = time.monotonic()
             self._send(self.leader.ask())
@@ -143,42 +148,44 @@ class Peers:
         self._send(self.leader.write([header, *tensors], whole=True))
 
     def close(self) -> None:
-        self._close_lines()
-        self._door.close(linger=0)
+        self._close_sockets()
+        self._listener.close(linger=0)
         self._context.term()
 
-    def _hear_leader(self) -> None:
-        sender, *frames = self._door.recv_multipart(copy=False)
+    def _receive_record(self) -> None:
+        sender, *frames = self._listener.recv_multipart(copy=False)
         try:
             message, payload = unpack(frames, _FROM_LEADER, self._most_bytes)
         except BadFrame:
             return  # damaged on the way: it will be asked for
-        keeper = self._kept.get(message.server)
-        if keeper is None or message.secret != self._secret:
+        backup = self._backups.get(message.server)
+        if backup is None or message.secret != self._secret:
             return  # a stranger on the port
-        answer = keeper.take_in(message, payload)
+        answer = backup.handle(message, payload)
         if answer is not None:
-            faultpoint("server.keep", keeper.number - 1)
-            _try([sender.bytes, *self._pack(*answer)], self._door)
-            faultpoint("server.kept", keeper.number - 1)
-            keeper.catch_up()
+            faultpoint("server.keep", backup.number - 1)
+            _send_if_possible([sender.bytes, *self._pack(*answer)], self._listener)
+            faultpoint("server.kept", backup.number - 1)
+            backup.catch_up()
 
-    def _hear_keeper(self, number: int, line: zmq.Socket[bytes]) -> None:
+    def _receive_status(self, number: int, socket: zmq.Socket[bytes]) -> None:
         try:
-            have, payload = unpack(line.recv_multipart(copy=False), _FROM_KEEPER, self._most_bytes)
+            have, payload = unpack(
+                socket.recv_multipart(copy=False), _FROM_BACKUP, self._most_bytes
+            )
         except BadFrame:
             return
-        self._send(self.leader.take_in(number, have, payload))
+        self._send(self.leader.handle(number, have, payload))
 
-    def _send(self, sends: Sequence[Send]) -> None:
-        for keeper, message, frames in sends:
+    def _send(self, sends: Sequence[PeerMessage]) -> None:
+        for backup, message, frames in sends:
             signed = msgspec.structs.replace(message, secret=self._secret)
-            _try(self._pack(signed, frames), self._lines[keeper])
+            _send_if_possible(self._pack(signed, frames), self._sockets[backup])
 
     def _pack(
         self, message: msgspec.Struct, frames: Sequence[bytes | Tensor]
     ) -> list[bytes | memoryview]:
-        """What nobody would take is not sent again and again."""
+        """Raise if a message is larger than peers accept, instead of sending it forever."""
         packed = pack(message, frames)
         num_bytes = sum(map(len, packed[1:]))
         if num_bytes > self._most_bytes:
@@ -189,13 +196,13 @@ class Peers:
             )
         return packed
 
-    def _close_lines(self) -> None:
-        for line in self._lines.values():
-            line.close(linger=0)
-        self._lines = {}
+    def _close_sockets(self) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=0)
+        self._sockets = {}
 
 
-def _try(frames: Sequence[bytes | memoryview], socket: zmq.Socket[bytes]) -> None:
+def _send_if_possible(frames: Sequence[bytes | memoryview], socket: zmq.Socket[bytes]) -> None:
     try:
         socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) < 65_536)
     except zmq.ZMQError:

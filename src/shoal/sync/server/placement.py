@@ -10,7 +10,7 @@ Bytes moved: what a server that is gone held, or a newcomer's fair share. Read n
 from collections.abc import Sequence
 
 
-def place(
+def place_keys(
     sizes: Sequence[int], servers: Sequence[int], before: Sequence[int | None] | None = None
 ) -> list[int]:
     """The server that holds each key, given by its bytes.
@@ -35,11 +35,11 @@ def place(
         if kept[key] is None:
             holders[key] = min(loads, key=loads.__getitem__)
             loads[holders[key]] += sizes[key]
-    _even(sizes, loads, kept, holders)
+    _balance(sizes, loads, kept, holders)
     return holders
 
 
-def _even(
+def _balance(
     sizes: Sequence[int], loads: dict[int, int], kept: Sequence[int | None], holders: list[int]
 ) -> None:
     """Move keys from the most laden server to the least until they differ by a key at most.

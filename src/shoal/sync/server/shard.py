@@ -1,8 +1,9 @@
 """A server's part of the job: the parameters it answers for, and the optimizer that steps on them.
 
-The parameters stand in memory that workers of the same host may read (`sets.py`). The optimizer is
-the recipe's own, stepping on runs of the parameters as it does under ZeRO; learning rates, and what
-hooks and schedules of the workers have changed of its settings, come with every step.
+The parameters stand in memory that workers of the same host may read (`parameter_buffers.py`). The
+optimizer is the recipe's own, stepping on runs of the parameters as it does under ZeRO; learning
+rates, and what hooks and schedules of the workers have changed of its settings, come with every
+step.
 """
 
 import math
@@ -15,38 +16,45 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
-from shoal.numerics.crew import Crew
 from shoal.numerics.norms import block_norms, values_of
-from shoal.numerics.optimizers import Part, is_element_wise, stepper, swap_parameters
-from shoal.numerics.reserved import Reserved, clear_rows, touched_rows
+from shoal.numerics.optimizers import ParameterPart, is_element_wise, stepper, swap_parameters
+from shoal.numerics.reserved import ReservedParameter, clear_rows, touched_rows
+from shoal.numerics.threads import ComputeThreads
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of, weights_of
-from shoal.sync.digests import KeptListing, Named
-from shoal.sync.guard import CorruptState, Guard, changed_alone, place_among, tensors_in
-from shoal.sync.server.layout import Layout, lay_out
-from shoal.sync.server.messages import Dump
-from shoal.sync.server.sets import ValueSets
-from shoal.sync.server.tables import Tables
-from shoal.sync.state import Given, HeldState, Run, Source, State, Stepped
-from shoal.sync.stretches import room
-from shoal.sync.touched import Expanded, compacted, lazy_tables
+from shoal.sync.digests import CachedListing, NamedTensor
+from shoal.sync.guard import CorruptState, Guard, corruption_message, find_address, tensors_in
+from shoal.sync.lazy_tables import ExpandedSource, compact_tables, lazy_table_names
+from shoal.sync.server.layout import ServerLayout, make_layout
+from shoal.sync.server.messages import DumpState
+from shoal.sync.server.parameter_buffers import ParameterBuffers
+from shoal.sync.server.tables import ServerTables
+from shoal.sync.state import (
+    MemorySource,
+    OptimizedPart,
+    ParameterRun,
+    ShardedState,
+    StateSource,
+    TrainState,
+)
+from shoal.sync.state_chunks import allocate_spillable
 
 Settings = list[dict[str, Any]]
 WORTH_A_CREW = 4 << 20  # bytes of gradients
 GRAIN = 1 << 15  # elements that torch gives to one thread at least
 
 
-def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def served_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that servers hold, but for tables (`tables.py`)."""
     rest = weights_of(tables_of(model).values())
     named = model.named_parameters()
     return [(n, p) for n, p in named if p.requires_grad and p.numel() and p not in rest]
 
 
-def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Layout:
-    sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in trained(model)]
+def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> ServerLayout:
+    sizes = [(p.numel(), p.itemsize, p.dtype) for _, p in served_parameters(model)]
     tables = weights_of(tables_of(model).values())
-    return lay_out(sizes, is_element_wise(optimizer, tables), num_servers)
+    return make_layout(sizes, is_element_wise(optimizer, tables), num_servers)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -61,7 +69,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     ]
 
 
-class Changed:
+class ChangedSettings:
     """The settings that a worker's hooks and schedules have ever changed, and learning rates.
 
     The others are the optimizer's own, which may count in them as it steps on the server. What
@@ -90,21 +98,21 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | None)
 
 
-class Checked(NamedTuple):
+class ShardDigests(NamedTuple):
     """Which slice of the state was looked at after a step, and what its tensors' digests are."""
 
     turn: int
     digests: list[int]
 
 
-class Shard:
+class ServerShard:
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        layout: Layout,
+        layout: ServerLayout,
         number: int,
-        tables: Tables | None = None,
+        tables: ServerTables | None = None,
         shared: bool = True,
         check_every: int = 0,
     ):
@@ -112,18 +120,18 @@ class Shard:
         `check_every` it is guarded from one step to the next, all of it in so many."""
         self.layout, self.optimizer, self.number = layout, optimizer, number
         self._guard, self._num_steps = Guard(check_every, follows=True), 0
-        self._listing = KeptListing()
-        self.tables = Tables(nn.Module(), number, 1) if tables is None else tables
+        self._listing = CachedListing()
+        self.tables = ServerTables(nn.Module(), number, 1) if tables is None else tables
         self.tables.number_from(len(layout.keys))
         self.keys = layout.held_by(number)
-        self._named = trained(model)
+        self._named = served_parameters(model)
         dtypes = {key: self._dtype_of(key) for key in self.keys}
-        self.sets = ValueSets(layout, number, dtypes, shared)
+        self.sets = ParameterBuffers(layout, number, dtypes, shared)
         self._scaled: dict[int, Tensor] = {}  # gradients of the last step, made when needed
         self._views: dict[int, list[Tensor]] = {}  # by set, what each run is there
         self._swap_optimizer()
         self._step = stepper(optimizer)
-        self._alone = self._crew = Crew()  # who steps on little, and on much
+        self._alone = self._crew = ComputeThreads()  # who steps on little, and on much
 
     @property
     def values(self) -> dict[int, Tensor]:
@@ -131,14 +139,14 @@ class Shard:
         return self.sets.values
 
     def _dtype_of(self, key: int) -> torch.dtype:
-        first = self.layout.shelves[self.layout.keys[key].shelf].indices[0]
+        first = self.layout.flat_buffers[self.layout.keys[key].flat_buffer].indices[0]
         return self._named[first][1].dtype
 
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this server's runs instead of the parameters."""
-        self.runs: dict[Tensor, Stepped] = dict(self.tables.runs)
+        self.runs: dict[Tensor, OptimizedPart] = dict(self.tables.runs)
         self._places: dict[Tensor, tuple[int, int, slice]] = {}
-        parts: dict[nn.Parameter, list[Part]] = {p: [] for _, p in self._named}
+        parts: dict[nn.Parameter, list[ParameterPart]] = {p: [] for _, p in self._named}
         for key in self.keys:
             for number, segment in enumerate(self.layout.segments(key)):
                 name, p = self._named[segment.parameter]
@@ -146,9 +154,9 @@ class Shard:
                 shape = p.shape if segment.length == p.numel() else (segment.length,)
                 self.values[key][where].copy_(p.detach().reshape(-1)[segment.start : segment.stop])
                 run = nn.Parameter(self.values[key][where].view(shape))
-                self.runs[run] = Run(name, p.shape, segment.start)
+                self.runs[run] = ParameterRun(name, p.shape, segment.start)
                 self._places[run] = key, number, where
-                parts[p].append(Part(run, partial(_take, segment.start, shape)))
+                parts[p].append(ParameterPart(run, partial(_take, segment.start, shape)))
         swap_parameters(self.optimizer, parts.get)
 
     def key_of(self, run: Tensor) -> int:
@@ -172,16 +180,16 @@ class Shard:
         factor: float,
         settings: Settings,
         turn: int | None = None,
-    ) -> "Checked":
+    ) -> "ShardDigests":
         """Step on gradients, of which those that no piece touched do not exist.
 
         Another that did so looked at the slice of the state whose `turn` it was.
         """
         if len(self.sets.sets) > 1:
-            self.refuse_corruption()  # where workers read
+            self.check_digests()  # where workers read
         self._set(settings, factor)
         self._turn()
-        self.refuse_corruption()  # where the step begins
+        self.check_digests()  # where the step begins
         gradients = sums if self._takes_as_they_are(scale) else self._scale(sums, scale)
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
@@ -193,27 +201,31 @@ class Shard:
             self._step()
 
         self._crew_for(sums).do(step)
-        self._refuse_changes(settings, before)
+        self._check_changes(settings, before)
         self._set(settings, 1.0)  # what a checkpoint tells is the rate of the whole batch
         turn = self._num_steps + 1 if turn is None else turn
         self._num_steps = turn
         values = [value for own in self.optimizer.state.values() for value in own.values()]
-        return Checked(turn, self._guard.note(self._listing.of(values, self._held), turn))
+        return ShardDigests(turn, self._guard.note(self._listing.of(values, self._held), turn))
 
-    def refuse_corruption(self) -> None:
+    def check_digests(self) -> None:
         """Raises CorruptState if what was noted after the last step is not as it was."""
         if names := self._guard.changed():
             when = f" after update {self._num_steps}"
-            raise CorruptState(changed_alone(f"server {self.number}", names, when))
+            raise CorruptState(corruption_message(f"server {self.number}", names, when))
 
     def noted(self) -> list[str]:
         """The tensors that were looked at after the last step, in the order of their digests."""
         return self._guard.names()
 
-    def _held(self) -> list[Named]:
+    def _held(self) -> list[NamedTensor]:
         """Parameters, and what the optimizer keeps of them; of lazy tables nothing."""
-        runs = {run: own.name for run, own in self.runs.items() if not isinstance(run, Reserved)}
-        weights: list[Named] = [(run, ("model", name)) for run, name in runs.items()]
+        runs = {
+            run: own.name
+            for run, own in self.runs.items()
+            if not isinstance(run, ReservedParameter)
+        }
+        weights: list[NamedTensor] = [(run, ("model", name)) for run, name in runs.items()]
         state = self.optimizer.state  # which may be in another order after it was loaded
         kept = (tensors_in(state[p], ("optimizer", name)) for p, name in runs.items() if p in state)
         return [*weights, *chain.from_iterable(kept)]
@@ -221,14 +233,14 @@ class Shard:
     def place_of(self, what: str) -> tuple[int, int, int] | None:
         """For tests that corrupt it."""
         whose = f"server-{self.number}"
-        return place_among(((tensor, (whose, *name)) for tensor, name in self._held()), what)
+        return find_address(((tensor, (whose, *name)) for tensor, name in self._held()), what)
 
-    def _crew_for(self, sums: Mapping[int, Tensor]) -> Crew:
+    def _crew_for(self, sums: Mapping[int, Tensor]) -> ComputeThreads:
         """The crew, or this thread alone where it is done before another one is awake."""
         num_bytes = sum(values_of(total).nbytes for total in sums.values())
         return self._crew if num_bytes >= WORTH_A_CREW else self._alone
 
-    def _refuse_changes(self, settings: Settings, before: Settings) -> None:
+    def _check_changes(self, settings: Settings, before: Settings) -> None:
         """What workers say of an optimizer, it cannot say itself."""
         for own, was, now in zip(settings, before, settings_of(self.optimizer), strict=True):
             for name in own:
@@ -242,7 +254,7 @@ class Shard:
 
     def _turn(self) -> None:
         """With two sets of values, step on the other one."""
-        self.sets.turn()
+        self.sets.swap()
         if len(self.sets.sets) > 1:
             if self.sets.now not in self._views:
                 self._views[self.sets.now] = [
@@ -252,7 +264,7 @@ class Shard:
             for run, view in zip(self._places, self._views[self.sets.now], strict=True):
                 run.data = view
 
-    def step_with(self, crew: Crew) -> None:
+    def step_with(self, crew: ComputeThreads) -> None:
         """Let several threads step from now on, if that leaves the bits as they are.
 
         Fused kernels share elements out in whole vectors, and rows of tables are each one thread's;
@@ -279,7 +291,7 @@ class Shard:
             torch.mul(gradient, scale, out=self._scaled[key])
         return self._scaled
 
-    def refuse_settings(self, settings: Settings) -> None:
+    def check_settings(self, settings: Settings) -> None:
         """ValueError if these are not the optimizer's kind of settings. Nothing is changed."""
         groups = self.optimizer.param_groups
         if len(settings) != len(groups):
@@ -303,24 +315,26 @@ class Shard:
                     group[name] = tuple(value) if isinstance(old, tuple) else value
 
     @torch.no_grad()
-    def take_over(self, sent: State) -> None:
+    def take_over(self, sent: ShardedState) -> None:
         """A state that another sent, as a whole or, with a ValueError, not at all."""
         slabs = self.tables.slabs
-        dense = (*self.values.values(), *(s for s in slabs if not isinstance(s, Reserved)))
-        values = [(value, room(value.shape, value.dtype).copy_(value)) for value in dense]
-        held = [(s, touched_rows([s])) for s in slabs if isinstance(s, Reserved)]
+        dense = (*self.values.values(), *(s for s in slabs if not isinstance(s, ReservedParameter)))
+        values = [
+            (value, allocate_spillable(value.shape, value.dtype).copy_(value)) for value in dense
+        ]
+        held = [(s, touched_rows([s])) for s in slabs if isinstance(s, ReservedParameter)]
         lazy = [(slab, places, slab[places]) for slab, places in held]
         state = dict(self.optimizer.state)
         groups = [dict(group) for group in self.optimizer.param_groups]
         try:
-            self.load_state_dict(Given(sent))
+            self.load_state_dict(MemorySource(sent))
         except Exception as error:  # it may be wrong in any way
             for own, value in values:
                 own.copy_(value)
             for slab, places, rows in lazy:
                 clear_rows(slab)
                 slab[places] = rows
-            self.sets.changed()
+            self.sets.mark_replaced()
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
             for group, old in zip(self.optimizer.param_groups, groups, strict=True):
@@ -328,50 +342,50 @@ class Shard:
                 group.update(old)
             raise ValueError(f"a state came that does not fit: {error}") from error
 
-    def state_dict(self) -> State:
-        self.refuse_corruption()
-        return HeldState({}, self.optimizer, self.runs).state_dict(with_runs=True)
+    def state_dict(self) -> ShardedState:
+        self.check_digests()
+        return TrainState({}, self.optimizer, self.runs).state_dict(with_runs=True)
 
-    def dump(self, dump: Dump) -> State:
+    def dump(self, dump: DumpState) -> ShardedState:
         """All; or the gradients of the last step; or the rows of tables alone."""
         if dump.gradients:
             return self.gradient_state()
         return self.table_state(dump.dense) if dump.tables else self.state_dict()
 
-    def gradient_state(self) -> State:
+    def gradient_state(self) -> ShardedState:
         """The gradients of the last step, in the form of a state, until the next ones come."""
         tensors: dict[str, list[Slice]] = {}
         present = {run: run.grad.to_dense() for run in self.runs if run.grad is not None}
         for name, part in self._parts(present):
             tensors.setdefault(name, []).append(part)
-        return State(tensors, {})
+        return ShardedState(tensors, {})
 
-    def table_state(self, dense: bool) -> State:
+    def table_state(self, dense: bool) -> ShardedState:
         """The rows of tables alone; of lazy ones the touched ones, unless it is to be `dense`."""
         parts = self._parts({slab: slab.detach() for slab in self.tables.slabs})
         tensors: dict[str, list[Slice]] = {}
         for name, part in parts:
             tensors.setdefault(name, []).append(part)
-        return State(tensors if dense else compacted(tensors, self._lazy).tensors, {})
+        return ShardedState(tensors if dense else compact_tables(tensors, self._lazy).tensors, {})
 
     @property
     def _lazy(self) -> list[str]:
         """Tables of which this server holds rows, and only those that were touched."""
-        return lazy_tables({slab: run for slab, run in self.tables.runs.items() if len(slab)})
+        return lazy_table_names({slab: run for slab, run in self.tables.runs.items() if len(slab)})
 
     @torch.no_grad()
-    def load_state_dict(self, source: Source) -> None:
+    def load_state_dict(self, source: StateSource) -> None:
         self.tables.forget()
         self._guard.forget()
-        source = Expanded(source, self._lazy)
+        source = ExpandedSource(source, self._lazy)
         for run, own in self.runs.items():
-            parts = own.parts(run, HeldState({}, self.optimizer, self.runs).holding)
+            parts = own.parts(run, TrainState({}, self.optimizer, self.runs).holding)
             source.fill(f"model.{own.name}", parts)
-        self.sets.changed()
-        HeldState({}, self.optimizer, self.runs).load_state_dict(source)
+        self.sets.mark_replaced()
+        TrainState({}, self.optimizer, self.runs).load_state_dict(source)
 
     def _parts(self, tensors: Mapping[Tensor, Tensor]) -> Iterable[tuple[str, Slice]]:
-        holding = HeldState({}, self.optimizer, self.runs).holding
+        holding = TrainState({}, self.optimizer, self.runs).holding
         for run, tensor in tensors.items():
             for part in self.runs[run].parts(tensor, holding):
                 yield self.runs[run].name, part

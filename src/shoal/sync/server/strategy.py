@@ -4,8 +4,8 @@ Each server holds a part of the parameters and the optimizer's state of it; a wo
 that state nor the sums. A bucket leaves as soon as it is full. With bound 0 servers add up the
 pieces of all workers in the tree's order and step once, so that the result is that of data
 parallel, bit for bit. With a bound, or none, each worker's pieces are a step of their own, with a
-learning rate that is their share of the batch; a worker goes on while it is at most so many batches
-ahead, and all meet only where the whole state is wanted: at a save, an evaluation, the end.
+learning rate that is their share of the batch; a worker continues while it is at most so many
+batches ahead, and all meet only where the whole state is wanted: at a save, an evaluation, the end.
 
 When to use it: workers of unlike speed, or optimizer state that does not fit beside the model. When
 not: like workers on a fast link, where an all-reduce moves no more and needs no servers.
@@ -20,7 +20,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import Bucket, Buckets
+from shoal.comm.buckets import GradientBucket, GradientBuckets
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.shared_memory import NotShared
 from shoal.comm.tree import Block, PieceSum
@@ -28,29 +29,35 @@ from shoal.comm.wire import tensor_of
 from shoal.data.split import share
 from shoal.errors import GroupLost
 from shoal.numerics.norms import norm_of_blocks
-from shoal.parallel.layout import WHOLE, Holding, Slice, slices_of
-from shoal.sync.replicas import Merged
-from shoal.sync.rounds import Around
-from shoal.sync.server.arriving import Pulling
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
+from shoal.sync.replicas import MergedReplicas
+from shoal.sync.rounds import AttachedModel, RoundContext
+from shoal.sync.server.aggregator import AggregatorClient, worker_route
+from shoal.sync.server.client import RequestSender, SentRequest, ServerClient
 from shoal.sync.server.clock import Staleness
-from shoal.sync.server.halting import Halting
-from shoal.sync.server.host import Upward, way_of
-from shoal.sync.server.line import Line, Question, Questions
-from shoal.sync.server.lookups import Lookups
-from shoal.sync.server.meeting import hold
-from shoal.sync.server.memory import Memory, Pushed
-from shoal.sync.server.messages import Apply, Hello, Pull, Sum, Values, Welcome
-from shoal.sync.server.moving import layout_after
-from shoal.sync.server.packing import BYTES, Packing, is_packed
-from shoal.sync.server.shard import Changed, trained
-from shoal.sync.server.state import ServedState
-from shoal.sync.state import HeldState, Source, State
-from shoal.sync.strategy import Agreed, Tally
+from shoal.sync.server.halt_schedule import HaltSchedule
+from shoal.sync.server.lazy_pull import LazyPull
+from shoal.sync.server.lookups import WorkerLookups
+from shoal.sync.server.messages import (
+    Apply,
+    Pull,
+    PulledParameters,
+    ServerWelcome,
+    Sum,
+    WorkerHello,
+)
+from shoal.sync.server.migration import layout_after
+from shoal.sync.server.packing import PACKED_BYTES, GradientPacker, is_packed
+from shoal.sync.server.served_state import ServedState
+from shoal.sync.server.shard import ChangedSettings, served_parameters
+from shoal.sync.server.worker_memory import PushedBucket, WorkerMemory
+from shoal.sync.state import ShardedState, StateSource, TrainState
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
 
-class ThroughServers:
+class ServerStrategy:
     """`meets_after` says after which steps all workers wait for one another."""
 
     streams = True  # whether a step may be over while parameters are on their way
@@ -68,19 +75,19 @@ class ThroughServers:
         meets_after: Callable[[int], bool] = lambda step: True,
     ):
         self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
-        self.in_lockstep, self.halting = bound == 0, Halting(meets_after)
+        self.in_lockstep, self.halts = bound == 0, HaltSchedule(meets_after)
         self._damps, self._hosts, self._rates = damps, hosts, rates
-        self._packing = None if codec == "none" else Packing(codec, checks)
+        self._packing = None if codec == "none" else GradientPacker(codec, checks)
         self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
         self.late_mark: int | None = None
         self.staleness = Staleness()  # of the batches that were begun
-        self._memory: Memory | None = None
+        self._memory: WorkerMemory | None = None
         self._counts: list[float] = []  # of pieces that do not all count alike
         self._versions: list[int] = []  # of the parameters at hand, by server
-        self._changed: Changed | None = None
+        self._settings: ChangedSettings | None = None
         # Parameters; to meet after the step under way; a newcomer, for the batch of its seat.
-        self._is_torn = self._is_asked = self._is_early = False
-        self._attached = ExitStack()  # what is to be closed
+        self._is_mixed = self._is_asked = self._is_early = False
+        self._cleanup = ExitStack()  # what `detach` closes
         self.trace: tuple[list[int], ...] = ()  # versions: pulled, made by the step, pulled next
 
     def attach(
@@ -88,60 +95,64 @@ class ThroughServers:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        holding: Holding = WHOLE,
+        holding: LocalLayout = WHOLE,
     ) -> None:
         assert mesh.servers is not None
-        self.halting.join_group()
+        self.halts.join_group()
         self._attempt, self.mesh, self.group, self.holding = 0, mesh, mesh.data, holding
         self.own = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         num_pieces = self.num_pieces if self.in_lockstep else len(self.own)
-        self.held = hold(model, optimizer, mesh, holding, num_pieces, self.in_lockstep)
-        self._changed = self._changed or Changed(optimizer)
-        self.rounds, self.buffers = self.held.rounds, self.held.rounds.buffers
-        self._attached.callback(self.buffers.restore)
-        self.named = trained(model)
+        self.attached = _attach_model(model, optimizer, mesh, holding, num_pieces, self.in_lockstep)
+        self._settings = self._settings or ChangedSettings(optimizer)
+        self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
+        self._cleanup.callback(self.buffers.restore)
+        self.named = served_parameters(model)
         self.parameters = [p for _, p in self.named]
         self.gradient_sum = PieceSum(self.rounds.own)
-        self._way = way_of(mesh.servers, self.group, self.num_pieces, self._hosts)
+        self._route = worker_route(mesh.servers, self.group, self.num_pieces, self._hosts)
         # Of pieces that are counted from zero, and in a host from its first one.
-        first = self.own.start - self.rounds.own.start - self._way.pieces.start
+        first = self.own.start - self.rounds.own.start - self._route.pieces.start
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
-        layout = layout_after(model, optimizer, self._way.counts(mesh.sizes))
-        self.layout = layout if self._hosts == 1 else layout.on_one()
+        layout = layout_after(model, optimizer, self._route.counts(mesh.sizes))
+        self.layout = layout if self._hosts == 1 else layout.on_one_server()
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
-        self.line = state_line = Line(self._way.near, self.group.rank)
-        self._attached.callback(self.line.close)
-        self._questions = Questions(self.line, self._push)
+        self.client = state_client = ServerClient(self._route.local_servers, self.group.rank)
+        self._cleanup.callback(self.client.close)
+        self._requests = RequestSender(self.client, self._push)
         if self._hosts > 1:  # a host's own server holds no state
-            state_line = Upward(layout, self._way).line
-            self._attached.callback(state_line.close)
-        self._served = ServedState(model, layout, state_line, self.group)
-        if len(self._versions) != len(self.line):  # all have made the same updates when all met
-            self._versions = [max(self._versions, default=0)] * len(self.line)
+            state_client = AggregatorClient(layout, self._route).client
+            self._cleanup.callback(state_client.close)
+        self._served = ServedState(model, layout, state_client, self.group)
+        if len(self._versions) != len(self.client):  # all have made the same updates when all met
+            self._versions = [max(self._versions, default=0)] * len(self.client)
         welcomes = self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
-        self.buckets = Buckets(self.parameters, buckets, len(self.blocks), self._push_bucket)
-        self._attached.callback(self.buckets.close)
-        self.lookups = Lookups(model, self.line, len(self.layout.keys), self.rounds.own, welcomes)
+        self.buckets = GradientBuckets(
+            self.parameters, buckets, len(self.blocks), self._push_bucket
+        )
+        self._cleanup.callback(self.buckets.close)
+        self.lookups = WorkerLookups(
+            model, self.client, len(self.layout.keys), self.rounds.own, welcomes
+        )
         self.lookups.batch = self.batch
-        self._attached.callback(self.lookups.close)
-        self._around = Around(self.rounds, self._end_round)
-        self._pulling = Pulling(model, self.layout, self.line, self._memory)
-        if self._is_torn:  # the step is committed, and servers have it
+        self._cleanup.callback(self.lookups.close)
+        self._around = RoundContext(self.rounds, self._end_round)
+        self._lazy_pull = LazyPull(model, self.layout, self.client, self._memory)
+        if self._is_mixed:  # the step is committed, and servers have it
             self._pull(self.batch, meets=False)
 
     def detach(self) -> None:
-        self._is_torn |= hasattr(self, "_pulling") and not self._pulling.is_over
-        self._attached.close()
+        self._is_mixed |= hasattr(self, "_lazy_pull") and not self._lazy_pull.is_complete
+        self._cleanup.close()
         if self._memory is not None:
             self._memory.take_back()  # the server may be gone, or step from here again
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
-            self.await_turn()
+            self.wait_for_turn()
             self._attempt += 1
-            self.line.forget()
+            self.client.drop_queued()
             for p in self.parameters:
                 p.grad = None
             self.gradient_sum.begin()
@@ -151,32 +162,32 @@ class ThroughServers:
         if last:
             self.buckets.arm(self.gradient_sum)
         self._around.last = last
-        return self._around if self._pulling.is_over else self._pulling.around(self._around)
+        return self._around if self._lazy_pull.is_complete else self._lazy_pull.watch(self._around)
 
-    def settle(self) -> None:
-        """Wait until all parameters of the last step are here: before anybody looks at them."""
-        self.await_turn()
-        self._pulling.settle()
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters of the last step are here."""
+        self.wait_for_turn()
+        self._lazy_pull.wait()
 
-    def await_turn(self) -> None:
+    def wait_for_turn(self) -> None:
         """As a newcomer, wait until the batch of its seat may be begun, or all are there."""
         if self._is_early:
-            self._pull(self.batch, self.halting.meets_after(self.batch))
+            self._pull(self.batch, self.halts.meets_after(self.batch))
 
-    def exchange(self, tally: Tally, want_norm: bool) -> Agreed:
-        self.settle()  # without a piece nobody has waited for them
+    def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        self.wait_for_parameters()  # without a piece no forward has waited for them
         if self.blocks:
             self.buckets.send_rest()
             for key in self.lookups.keys:
                 self._push(key)
-            self.line.flush(SMALL_BYTES)  # what is small goes with the question
+            self.client.flush(SMALL_BYTES)  # what is small goes with the question
         pieces = self._all_pieces if self.in_lockstep else self.own
-        # What nobody looks at need not be told: servers wait for all rows before they step.
+        # Else there is nothing to ask: servers wait for all rows before they step.
         asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
         if self.in_lockstep:
-            agreed, _ = self.rounds.agree(tally, self.buckets.touched)
+            agreed, _ = self.rounds.agree(local, self.buckets.touched)
         else:
-            agreed = self._agree_alone(tally)
+            agreed = self._agree_alone(local)
         self._is_asked = any(agreed.asked)
         norms = [tensor_of(f, torch.float32, len(f) // 4) for f in self._read_sums(asked)]
         if not want_norm:
@@ -187,40 +198,40 @@ class ThroughServers:
         if check and not self._finite:
             self.buffers.restore()
             return False
-        assert self._changed is not None
+        assert self._settings is not None
         pieces = self._all_pieces if self.in_lockstep else self.own
         part = 1.0 if self.in_lockstep else len(pieces) / self.num_pieces
-        meets = self.halting.meets_after(self.batch + 1)
+        meets = self.halts.meets_after(self.batch + 1)
         rate = self._rates[self.group.rank] if self._rates else 1.0
         what = {
             **self._which(pieces),
             "scale": scale,
             "factor": rate * part,
-            "settings": self._changed.of(self.held.optimizer),
+            "settings": self._settings.of(self.attached.optimizer),
             "counts": self._counts,
             "meets": meets,
         }
         asked = [
-            self._questions.ask(server, Apply, **what, pulled=version if self._damps else None)
+            self._requests.ask(server, Apply, **what, pulled=version if self._damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
         values = self._take(asked, at_once=not self.streams or self._is_asked or meets)
         self.staleness.add(self.batch + 1 - values[0].committed)
         self.trace = pulled, [own.made for own in values], self._versions
-        self._come_to(self.batch + 1)
+        self._advance_to(self.batch + 1)
         self.buffers.commit()
-        self.mesh.world.bytes_sent += self.line.take_bytes()
+        self.mesh.world.bytes_sent += self.client.take_bytes()
         return True
 
     def gradients(self) -> dict[str, list[Slice]]:
         return self._served.fetch(gradients=True).tensors
 
-    def state_dict(self, served: bool = True) -> State:
+    def state_dict(self, served: bool = True) -> ShardedState:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        (self.settle if served else self._pulling.settle)()
+        (self.wait_for_parameters if served else self._lazy_pull.wait)()
         # A newcomer needs the settings that hooks have changed: it sends them with its steps.
-        settings = HeldState({}, self.held.optimizer, {})
+        settings = TrainState({}, self.attached.optimizer, {})
         state = self._served.fetch() if served else settings.state_dict()
         if served and not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
@@ -229,23 +240,23 @@ class ThroughServers:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, source: Source, step: int, served: bool = True) -> None:
+    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
         assert self._memory is not None
-        self._pulling.settle()
+        self._lazy_pull.wait()
         self._memory.take_back()
-        source = Merged(source)
+        source = MergedReplicas(source)
         # Of a checkpoint one rank may read what is damaged, and another what is not.
-        with self.group.all_or_none() if served else nullcontext():
+        with self.group.raise_on_all() if served else nullcontext():
             if source.plain:  # else its own weights come from elsewhere, and no server's through it
-                HeldState({}, self.held.optimizer, {}).load_groups(source)
+                TrainState({}, self.attached.optimizer, {}).load_groups(source)
             for name, tensor in self._served.others() if served else self._all_held():
                 source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
             if served:
                 self._served.send(source, step)
-        self._come_to(step)
+        self._advance_to(step)
         if served:
-            self._way.tell(self.line, self.group, step)
+            self._route.announce_state(self.client, self.group, step)
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served, waits=served)
         self.buffers.hold()
@@ -255,56 +266,56 @@ class ThroughServers:
         names = self.lookups.names
         return self._served.fetch(tables=True, dense=dense).tensors if names else {}
 
-    def kinds(self) -> State:
+    def types(self) -> ShardedState:
         """The names and types of what servers hold for this rank, without a value."""
-        return self._served.kinds()
+        return self._served.types()
 
-    def _come_to(self, batch: int) -> None:
+    def _advance_to(self, batch: int) -> None:
         self.batch, self._attempt = batch, 0
         self.lookups.batch = batch
 
-    def _greet(self) -> list[Welcome]:
+    def _greet(self) -> list[ServerWelcome]:
         num_rows, memory = len(self.blocks), self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
-            memory = self._memory = Memory(self.layout, num_rows, self.held.model)
+            memory = self._memory = WorkerMemory(self.layout, num_rows, self.attached.model)
         hello = {
-            "seat": self._way.seat,
+            "seat": self._route.seat,
             "batch": self.batch,
-            "halt": self.halting.told,
-            "secret": self.line.servers.secret,
+            "halt": self.halts.halt,
+            "secret": self.client.servers.secret,
             "layout": self.layout.digest,
             "num_rows": num_rows,
             "rows": memory.place,
         }
         asked = [
-            self._questions.ask(server, Hello, **hello, version=version)
+            self._requests.ask(server, WorkerHello, **hello, version=version)
             for server, version in enumerate(self._versions)
         ]
-        welcomes = [welcome for welcome, _ in self._questions.answers(asked)]
+        welcomes = [welcome for welcome, _ in self._requests.answers(asked)]
         try:
             memory.open(welcomes)
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
-        self.line.come_near([welcome.door for welcome in welcomes])
+        self.client.connect_locally([welcome.listener for welcome in welcomes])
         self.begins_at = self._where_to_begin(welcomes)
         return welcomes
 
     @property
     def _all_pieces(self) -> range:
-        """Those that are stepped on together in lockstep, as whoever takes them counts them."""
-        return range(len(self._way.pieces))
+        """Those that are stepped on together in lockstep, as the receiving server counts them."""
+        return range(len(self._route.pieces))
 
-    def _where_to_begin(self, welcomes: list[Welcome]) -> int:
+    def _where_to_begin(self, welcomes: list[ServerWelcome]) -> int:
         """The first batch of which not all servers have this seat's pieces."""
         if self.in_lockstep:
             return max(welcome.committed for welcome in welcomes)
         return min(welcome.next_batch for welcome in welcomes)
 
-    def _agree_alone(self, tally: Tally) -> Agreed:
-        self.halting.ask(self.line, self.batch, tally.asked)
-        return self.rounds.agree_alone(tally)._replace(
-            busy_s=[tally.busy_s] * self.group.num_ranks,
-            asked=self.halting.asked_after(self.batch + 1),
+    def _agree_alone(self, local: LocalStep) -> GlobalStep:
+        self.halts.ask(self.client, self.batch, local.asked)
+        return self.rounds.agree_locally(local)._replace(
+            busy_s=[local.busy_s] * self.group.num_ranks,
+            asked=self.halts.requests_after(self.batch + 1),
             mark=None,
             num_samples=None,
         )
@@ -316,14 +327,14 @@ class ThroughServers:
             for p in self.parameters:
                 p.grad = None
 
-    def _push_bucket(self, bucket: Bucket) -> Pushed:
+    def _push_bucket(self, bucket: GradientBucket) -> PushedBucket:
         if self._packing is not None:
             self._packing.round(bucket.rows)
-        for key in self.layout.of_shelf(len(self.buckets.sent)):
+        for key in self.layout.keys_of_buffer(len(self.buckets.sent)):
             self._push(key)
         if sum(row.nbytes for row in bucket.rows) > SMALL_BYTES:
-            self.line.flush()  # so that servers add up while backward goes on
-        return Pushed()
+            self.client.flush()  # so that servers add up while backward runs
+        return PushedBucket()
 
     def _push(self, key: int) -> None:
         if key in self.lookups.keys:
@@ -331,12 +342,12 @@ class ThroughServers:
             return
         assert self._memory is not None
         server, own = self.layout.holders[key], self.layout.keys[key]
-        rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.shelf].rows]
+        rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.flat_buffer].rows]
         is_shared = self._memory.shares_with(server)
         packing = self._packing if is_packed(own.itemsize) else None
         if packing is not None and not is_shared:
             rows = [packing.pack(row) for row in rows]
-        self.line.leave(
+        self.client.queue_push(
             server,
             () if is_shared else rows,
             batch=self.batch,
@@ -348,10 +359,10 @@ class ThroughServers:
             codec="none" if packing is None or is_shared else packing.name,
         )
         if not is_shared and own.num_bytes > SMALL_BYTES:
-            self.line.flush()  # the next one is made ready while this one travels
+            self.client.flush()  # the next one is made ready while this one travels
         if is_shared:  # as if it had been sent
-            num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * BYTES
-            self.line.num_bytes += num_bytes * len(rows)
+            num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * PACKED_BYTES
+            self.client.num_bytes += num_bytes * len(rows)
 
     def _which(self, pieces: range) -> dict[str, int]:
         return {
@@ -361,36 +372,57 @@ class ThroughServers:
             "last": pieces.stop,
         }
 
-    def _ask_sums(self, pieces: range, want_norm: bool) -> list[Question]:
-        return self._questions.ask_all(
+    def _ask_sums(self, pieces: range, want_norm: bool) -> list[SentRequest]:
+        return self._requests.ask_all(
             Sum, **self._which(pieces), want_norms=want_norm, want_finite=self.checks
         )
 
-    def _read_sums(self, asked: list[Question]) -> Iterator[memoryview]:
+    def _read_sums(self, asked: list[SentRequest]) -> Iterator[memoryview]:
         """Wait until every server has all rows, which is the vote; the norms that they found."""
         self._finite = True
-        for summed, frames in self._questions.answers(asked):
+        for summed, frames in self._requests.answers(asked):
             self._finite &= summed.finite
             yield from frames
 
     def _pull(self, batch: int, meets: bool, waits: bool = True) -> None:
         """Take the parameters for a batch, as soon as it may be begun. A newcomer takes those of
         now: its seat may be ahead of the others, who wait for it."""
-        asked = self._questions.ask_all(Pull, batch=batch, meets=meets, waits=waits)
+        asked = self._requests.ask_all(Pull, batch=batch, meets=meets, waits=waits)
         values = self._take(asked, at_once=True)
         self._is_early = not waits
         if waits:
             self.staleness.add(batch - values[0].committed)
 
-    def _take(self, asked: list[Question], at_once: bool) -> list[Values]:
+    def _take(self, asked: list[SentRequest], at_once: bool) -> list[PulledParameters]:
         """What servers answer who were asked for parameters, which are the model's from then on."""
-        answers = self._questions.answers(asked)
-        self._pulling.take(answers, at_once)
-        self._is_torn = False
+        answers = self._requests.answers(asked)
+        self._lazy_pull.take(answers, at_once)
+        self._is_mixed = False
         self._versions = [values.version for values, _ in answers]
-        self.halting.told = answers[0][0].halt
+        self.halts.halt = answers[0][0].halt
         return [values for values, _ in answers]
 
     def _all_held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.held.model.named_parameters()
-        yield from self.held.model.named_buffers()
+        yield from self.attached.model.named_parameters()
+        yield from self.attached.model.named_buffers()
+
+
+def _attach_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    holding: LocalLayout,
+    num_pieces: int,
+    in_lockstep: bool,
+) -> AttachedModel:
+    """A worker's own `num_pieces`; in lockstep those of all, and every worker must call it.
+
+    In lockstep workers agree on losses and requests in every step, those of one host in shared
+    memory: a message would cost more than the rest of a small step.
+    """
+    if not in_lockstep:
+        mesh = mesh._replace(world=Group(), data=Group())
+    attached = AttachedModel(model, optimizer, mesh, holding, num_pieces, 1)
+    if mesh.data.num_ranks > 1:
+        attached.rounds.agree_in_memory(len(served_parameters(model)))
+    return attached

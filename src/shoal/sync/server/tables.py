@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.wire import BadFrame, tensor_of
-from shoal.numerics.reserved import Reserved, reserved_zeros
-from shoal.parallel.layout import Slice, whole
+from shoal.numerics.reserved import ReservedParameter, reserved_zeros
+from shoal.parallel.layout import Slice, whole_slice
 from shoal.parallel.striping import Stripes, Striping, sparse_rows, tables_of
 
 _BEFORE = "before."
 
 
-class Tables:
+class ServerTables:
     """Made before the optimizer is, since it puts other weights into the model."""
 
     def __init__(self, model: nn.Module, number: int, num_servers: int):
@@ -31,14 +31,14 @@ class Tables:
         self.runs: dict[Tensor, Stripes] = {}
         for name, module in tables_of(model).items():
             stripes = Striping(module.num_embeddings, num_servers).stripes_of(number)
-            rows, is_lazy = module.weight.detach(), isinstance(module.weight, Reserved)
+            rows, is_lazy = module.weight.detach(), isinstance(module.weight, ReservedParameter)
             if is_lazy:
                 rows = reserved_zeros((sum(map(len, stripes)), rows.shape[1]), rows.dtype)
             elif len(rows) < module.num_embeddings:  # of another number of servers: new ones come
                 rows = rows.new_zeros(sum(map(len, stripes)), rows.shape[1])
             elif num_servers > 1:
                 rows = torch.cat([rows[:0], *(rows[s.start : s.stop] for s in stripes)])
-            slab = Reserved(rows) if is_lazy else nn.Parameter(rows)
+            slab = ReservedParameter(rows) if is_lazy else nn.Parameter(rows)
             module.weight = slab
             self.slabs.append(slab)
             self.runs[slab] = Stripes(name, module.num_embeddings, stripes)
@@ -132,8 +132,8 @@ class Tables:
         """The rows that the last step changed, as they were: for who takes this server's place."""
         found = {}
         for table, (places, rows) in self._before.items():
-            found[f"{_BEFORE}{table}.places"] = [whole(places)]
-            found[f"{_BEFORE}{table}.rows"] = [whole(rows)]
+            found[f"{_BEFORE}{table}.places"] = [whole_slice(places)]
+            found[f"{_BEFORE}{table}.rows"] = [whole_slice(rows)]
         return found
 
     def recall(self, tensors: Mapping[str, Sequence[Slice]]) -> None:
@@ -146,7 +146,7 @@ class Tables:
                 self._before[table] = places.tensor, rows.tensor
 
     def forget(self) -> None:
-        """Another state was taken over: nobody asks for the rows before it."""
+        """Another state was taken over: the rows before it are not needed."""
         self._before = {}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.data.batches import Batches
 from shoal.data.cache import cached as cached_module
 from shoal.data.cache.cached import Cached, cached
-from shoal.data.collating import fetch
+from shoal.data.collating import load_collated
 from shoal.data.readers.records import BadRecord
 from shoal.data.sources import Pass, Source, tensors
 from shoal.errors import RecipeError, UsageError
@@ -254,7 +254,7 @@ def test_a_sample_that_raises_is_named(keep) -> None:
     with pytest.raises(OSError, match="photo-2"):
         kept[2]
     with pytest.raises(RecipeError, match=r"sample 2 could not be loaded.*photo-2"):
-        fetch(kept, np.array([0, 1, 2]), None)
+        load_collated(kept, np.array([0, 1, 2]), None)
     with pytest.raises(RecipeError, match="sample 3 cannot be cached: a sample holds a object"):
         kept[3]
     assert kept.take(np.array([0, 1]))[1].tolist() == [0, 1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal import faults
 from shoal.data.cache import disk as disk_module
-from shoal.data.cache.disk import LEAST_BYTES, Disk, Full, Kept, choose_evicted
+from shoal.data.cache.disk import LEAST_BYTES, CacheFile, DiskLayer, EvictionBackoff, choose_evicted
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, content_of, in_child, key_of
 
@@ -38,31 +38,31 @@ def clock() -> Time:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, clock: Time) -> Callable[[], Disk]:
-    return lambda: Disk(tmp_path / "kept", MOST, clock)
+def opened(tmp_path: Path, clock: Time) -> Callable[[], DiskLayer]:
+    return lambda: DiskLayer(tmp_path / "kept", MOST, clock)
 
 
 def held(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "kept").glob("*/*") if path.is_file()]
 
 
-def put(disk: Disk, *numbers: int) -> list[bool]:
+def put(disk: DiskLayer, *numbers: int) -> list[bool]:
     return [disk.put(key_of(number), content_of(number, SIZE)) for number in numbers]
 
 
-def has(disk: Disk, *numbers: int) -> list[bool]:
+def has(disk: DiskLayer, *numbers: int) -> list[bool]:
     found = [disk.get(key_of(number)) for number in numbers]
     assert all(each in (None, content_of(n, SIZE)) for n, each in zip(numbers, found))
     return [each is not None for each in found]
 
 
 @given(
-    st.lists(st.builds(Kept, st.just(""), st.integers(0, 9), st.floats(0, 100)), max_size=30),
+    st.lists(st.builds(CacheFile, st.just(""), st.integers(0, 9), st.floats(0, 100)), max_size=30),
     st.integers(0, 100),
     st.floats(0, 100),
 )
 def test_what_is_evicted_is_the_oldest_and_no_more_than_needed(
-    kept: list[Kept], num_bytes: int, since: float
+    kept: list[CacheFile], num_bytes: int, since: float
 ) -> None:
     chosen = choose_evicted(kept, num_bytes, since)
     left = list(kept)
@@ -110,13 +110,13 @@ def test_a_full_directory_is_counted_seldom_by_all_processes_together(
     opened, clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: list[float] = []
-    start, counted = clock.now + 4, Disk._counted
+    start, counted = clock.now + 4, DiskLayer._counted
 
-    def noted(self: Disk, now: float) -> list[Kept]:
+    def noted(self: DiskLayer, now: float) -> list[CacheFile]:
         times.append(now - start)
         return counted(self, now)
 
-    monkeypatch.setattr(Disk, "_counted", noted)
+    monkeypatch.setattr(DiskLayer, "_counted", noted)
     disks = []
     for _ in range(4):
         clock.now += 1
@@ -141,7 +141,7 @@ def test_a_full_directory_is_counted_seldom_by_all_processes_together(
 
 @given(*[st.integers(0, 10_000)] * 5)
 def test_full_is_not_for_ever(opened: int, until: int, pause: int, own: int, now: int) -> None:
-    note = Full(opened, until, pause)
+    note = EvictionBackoff(opened, until, pause)
     if note.holds(own, now):
         assert own <= opened and now < until <= now + disk_module._MOST_FULL_S
     again = note.still(own, now)
@@ -268,6 +268,6 @@ def test_a_directory_that_vanishes_costs_the_layer_alone(
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
-        Disk(tmp_path / "file" / "kept", MOST)
+        DiskLayer(tmp_path / "file" / "kept", MOST)
     with pytest.raises(UsageError, match="at least"):
-        Disk(tmp_path / "kept", LEAST_BYTES - 1)
+        DiskLayer(tmp_path / "kept", LEAST_BYTES - 1)

@@ -9,10 +9,10 @@ import pymemcache
 import pytest
 import redis
 
-from shoal.data.cache.area import Area, geometry_of, lay_out
-from shoal.data.cache.disk import Disk
-from shoal.data.cache.layers import SEAL_BYTES, Row, sealed, unsealed
+from shoal.data.cache.disk import DiskLayer
+from shoal.data.cache.layers import SEAL_BYTES, TieredCache, sealed, unsealed
 from shoal.data.cache.memcached import memcached_layer
+from shoal.data.cache.memory import MemoryLayer, lay_out, read_geometry
 from shoal.data.cache.redis import redis_layer
 from shoal.testing.caches import CONTENT, KEY, OTHER, LayerConformance, Place
 from tests.support.servers import Server, start_memcached, start_redis
@@ -57,10 +57,10 @@ class TestArea(LayerConformance):
             memory[places[key] : places[key] + len(content)] = content
 
         places: dict[bytes, int] = {}
-        shape = geometry_of(descriptor)
+        shape = read_geometry(descriptor)
         assert shape is not None
         arena, memory = shape.arena, mmap.mmap(descriptor, shape.num_bytes)
-        yield Place(lambda: Area(os.dup(descriptor)), read, write)
+        yield Place(lambda: MemoryLayer(os.dup(descriptor)), read, write)
         memory.close()
         os.close(descriptor)
 
@@ -75,10 +75,12 @@ class TestDisk(LayerConformance):
             path(key).write_bytes(content)
 
         return Place(
-            lambda: Disk(tmp_path / "kept", 10_000_000), lambda key: path(key).read_bytes(), write
+            lambda: DiskLayer(tmp_path / "kept", 10_000_000),
+            lambda key: path(key).read_bytes(),
+            write,
         )
 
-    def test_a_file_that_was_cut_off_is_a_miss(self, place: Place, layer: Disk) -> None:
+    def test_a_file_that_was_cut_off_is_a_miss(self, place: Place, layer: DiskLayer) -> None:
         layer.put(KEY, CONTENT)
         stored = place.read(KEY)
         for size in (0, 1, SEAL_BYTES - 1, SEAL_BYTES, len(stored) - 1):
@@ -134,9 +136,9 @@ def test_the_seal_belongs_to_its_key() -> None:
 
 
 def test_what_is_found_far_away_moves_nearer(tmp_path: Path) -> None:
-    near, far = (Disk(tmp_path / name, 1 << 20) for name in ("near", "far"))
+    near, far = (DiskLayer(tmp_path / name, 1 << 20) for name in ("near", "far"))
     far.put(KEY, CONTENT)
-    row = Row([near, far])
+    row = TieredCache([near, far])
     assert near.get(KEY) is None
     assert row.get(KEY) == CONTENT
     assert near.get(KEY) == CONTENT

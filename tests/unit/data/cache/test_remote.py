@@ -11,7 +11,7 @@ from shoal.data.cache import remote
 from shoal.data.cache.layers import sealed
 from shoal.data.cache.memcached import memcached_layer
 from shoal.data.cache.redis import redis_layer
-from shoal.data.cache.remote import Connection, Gone, Refused, Remote
+from shoal.data.cache.remote import Connection, ServerLayer, ServerUnavailable, ValueRejected
 from shoal.errors import UsageError
 from shoal.testing.caches import CONTENT, KEY, OTHER
 from tests.support.leaks import wait_until
@@ -50,7 +50,7 @@ class Fake:
     def write(self, name: str, value: bytes) -> None:
         self._ask()
         if len(value) > 5000:
-            raise Refused("too large")
+            raise ValueRejected("too large")
         self.values[name] = value
 
     def close(self) -> None:
@@ -60,9 +60,9 @@ class Fake:
         self.num_asked += 1
         if self.num_breaks:
             self.num_breaks -= 1
-            raise Gone("connection reset")
+            raise ServerUnavailable("connection reset")
         if self.is_away:
-            raise Gone("connection refused")
+            raise ServerUnavailable("connection refused")
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def clock() -> Time:
 
 
 @pytest.fixture
-def layer(server: Fake, clock: Time) -> Remote:
-    return Remote("on a fake", server.connect, clock)
+def layer(server: Fake, clock: Time) -> ServerLayer:
+    return ServerLayer("on a fake", server.connect, clock)
 
 
 def test_a_broken_connection_is_made_anew_without_a_word(
-    layer: Remote, server: Fake, caplog: pytest.LogCaptureFixture
+    layer: ServerLayer, server: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer.put(KEY, CONTENT)
     server.num_breaks = 1
@@ -91,7 +91,7 @@ def test_a_broken_connection_is_made_anew_without_a_word(
 
 
 def test_a_server_that_is_away_is_left_alone_for_longer_and_longer(
-    layer: Remote, server: Fake, clock: Time, caplog: pytest.LogCaptureFixture
+    layer: ServerLayer, server: Fake, clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer.put(KEY, CONTENT)
     server.is_away = True
@@ -116,7 +116,7 @@ def test_a_server_that_is_away_is_left_alone_for_longer_and_longer(
 
 
 def test_what_is_refused_is_told_once_and_others_are_kept(
-    layer: Remote, caplog: pytest.LogCaptureFixture
+    layer: ServerLayer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         assert not layer.put(KEY, bytes(10_000))
@@ -126,7 +126,7 @@ def test_what_is_refused_is_told_once_and_others_are_kept(
 
 
 def test_a_value_that_is_not_what_was_put_is_told_once(
-    layer: Remote, server: Fake, caplog: pytest.LogCaptureFixture
+    layer: ServerLayer, server: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
     for value in (b"", b"short", sealed(OTHER, CONTENT), sealed(KEY, CONTENT)[:-1]):
         server.values[f"shoal:{KEY.hex()}"] = value
@@ -143,7 +143,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["redis", "memcached"])
-def real(request: pytest.FixtureRequest, quick: None) -> Iterator[tuple[Server, Remote]]:
+def real(request: pytest.FixtureRequest, quick: None) -> Iterator[tuple[Server, ServerLayer]]:
     start, make = {
         "redis": (start_redis, redis_layer),
         "memcached": (start_memcached, memcached_layer),
@@ -155,7 +155,7 @@ def real(request: pytest.FixtureRequest, quick: None) -> Iterator[tuple[Server, 
 
 
 def test_a_real_server_goes_away_and_comes_back(
-    real: tuple[Server, Remote], caplog: pytest.LogCaptureFixture
+    real: tuple[Server, ServerLayer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, layer = real
     assert layer.put(KEY, CONTENT) and layer.get(KEY) == CONTENT
@@ -178,7 +178,7 @@ def is_stopped(server: Server) -> bool:
 
 
 def test_a_real_server_that_hangs_is_not_waited_for(
-    real: tuple[Server, Remote], caplog: pytest.LogCaptureFixture
+    real: tuple[Server, ServerLayer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, layer = real
     assert layer.put(KEY, CONTENT)

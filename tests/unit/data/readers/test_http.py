@@ -14,9 +14,9 @@ from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
-from shoal.storage.remote import Patience
+from shoal.storage.object_client import RetryPolicy
 
-HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 CONTENT = b"one\ntwo\nthree\n"
 
 

@@ -11,12 +11,12 @@ import pytest
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.redis import redis_list, redis_stream
 from shoal.errors import UsageError
-from shoal.storage.remote import Patience
+from shoal.storage.object_client import RetryPolicy
 from shoal.testing.sources import Case, SourceConformance
 from tests.support.servers import Server, start_redis
 
 redis = pytest.importorskip("redis", reason="needs the extra redis")
-HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 ENTRIES = [b"one", b"", b"\x00\xff", b"four", b"five"]
 FIELDS = [{"x": entry, "y": bytes([at])} for at, entry in enumerate(ENTRIES)]
 
@@ -119,7 +119,7 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
     with start_redis(None, "--appendonly", "yes", "--appendfsync", "always") as server:
         with redis.Redis.from_url(server.url) as client:
             client.rpush("list", *ENTRIES)
-        source = redis_list(server.url, "list", patience=Patience(30, 0.05, 0.2))
+        source = redis_list(server.url, "list", patience=RetryPolicy(30, 0.05, 0.2))
         assert source[0] == b"one"
         server.stop()
         with ThreadPoolExecutor(1) as threads:

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data.likeness import content_name
-from shoal.data.readers import keys
+from shoal.data.identity import content_name
+from shoal.data.readers import sql_keys
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
-from shoal.storage.remote import Patience
+from shoal.storage.object_client import RetryPolicy
 from shoal.testing.sources import Case, SourceConformance
 from tests.support.leaks import wait_until
 from tests.support.servers import PASSWORD, Server, start_postgres
 
-HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 ROWS = [(7, "seven", b"\x07", 0.5), (2, "two", None, 1.5), (5, "100% 'x'", b"", None)]
 EXPECTED = [
     {"id": key, "name": name, "data": data, "value": value}
@@ -105,7 +105,7 @@ def test_a_server_may_hang_go_away_and_come_back() -> None:
     with start_postgres() as server:
         fill(server)
         hasty = sql(to_postgres(server), "samples", key="id", timeout_s=0.2, patience=HASTY)
-        source = sql(to_postgres(server), "samples", key="id", patience=Patience(60, 0.1, 0.5))
+        source = sql(to_postgres(server), "samples", key="id", patience=RetryPolicy(60, 0.1, 0.5))
         assert source[0] == hasty[0] == EXPECTED[0]
         server.pause()
         with pytest.raises(
@@ -177,7 +177,10 @@ def test_a_table_that_goes_away_is_told_at_once(path: Path) -> None:
 
 def test_a_database_that_is_locked_is_asked_again(path: Path) -> None:
     source = sql(
-        lambda: sqlite3.connect(path, timeout=0), "samples", key="id", patience=Patience(60, 0.05)
+        lambda: sqlite3.connect(path, timeout=0),
+        "samples",
+        key="id",
+        patience=RetryPolicy(60, 0.05),
     )
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
@@ -284,7 +287,7 @@ def test_many_keys_of_any_kind(tmp_path: Path) -> None:
 
 def test_keys_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in memory is the keys, 8 bytes each, and a page."""
-    monkeypatch.setattr(keys, "PAGE", 1000)
+    monkeypatch.setattr(sql_keys, "PAGE", 1000)
     with sqlite3.connect(tmp_path / "a.db") as database:
         database.execute("CREATE TABLE t (k INTEGER PRIMARY KEY)")
         database.executemany("INSERT INTO t VALUES (?)", ((7 * k,) for k in range(50_000)))
@@ -300,11 +303,11 @@ def test_keys_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     "given", [[1, 2, 3], [1, 2, 2**63], [1, 2.5, 3], ["a", "b", "c"], [1, 2, "b"], []]
 )
 def test_pages_of_keys_are_one_list(given: list[Any]) -> None:
-    found = keys.packed([given[:2], given[2:]], "k", "t")
+    found = sql_keys.pack_keys([given[:2], given[2:]], "k", "t")
     assert list(found) == given
     assert isinstance(found, np.ndarray) == all(type(k) is int and k < 2**63 for k in given)
     with pytest.raises(UsageError, match=r"3 more than once in the column k\."):
-        keys.packed([[1, 3], [3, 4]], "k", "t")
+        sql_keys.pack_keys([[1, 3], [3, 4]], "k", "t")
 
 
 def test_rows_may_come_as_dicts(path: Path, postgres: Server) -> None:

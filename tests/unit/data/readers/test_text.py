@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shoal.data.batches import Batches
 from shoal.data.readers.csv import csv, split_row
 from shoal.data.readers.files import BLOCK_BYTES
-from shoal.data.readers.linewise import Quotes, Stray, jsonl, lines, spans_of
+from shoal.data.readers.linewise import QuoteStyle, StrayQuote, jsonl, lines, spans_of
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.quarantine import quarantine
@@ -68,14 +68,14 @@ def test_lines_do_not_depend_on_how_a_file_is_cut(text: str, size: int) -> None:
     found = [content[start:stop] for start, stop in zip(starts, stops, strict=True)]
     *ended, last = content.split(b"\n")
     assert found == [line.removesuffix(b"\r") for line in ended] + ([last] if last else [])
-    quotes = Quotes(ord('"'), ord(","))
+    quotes = QuoteStyle(ord('"'), ord(","))
     assert _quoted_spans([content], quotes) == _quoted_spans(blocks, quotes)
 
 
-def _quoted_spans(blocks: list[bytes], quotes: Quotes) -> Any:
+def _quoted_spans(blocks: list[bytes], quotes: QuoteStyle) -> Any:
     try:
         return [part.tolist() for part in spans_of(blocks, quotes)]
-    except Stray as stray:
+    except StrayQuote as stray:
         return stray.offset
 
 
@@ -192,7 +192,7 @@ def test_a_bad_row_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     assert source[0] == {"a": "1\n1", "b": "2"} and source[2] == {"a": "4", "b": "5"}
     with pytest.raises(BadRecord, match=r"a.csv, line 4 \(sample 1\): 1 fields"):
         source[1]
-    with pytest.raises(BadRecord, match=r"line 6 \(sample 3\): a field goes on"):
+    with pytest.raises(BadRecord, match=r"line 6 \(sample 3\): a field continues"):
         source[3]
     with pytest.raises(BadRecord, match=r"line 7 \(sample 4\): byte 0xff is not utf-8"):
         source[-1]

@@ -14,11 +14,11 @@ from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
-from shoal.storage.remote import Patience, shown_url, without_password
+from shoal.storage.object_client import RetryPolicy, redact_password, redact_url
 from shoal.testing.sources import Case, SourceConformance
 from tests.support.gates import Gate
 
-HASTY = Patience(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
 CONTENT = b'{"a": 1}\n{"a": 2}\n"three"\n'
 EXPECTED = [{"a": 1}, {"a": 2}, "three"]
 
@@ -125,7 +125,7 @@ def test_a_store_that_stops_answering_is_a_lost_source(
     ],
 )
 def test_no_part_of_a_password_is_shown(url: str, shown: str) -> None:
-    assert without_password(url) == shown
+    assert redact_password(url) == shown
 
 
 def test_a_signature_is_not_shown(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_signature_is_not_shown(memory: Any, monkeypatch: pytest.MonkeyPatch) 
     memory.pipe_file("/shoal-urls/a.txt?X-Amz-Signature=f00", b"one\n")
     files = Files(url, patience=HASTY)
     assert files.names == ["memory://shoal-urls/a.txt?..."]
-    assert shown_url("/data/what?.csv") == "/data/what?.csv"
+    assert redact_url("/data/what?.csv") == "/data/what?.csv"
     other = url.replace("f00", "f11")
     memory.pipe_file("/shoal-urls/a.txt?X-Amz-Signature=f11", b"one\n")
     assert Files(other).identity("x") != files.identity("x")

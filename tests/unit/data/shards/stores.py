@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data.shard_files import places
-from shoal.storage.remote import Patience
+from shoal.data.shard_files import locations
+from shoal.storage.object_client import RetryPolicy
 from tests.unit.data.shards.made import NUM, Small, same
 
-HASTY = Patience(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
+HASTY = RetryPolicy(num_tries=4, first_pause_s=0.01, most_pause_s=0.05)
 URL = "memory://sets/out"
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PATIENCE", HASTY)
+    monkeypatch.setattr(locations, "PATIENCE", HASTY)
 
 
 def objects(memory: Any) -> dict[str, bytes]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shoal.data.shard_files import drafts
-from shoal.data.shard_files.places import Folder, read_index
-from shoal.data.shard_files.verifying import faults
+from shoal.data.shard_files.locations import ShardDirectory, read_index
+from shoal.data.shard_files.verifying import find_faults
 from shoal.data.shard_files.writing import build
 from shoal.data.transforms.mapping import mapped
 from shoal.data.views import weighted
@@ -34,8 +34,8 @@ def counted(call: Callable[..., Any], left: list[int], then: Callable[[], None])
 
 
 def is_good(folder: Path) -> bool:
-    place = Folder(folder)
-    return not any(faults(place, read_index(place)))
+    place = ShardDirectory(folder)
+    return not any(find_faults(place, read_index(place)))
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.full)])
@@ -162,7 +162,7 @@ def test_a_damaged_draft_is_not_gone_on_with(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build(Stops("rows"), tmp_path / "out", shard_bytes=1000)
-    draft = drafts.FolderDraft(Folder(tmp_path / "out")).path
+    draft = drafts.FolderDraft(ShardDirectory(tmp_path / "out")).path
     shard = draft / "shard-00001.bin"
     content = bytearray(shard.read_bytes())
     content[7] ^= 1
@@ -240,7 +240,7 @@ def test_what_lies_beside_a_set_is_not_removed_with_it(tmp_path: Path, name: str
 
 
 def test_two_builds_do_not_mix(tmp_path: Path) -> None:
-    one = drafts.FolderDraft(Folder(tmp_path / "out"))
+    one = drafts.FolderDraft(ShardDirectory(tmp_path / "out"))
     one.begin()
     with pytest.raises(UsageError, match="being built by another process"):
         make("rows", tmp_path / "out")

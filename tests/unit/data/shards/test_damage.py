@@ -19,9 +19,9 @@ from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files import format as formats
 from shoal.data.shard_files import reading
 from shoal.data.shard_files.format import INDEX, SEAL, BadShards, NoShards
-from shoal.data.shard_files.places import Folder, read_index
+from shoal.data.shard_files.locations import ShardDirectory, read_index
 from shoal.data.shard_files.reading import LostSample, shards
-from shoal.data.shard_files.verifying import faults
+from shoal.data.shard_files.verifying import find_faults
 from shoal.errors import ShoalError
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same, small_blocks
 
@@ -90,7 +90,7 @@ def write(folder: Path, before: Contents, after: Contents) -> None:
 
 def is_found(folder: Path) -> bool:
     try:
-        return any(faults(Folder(folder), read_index(Folder(folder))))
+        return any(find_faults(ShardDirectory(folder), read_index(ShardDirectory(folder))))
     except BadShards:
         return True
 
@@ -214,7 +214,7 @@ def test_a_disk_that_does_not_let_us_is_no_sample_s_fault(
     def refuse(path: Path) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(reading, "mapped", refuse)
+    monkeypatch.setattr(reading, "map_file", refuse)
     with pytest.raises(SourceLost, match=r"sample 0 of .* was not reached: .*Too many open files"):
         source[0]
 
@@ -224,7 +224,7 @@ def test_the_digest_is_the_one_that_was_sealed(tmp_path: Path) -> None:
     make("rows", tmp_path / "out")
     content, seal = changed(tmp_path / "out", later="more")
     assert formats.decode(content, seal).digest == hashlib.sha256(content).hexdigest()
-    index = read_index(Folder(tmp_path / "out"))
+    index = read_index(ShardDirectory(tmp_path / "out"))
     assert index.digest == hashlib.sha256(formats.encode(index)).hexdigest()
 
 
@@ -243,8 +243,10 @@ def test_a_stray_shard_is_named(tmp_path: Path) -> None:
     make("rows", tmp_path / "out")
     (tmp_path / "out" / "shard-00099.bin").touch()
     (tmp_path / "out" / "README").touch()
-    place = Folder(tmp_path / "out")
-    assert list(faults(place, read_index(place), 2)) == ["shard-00099.bin does not belong to it."]
+    place = ShardDirectory(tmp_path / "out")
+    assert list(find_faults(place, read_index(place), 2)) == [
+        "shard-00099.bin does not belong to it."
+    ]
 
 
 def sealed(content: bytes) -> tuple[bytes, bytes]:
@@ -309,7 +311,7 @@ def test_what_is_no_index_is_refused(content: bytes) -> None:
 def test_a_table_that_was_made_up_is_refused(tmp_path: Path) -> None:
     """Sealed and hashed as it should be, with offsets that point elsewhere."""
     make("packed", tmp_path / "out")
-    place = Folder(tmp_path / "out")
+    place = ShardDirectory(tmp_path / "out")
     index = read_index(place)
     shard = index.shards[0]
     words = np.frombuffer(

@@ -18,15 +18,15 @@ import fsspec.asyn
 import numpy as np
 import pytest
 
-from shoal.data.collating import fetch, good_samples
+from shoal.data.collating import load_collated, load_good_samples
 from shoal.data.readers.records import SourceLost
-from shoal.data.shard_files import fetching, sets
+from shoal.data.shard_files import fetching, shard_source
 from shoal.data.shard_files.format import BadShards
-from shoal.data.shard_files.places import open_place, read_index
+from shoal.data.shard_files.locations import open_location, read_index
 from shoal.data.shard_files.reading import LostSample, shards
-from shoal.data.shard_files.verifying import faults
+from shoal.data.shard_files.verifying import find_faults
 from shoal.data.transforms.quarantine import quarantine
-from shoal.storage.remote import Remote, StoreError
+from shoal.storage.object_client import ObjectClient, StoreError
 from tests.support.gates import Gate
 from tests.unit.data.shards.made import KINDS, NUM, Small, files, make, same
 from tests.unit.data.shards.stores import URL, check, hasty, objects
@@ -45,8 +45,8 @@ def test_a_set_is_built_and_read_there(
     source = shards(URL, tmp_path / "copies")
     check(source, kind)
     assert len(list((tmp_path / "copies").glob("*.bin"))) == len(source.index.shards)
-    place = open_place(URL, None, 1)
-    assert not list(faults(place, read_index(place), 2))
+    place = open_location(URL, None, 1)
+    assert not list(find_faults(place, read_index(place), 2))
     # A second reader asks for nothing but the index.
     memory.rm_file("/sets/out/shard-00000.bin")
     check(shards(URL, tmp_path / "copies", strict=False), kind)
@@ -72,7 +72,7 @@ def test_copies_stay_within_a_limit(tmp_path: Path, memory: Any, kind: str) -> N
 def test_what_another_process_removed_is_not_held(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str, compress: str | None
 ) -> None:
-    monkeypatch.setattr(sets, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_source, "_LOOK_S", 0.0)
     make(kind, URL, compress)
     source = shards(URL, tmp_path / "copies")
     check(source, kind)
@@ -111,7 +111,7 @@ def test_copies_go_by_their_use(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """One that was opened first, and is used ever since, goes last."""
-    monkeypatch.setattr(sets, "_LOOK_S", 0.0)
+    monkeypatch.setattr(shard_source, "_LOOK_S", 0.0)
     make(kind, URL)
     source = shards(URL, tmp_path / "copies")
     source[0], source[NUM - 1]
@@ -189,8 +189,8 @@ def test_a_bad_shard_loses_its_samples(
         with pytest.raises(LostSample, match=told):
             source[number]
     assert not list((tmp_path / "copies").glob(".fetching-*"))
-    place = open_place(URL, None, 1)
-    assert len(list(faults(place, read_index(place)))) == 1
+    place = open_location(URL, None, 1)
+    assert len(list(find_faults(place, read_index(place)))) == 1
 
 
 def test_a_shard_that_does_not_come_is_given_up(
@@ -200,19 +200,19 @@ def test_a_shard_that_does_not_come_is_given_up(
     source = shards(URL, tmp_path / "copies")
     asked, go_on = [], threading.Event()
 
-    def slow(self: Remote, path: str, start: int, stop: int) -> bytes:
+    def slow(self: ObjectClient, path: str, start: int, stop: int) -> bytes:
         asked.append(path)
         go_on.wait(30)
         return b""
 
     with monkeypatch.context() as patched:
-        patched.setattr(Remote, "part", slow)
+        patched.setattr(ObjectClient, "get_range", slow)
         patched.setattr(fetching, "PATIENCE_S", 0.05)
         for _ in range(3):
             with pytest.raises(SourceLost, match=r"no answer within 0.05 s"):
                 source[0]
         with pytest.raises(SourceLost):  # and no sample is left out for it
-            good_samples(quarantine(source, tmp_path / "bad.jsonl"), np.arange(3), None)
+            load_good_samples(quarantine(source, tmp_path / "bad.jsonl"), np.arange(3), None)
     assert len(asked) == 1, "a shard that failed is not waited for again and again"
     go_on.set()
     source._failed.clear()  # as after a minute
@@ -230,9 +230,9 @@ def test_shards_of_a_batch_are_fetched_beside_each_other(
     make(kind, URL, compress, shard_bytes=480)
     source = shards(URL, tmp_path / "copies")
     under_way, most, lock = [0], [0], threading.Lock()
-    part = Remote.part
+    part = ObjectClient.get_range
 
-    def counted(self: Remote, path: str, start: int, stop: int) -> bytes:
+    def counted(self: ObjectClient, path: str, start: int, stop: int) -> bytes:
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
@@ -243,9 +243,9 @@ def test_shards_of_a_batch_are_fetched_beside_each_other(
             with lock:
                 under_way[0] -= 1
 
-    monkeypatch.setattr(Remote, "part", counted)
+    monkeypatch.setattr(ObjectClient, "get_range", counted)
     ids = np.random.default_rng(0).permutation(NUM)
-    _, targets = fetch(source, ids, lambda samples: (None, [int(y) for _, y in samples]))
+    _, targets = load_collated(source, ids, lambda samples: (None, [int(y) for _, y in samples]))
     assert targets == [int(KINDS[kind](int(number))[1]) for number in ids]
     if kind == "rows":
         assert source.take(ids)[1].tolist() == targets
@@ -279,15 +279,15 @@ def test_an_outage_is_no_fault_of_the_set(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("rows", URL)
-    place = open_place(URL)
+    place = open_location(URL)
     index = read_index(place)
 
-    def away(self: Remote, path: str, start: int, stop: int) -> bytes:
+    def away(self: ObjectClient, path: str, start: int, stop: int) -> bytes:
         raise StoreError(111, "cannot read it: connection refused. Check the network.")
 
-    monkeypatch.setattr(Remote, "part", away)
+    monkeypatch.setattr(ObjectClient, "get_range", away)
     with pytest.raises(StoreError, match="refused"):
-        list(faults(place, index))
+        list(find_faults(place, index))
     with pytest.raises(SourceLost, match=r"sample 0 of .* was not reached: .*Check the network"):
         shards(URL, tmp_path / "copies")[0]
 
@@ -299,7 +299,7 @@ def test_unfinished_copies_have_names_of_their_own(
     make("rows", URL)
     names, real = [], fetching.fetch_to
 
-    def noted(remote: Remote, index: Any, number: int, path: Path, *rest: Any) -> None:
+    def noted(remote: ObjectClient, index: Any, number: int, path: Path, *rest: Any) -> None:
         names.append(path.name)
         real(remote, index, number, path, *rest)
 
@@ -353,8 +353,8 @@ def test_s3(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None
     system = fsspec.filesystem("s3", skip_instance_cache=True)
     for name, content in files(tmp_path / "wanted").items():
         assert system.cat_file(f"bucket/sets/out/{name}") == content
-    place = open_place("s3://bucket/sets/out", None, 1)
-    assert not list(faults(place, read_index(place)))
+    place = open_location("s3://bucket/sets/out", None, 1)
+    assert not list(find_faults(place, read_index(place)))
     with pytest.raises(StoreError, match="Create the bucket first"):
         make("rows", "s3://elsewhere/out")
     away = shards("s3://bucket/sets/out", tmp_path / "others")
@@ -385,14 +385,14 @@ def test_two_threads_may_fetch_one_shard_where_files_cannot_be_locked(
     source = shards(URL, tmp_path / "copies")
     monkeypatch.setattr(fetching.fcntl, "flock", refuse)
     both = threading.Barrier(2)
-    fetch = fetching.Copies._fetch
+    load_collated = fetching.ShardCopies._fetch
 
     def together(*args: Any) -> None:
         both.wait(10)
-        fetch(*args)
+        load_collated(*args)
         both.wait(10)
 
-    monkeypatch.setattr(fetching.Copies, "_fetch", together)
+    monkeypatch.setattr(fetching.ShardCopies, "_fetch", together)
     with ThreadPoolExecutor(2) as threads:
         local = [threads.submit(source.place.local, source.index, 0, []) for _ in range(2)]
         assert len({found.result().path for found in local}) == 1

@@ -16,7 +16,7 @@ from shoal.data.batches import Batches
 from shoal.data.collating import collate_samples
 from shoal.data.orders import order_name
 from shoal.data.packing import pack, unpack
-from shoal.data.shard_files.format import Packed, Rows
+from shoal.data.shard_files.format import PackedLayout, RowLayout
 from shoal.data.shard_files.reading import PackedSource, RowSource, shards
 from shoal.data.shard_files.writing import build
 from shoal.errors import UsageError
@@ -90,7 +90,7 @@ def test_samples_of_one_shape_are_rows(
     samples = [like(tree, seed) for seed in range(num)]
     index = build(samples, out, shard_bytes=64, compress=compress)
     source = shards(out)
-    assert isinstance(index.layout, Rows) and isinstance(source, RowSource)
+    assert isinstance(index.layout, RowLayout) and isinstance(source, RowSource)
     assert len(source) == num
     for number, sample in enumerate(samples):
         assert same(source[number], sample)
@@ -145,7 +145,7 @@ def test_rows_of_every_length_are_gathered(tmp_path: Path, size: int) -> None:
     """Slots of shards whose length is no multiple of a page have a gap behind them."""
     samples = [(torch.full((size,), i, dtype=torch.uint8), i) for i in range(40)]
     index = build(samples, tmp_path / "out", shard_bytes=9 * size)
-    assert isinstance(index.layout, Rows)
+    assert isinstance(index.layout, RowLayout)
     source = shards(tmp_path / "out")
     ids = np.random.default_rng(0).permutation(40)
     inputs, target = source.take(ids)
@@ -192,7 +192,7 @@ def test_one_sample_that_is_unlike_makes_all_packed(tmp_path: Path) -> None:
     samples = [(torch.arange(4), i) for i in range(200)]
     samples[77] = (torch.arange(5), 77)
     index = build(samples, tmp_path / "out", shard_bytes=400)
-    assert isinstance(index.layout, Packed)
+    assert isinstance(index.layout, PackedLayout)
     source = shards(tmp_path / "out")
     assert all(same(source[i], sample) for i, sample in enumerate(samples))
     assert isinstance(source, PackedSource) and not hasattr(source, "take")

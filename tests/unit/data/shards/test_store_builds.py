@@ -7,11 +7,11 @@ import pytest
 
 from shoal.data.shard_files import drafts, fetching
 from shoal.data.shard_files.format import INDEX, SEAL, BadShards
-from shoal.data.shard_files.places import open_place, read_index
+from shoal.data.shard_files.locations import open_location, read_index
 from shoal.data.shard_files.reading import shards
-from shoal.data.shard_files.verifying import faults
+from shoal.data.shard_files.verifying import find_faults
 from shoal.errors import UsageError
-from shoal.storage.remote import Remote
+from shoal.storage.object_client import ObjectClient
 from tests.unit.data.shards.made import files, make
 from tests.unit.data.shards.stores import URL, check, hasty, objects
 
@@ -22,27 +22,27 @@ def test_an_interrupted_build_goes_on_there(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("rows", tmp_path / "wanted")
-    real, left = Remote.put, [7]
+    real, left = ObjectClient.put, [7]
 
-    def put(self: Remote, path: str, content: bytes) -> None:
+    def put(self: ObjectClient, path: str, content: bytes) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         real(self, path, content)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Remote, "put", put)
+        patched.setattr(ObjectClient, "put", put)
         with pytest.raises(KeyboardInterrupt):
             make("rows", URL)
     with pytest.raises(BadShards):
         shards(URL, tmp_path / "copies")
     written: list[str] = []
 
-    def noted(self: Remote, path: str, content: bytes) -> None:
+    def noted(self: ObjectClient, path: str, content: bytes) -> None:
         written.append(path)
         real(self, path, content)
 
-    monkeypatch.setattr(Remote, "put", noted)
+    monkeypatch.setattr(ObjectClient, "put", noted)
     make("rows", URL)
     assert "shard-00000.bin" not in written and written[-1] == SEAL
     assert objects(memory) == files(tmp_path / "wanted")
@@ -91,14 +91,16 @@ def test_stopped_before_every_request(
         is_stopped = False
         with monkeypatch.context() as patched:
             for name in ("put", "delete"):
-                patched.setattr(Remote, name, stops(getattr(Remote, name)))
+                patched.setattr(ObjectClient, name, stops(getattr(ObjectClient, name)))
             try:
                 make("rows", URL, force=True)
             except KeyboardInterrupt:
                 is_stopped = True
         if SEAL in objects(memory):
-            place = open_place(URL)
-            assert not list(faults(place, read_index(place))), f"stopped before request {number}"
+            place = open_location(URL)
+            assert not list(find_faults(place, read_index(place))), (
+                f"stopped before request {number}"
+            )
         make("rows", URL, force=True)
         assert objects(memory) == files(tmp_path / "wanted")
         if not is_stopped:

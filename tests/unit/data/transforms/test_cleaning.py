@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.batches import Batches
-from shoal.data.orders import Blocks, Bucketed, Sequential
-from shoal.data.sources import Pass, Takes, Varied, tensors
-from shoal.data.transforms import shares
-from shoal.data.transforms.cleaning import Counts, clean
-from shoal.data.transforms.drawing import Random
+from shoal.data.orders import BlockShuffled, Bucketed, Sequential
+from shoal.data.sources import BatchSource, EpochSource, Pass, tensors
+from shoal.data.transforms import jobs
+from shoal.data.transforms.cleaning import CleanCounts, clean
 from shoal.data.transforms.mapping import mapped
+from shoal.data.transforms.randomness import Random
 from shoal.data.views import View, by_length, in_order, weighted
 from shoal.errors import RecipeError, ShoalError, UsageError
 
@@ -25,7 +25,7 @@ from shoal.errors import RecipeError, ShoalError, UsageError
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shares, "_LEAST_SHARE", 7)
+    monkeypatch.setattr(jobs, "_LEAST_SHARE", 7)
     return tmp_path / "cache" / "transforms"
 
 
@@ -68,7 +68,7 @@ def test_all_rules_at_once(tmp_path: Path, workers: int) -> None:
         {"age": 41, "name": "eve"},
         {"age": 50, "name": "zed"},
     ]
-    assert found.counts == Counts(kept=3, failed=6, invalid=3, dropped=3, duplicates=9)
+    assert found.counts == CleanCounts(kept=3, failed=6, invalid=3, dropped=3, duplicates=9)
     notes = {line["index"]: (line["error"], line["reason"]) for line in lines(path)}
     assert len(notes) == 18 and list(notes) == sorted(notes)
     assert notes[1] == ("schema", "sample 1: age is -1, which is not from 0 to 130")
@@ -144,16 +144,16 @@ def test_take_vary_and_order(tmp_path: Path) -> None:
         return bool(sample[1] >= 12)
 
     found = clean(plain, keep=large)
-    assert isinstance(found, Takes) and not isinstance(found, Varied)
+    assert isinstance(found, BatchSource) and not isinstance(found, EpochSource)
     assert found.take(np.array([0, 7]))[1].tolist() == [12, 19]
-    assert not isinstance(clean(plain, keep=large, repair=tuple), Takes)
+    assert not isinstance(clean(plain, keep=large, repair=tuple), BatchSource)
 
     def shaken(sample: Any, random: Random) -> Any:
         return sample[0] + random.random(), sample[1]
 
     source = mapped(plain, shaken)
     varied = clean(source, keep=large)
-    assert isinstance(varied, Varied)
+    assert isinstance(varied, EpochSource)
     assert varied.vary(1, Pass(3, 4)) == source.vary(13, Pass(3, 4))
     assert not hasattr(found, "order")
     assert isinstance(clean(in_order(plain), keep=large).order, Sequential)
@@ -167,7 +167,7 @@ def test_blocks_and_lengths_follow_what_is_left() -> None:
     def kept(sample: Any) -> bool:
         return bool(sample[0] % 3 == 0 and not 10 <= sample[0] < 20)
 
-    found = clean(View(plain, Blocks([10, 10, 5, 5], window=1)), keep=kept)
+    found = clean(View(plain, BlockShuffled([10, 10, 5, 5], window=1)), keep=kept)
     ids = found.order.ids(np.arange(len(found)), 1, 0)
     assert sorted(ids.tolist()) == list(range(len(found)))
     groups = [found[int(index)][0] // 10 + (found[int(index)][0] >= 25) for index in ids]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from shoal.data.batches import Batches
-from shoal.data.readers.records import Many
-from shoal.data.sources import Ids, Takes, tensors
+from shoal.data.readers.records import BulkSource
+from shoal.data.sources import BatchSource, Ids, tensors
 from shoal.data.transforms.cleaning import clean
-from shoal.data.transforms.drawing import Random, on
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized
 from shoal.data.transforms.quarantine import quarantine
+from shoal.data.transforms.randomness import Random, on
 from shoal.data.transforms.statistics import statistics
 from shoal.errors import RecipeError
 from shoal.testing.sources import Case, SourceConformance
@@ -112,7 +112,7 @@ def test_a_batch_of_records_is_one_question() -> None:
     source: Any = clean(rows, schema={"x": (0, 100)})
     assert rows.questions == [64]
     source = normalized(mapped(source, pair), ["inputs"])
-    assert rows.questions == [64, 64] and isinstance(source, Takes | Many)
+    assert rows.questions == [64, 64] and isinstance(source, BatchSource | BulkSource)
     batch = Batches(source, batch_size=16).at(0).piece(0)
     assert rows.questions[2:] == [16] and batch.num_samples == 16
 

@@ -19,9 +19,9 @@ import torch
 
 from shoal.data.sources import tensors, windows
 from shoal.data.transforms import fingerprint, images
-from shoal.data.transforms.drawing import chain, on
 from shoal.data.transforms.fingerprint import NoIdentity, digest, identity_of
 from shoal.data.transforms.mapping import mapped
+from shoal.data.transforms.randomness import chain, on
 from shoal.data.views import in_order, join
 
 
@@ -232,7 +232,7 @@ def test_a_process_that_hashes_otherwise_finds_the_same() -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[4] / "src")!r})
 from shoal.data.transforms import images
-from shoal.data.transforms.drawing import on
+from shoal.data.transforms.randomness import on
 from shoal.data.transforms.fingerprint import digest
 {KEEP}
 print(digest({values}), end="")

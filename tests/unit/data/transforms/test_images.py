@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.data.transforms import images
-from shoal.data.transforms.drawing import chain, generator
+from shoal.data.transforms.randomness import chain, sample_generator
 from shoal.errors import RecipeError, UsageError
 
 CHANGES = {
@@ -39,28 +39,28 @@ def check_kind(change: Any, dtype: Any) -> None:
     given = image(dtype)
     before = given.copy()
     given.flags.writeable = False
-    of_array = change(given, generator(0, 0, 5))
+    of_array = change(given, sample_generator(0, 0, 5))
     assert isinstance(of_array, np.ndarray) and of_array.dtype == dtype
     assert of_array.flags.c_contiguous and of_array.shape[0] == 3
-    of_tensor = change(torch.from_numpy(before), generator(0, 0, 5))
+    of_tensor = change(torch.from_numpy(before), sample_generator(0, 0, 5))
     assert isinstance(of_tensor, torch.Tensor) and np.array_equal(of_tensor.numpy(), of_array)
     assert np.array_equal(given, before) and not np.array_equal(of_array, before)
 
 
 def test_a_chance_is_no_percentage() -> None:
     with pytest.raises(UsageError, match=r"chance=50\. A chance is from 0 to 1"):
-        images.flip(image(), generator(0, 0, 0), chance=50)
+        images.flip(image(), sample_generator(0, 0, 0), chance=50)
 
 
 def test_flip() -> None:
     given = image()
-    found = images.flip(given, generator(0, 0, 0), chance=1.0)
+    found = images.flip(given, sample_generator(0, 0, 0), chance=1.0)
     assert np.array_equal(found, given[:, :, ::-1])
-    assert images.flip(given, generator(0, 0, 0), chance=0.0) is given
-    flipped = [images.flip(given, generator(0, 0, i)) is not given for i in range(400)]
+    assert images.flip(given, sample_generator(0, 0, 0), chance=0.0) is given
+    flipped = [images.flip(given, sample_generator(0, 0, i)) is not given for i in range(400)]
     assert 150 < sum(flipped) < 250
     with pytest.raises(UsageError, match="horizontal or vertical"):
-        images.flip(given, generator(0, 0, 0), axis="diagonal")
+        images.flip(given, sample_generator(0, 0, 0), axis="diagonal")
 
 
 def test_crop_is_a_part_of_the_padded_image() -> None:
@@ -69,13 +69,13 @@ def test_crop_is_a_part_of_the_padded_image() -> None:
     parts = [padded[:, y : y + 12, x : x + 12] for y in range(5) for x in range(5)]
     seen = set()
     for index in range(200):
-        found = images.crop(given, generator(0, 0, index), padding=2)
+        found = images.crop(given, sample_generator(0, 0, index), padding=2)
         matches = [n for n, part in enumerate(parts) if np.array_equal(part, found)]
         assert len(matches) == 1
         seen.add(matches[0])
     assert len(seen) == 25
     with pytest.raises(RecipeError, match="17 x 17 does not fit into 16 x 16"):
-        images.crop(given, generator(0, 0, 0), size=17, padding=2)
+        images.crop(given, sample_generator(0, 0, 0), size=17, padding=2)
 
 
 def test_resizing_keeps_what_is_flat_and_what_has_the_size() -> None:
@@ -85,10 +85,12 @@ def test_resizing_keeps_what_is_flat_and_what_has_the_size() -> None:
     assert np.array_equal(images.resized(given, 12, 12), given)
     ramp = np.arange(8.0).reshape(1, 1, 8)
     assert images.resized(ramp, 1, 4).reshape(-1).tolist() == [0.5, 2.5, 4.5, 6.5]
-    found = images.resized_crop(given, generator(0, 0, 0), size=12, area=(1.0, 1.0), ratio=(1, 1))
+    found = images.resized_crop(
+        given, sample_generator(0, 0, 0), size=12, area=(1.0, 1.0), ratio=(1, 1)
+    )
     assert np.array_equal(found, given)
     with pytest.raises(UsageError, match="ranges above 0"):
-        images.resized_crop(given, generator(0, 0, 0), size=12, area=(0.0, 1.0))
+        images.resized_crop(given, sample_generator(0, 0, 0), size=12, area=(0.0, 1.0))
     with pytest.raises(RecipeError, match="resized to 0 x 4"):
         images.resized(given, 0, 4)
 
@@ -103,15 +105,15 @@ def test_as_torch_resizes() -> None:
 
 def test_turn() -> None:
     given = image()
-    found = [images.turn(given, generator(0, 0, index)) for index in range(40)]
+    found = [images.turn(given, sample_generator(0, 0, index)) for index in range(40)]
     for times in range(4):
         assert any(np.array_equal(part, np.rot90(given, times, (1, 2))) for part in found)
     wide = image(shape=(3, 4, 6))
-    assert images.turn(wide, generator(0, 0, 0), by=(180,)).shape == wide.shape
+    assert images.turn(wide, sample_generator(0, 0, 0), by=(180,)).shape == wide.shape
     with pytest.raises(RecipeError, match=r"by=\(0, 180\)"):
-        images.turn(wide, generator(0, 0, 0))
+        images.turn(wide, sample_generator(0, 0, 0))
     with pytest.raises(UsageError, match="multiples of 90"):
-        images.turn(wide, generator(0, 0, 0), by=(45,))
+        images.turn(wide, sample_generator(0, 0, 0), by=(45,))
 
 
 def test_rotate_turns_about_the_middle() -> None:
@@ -119,44 +121,46 @@ def test_rotate_turns_about_the_middle() -> None:
     given[0, 10, 10] = 1.0
     given[0, 10, 18] = 1.0
     for index in range(20):
-        found = images.rotate(given, generator(0, 0, index), degrees=30)
+        found = images.rotate(given, sample_generator(0, 0, index), degrees=30)
         assert abs(found[0, 10, 10] - 1) < 1e-6
         assert found[0, 9:12, 9:12].sum() < 1.4
         assert found[0, :, 15:].sum() > 0.8
-    drawn = [images.rotate(given, generator(0, 0, index), degrees=30)[0] for index in range(20)]
+    drawn = [
+        images.rotate(given, sample_generator(0, 0, index), degrees=30)[0] for index in range(20)
+    ]
     heights = [np.argmax(part[:, 15:].sum(axis=1)) for part in drawn]
     assert min(heights) < 9 and max(heights) > 11
-    filled = images.rotate(np.ones((1, 8, 8)), generator(0, 0, 0), degrees=45, fill=1)
+    filled = images.rotate(np.ones((1, 8, 8)), sample_generator(0, 0, 0), degrees=45, fill=1)
     assert np.allclose(filled, 1)
     with pytest.raises(UsageError, match="up to 45"):
-        images.rotate(given, generator(0, 0, 0), degrees=90)
+        images.rotate(given, sample_generator(0, 0, 0), degrees=90)
 
 
 def test_jitter() -> None:
     given = image(np.float32)
     none = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0}
-    same = images.jitter(given, generator(0, 0, 0), **none)
+    same = images.jitter(given, sample_generator(0, 0, 0), **none)
     np.testing.assert_allclose(same, given, atol=1e-6)
-    brighter = images.jitter(given, generator(0, 0, 0), **{**none, "brightness": 0.5})
+    brighter = images.jitter(given, sample_generator(0, 0, 0), **{**none, "brightness": 0.5})
     inside = (brighter > 0) & (brighter < 1)
     factors = brighter[inside] / given[inside]
     assert np.allclose(factors, factors[0], rtol=1e-5) and abs(factors[0] - 1) > 0.01
     grey = np.repeat(image(np.float32, (1, 4, 4)), 3, axis=0)
-    kept = images.jitter(grey, generator(0, 0, 0), **{**none, "saturation": 1.0})
+    kept = images.jitter(grey, sample_generator(0, 0, 0), **{**none, "saturation": 1.0})
     np.testing.assert_allclose(kept, grey, atol=1e-5)
     for shape in ((1, 5, 5), (4, 5, 5)):
-        assert images.jitter(image(shape=shape), generator(0, 0, 0)).shape == shape
+        assert images.jitter(image(shape=shape), sample_generator(0, 0, 0)).shape == shape
     with pytest.raises(RecipeError, match="needs 0 to 1"):
-        images.jitter(given * 2 - 1, generator(0, 0, 0))
+        images.jitter(given * 2 - 1, sample_generator(0, 0, 0))
     with pytest.raises(UsageError, match="from 0 to 1"):
-        images.jitter(given, generator(0, 0, 0), contrast=2.0)
+        images.jitter(given, sample_generator(0, 0, 0), contrast=2.0)
 
 
 def test_cutout() -> None:
     given = image() // 2 + 1
     counts = set()
     for index in range(50):
-        found = images.cutout(given, generator(0, 0, index), size=4)
+        found = images.cutout(given, sample_generator(0, 0, index), size=4)
         holes = (found == 0).all(axis=0)
         rows, columns = np.flatnonzero(holes.any(1)), np.flatnonzero(holes.any(0))
         assert holes[np.ix_(rows, columns)].all() and 4 <= holes.sum() <= 16
@@ -189,7 +193,7 @@ def test_channels() -> None:
         images.channels_first(torch.from_numpy(last)), torch.from_numpy(last).permute(2, 0, 1)
     )
     with pytest.raises(RecipeError, match="channels last"):
-        images.flip(last, generator(0, 0, 0), chance=1.0)
+        images.flip(last, sample_generator(0, 0, 0), chance=1.0)
     with pytest.raises(RecipeError, match="2 or 3 dims"):
         images.channels_first(last[None])
 
@@ -197,10 +201,10 @@ def test_channels() -> None:
 @pytest.mark.parametrize("given", [np.zeros((4, 4)), np.zeros((3, 4, 4), np.int64), "x", None])
 def test_what_is_no_image_is_refused(given: Any) -> None:
     with pytest.raises(RecipeError, match="is no image"):
-        images.cutout(given, generator(0, 0, 0))
+        images.cutout(given, sample_generator(0, 0, 0))
 
 
 def test_a_chain_of_them() -> None:
     change = chain(images.flip, partial(images.crop, padding=2), images.jitter, images.to_float)
-    found = change(torch.from_numpy(image()), generator(0, 0, 0))
+    found = change(torch.from_numpy(image()), sample_generator(0, 0, 0))
     assert found.dtype == torch.float32 and found.shape == (3, 12, 12)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shoal.data.batches import Batches
 from shoal.data.orders import Sequential
-from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
-from shoal.data.transforms.drawing import Random, on
+from shoal.data.sources import BatchSource, EpochSource, Pass, SkipsBad, tensors
 from shoal.data.transforms.mapping import Mapped, mapped
 from shoal.data.transforms.quarantine import quarantine
+from shoal.data.transforms.randomness import Random, on
 from shoal.data.views import in_order, join
 from shoal.errors import RecipeError
 
@@ -113,16 +113,16 @@ def plainly(source: Any) -> Any:
 
 def test_only_what_varies_has_vary() -> None:
     plain = plainly(pairs())
-    assert not isinstance(plain, Varied) and not isinstance(plain, Takes)
-    assert isinstance(varied(), Varied) and isinstance(plainly(varied()), Varied)
+    assert not isinstance(plain, EpochSource) and not isinstance(plain, BatchSource)
+    assert isinstance(varied(), EpochSource) and isinstance(plainly(varied()), EpochSource)
     again = plainly(varied())
     assert torch.equal(again.vary(3, Pass(1, 1))[0], varied().vary(3, Pass(1, 1))[0])
 
 
 def test_order_and_policy_of_what_lies_below_are_kept(tmp_path: Any) -> None:
     source = plainly(in_order(quarantine(pairs(), tmp_path / "bad.jsonl")))
-    assert isinstance(source.order, Sequential) and isinstance(source, LeavesOut)
-    assert not isinstance(plainly(pairs()), LeavesOut)
+    assert isinstance(source.order, Sequential) and isinstance(source, SkipsBad)
+    assert not isinstance(plainly(pairs()), SkipsBad)
 
 
 def test_errors_name_the_sample() -> None:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.collating import collate_samples, fetch
-from shoal.data.sources import Pass, Takes, Varied, tensors
-from shoal.data.transforms.drawing import on
+from shoal.data.collating import collate_samples, load_collated
+from shoal.data.sources import BatchSource, EpochSource, Pass, tensors
 from shoal.data.transforms.mapping import mapped
-from shoal.data.transforms.normalizing import keep_statistics, normalized
+from shoal.data.transforms.normalizing import normalized, save_run_statistics
+from shoal.data.transforms.randomness import on
 from shoal.data.transforms.statistics import load_statistics, statistics
 from shoal.errors import RecipeError, UsageError
 
@@ -32,7 +32,7 @@ def pairs(dtype: torch.dtype) -> Any:
 )
 def test_mean_and_deviation(dtype: torch.dtype) -> None:
     source = normalized(pairs(dtype), {"inputs.image": 0, "target": None})
-    assert isinstance(source, Takes) and not isinstance(source, Varied)
+    assert isinstance(source, BatchSource) and not isinstance(source, EpochSource)
     inputs, target = source.take(np.arange(50))
     image = inputs["image"]
     assert image.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -51,7 +51,7 @@ def test_many_at_once_are_the_same_bits(dtype: torch.dtype) -> None:
 def check_bits(dtype: torch.dtype, axis: int | None, to: Any) -> None:
     source = normalized(pairs(dtype), {"inputs.image": axis, "target": None}, to=to)
     ids = np.array([3, 49, 0, 3])
-    taken = fetch(source, ids, None)
+    taken = load_collated(source, ids, None)
     collated = collate_samples([source[int(index)] for index in ids])
     assert torch.equal(taken[0]["image"], collated[0]["image"])
     assert torch.equal(taken[1], collated[1])
@@ -92,7 +92,7 @@ def test_given_statistics_are_used(tmp_path: Path) -> None:
 def test_varied_samples_are_scaled_too() -> None:
     shaken = mapped([(1.0, 0), (3.0, 0)], on("inputs", lambda value, random: value + 1))
     source = normalized(shaken, statistics=statistics([(1.0, 0), (3.0, 0)], ["inputs"]))
-    assert isinstance(source, Varied) and source.vary(1, Pass(0, 0))[0] == 2.0
+    assert isinstance(source, EpochSource) and source.vary(1, Pass(0, 0))[0] == 2.0
     assert len(list(iter(source))) == 2
 
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_statistics_of_all_layers_are_kept_for_a_run(tmp_path: Path) -> None:
     below = normalized(pairs(torch.float32), {"inputs.image": 0})
     source = mapped(normalized(below, {"target": None}), lambda sample: sample)
-    keep_statistics(source, tmp_path)
+    save_run_statistics(source, tmp_path)
     kept = [load_statistics(tmp_path / f"statistics{end}.json") for end in ("", "-2")]
     assert [list(found.fields) for found in kept] == [["target"], ["inputs.image"]]
     assert kept[1] == below.statistics

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data.sources import Varied
+from shoal.data.sources import EpochSource
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "how-to" / "transforms.md"
 
@@ -23,5 +23,5 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     random = np.random.default_rng(0)
     rows = [{"pixels": random.random((3, 8, 8), np.float32), "label": index} for index in range(12)]
     prepared = names["prepare"](rows)
-    assert len(prepared) == 10 and isinstance(prepared, Varied)
+    assert len(prepared) == 10 and isinstance(prepared, EpochSource)
     assert prepared[0][0].shape == (3, 8, 8)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.batches import Batches, Loading
+from shoal.data.batches import Batches, LoadOptions
 from shoal.data.packing import BadSample
 from shoal.data.pieces import pieces_in_order
-from shoal.data.sources import LeavesOut, Pass, Takes, Varied, tensors
+from shoal.data.sources import BatchSource, EpochSource, Pass, SkipsBad, tensors
 from shoal.data.transforms import tabular
 from shoal.data.transforms.cleaning import clean
-from shoal.data.transforms.drawing import Random, on
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.normalizing import normalized
 from shoal.data.transforms.quarantine import quarantine
+from shoal.data.transforms.randomness import Random, on
 from shoal.data.transforms.statistics import statistics
 from shoal.data.views import by_length, in_order
 from shoal.errors import RecipeError, ShoalError, UsageError
@@ -89,7 +89,7 @@ def test_samples_of_another_form_are_left_out_under_every_plan(
     path = tmp_path / "bad.jsonl"
     source = quarantine([(ODD.get(i, torch.ones(2)), i) for i in range(16)], path)
     batches = Batches(
-        source, batch_size=16, num_pieces=num_pieces, loading=Loading(loaders=loaders)
+        source, batch_size=16, num_pieces=num_pieces, loading=LoadOptions(loaders=loaders)
     )
     try:
         pieces = [batches.at(0).piece(number) for number in range(num_pieces)]
@@ -227,10 +227,10 @@ def test_vary_is_passed_through(tmp_path: Path) -> None:
         return random.random(), 0
 
     plain = quarantine(tensors(torch.arange(4.0), torch.arange(4)), tmp_path / "a")
-    assert not isinstance(plain, Takes | Varied)
+    assert not isinstance(plain, BatchSource | EpochSource)
     inner = mapped([(1, 2)], drawn)
     varied = quarantine(inner, tmp_path / "b")
-    assert isinstance(varied, Varied) and not isinstance(varied, Takes)
+    assert isinstance(varied, EpochSource) and not isinstance(varied, BatchSource)
     assert varied.vary(0, Pass(1, 2)) == inner.vary(0, Pass(1, 2))
 
 
@@ -240,7 +240,7 @@ def test_what_lies_over_it_still_leaves_out(tmp_path: Path) -> None:
     of = statistics([(0.0, 0), (2.0, 0)], ["inputs"])
     source = clean(normalized(mapped(source, tuple), statistics=of), keep=even, quarantine=path)
     before = len(lines(path))
-    assert isinstance(source, LeavesOut)
+    assert isinstance(source, SkipsBad)
     source.record(2, ValueError("now"))
     assert lines(path)[before]["index"] == source.kept[2] == 4
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.transforms.schema import complaint_of
+from shoal.data.transforms.schema import compile_schema
 from shoal.errors import UsageError
 
 
@@ -30,7 +30,7 @@ class Person(msgspec.Struct):
     ],
 )
 def test_a_struct(sample: Any, words: str | None) -> None:
-    check(complaint_of(Person)(sample), words)
+    check(compile_schema(Person)(sample), words)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_a_struct(sample: Any, words: str | None) -> None:
     ],
 )
 def test_a_rule(rule: Any, value: Any, words: str | None) -> None:
-    check(complaint_of({"x": rule})({"x": value}), words)
+    check(compile_schema({"x": rule})({"x": value}), words)
 
 
 def test_fields_of_pairs_and_missing_ones() -> None:
-    complain = complaint_of({"inputs.age": (0, 9), "target": {0, 1}})
+    complain = compile_schema({"inputs.age": (0, 9), "target": {0, 1}})
     assert complain(({"age": 3}, 1)) is None
     check(complain(({"age": 3}, 2)), "target is 2")
     check(complain(({"agee": 3}, 1)), "no field 'inputs.age'.*'agee'")
@@ -85,9 +85,9 @@ def test_fields_of_pairs_and_missing_ones() -> None:
 )
 def test_what_is_no_schema_is_refused(schema: Any) -> None:
     with pytest.raises(UsageError, match=r"is no schema|is not known"):
-        complaint_of(schema)
+        compile_schema(schema)
     with pytest.raises(UsageError, match="ends before it begins"):
-        complaint_of({"x": (2, 1)})
+        compile_schema({"x": (2, 1)})
 
 
 def check(found: str | None, words: str | None) -> None:

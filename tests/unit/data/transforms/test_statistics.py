@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.sources import tensors
-from shoal.data.transforms import shares
+from shoal.data.transforms import jobs
 from shoal.data.transforms.mapping import mapped
 from shoal.data.transforms.statistics import (
-    Measured,
+    PartialStatistics,
     Statistics,
     axes_of,
     load_statistics,
     measure,
-    merged,
+    merge_statistics,
     statistics,
 )
 from shoal.errors import RecipeError, UsageError
@@ -62,19 +62,19 @@ def test_a_small_spread_far_from_zero_is_not_lost() -> None:
 def test_any_division_in_any_order_gives_the_same_bits(cuts: list[int], random: Any) -> None:
     source = pairs(60, torch.float64)
     axes = axes_of({"inputs": -1})
-    whole = merged(iter([measure(source, axes, range(60), True)]), [0.5])
+    whole = merge_statistics(iter([measure(source, axes, range(60), True)]), [0.5])
     edges = [0, *sorted(cuts), 60]
     parts = [measure(source, axes, range(a, b), True).packed() for a, b in pairwise(edges)]
     random.shuffle(parts)
-    assert merged(map(Measured.of, parts), [0.5]) == whole
+    assert merge_statistics(map(PartialStatistics.of, parts), [0.5]) == whole
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_any_number_of_workers_gives_the_same_bits(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "_LEAST_SHARE", 50)
-    expected = merged(iter([measure(pairs(), {"inputs": 0}, range(700))]))
+    monkeypatch.setattr(jobs, "_LEAST_SHARE", 50)
+    expected = merge_statistics(iter([measure(pairs(), {"inputs": 0}, range(700))]))
     assert statistics(pairs(), {"inputs": 0}, workers=workers) == expected
 
 

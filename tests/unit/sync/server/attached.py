@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
+from shoal.comm.endpoint import Endpoint
 from shoal.comm.mesh import Mesh, Servers
-from shoal.comm.reach import Reach
 from shoal.comm.shared_memory import NotShared
-from shoal.sync.server import memory
-from shoal.sync.server.serve import Desk
+from shoal.sync.server import worker_memory
+from shoal.sync.server.loop import ServerLoop
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.server.strategy import ThroughServers
-from shoal.sync.strategy import Tally
+from shoal.sync.server.shard import ServerShard, layout_of
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.strategy import LocalStep
 
 SIZES = (2_000, 300, 40)
 
@@ -45,7 +45,7 @@ def trained_at(
     shares: bool = False,
     frames: bool = False,
     **options: Any,
-) -> Iterator[tuple[Model, ThroughServers, list[Server], Callable[[float], None]]]:
+) -> Iterator[tuple[Model, ServerStrategy, list[Server], Callable[[float], None]]]:
     """A worker with real servers in threads; and a step of its own, on equal gradients.
 
     With `frames` they share no memory. `options` go to the strategy.
@@ -53,29 +53,29 @@ def trained_at(
     servers = []
     with ExitStack() as stack:
         addresses, is_over = [], threading.Event()
-        reach = Reach(stack.enter_context(TemporaryDirectory()))
+        reach = Endpoint(stack.enter_context(TemporaryDirectory()))
         for number in range(num_servers):
             held = Model(shares)
             optimizer = adam(held)
-            shard = Shard(held, optimizer, layout_of(held, optimizer, num_servers), number)
+            shard = ServerShard(held, optimizer, layout_of(held, optimizer, num_servers), number)
             server = Server(shard, num_seats=1, num_pieces=1, bound=bound, secret="x")
             server.begin(0)
-            desk = Desk(server, reach)
-            stack.callback(desk.close)
-            thread = threading.Thread(target=_serve, args=(desk, is_over))
+            loop = ServerLoop(server, reach)
+            stack.callback(loop.close)
+            thread = threading.Thread(target=_serve, args=(loop, is_over))
             thread.start()
             stack.callback(thread.join)
             servers.append(server)
-            addresses.append(desk.address)
+            addresses.append(loop.address)
         stack.callback(is_over.set)
-        model, strategy = Model(shares), ThroughServers(1, bound, **options)
+        model, strategy = Model(shares), ServerStrategy(1, bound, **options)
         reached = Servers(tuple(addresses), 0, "x", lambda: False)
         mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=reached)
         with ExitStack() as attaching:
             if frames:
                 refused = NotShared("The test sends frames.")
                 attaching.enter_context(
-                    mock.patch.object(memory.Segment, "create", side_effect=refused)
+                    mock.patch.object(worker_memory.SharedSegment, "create", side_effect=refused)
                 )
             strategy.attach(model, adam(model), mesh)
         stack.callback(strategy.detach)
@@ -84,17 +84,17 @@ def trained_at(
             with strategy.microbatch(True, True):
                 for p in model.parts:
                     p.grad = torch.full_like(p, value)
-            tally = Tally()
-            tally.add(torch.tensor(1.0), 1.0, True)
-            strategy.exchange(tally, want_norm=False)
+            local = LocalStep()
+            local.add(torch.tensor(1.0), 1.0, True)
+            strategy.exchange(local, want_norm=False)
             assert strategy.update(1.0, check=False)
 
         yield model, strategy, servers, step
 
 
-def _serve(desk: Desk, is_over: threading.Event) -> None:
+def _serve(loop: ServerLoop, is_over: threading.Event) -> None:
     while not is_over.is_set():
-        desk.turn()
+        loop.run_once()
 
 
 def alone(steps: Sequence[float]) -> list[Tensor]:

@@ -11,24 +11,24 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.reach import Reach
+from shoal.comm.endpoint import Endpoint
 from shoal.comm.tree import Block, blocks_of
 from shoal.comm.wire import bytes_of
 from shoal.data.split import share
 from shoal.sync.server.journal import Journal
+from shoal.sync.server.loop import ServerLoop
 from shoal.sync.server.messages import (
-    Answer,
     Apply,
-    Hello,
     Pull,
     Push,
+    Reply,
     ServerMessage,
     Sum,
+    WorkerHello,
     WorkerMessage,
 )
-from shoal.sync.server.serve import Desk
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of, settings_of
+from shoal.sync.server.shard import ServerShard, layout_of, settings_of
 
 SECRET = "of this run"
 GENERATION = 3
@@ -60,7 +60,7 @@ def make_server(
 ) -> Server:
     model = make_model()
     optimizer = make_optimizer(model, kind)
-    shard = Shard(model, optimizer, layout_of(model, optimizer, num_servers), number)
+    shard = ServerShard(model, optimizer, layout_of(model, optimizer, num_servers), number)
     server = Server(
         shard, num_seats=seats, num_pieces=pieces, bound=bound, secret=SECRET, journal=journal
     )
@@ -85,7 +85,7 @@ class Worker:
     def make(self, kind: type[WorkerMessage], **what: Any) -> Any:
         return kind(generation=self.generation, request=next(self.numbers), **what)
 
-    def hello(self, **other: Any) -> Hello:
+    def hello(self, **other: Any) -> WorkerHello:
         what = {
             "seat": self.seat,
             "secret": SECRET,
@@ -93,7 +93,7 @@ class Worker:
             "num_rows": len(self.blocks),
             "rows": None,
         }
-        return self.make(Hello, **what | other)
+        return self.make(WorkerHello, **what | other)
 
     def push(self, key: int, batch: int, attempt: int = 0, **other: Any) -> Push:
         what = {
@@ -129,14 +129,14 @@ class Worker:
 
 def send(
     server: Server, worker: Worker, message: WorkerMessage, payload: Sequence[bytes | Tensor] = ()
-) -> list[Answer]:
+) -> list[Reply]:
     """As if it had come over a wire: through bytes, and in memory of the server's own."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=WorkerMessage)
     frames = [memoryview(bytearray(bytes_of(tensor))) for tensor in payload]
-    return server.take_in(worker.name, sent, frames)
+    return server.handle(worker.name, sent, frames)
 
 
-def only(answers: Sequence[Answer]) -> ServerMessage:
+def only(answers: Sequence[Reply]) -> ServerMessage:
     (answer,) = answers
     return answer.message  # type: ignore[return-value]
 
@@ -166,26 +166,26 @@ def state_bytes(server: Server) -> bytes:
         {name: value for name, value in group.items() if name != "params"}
         for group in server.shard.optimizer.param_groups
     ]
-    told = repr((server.clock.to_plain(), plain, sorted(server._told)))
+    told = repr((server.clock.to_plain(), plain, sorted(server._summaries)))
     return tensor_bytes(server) + told.encode()
 
 
 @contextmanager
-def opened(server: Server) -> Iterator[Desk]:
+def opened(server: Server) -> Iterator[ServerLoop]:
     """A server at its desk, in a thread."""
     sockets = TemporaryDirectory()
-    desk, is_over = Desk(server, Reach(sockets.name)), threading.Event()
+    loop, is_over = ServerLoop(server, Endpoint(sockets.name)), threading.Event()
 
     def run() -> None:
         while not is_over.is_set():
-            desk.turn()
+            loop.run_once()
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield desk
+        yield loop
     finally:
         is_over.set()
         thread.join()
-        desk.close()
+        loop.close()
         sockets.cleanup()

@@ -7,23 +7,23 @@ from torch import Tensor, nn
 from shoal.sync.guard import CorruptState
 from shoal.sync.server.clock import Clock
 from shoal.sync.server.messages import Apply
-from shoal.sync.server.records import Copied, Past, redo, update_record
-from shoal.sync.server.shard import Checked, Shard, layout_of, settings_of
-from shoal.sync.state import Given
+from shoal.sync.server.records import ServerProgress, ShardReplica, replay, update_record
+from shoal.sync.server.shard import ServerShard, ShardDigests, layout_of, settings_of
+from shoal.sync.state import MemorySource
 
 
-def shard_of(check_every: int = 4, double: bool = False) -> Shard:
+def shard_of(check_every: int = 4, double: bool = False) -> ServerShard:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     layout = layout_of(model, optimizer, 1)
-    shard = Shard(model, optimizer, layout, 0, shared=False, check_every=check_every)
+    shard = ServerShard(model, optimizer, layout, 0, shared=False, check_every=check_every)
     if double:
-        shard.sets.double()
+        shard.sets.add_second()
     return shard
 
 
-def step(shard: Shard, number: int = 0) -> tuple[Checked, bytes, list[bytes | Tensor]]:
+def step(shard: ServerShard, number: int = 0) -> tuple[ShardDigests, bytes, list[bytes | Tensor]]:
     """A step, and the record of it."""
     torch.manual_seed(number)
     sums = {key: torch.randn_like(value) for key, value in shard.values.items()}
@@ -50,7 +50,7 @@ def flip(tensor: Tensor) -> None:
     tensor.detach().numpy().view("uint32").reshape(-1)[0] ^= 1 << 20
 
 
-def moment(shard: Shard) -> Tensor:
+def moment(shard: ServerShard) -> Tensor:
     return next(iter(shard.optimizer.state.values()))["exp_avg"]
 
 
@@ -69,7 +69,7 @@ def test_a_bit_flipped_where_the_next_step_begins_is_found() -> None:
     """Old values are copied ahead, while workers still read them."""
     shard = shard_of(double=True)
     step(shard)
-    shard.sets.copy_ahead()
+    shard.sets.copy_forward()
     flip(next(iter(shard.sets.sets[1 - shard.sets.now].values())))
     with pytest.raises(CorruptState, match="model"):
         step(shard, 1)
@@ -101,11 +101,11 @@ def test_nothing_is_looked_at_if_that_is_not_asked_for() -> None:
 
 
 def test_a_copy_that_differs_is_named() -> None:
-    shard, copy = shard_of(), Copied(shard_of(), Clock(1, 0))
+    shard, copy = shard_of(), ShardReplica(shard_of(), Clock(1, 0))
     for number in range(2):
         _, header, frames = step(shard, number)
         copy.redo([memoryview(header), *map(memoryview, frames)])
-    copy.shard.load_state_dict(Given(shard.state_dict()))
+    copy.shard.load_state_dict(MemorySource(shard.state_dict()))
     flip(moment(copy.shard))  # nothing of it is noted, so that only a comparison finds it
     _, header, frames = step(shard, 2)
     with pytest.raises(CorruptState, match=r"server 0 and what another .* batch 3, in"):
@@ -115,9 +115,9 @@ def test_a_copy_that_differs_is_named() -> None:
 def test_whoever_does_steps_again_looks_at_the_same_slices() -> None:
     shard, late = shard_of(), shard_of()
     step(shard)
-    late.load_state_dict(Given(shard.state_dict()))
-    past = Past(Clock(1, 0, 1), 1, {})
+    late.load_state_dict(MemorySource(shard.state_dict()))
+    past = ServerProgress(Clock(1, 0, 1), 1, {})
     for number in range(1, 4):
         _, header, frames = step(shard, number)
-        past = redo(header, frames, late, past)
+        past = replay(header, frames, late, past)
     assert late.noted() == shard.noted()

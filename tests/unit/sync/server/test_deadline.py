@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 
 from shoal.sync.server.deadline import DeadlineServer
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Answer, FromServer, Join, Joined, Kept, Missing, Refused
-from shoal.sync.server.referee import Brought, Referee
-from shoal.sync.server.shard import Shard, layout_of
+from shoal.sync.server.messages import (
+    CheckRows,
+    FromServer,
+    JoinRound,
+    MissingRows,
+    Reply,
+    RequestRefused,
+    RoundClosed,
+)
+from shoal.sync.server.round_coordinator import Contribution, RoundCoordinator
+from shoal.sync.server.shard import ServerShard, layout_of
 from tests.unit.sync.server.played import (
     GENERATION,
     SECRET,
@@ -40,8 +48,8 @@ def make_server(number: int, seats: int, journal: Journal | None = None) -> Dead
     model = make_model()
     optimizer = make_optimizer(model)
     return DeadlineServer(
-        Shard(model, optimizer, layout_of(model, optimizer, 2), number),
-        None if number else Referee(seats, DEADLINE_S),
+        ServerShard(model, optimizer, layout_of(model, optimizer, 2), number),
+        None if number else RoundCoordinator(seats, DEADLINE_S),
         num_seats=seats,
         num_pieces=seats,
         bound=0,
@@ -61,7 +69,7 @@ class Replica:
     mark: int = 0
     learnt: float = 0.0
     asked: dict[tuple[int, int], None] = field(default_factory=dict)  # not answered yet
-    joined: Joined | None = None
+    joined: RoundClosed | None = None
 
 
 class World:
@@ -109,21 +117,21 @@ class World:
     def tick(self, seconds: float) -> None:
         self.now += seconds
         for number, server in enumerate(self.servers):
-            self._hear(number, server.tick(self.now))
+            self._handle_one(number, server.tick(self.now))
 
-    def _hear(self, number: int, answers: list[Answer]) -> None:
+    def _handle_one(self, number: int, answers: list[Reply]) -> None:
         for answer in answers:
             replica = next(r for r in self.replicas if r.worker.name == answer.to)
             message = answer.message
             if replica.asked.pop((number, message.request), "") == "":
                 continue
-            assert not isinstance(message, Refused | Missing), message
-            if isinstance(message, Joined):
+            assert not isinstance(message, RequestRefused | MissingRows), message
+            if isinstance(message, RoundClosed):
                 replica.joined = message
 
     def _ask(self, replica: Replica, number: int, message: FromServer) -> None:
         replica.asked[number, message.request] = None
-        self._hear(number, send(self.servers[number], replica.worker, message))
+        self._handle_one(number, send(self.servers[number], replica.worker, message))
 
     def step(self, replica: Replica) -> None:
         """Do what is next, unless an answer is waited for."""
@@ -141,8 +149,10 @@ class World:
         for number, server in enumerate(self.servers):
             for key in server.shard.keys:
                 rows = worker.rows(key, replica.learnt)
-                self._hear(number, send(server, worker, worker.push(key, replica.window), rows))
-        self._ask(replica, 1, worker.make(Kept, batch=replica.window, attempt=0))
+                self._handle_one(
+                    number, send(server, worker, worker.push(key, replica.window), rows)
+                )
+        self._ask(replica, 1, worker.make(CheckRows, batch=replica.window, attempt=0))
         replica.phase = "join"
 
     def _join(self, replica: Replica, worker: Worker) -> None:
@@ -151,9 +161,9 @@ class World:
         waits = replica.window == NUM_WINDOWS - 1
         what = {"batch": replica.window, "attempt": 0, "waits": waits}
         replica.phase = "hear"
-        self._ask(replica, 0, worker.make(Join, **what, **brought))
+        self._ask(replica, 0, worker.make(JoinRound, **what, **brought))
 
-    def _hear_(self, replica: Replica) -> Joined:
+    def _hear_(self, replica: Replica) -> RoundClosed:
         assert replica.joined is not None
         return replica.joined
 
@@ -208,7 +218,7 @@ def test_each_window_counts_once_and_on_all_servers_alike(
     with TemporaryDirectory() as folder:
         world = World(seed, seats, Path(folder))
         world.play(faults)
-        rounds = world.servers[0].referee.rounds
+        rounds = world.servers[0].coordinator.rounds
         assert rounds.num_rounds == NUM_WINDOWS and rounds.last_in == [NUM_WINDOWS - 1] * seats
         assert [server.clock.committed for server in world.servers] == [NUM_WINDOWS] * 2
         if not world.some_died:  # or else a round's mark may have been told to the dead alone
@@ -219,11 +229,11 @@ def test_each_window_counts_once_and_on_all_servers_alike(
             assert values(world.servers[0])[0] == pytest.approx(float(values(world.servers[1])[0]))
 
 
-def joined_by(seats: int, *entries: tuple[int, int]) -> Referee:
-    referee = Referee(seats, DEADLINE_S)
+def joined_by(seats: int, *entries: tuple[int, int]) -> RoundCoordinator:
+    coordinator = RoundCoordinator(seats, DEADLINE_S)
     for seat, samples in entries:
-        referee.join(0, seat, Brought(samples, 1 << seat), waits=False)
-    return referee
+        coordinator.join(0, seat, Contribution(samples, 1 << seat), waits=False)
+    return coordinator
 
 
 def test_a_round_closes_when_all_have_come_and_all_count_alike() -> None:
@@ -233,42 +243,42 @@ def test_a_round_closes_when_all_have_come_and_all_count_alike() -> None:
 
 
 def test_a_deadline_counts_from_the_first_and_weighs_by_samples() -> None:
-    referee = joined_by(3, (0, 8), (2, 24))
-    referee.tick(100.0)
-    referee.tick(100.9)
-    assert referee.close() is None
-    referee.tick(101.0)
-    rounds = referee.close()
+    coordinator = joined_by(3, (0, 8), (2, 24))
+    coordinator.tick(100.0)
+    coordinator.tick(100.9)
+    assert coordinator.close() is None
+    coordinator.tick(101.0)
+    rounds = coordinator.close()
     assert rounds is not None and rounds.counts == [0.75, 0.0, 2.25]
     assert (rounds.mark, rounds.num_early, rounds.num_late) == (None, 1, [0, 1, 0])
-    referee.take(rounds)
-    late, in_time = referee.verdict(0, 1), referee.verdict(0, 2)
+    coordinator.commit(rounds)
+    late, in_time = coordinator.result(0, 1), coordinator.result(0, 2)
     assert late is not None and not late.is_in and in_time is not None and in_time.is_in
-    assert [referee.next_of(seat) for seat in range(3)] == [1, 0, 1]
+    assert [coordinator.next_of(seat) for seat in range(3)] == [1, 0, 1]
 
 
 def test_nobody_has_come_so_no_time_passes() -> None:
-    referee = Referee(2, DEADLINE_S)
-    referee.tick(5.0)
-    referee.join(0, 1, Brought(4, 1), waits=False)
-    referee.tick(50.0)
-    assert referee.close() is None
+    coordinator = RoundCoordinator(2, DEADLINE_S)
+    coordinator.tick(5.0)
+    coordinator.join(0, 1, Contribution(4, 1), waits=False)
+    coordinator.tick(50.0)
+    assert coordinator.close() is None
 
 
 def test_where_all_meet_a_round_waits() -> None:
-    referee = joined_by(2, (0, 8))
-    referee.join(0, 0, Brought(8, 1), waits=True)
-    referee.tick(0.0)
-    referee.tick(1000.0)
-    assert referee.close() is None
+    coordinator = joined_by(2, (0, 8))
+    coordinator.join(0, 0, Contribution(8, 1), waits=True)
+    coordinator.tick(0.0)
+    coordinator.tick(1000.0)
+    assert coordinator.close() is None
 
 
 @pytest.mark.parametrize(
-    ("number", "samples", "words"), [(1, 8, "not open yet"), (0, 0, "without samples")]
+    ("number", "samples", "words"), [(1, 8, "not open yet"), (0, 0, "one sample at least")]
 )
 def test_what_cannot_join(number: int, samples: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Referee(2, DEADLINE_S).join(number, 0, Brought(samples, 0), waits=False)
+        RoundCoordinator(2, DEADLINE_S).join(number, 0, Contribution(samples, 0), waits=False)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +294,7 @@ def test_counts_that_are_none_are_refused_and_change_nothing(
     send(server, worker, worker.hello())
     push_all(server, worker, 0, 1.0)
     refused = only(send(server, worker, worker.apply(0, counts=counts)))
-    assert isinstance(refused, Refused) and words in refused.why
+    assert isinstance(refused, RequestRefused) and words in refused.why
     assert not values(server).any()
 
 
@@ -295,8 +305,8 @@ def test_only_the_first_server_decides() -> None:
     send(server, worker, worker.hello())
     push_all(server, worker, 0, 1.0)
     join = {"batch": 0, "attempt": 0, "num_samples": 4, "mark": 1, "waits": False}
-    refused = only(send(server, worker, worker.make(Join, **join)))
-    assert isinstance(refused, Refused) and "first server" in refused.why
+    refused = only(send(server, worker, worker.make(JoinRound, **join)))
+    assert isinstance(refused, RequestRefused) and "first server" in refused.why
 
 
 def test_the_mean_is_weighted_by_samples() -> None:
@@ -308,7 +318,7 @@ def test_the_mean_is_weighted_by_samples() -> None:
     for worker, samples, learnt in ((workers[0], 10, 3.0), (workers[2], 30, 7.0)):
         push_all(server, worker, 0, learnt)
         join = {"batch": 0, "attempt": 0, "num_samples": samples, "mark": 1, "waits": False}
-        assert not send(server, worker, worker.make(Join, **join))
+        assert not send(server, worker, worker.make(JoinRound, **join))
     server.tick(0.0)
     heard = server.tick(DEADLINE_S)
     assert {answer.to for answer in heard} == {workers[0].name, workers[2].name}

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from shoal.sync.server import journal as module
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Missing, Refused, Summed, Values, Welcome
+from shoal.sync.server.messages import (
+    MissingRows,
+    PulledParameters,
+    RequestRefused,
+    ServerWelcome,
+    Summed,
+)
 from shoal.sync.server.server import Server
 from tests.unit.sync.server.played import GENERATION, Worker, make_server, send, values
 
@@ -134,7 +140,7 @@ class World:
         server = self.servers[number]
         before = server.clock.to_plain()
         for answer in send(server, worker, message, payload):
-            if isinstance(answer.message, Refused) and not answer.message.is_stale:
+            if isinstance(answer.message, RequestRefused) and not answer.message.is_stale:
                 assert answer.message.request not in self.waiting(answer.to), answer.message.why
             if message.generation != self.generation:
                 assert server.clock.to_plain() == before
@@ -151,12 +157,12 @@ class World:
             asked = player.asked.get(number)
             if player.worker.name != name or asked is None or asked.request != message.request:
                 continue
-            if isinstance(message, Missing):
+            if isinstance(message, MissingRows):
                 self.push(player, number, message.keys)
                 self.send(number, player.worker, asked)
                 return
-            assert isinstance(message, Welcome | Summed | Values), message
-            if isinstance(message, Values) and self.bound is not None:
+            assert isinstance(message, ServerWelcome | Summed | PulledParameters), message
+            if isinstance(message, PulledParameters) and self.bound is not None:
                 assert asked.batch + 1 - message.committed <= self.bound
             del player.asked[number]
             if not player.asked:

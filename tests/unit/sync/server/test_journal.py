@@ -10,7 +10,7 @@ import torch
 
 from shoal.sync.server import journal as module
 from shoal.sync.server.journal import Journal
-from shoal.sync.server.messages import Refused, Values
+from shoal.sync.server.messages import PulledParameters, RequestRefused
 from shoal.sync.server.server import Server
 from tests.unit.sync.server.played import (
     Worker,
@@ -44,7 +44,7 @@ def train(server: Server, batches: range) -> list[bytes]:
     for batch in batches:
         push_all(server, worker, batch, batch + 0.3)
         send(server, worker, worker.sum(batch))
-        assert isinstance(only(send(server, worker, worker.apply(batch))), Values)
+        assert isinstance(only(send(server, worker, worker.apply(batch))), PulledParameters)
         found.append(state_bytes(server))
     return found
 
@@ -182,7 +182,7 @@ def test_a_damaged_snapshot_is_not_built_upon(tmp_path: Path, said: list[str]) -
     send(successor, worker, worker.hello())
     for question in (worker.sum(6), worker.apply(6), worker.pull(6)):
         refused = only(send(successor, worker, question))
-        assert isinstance(refused, Refused) and "--resume" in refused.why
+        assert isinstance(refused, RequestRefused) and "--resume" in refused.why
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 700])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.comm import buckets
 from shoal.sync.server import layout
-from shoal.sync.server.layout import ALIGNMENT, Layout, lay_out
+from shoal.sync.server.layout import ALIGNMENT, ServerLayout, make_layout
 
 SIZES = st.lists(
     st.tuples(st.integers(1, 5000), st.sampled_from([2, 4, 8])).map(lambda s: (*s, s[1])),
@@ -27,7 +27,7 @@ def small_keys():
 
 @given(SIZES, st.booleans(), st.integers(1, 5))
 def test_each_element_has_one_place(sizes, may_cut: bool, num_servers: int) -> None:
-    found = lay_out(sizes, may_cut, num_servers)
+    found = make_layout(sizes, may_cut, num_servers)
     seen: list[set[int]] = [set() for _ in sizes]
     for key, own in enumerate(found.keys):
         for s in found.segments(key):
@@ -41,13 +41,15 @@ def test_each_element_has_one_place(sizes, may_cut: bool, num_servers: int) -> N
 
 @given(SIZES, st.booleans(), st.integers(1, 5), st.integers(1, 4))
 def test_each_key_has_a_holder_and_a_place(sizes, may_cut, num_servers: int, num_rows) -> None:
-    found = lay_out(sizes, may_cut, num_servers)
+    found = make_layout(sizes, may_cut, num_servers)
     held = sorted(key for server in range(num_servers) for key in found.held_by(server))
     assert held == list(range(len(found.keys)))
-    assert held == sorted(k for shelf in range(len(found.shelves)) for k in found.of_shelf(shelf))
+    assert held == sorted(
+        k for shelf in range(len(found.flat_buffers)) for k in found.keys_of_buffer(shelf)
+    )
     places = found.row_places(num_rows)
     for shelf, (start, stop) in enumerate(pairwise(places)):
-        needed = num_rows * found.shelves[shelf].starts[-1] * found.itemsizes[shelf]
+        needed = num_rows * found.flat_buffers[shelf].starts[-1] * found.itemsizes[shelf]
         assert start % ALIGNMENT == 0 and start + needed <= stop
     for server in range(num_servers):
         at = found.value_places(server)
@@ -57,18 +59,18 @@ def test_each_key_has_a_holder_and_a_place(sizes, may_cut, num_servers: int, num
 
 @given(SIZES, st.booleans(), st.integers(1, 5))
 def test_two_who_mean_the_same_have_the_same_digest(sizes, may_cut, num_servers: int) -> None:
-    found = lay_out(sizes, may_cut, num_servers)
-    assert lay_out(list(sizes), may_cut, num_servers).digest == found.digest
+    found = make_layout(sizes, may_cut, num_servers)
+    assert make_layout(list(sizes), may_cut, num_servers).digest == found.digest
     longer = [(sizes[0][0] + 1, *sizes[0][1:]), *sizes[1:]]
-    others: list[Layout] = [
-        lay_out(longer, may_cut, num_servers),
-        lay_out([*sizes, (8, 4, 4)], may_cut, num_servers),
+    others: list[ServerLayout] = [
+        make_layout(longer, may_cut, num_servers),
+        make_layout([*sizes, (8, 4, 4)], may_cut, num_servers),
     ]
     assert all(other.digest != found.digest for other in others)
 
 
 def test_parameters_are_spread_over_servers() -> None:
-    found = lay_out([(100_000, 4, 4)], True, 4)
+    found = make_layout([(100_000, 4, 4)], True, 4)
     loads = [sum(found.keys[k].num_bytes for k in found.held_by(s)) for s in range(4)]
     assert min(loads) * 2 > max(loads)
     assert max(key.num_bytes for key in found.keys) <= 2 * layout.BUCKET_BYTES

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.errors import RecipeError
-from shoal.sync.server.messages import Refused
-from shoal.sync.server.packing import Packing
+from shoal.sync.server.messages import RequestRefused
+from shoal.sync.server.packing import GradientPacker
 from tests.unit.sync.server.attached import SIZES, alone, trained_at
 from tests.unit.sync.server.played import Worker, make_server, only, send
 
@@ -45,7 +45,7 @@ def test_half_the_bytes_are_sent(frames: bool) -> None:
 
 def test_elements_of_two_bytes_are_left_alone() -> None:
     row = torch.tensor([1e-30, 3.0], dtype=torch.bfloat16)
-    packing = Packing("fp16", checks=False)
+    packing = GradientPacker("fp16", checks=False)
     packing.round([row])
     assert row[0]
 
@@ -63,13 +63,13 @@ def test_what_fp16_does_not_hold_is_refused() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_was_not_finite_before_is_not_the_codecs_fault(value: float) -> None:
     row = torch.tensor([value])
-    Packing("fp16", checks=False).round([row])
+    GradientPacker("fp16", checks=False).round([row])
     assert not row.isfinite().any()
 
 
 def test_under_a_loss_scale_the_sum_tells_of_an_overflow() -> None:
     row = torch.tensor([70_000.0])
-    Packing("fp16", checks=True).round([row])
+    GradientPacker("fp16", checks=True).round([row])
     assert row.isinf().all()
 
 
@@ -88,4 +88,4 @@ def test_a_server_takes_no_other_packing(other: dict[str, Any], words: str) -> N
     (key,) = server.shard.keys[:1]
     rows = [row.half() for row in worker.rows(key, 1.0)]
     answer = only(send(server, worker, worker.push(key, 0, **other), rows))
-    assert isinstance(answer, Refused) and words in answer.why
+    assert isinstance(answer, RequestRefused) and words in answer.why

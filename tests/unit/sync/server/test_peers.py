@@ -7,49 +7,49 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.reach import Reach
+from shoal.comm.endpoint import Endpoint
 from shoal.errors import ShoalError
-from shoal.sync.server.peers import Peers, copied
-from shoal.sync.server.serve import Desk
+from shoal.sync.server.loop import ServerLoop
+from shoal.sync.server.peers import Peers, make_peers
 from shoal.sync.server.server import Server
-from shoal.sync.server.shard import Shard, layout_of
-from shoal.sync.server.tables import Tables
+from shoal.sync.server.shard import ServerShard, layout_of
+from shoal.sync.server.tables import ServerTables
 from tests.unit.sync.server.played import GENERATION, SECRET
 
 
-def shard_of(number: int) -> Shard:
+def shard_of(number: int) -> ServerShard:
     """One of two servers': a few parameters, and a table of one row, which the first one has."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(1, 4, sparse=True), nn.Linear(4, 2))
-    tables = Tables(model, number, 2)
+    tables = ServerTables(model, number, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return Shard(model, optimizer, layout_of(model, optimizer, 2), number, tables)
+    return ServerShard(model, optimizer, layout_of(model, optimizer, 2), number, tables)
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[list[tuple[Server, Peers]]]:
     """Both have all of each other."""
-    made, desks, reach = [], [], Reach(str(tmp_path))
+    made, desks, reach = [], [], Endpoint(str(tmp_path))
     for number in range(2):
         server = Server(shard_of(number), num_seats=1, num_pieces=1, bound=0, secret=SECRET)
         server.begin(GENERATION)
-        peers = copied(server, number, 2, 2, shard_of, reach)
+        peers = make_peers(server, number, 2, 2, shard_of, reach)
         assert peers is not None
         made.append((server, peers))
-        desks.append(Desk(server, reach, peers))
+        desks.append(ServerLoop(server, reach, peers))
     for _, peers in made:
-        peers.turn_to(GENERATION, [other.address for _, other in made])
+        peers.start_generation(GENERATION, [other.address for _, other in made])
     while any(peers.leader.is_waiting() for _, peers in made):
-        for desk in desks:
-            desk.turn()
+        for loop in desks:
+            loop.run_once()
     yield made
-    for desk in desks:
-        desk.close()
+    for loop in desks:
+        loop.close()
 
 
 def test_all_take_as_much_from_one_another(pair) -> None:
     (first, own), (second, other) = pair
-    assert first.held.tables.num_bytes > second.held.tables.num_bytes == 0
+    assert first.parameters.tables.num_bytes > second.parameters.tables.num_bytes == 0
     assert own._most_bytes == other._most_bytes
 
 

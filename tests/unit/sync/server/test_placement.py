@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.sync.server.placement import place
+from shoal.sync.server.placement import place_keys
 
 SIZES = st.lists(st.integers(0, 9) | st.integers(0, 1000), max_size=40)
 SERVERS = st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True)
@@ -30,10 +30,10 @@ def moved(sizes: Sequence[int], before: Sequence[int], after: Sequence[int]) -> 
 
 @given(SIZES, SERVERS)
 def test_servers_hold_their_share(sizes: list[int], servers: list[int]) -> None:
-    holders = place(sizes, servers)
+    holders = place_keys(sizes, servers)
     check(sizes, servers, holders)
-    assert place(sizes, servers[::-1]) == holders, "the same, in whatever order they came"
-    assert place(sizes, servers, holders) == holders, "nothing to do, nothing done"
+    assert place_keys(sizes, servers[::-1]) == holders, "the same, in whatever order they came"
+    assert place_keys(sizes, servers, holders) == holders, "nothing to do, nothing done"
 
 
 @given(SIZES, SERVERS, st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=8))
@@ -41,18 +41,18 @@ def test_no_more_moves_than_a_change_needs(
     sizes: list[int], servers: list[int], changes: list[tuple[bool, int]]
 ) -> None:
     """Servers come and go, one by one."""
-    holders = place(sizes, servers)
+    holders = place_keys(sizes, servers)
     for comes, number in changes:
         before = holders
         if comes and number not in servers:
             servers = [*servers, number]
-            holders = place(sizes, servers, before)
+            holders = place_keys(sizes, servers, before)
             fair = sum(sizes) // len(servers)
             assert moved(sizes, before, holders) <= fair + max(sizes, default=0)
         elif not comes and len(servers) > 1:
             gone = servers[number % len(servers)]
             servers = [server for server in servers if server != gone]
-            holders = place(sizes, servers, before)
+            holders = place_keys(sizes, servers, before)
             lost = sum(size for size, old in zip(sizes, before, strict=True) if old == gone)
             assert moved(sizes, before, holders) <= lost
         check(sizes, servers, holders)
@@ -63,10 +63,10 @@ def test_any_placement_is_brought_into_balance(sizes: list[int], servers: list[i
     """Also with new keys among the old."""
     numbers = st.none() | st.integers(0, 99) | st.sampled_from(servers)
     before = [data.draw(numbers) for _ in sizes]
-    check(sizes, servers, place(sizes, servers, before))
+    check(sizes, servers, place_keys(sizes, servers, before))
 
 
 @pytest.mark.parametrize("servers", [[], [1, 1, 2]])
 def test_servers_without_numbers_of_their_own_are_refused(servers: list[int]) -> None:
     with pytest.raises(ValueError, match="a number of its own"):
-        place([1, 2, 3], servers)
+        place_keys([1, 2, 3], servers)

@@ -12,29 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.shared_memory import Segment
+from shoal.comm.shared_memory import SharedSegment
 from shoal.comm.tree import Block
 from shoal.comm.wire import bytes_of
-from shoal.sync.server import reception
+from shoal.sync.server import core
 from shoal.sync.server.messages import (
+    Acknowledged,
     Apply,
-    Check,
-    Done,
-    Dump,
-    Dumped,
+    AskHalt,
+    CheckRequest,
+    DumpedState,
+    DumpState,
     Halt,
-    Hello,
-    Load,
-    Missing,
+    LoadState,
+    MissingRows,
     Pull,
+    PulledParameters,
     Push,
     Pushes,
-    Refused,
-    Stop,
+    RequestRefused,
+    ServerWelcome,
     Sum,
     Summed,
-    Values,
-    Welcome,
+    WorkerHello,
 )
 from shoal.sync.server.server import Server
 from shoal.sync.state import pack_state, unpack_state
@@ -59,7 +59,7 @@ def meet(bound: int | None = 0, seats: int = 2, pieces: int = 3) -> tuple[Server
     workers = [Worker(seat, server) for seat in range(seats)]
     for worker in workers:
         worker.settings = [{"lr": 0.1}]
-        assert isinstance(only(send(server, worker, worker.hello())), Welcome)
+        assert isinstance(only(send(server, worker, worker.hello())), ServerWelcome)
     return server, workers
 
 
@@ -72,18 +72,18 @@ def all_of(server: Server) -> bytes:
         for key, own in sorted(kept.rows.items())
         for block, row in sorted(own.items())
     ]
-    guests = sorted((name, guest.pieces) for name, guest in server.guests.items())
+    sessions = sorted((name, session.pieces) for name, session in server.sessions.items())
     waiting = sorted(map(repr, server._waiting.items()))
-    told = (rows, guests, waiting, server._begun, server._halt, server.version)
+    told = (rows, sessions, waiting, server._begun, server._halt, server.version)
     return state_bytes(server) + repr(told).encode()
 
 
 def refusal(
     server: Server, worker: Worker, message: Any, payload: Sequence[bytes | Tensor] = ()
-) -> Refused:
+) -> RequestRefused:
     before = all_of(server)
     (answer,) = send(server, worker, message, payload)
-    assert isinstance(answer.message, Refused), answer
+    assert isinstance(answer.message, RequestRefused), answer
     assert answer.to == worker.name and answer.message.request == message.request
     assert all_of(server) == before
     return answer.message
@@ -121,29 +121,29 @@ def test_a_stranger_is_not_let_in(wrong: dict[str, Any], why: str) -> None:
     worker = Worker(0, server)
     assert why in refusal(server, worker, worker.hello(**wrong)).why
     rest = [worker.push(0, 0), worker.sum(0), worker.apply(0), worker.pull(0)]
-    rest += [worker.make(Stop, batch=0), worker.make(Dump), worker.make(Load, step=0)]
+    rest += [worker.make(AskHalt, batch=0), worker.make(DumpState), worker.make(LoadState, step=0)]
     for message in rest:
         assert "Greet first" in refusal(server, worker, message).why
 
 
 def test_memory_that_is_too_small_for_the_rows_is_refused() -> None:
     server, (worker, _) = meet()
-    other, segment = Worker(0, server), Segment.create(1)
+    other, segment = Worker(0, server), SharedSegment.create(1)
     other.name = b"other"
     small = msgspec.structs.replace(segment.place, num_bytes=16)
     assert "do not fit" in refusal(server, other, other.hello(rows=small)).why
     gone = msgspec.structs.replace(segment.place, name="shoal-none")
     welcome = only(send(server, other, other.hello(rows=gone)))
-    assert isinstance(welcome, Welcome) and not welcome.is_shared
+    assert isinstance(welcome, ServerWelcome) and not welcome.is_shared
     assert "shared" in refusal(server, worker, worker.push(0, 0, is_shared=True)).why
     segment.close()
 
 
 def test_greeting_twice_is_greeting_once() -> None:
     server, (worker, _) = meet(bound=None)
-    guest, hello = server.guests[worker.name], worker.hello()
-    assert all(isinstance(only(send(server, worker, hello)), Welcome) for _ in range(2))
-    assert server.guests[worker.name] is guest
+    session, hello = server.sessions[worker.name], worker.hello()
+    assert all(isinstance(only(send(server, worker, hello)), ServerWelcome) for _ in range(2))
+    assert server.sessions[worker.name] is session
 
 
 # ---- what is wrong with a message
@@ -231,7 +231,7 @@ def test_an_apply_that_is_wrong_is_refused(bound: int | None) -> None:
     worker = workers[0]
     for wrong in WRONG_APPLIES:
         refusal(server, worker, worker.apply(**{"batch": 0} | wrong))
-    assert isinstance(only(send(server, worker, worker.apply(0))), Values)
+    assert isinstance(only(send(server, worker, worker.apply(0))), PulledParameters)
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 2}, {"batch": -1}, {"first": 2}, {"last": HUGE}])
@@ -254,15 +254,15 @@ Frames = list[bytes | Tensor]
 
 def dumped(server: Server, worker: Worker) -> Frames:
     """The state of a server, with every tensor changed."""
-    (answer,) = send(server, worker, worker.make(Dump))
-    assert isinstance(answer.message, Dumped)
+    (answer,) = send(server, worker, worker.make(DumpState))
+    assert isinstance(answer.message, DumpedState)
     state = unpack_state([memoryview(bytes_of(frame)) for frame in answer.payload])
     for part in (part for parts in state.tensors.values() for part in parts):
         part.tensor.add_(1)
     return pack_state(state)
 
 
-def broken_states(server: Server, worker: Worker) -> list[tuple[Load, Frames]]:
+def broken_states(server: Server, worker: Worker) -> list[tuple[LoadState, Frames]]:
     packed, *tensors = dumped(server, worker)
     assert isinstance(packed, bytes)
     plain, entries = msgspec.msgpack.decode(packed)
@@ -270,12 +270,12 @@ def broken_states(server: Server, worker: Worker) -> list[tuple[Load, Frames]]:
     def bent(change: dict[str, Any]) -> bytes:
         return msgspec.msgpack.encode((plain, [entries[0] | change, *entries[1:]]))
 
-    def load(content: bytes, frames: Frames, step: int = 4) -> tuple[Load, Frames]:
-        return worker.make(Load, step=step), [content, *frames]
+    def load(content: bytes, frames: Frames, step: int = 4) -> tuple[LoadState, Frames]:
+        return worker.make(LoadState, step=step), [content, *frames]
 
     other = copy.deepcopy(plain) | {"optimizer": "SGD"}
     return [
-        (worker.make(Load, step=4), []),
+        (worker.make(LoadState, step=4), []),
         load(packed, tensors, step=-1),
         load(b"", tensors),
         load(b"\xc1", tensors),
@@ -305,11 +305,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 def test_a_state_is_taken_over_once() -> None:
     server, (worker, _) = meet(seats=2, pieces=2)
-    tensors, load = dumped(server, worker), worker.make(Load, step=4)
-    assert isinstance(only(send(server, worker, load, tensors)), Done)
+    tensors, load = dumped(server, worker), worker.make(LoadState, step=4)
+    assert isinstance(only(send(server, worker, load, tensors)), Acknowledged)
     assert server.clock.committed == 4 and torch.equal(values(server), torch.ones(47))
     server.clock.apply(4, range(2))
-    assert isinstance(only(send(server, worker, load, tensors)), Done)
+    assert isinstance(only(send(server, worker, load, tensors)), Acknowledged)
     assert server.clock.committed == 5, "a message that came late undid what followed"
 
 
@@ -331,7 +331,7 @@ HEAD = {"generation": st.sampled_from([GENERATION] * 9 + [GENERATION - 1]), "req
 WHICH = {"batch": NUMBERS, "attempt": NUMBERS, "first": NUMBERS, "last": NUMBERS}
 MESSAGES = st.one_of(
     st.builds(
-        Hello,
+        WorkerHello,
         **HEAD,
         seat=NUMBERS,
         secret=st.sampled_from([SECRET, "other"]),
@@ -366,10 +366,10 @@ MESSAGES = st.one_of(
         settings=SETTINGS | st.just([{"lr": 0.1}]),
     ),
     st.builds(Pull, **HEAD, batch=NUMBERS, meets=st.booleans(), waits=st.booleans()),
-    st.builds(Stop, **HEAD, batch=NUMBERS),
-    st.builds(Check, **HEAD, turn=NUMBERS),
-    st.builds(Dump, **HEAD, gradients=st.booleans()),
-    st.builds(Load, **HEAD, step=NUMBERS),
+    st.builds(AskHalt, **HEAD, batch=NUMBERS),
+    st.builds(CheckRequest, **HEAD, turn=NUMBERS),
+    st.builds(DumpState, **HEAD, gradients=st.booleans()),
+    st.builds(LoadState, **HEAD, step=NUMBERS),
 )
 FRAMES = st.lists(st.sampled_from([0, 1, 28, 32, 160, 256]).map(bytearray), max_size=3)
 
@@ -387,19 +387,19 @@ def test_any_message_is_answered_or_refused(bound: int | None, sent) -> None:
         push_all(server, worker, 0, 1.0)
     for who, message, frames in sent:
         name, before = [*workers, stranger][who].name, all_of(server)
-        answers = server.take_in(name, message, [memoryview(frame) for frame in frames])
+        answers = server.handle(name, message, [memoryview(frame) for frame in frames])
         for answer in answers:
-            if isinstance(answer.message, Refused):
+            if isinstance(answer.message, RequestRefused):
                 assert answer.to == name and answer.message.why
                 # Pushes that come together are refused one by one, and the others kept.
                 if not isinstance(message, Pushes):
                     assert len(answers) == 1 and all_of(server) == before
             elif answer.to != name:
-                assert isinstance(answer.message, Summed | Values)
+                assert isinstance(answer.message, Summed | PulledParameters)
         # A push may be the last that a step waits for.
-        if not isinstance(message, Apply | Load | Push | Pushes):
+        if not isinstance(message, Apply | LoadState | Push | Pushes):
             assert before.startswith(tensor_bytes(server)), "parameters were changed"
-        assert len(server._waiting) <= 3 * len(server.guests), "waiting costs memory"
+        assert len(server._waiting) <= 3 * len(server.sessions), "waiting costs memory"
         assert len(server._rows._batches) <= 2 + (bound or 0), "rows cost memory"
 
 
@@ -410,11 +410,11 @@ def test_an_apply_that_comes_twice_is_made_once() -> None:
     server, (worker,) = meet(seats=1, pieces=1)
     push_all(server, worker, 0, 1.0)
     apply = worker.apply(0)
-    assert isinstance(only(send(server, worker, apply)), Values)
+    assert isinstance(only(send(server, worker, apply)), PulledParameters)
     before = state_bytes(server)
-    assert isinstance(only(send(server, worker, apply)), Values)
+    assert isinstance(only(send(server, worker, apply)), PulledParameters)
     push_all(server, worker, 0, 1.0)
-    assert isinstance(only(send(server, worker, worker.apply(0))), Values)
+    assert isinstance(only(send(server, worker, worker.apply(0))), PulledParameters)
     assert state_bytes(server) == before
 
 
@@ -439,10 +439,10 @@ def test_a_step_is_made_when_the_last_rows_have_come_and_all_are_told() -> None:
     for key in keys:
         assert not send(server, other, other.push(key, 0), other.rows(key, 1.0))
     answers = send(server, other, other.push(last, 0), other.rows(last, 1.0))
-    assert isinstance(only(answers), Values) and answers[0].to == worker.name
+    assert isinstance(only(answers), PulledParameters) and answers[0].to == worker.name
     assert server.clock.committed == 1
     before = state_bytes(server)
-    assert isinstance(only(send(server, other, other.apply(0))), Values)
+    assert isinstance(only(send(server, other, other.apply(0))), PulledParameters)
     assert state_bytes(server) == before
 
 
@@ -451,7 +451,7 @@ def test_rows_that_did_not_come_are_asked_for() -> None:
     push_all(server, other, 0, 1.0)
     for question in (worker.sum(0), worker.apply(0)):
         missing = only(send(server, worker, question))
-        assert isinstance(missing, Missing) and missing.keys == server.shard.keys
+        assert isinstance(missing, MissingRows) and missing.keys == server.shard.keys
     push_all(server, worker, 0, 1.0)
     assert isinstance(only(send(server, worker, worker.sum(0))), Summed)
 
@@ -471,16 +471,18 @@ def test_a_pull_that_comes_twice_does_not_overwrite_the_next_gradients() -> None
     """Out of lockstep parameters are put where the worker's rows are, and rows are what follows."""
     server = make_server(seats=2, pieces=2, bound=None)
     worker = Worker(0, server)
-    segment = Segment.create(server.layout.row_places(1)[-1])
+    segment = SharedSegment.create(server.layout.row_places(1)[-1])
     assert only(send(server, worker, worker.hello(rows=segment.place))).is_shared
     pull = worker.pull(0)
     segment.bytes.fill_(7)
-    assert isinstance(only(send(server, worker, pull)), Values)
+    assert isinstance(only(send(server, worker, pull)), PulledParameters)
     assert not segment.bytes[:160].any(), "the parameters are zeros"
     segment.bytes.fill_(7)  # the gradients of the batch
-    assert isinstance(only(send(server, worker, pull)), Values), "the answer may have been lost"
+    assert isinstance(only(send(server, worker, pull)), PulledParameters), (
+        "the answer may have been lost"
+    )
     assert segment.bytes.eq(7).all()
-    server.guests.clear()
+    server.sessions.clear()
     segment.close()
 
 
@@ -492,7 +494,7 @@ def test_a_parameter_is_stepped_on_where_its_own_worker_touched_it() -> None:
     for other in server.shard.keys[1:]:
         send(server, workers[0], workers[0].push(other, 0), workers[0].rows(other, 1))
     push_all(server, workers[1], 0, 1.0)
-    assert isinstance(only(send(server, workers[0], workers[0].apply(0))), Values)
+    assert isinstance(only(send(server, workers[0], workers[0].apply(0))), PulledParameters)
     stepped = [bool(server.shard.values[k].any()) for k in server.shard.keys]
     assert stepped == [False] + [True] * (len(stepped) - 1)
 
@@ -511,7 +513,7 @@ def test_the_fast_wait_for_the_slow_at_the_bound_and_not_before(bound: int | Non
         if not answers:
             break
         values_ = only(answers)
-        assert isinstance(values_, Values)
+        assert isinstance(values_, PulledParameters)
         seen.append(batch + 1 - values_.committed)
     assert seen == list(range(1, 11 if bound is None else bound + 1))
     if bound:  # the slow one is done with its first: the fast one gets what it waits for
@@ -519,7 +521,7 @@ def test_the_fast_wait_for_the_slow_at_the_bound_and_not_before(bound: int | Non
         answers = send(server, slow, slow.apply(0))
         assert {answer.to for answer in answers} == {slow.name, fast.name}
         (given_,) = [a.message for a in answers if a.to == fast.name]
-        assert isinstance(given_, Values) and given_.committed == 1
+        assert isinstance(given_, PulledParameters) and given_.committed == 1
 
 
 @pytest.mark.parametrize("bound", [1, 2, None])
@@ -536,7 +538,7 @@ def test_workers_of_any_speed_keep_the_bound(bound: int | None) -> None:
         at[who], waits[who] = batch + 1, True
         answers = send(server, worker, worker.apply(batch))
         for answer in answers:
-            if isinstance(answer.message, Values):
+            if isinstance(answer.message, PulledParameters):
                 seat = [w.name for w in workers].index(answer.to)
                 waits[seat] = False
                 largest = max(largest, at[seat] - answer.message.committed)
@@ -568,29 +570,31 @@ def test_a_newcomer_ahead_of_the_others_need_not_wait_for_parameters(meets: bool
     newcomer.name = b"newcomer"
     server._begun = 0  # as if the server were new, too
     welcome = only(send(server, newcomer, newcomer.hello()))
-    assert isinstance(welcome, Welcome) and welcome.next_batch == 2
+    assert isinstance(welcome, ServerWelcome) and welcome.next_batch == 2
     given = only(send(server, newcomer, newcomer.pull(2, meets, waits=False)))
-    assert isinstance(given, Values) and given.committed == 0
-    send(server, slow, slow.make(Stop, batch=0))
+    assert isinstance(given, PulledParameters) and given.committed == 0
+    send(server, slow, slow.make(AskHalt, batch=0))
     assert server._halt is not None and server._halt.step > 2
     assert not send(server, newcomer, newcomer.pull(2, meets))
     for batch in range(2):
         push_all(server, slow, batch, 1.0)
         answers = send(server, slow, slow.apply(batch))
         came = [a.message for a in answers if a.to == newcomer.name]
-        assert [isinstance(message, Values) for message in came] == [True] * (batch == meets)
+        assert [isinstance(message, PulledParameters) for message in came] == [True] * (
+            batch == meets
+        )
 
 
 @pytest.mark.parametrize("for_good", [True, False])
 @pytest.mark.parametrize("num_ahead", [2, 5])
 def test_who_holds_up_a_halt_is_told(monkeypatch, num_ahead: int, for_good: bool) -> None:
     said: list[str] = []
-    monkeypatch.setattr(reception, "warn_on_screen", said.append)
+    monkeypatch.setattr(core, "warn_on_screen", said.append)
     server, (fast, slow) = meet(bound=None, pieces=2)
     for batch in range(num_ahead):
         push_all(server, fast, batch, 1.0)
         send(server, fast, fast.apply(batch))
-    send(server, slow, slow.make(Stop, batch=0, for_good=for_good))
+    send(server, slow, slow.make(AskHalt, batch=0, for_good=for_good))
     assert server._halt == Halt(num_ahead + 2, for_good)
     assert len(said) == (num_ahead > 3)
     if said:

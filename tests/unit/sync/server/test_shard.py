@@ -5,19 +5,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
-from shoal.sync.server.shard import Changed, Shard, layout_of, settings_of
+from shoal.sync.server.shard import ChangedSettings, ServerShard, layout_of, settings_of
 
 
-def shard_of(**options: bool | float) -> tuple[Shard, dict[int, Tensor]]:
+def shard_of(**options: bool | float) -> tuple[ServerShard, dict[int, Tensor]]:
     """A shard of one small model, and sums for it."""
     torch.manual_seed(1)
     model = nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **options)  # type: ignore[arg-type]
-    shard = Shard(model, optimizer, layout_of(model, optimizer, 1), 0)
+    shard = ServerShard(model, optimizer, layout_of(model, optimizer, 1), 0)
     return shard, {key: torch.randn_like(value) for key, value in shard.values.items()}
 
 
-def step(shard: Shard, sums: dict[int, Tensor], scale: float) -> None:
+def step(shard: ServerShard, sums: dict[int, Tensor], scale: float) -> None:
     touched = {key: [True] * len(shard.layout.segments(key)) for key in shard.keys}
     shard.apply(sums, touched, scale, 1.0, settings_of(shard.optimizer))
 
@@ -77,11 +77,11 @@ def test_a_share_of_the_rate_is_for_one_step() -> None:
 def test_what_an_optimizer_counts_in_its_settings_is_its_own() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.1)
     optimizer.param_groups[0]["num_calls"] = 0
-    changed = Changed(optimizer)
+    changed = ChangedSettings(optimizer)
     assert changed.of(optimizer) == [{"lr": 0.5}]
     optimizer.param_groups[0]["weight_decay"] = 0.0
     assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.0}]
     optimizer.param_groups[0]["weight_decay"] = 0.1
     assert changed.of(optimizer) == [{"lr": 0.5, "weight_decay": 0.1}], "the server has another"
-    always = Changed(optimizer, always=("lr", "momentum"))
+    always = ChangedSettings(optimizer, always=("lr", "momentum"))
     assert always.of(optimizer) == [{"lr": 0.5, "momentum": 0}]

@@ -5,9 +5,9 @@ import torch
 
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh, Servers
-from shoal.sync.server.strategy import ThroughServers
-from shoal.sync.state import Given, HeldState, Run, State
-from shoal.sync.strategy import Tally
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.state import MemorySource, ParameterRun, ShardedState, TrainState
+from shoal.sync.strategy import LocalStep
 from tests.unit.sync.server.played import (
     GENERATION,
     SECRET,
@@ -18,36 +18,36 @@ from tests.unit.sync.server.played import (
 )
 
 
-def saved(rate: float, is_newcomer: bool) -> State:
+def saved(rate: float, is_newcomer: bool) -> ShardedState:
     """What a run left in which a hook had changed the rate."""
     model = make_model()
     optimizer = make_optimizer(model, "adam")
     optimizer.param_groups[0]["lr"] = rate
     named = dict(model.named_parameters())
-    runs = {} if is_newcomer else {p: Run(name, p.shape) for name, p in named.items()}
-    return HeldState(named, optimizer, runs).state_dict()
+    runs = {} if is_newcomer else {p: ParameterRun(name, p.shape) for name, p in named.items()}
+    return TrainState(named, optimizer, runs).state_dict()
 
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
     """From a checkpoint, and from a peer."""
     server, model = make_server(kind="adam"), make_model()
-    optimizer, strategy = make_optimizer(model, "adam"), ThroughServers(1, 0)
-    with opened(server) as desk:
-        servers = Servers((desk.address,), GENERATION, SECRET, lambda: False)
+    optimizer, strategy = make_optimizer(model, "adam"), ServerStrategy(1, 0)
+    with opened(server) as loop:
+        servers = Servers((loop.address,), GENERATION, SECRET, lambda: False)
         mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=servers)
         strategy.attach(model, optimizer, mesh)
         try:
-            strategy.load_state_dict(Given(saved(0.25, not served)), 0, served=served)
+            strategy.load_state_dict(MemorySource(saved(0.25, not served)), 0, served=served)
             assert optimizer.param_groups[0]["lr"] == 0.25
             told = strategy.state_dict(served=served).plain["groups"]
             assert ["lr", 0.25] in told["list"][0]["dict"]
             with strategy.microbatch(True, True):
                 for p in model.parameters():
                     p.grad = torch.ones_like(p)
-            tally = Tally()
-            tally.add(torch.tensor(1.0), 1.0, True)
-            strategy.exchange(tally, want_norm=False)
+            local = LocalStep()
+            local.add(torch.tensor(1.0), 1.0, True)
+            strategy.exchange(local, want_norm=False)
             strategy.update(1.0, check=False)
         finally:
             strategy.detach()
@@ -56,4 +56,4 @@ def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
 
 def test_one_that_was_never_attached_has_nothing_to_let_go() -> None:
     """A newcomer may lose its first group before it has reached a server."""
-    ThroughServers(1, 0).detach()
+    ServerStrategy(1, 0).detach()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.shared_memory import NotShared, Segment
+from shoal.comm.shared_memory import NotShared, SharedSegment
 from shoal.comm.wire import BadFrame, bytes_of
 from shoal.errors import RecipeError
-from shoal.sync.server.guests import guest_of
-from shoal.sync.server.lookups import Lookups, empty_tables
-from shoal.sync.server.memory import Memory
-from shoal.sync.server.messages import Hello, Lent, Welcome
+from shoal.sync.server.lookups import WorkerLookups, empty_tables
+from shoal.sync.server.messages import ServerWelcome, SharedFrames, WorkerHello
+from shoal.sync.server.session import open_session
 from shoal.sync.server.shard import layout_of
-from shoal.sync.server.sharing import Borrowed, Lender, share
-from shoal.sync.server.tables import Tables
+from shoal.sync.server.table_memory import FrameReader, FrameWriter, share_tables
+from shoal.sync.server.tables import ServerTables
+from shoal.sync.server.worker_memory import WorkerMemory
 
 ROWS, WIDTH = 100, 4
 
@@ -31,13 +31,13 @@ def frame(tensor: Tensor) -> memoryview:
     return memoryview(bytearray(bytes_of(tensor.contiguous())))
 
 
-def held(number: int = 0, num_servers: int = 1) -> Tables:
-    tables = Tables(model(), number, num_servers)
+def held(number: int = 0, num_servers: int = 1) -> ServerTables:
+    tables = ServerTables(model(), number, num_servers)
     tables.number_from(7)
     return tables
 
 
-def step(tables: Tables, places: list[int], by: float) -> None:
+def step(tables: ServerTables, places: list[int], by: float) -> None:
     """Add to some rows, as SGD does that climbs."""
     (key,) = tables.keys
     rows = torch.full((len(places), WIDTH), by)
@@ -114,9 +114,9 @@ def test_a_push_without_its_rows_is_refused() -> None:
         held().rows_of(7, [frame(torch.tensor([4]))])
 
 
-def welcome(segments: list[Segment | None], committed: int = 0) -> Welcome:
+def welcome(segments: list[SharedSegment | None], committed: int = 0) -> ServerWelcome:
     places = [None if segment is None else segment.place for segment in segments]
-    return Welcome(
+    return ServerWelcome(
         request=1,
         is_shared=bool(segments),
         values=[],
@@ -129,7 +129,7 @@ def welcome(segments: list[Segment | None], committed: int = 0) -> Welcome:
 class Answers:
     """A line to one server that answers from its tables at once."""
 
-    def __init__(self, tables: Tables):
+    def __init__(self, tables: ServerTables):
         self.tables, self.asked, self.num_received = tables, 0, 0
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class Answers:
 def table() -> Iterator[tuple[nn.Embedding, Answers]]:
     made, line = model(), Answers(held())
     empty_tables(made)
-    lookups = Lookups(made, line, 0, range(1), [welcome([])])  # type: ignore[arg-type]
+    lookups = WorkerLookups(made, line, 0, range(1), [welcome([])])  # type: ignore[arg-type]
     yield made, line
     lookups.close()
     assert "forward" not in vars(made)
@@ -187,11 +187,11 @@ def test_rows_that_are_not_there_are_refused_by_name(
 def test_a_worker_whose_model_is_nothing_but_tables_is_of_its_servers_host() -> None:
     optimizer = torch.optim.SGD(model().parameters())
     layout = layout_of(model(), optimizer, 1)
-    memory = Memory(layout, 1, model())
-    hello = Hello(
+    memory = WorkerMemory(layout, 1, model())
+    hello = WorkerHello(
         generation=0, request=1, secret="", layout="", seat=0, num_rows=1, rows=memory.place
     )
-    assert guest_of(hello, layout, 1, 1, True).rows is not None
+    assert open_session(hello, layout, 1, 1, True).rows is not None
 
 
 @pytest.mark.parametrize("padding", [None, 3])
@@ -200,8 +200,8 @@ def test_rows_that_are_shown_are_read_without_a_question(padding: int | None) ->
     made.padding_idx = plain.padding_idx = padding
     empty_tables(made)
     tables = held()
-    line, segments = Answers(tables), share(tables.slabs)
-    lookups = Lookups(made, line, 0, range(1), [welcome(segments)])  # type: ignore[arg-type]
+    line, segments = Answers(tables), share_tables(tables.slabs)
+    lookups = WorkerLookups(made, line, 0, range(1), [welcome(segments)])  # type: ignore[arg-type]
     ids = torch.tensor([[3, 9], [3, 5]])
     for place, by in ((3, 1.0), (9, 2.0)):
         found = made(ids)
@@ -224,8 +224,8 @@ def test_rows_that_are_shown_are_read_without_a_question(padding: int | None) ->
 def test_a_server_that_has_made_the_step_already_is_asked_for_the_rows_before_it() -> None:
     made, tables = model(), held()
     empty_tables(made)
-    line, segments = Answers(tables), share(tables.slabs)
-    lookups = Lookups(made, line, 0, range(1), [welcome(segments, 5)])  # type: ignore[arg-type]
+    line, segments = Answers(tables), share_tables(tables.slabs)
+    lookups = WorkerLookups(made, line, 0, range(1), [welcome(segments, 5)])  # type: ignore[arg-type]
     for batch, asked in ((4, 1), (5, 1), (6, 1)):
         lookups.batch = batch
         made(torch.tensor([3]))
@@ -234,10 +234,10 @@ def test_a_server_that_has_made_the_step_already_is_asked_for_the_rows_before_it
 
 
 def test_what_is_lent_is_read_until_the_next_begin() -> None:
-    lender, borrowed = Lender(), Borrowed()
+    lender, borrowed = FrameWriter(), FrameReader()
     for length in (10, 3, 5_000, 40):
         parts = [torch.arange(length), torch.randn(length, WIDTH), torch.empty(0)]
-        first, second = lender.lend(parts), lender.lend([parts[0] + 1])
+        first, second = lender.write(parts), lender.write([parts[0] + 1])
         assert first is not None and second is not None
         frames = borrowed.frames(first, 1 << 20)
         assert [bytes(frame) for frame in frames] == [bytes(bytes_of(part)) for part in parts]
@@ -248,28 +248,28 @@ def test_what_is_lent_is_read_until_the_next_begin() -> None:
 
 def test_what_was_lent_first_is_there_when_more_room_was_needed() -> None:
     """A server may open it only then."""
-    lender = Lender()
-    first, second = lender.lend([torch.ones(3)]), lender.lend([torch.zeros(10_000)])
+    lender = FrameWriter()
+    first, second = lender.write([torch.ones(3)]), lender.write([torch.zeros(10_000)])
     assert first is not None and second is not None and first.place.name != second.place.name
-    (frame_,) = Borrowed().frames(first, 1 << 20)
+    (frame_,) = FrameReader().frames(first, 1 << 20)
     assert bytes(frame_) == bytes(bytes_of(torch.ones(3)))
 
 
 def test_only_what_is_read_is_bounded() -> None:
     """One memory holds what is lent to all servers, and more."""
-    lender = Lender()
-    lent = [lender.lend([torch.full((10_000,), float(server))]) for server in range(8)][-1]
+    lender = FrameWriter()
+    lent = [lender.write([torch.full((10_000,), float(server))]) for server in range(8)][-1]
     assert lent is not None and lent.place.num_bytes > 4 * 40_000
-    (frame_,) = Borrowed().frames(lent, 40_000)
+    (frame_,) = FrameReader().frames(lent, 40_000)
     assert bytes(frame_) == bytes(bytes_of(torch.full((10_000,), 7.0)))
     with pytest.raises(ValueError, match="can be meant"):
-        Borrowed().frames(lent, 39_999)
+        FrameReader().frames(lent, 39_999)
 
 
 def test_memory_that_fits_one_step_fits_the_next() -> None:
-    lender, names = Lender(), []
+    lender, names = FrameWriter(), []
     for _ in range(6):
-        lent = [lender.lend([torch.zeros(length)]) for length in (10_000, 12_000, 9_000)]
+        lent = [lender.write([torch.zeros(length)]) for length in (10_000, 12_000, 9_000)]
         names.append({one.place.name for one in lent if one is not None})
         lender.begin()
     assert len(names[-1]) == 1 and names[-1] == names[-2] == names[-3]
@@ -277,24 +277,24 @@ def test_memory_that_fits_one_step_fits_the_next() -> None:
 
 @pytest.mark.parametrize("span", [(0, 1 << 30), (-8, 8), (16, 8), (4096, 4097)])
 def test_what_does_not_stand_in_the_memory_is_refused(span: tuple[int, int]) -> None:
-    segment = Segment.create(4096)
+    segment = SharedSegment.create(4096)
     with pytest.raises(ValueError, match="do not stand"):
-        Borrowed().frames(Lent(segment.place, [span]), 1 << 40)
+        FrameReader().frames(SharedFrames(segment.place, [span]), 1 << 40)
 
 
 def test_memory_that_is_gone_is_refused() -> None:
-    segment = Segment.create(4096)
-    lent = Lent(segment.place, [(0, 8)])
+    segment = SharedSegment.create(4096)
+    lent = SharedFrames(segment.place, [(0, 8)])
     segment.close()
     with pytest.raises(ValueError, match="cannot be read"):
-        Borrowed().frames(lent, 4096)
+        FrameReader().frames(lent, 4096)
 
 
 def test_rows_stay_where_they_are_if_there_is_no_memory_to_share(monkeypatch) -> None:
-    def refuse(num_bytes: int) -> Segment:
+    def refuse(num_bytes: int) -> SharedSegment:
         raise NotShared("none")
 
     tables, before = held(), model().weight
-    monkeypatch.setattr(Segment, "create", refuse)
-    assert share(tables.slabs) == [None] and torch.equal(tables.slabs[0], before)
-    assert Lender().lend([torch.zeros(3)]) is None
+    monkeypatch.setattr(SharedSegment, "create", refuse)
+    assert share_tables(tables.slabs) == [None] and torch.equal(tables.slabs[0], before)
+    assert FrameWriter().write([torch.zeros(3)]) is None

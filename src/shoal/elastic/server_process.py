@@ -1,0 +1,194 @@
+"""The process of a parameter server, in a seat after those of the ranks.
+
+It serves one generation after another. After a resize it loads its new partition from the files
+that the servers wrote (`sync/server/migration.py`). Read next: `seat.py`, `sync/server/server.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from shoal import faults
+from shoal.elastic.seat import SupervisedSeat
+from shoal.errors import GroupLost
+from shoal.faults import faultpoint
+from shoal.numerics import schedules
+from shoal.numerics.threads import ComputeThreads, num_spare_threads
+from shoal.parallel.striping import tables_of
+from shoal.plans.plan import Plan
+from shoal.plans.resize import RunSize, served_size, with_size
+from shoal.sync.server.aggregator import AggregatorServer, aggregator_route
+from shoal.sync.server.anchor import make_outer
+from shoal.sync.server.deadline import DeadlineServer
+from shoal.sync.server.journal import Journal
+from shoal.sync.server.loop import ServerLoop
+from shoal.sync.server.migration import (
+    LayoutFiles,
+    layout_after,
+    load_parts,
+    remove_parts,
+    without_repeats,
+    write_parts,
+)
+from shoal.sync.server.peers import make_peers
+from shoal.sync.server.round_coordinator import RoundCoordinator
+from shoal.sync.server.server import Server
+from shoal.sync.server.shard import ServerShard
+from shoal.sync.server.tables import ServerTables
+from shoal.training.run import Run
+
+
+class ServerProcess:
+    """A server, in one generation after another and under one layout after another."""
+
+    def __init__(
+        self,
+        number: int,
+        seat: SupervisedSeat,
+        run: Run,
+        plan: Plan,
+        model: nn.Module,
+        directory: Path,
+    ):
+        self.number, self.seat, self.run, self.plan, self.model = number, seat, run, plan, model
+        self.directory = directory
+        tables = tables_of(model).values() if plan.copies > 1 else ()
+        self._first = {module: module.weight for module in tables}  # rows of all servers
+        self._sizes: list[RunSize] = []  # of the run, as far as the servers' layout changed
+        num_sharing = -(-plan.num_servers // plan.hosts)
+        self._crew = ComputeThreads(num_spare_threads(num_sharing) if plan.waits_for_all else 1)
+        self._desk: ServerLoop | None = None
+        self._server: Server | None = None
+
+    def serve(self) -> None:
+        """Serve until the supervisor releases this member."""
+        self._crew.host(self._serve)
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                assignment = self.seat.await_seat()
+                desk, server = self._open_layout()  # may repeat all the work of a dead server
+                peers = desk.peers
+                peer_addresses = self.seat.publish_address(
+                    assignment, desk.address, peers.address if peers else ""
+                )
+                if peer_addresses is None:
+                    continue
+                server.begin(assignment.generation, self._num_clients(assignment.num_ranks))
+                if peers is not None:
+                    peers.start_generation(assignment.generation, peer_addresses)
+                while not self.seat.is_over():
+                    desk.run_once()
+                    if (count := self.seat.take_repartition_request()) is not None:
+                        self._repartition(server, count)
+        finally:
+            if self._desk is not None:
+                self._desk.close()
+
+    @property
+    def _counts(self) -> list[int]:
+        """The number of servers in each layout so far."""
+        return [size.num_servers - self.plan.num_host_servers for size in self._sizes]
+
+    def _num_clients(self, num_ranks: int) -> int:
+        """The number of clients that push here: ranks, or one aggregator a host."""
+        return num_ranks if self.plan.hosts == 1 else self.plan.hosts
+
+    def _open_layout(self) -> tuple[ServerLoop, Server]:
+        """The server loop of the present layout; that of the one before is closed."""
+        sizes = without_repeats([served_size(self.plan, size) for size in self.seat.sizes])
+        if self._desk is not None and self._server is not None and sizes == self._sizes:
+            return self._desk, self._server
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None  # frees the state, which is on disk
+        self._sizes = sizes
+        if len(sizes) > 1:
+            self.plan = with_size(self.plan, self.seat.sizes[-1])
+        plan, counts = self.plan, self._counts
+        shelf = LayoutFiles(self.directory, len(counts) - 1)
+        in_journal = plan.copies == 1  # else what it does is written to other servers
+        server = self._server = self._server_class()(
+            self._shard_of(self.number),
+            num_seats=self._num_clients(self.seat.sizes[-1].num_ranks),
+            # Of a window of local steps each replica has one piece.
+            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_replicas,
+            bound=plan.staleness_bound,
+            secret=self.seat.secret,
+            rule=plan.combine,
+            journal=Journal(shelf.journal(self.number), self.seat.secret) if in_journal else None,
+        )
+        if shelf.number and not server.clock.committed:
+            faultpoint("server.moving", self.number)
+            load_parts(server, self.number, counts[-2], shelf)
+            remove_parts(shelf, self.number, counts[-2], counts[-1])
+            faultpoint("server.moved", self.number)
+        reach = self.seat.reach
+        peers = make_peers(server, self.number, counts[-1], plan.copies, self._shard_of, reach)
+        self._desk = ServerLoop(server, reach, peers)
+        return self._desk, server
+
+    def _server_class(self) -> Callable[..., Server]:
+        deadline_s = self.plan.deadline_s
+        if deadline_s is None:
+            return Server
+        # One server decides who is in a round.
+        coordinator = None if self.number else RoundCoordinator(self.plan.num_replicas, deadline_s)
+        return partial(DeadlineServer, coordinator=coordinator)
+
+    def _shard_of(self, owner: int) -> ServerShard:
+        for module, weight in self._first.items():
+            module.weight = weight
+        model, tables = self.model, ServerTables(self.model, owner, self._counts[-1])
+        optimizer = self.run.make_optimizer(model)
+        schedules.remember_rates(optimizer)
+        if self.plan.local_steps > 1:
+            model, optimizer = make_outer(model, self.plan)
+        layout = layout_after(model, optimizer, self._counts)
+        is_own, every = owner == self.number, self.run.check_every
+        shard = ServerShard(
+            model, optimizer, layout, owner, tables, shared=is_own, check_every=every
+        )
+        shard.step_with(self._crew)
+        faults.expose(f"server {owner}", shard.place_of)
+        return shard
+
+    def _repartition(self, server: Server, num_servers: int) -> None:
+        """Write the state, partitioned for so many servers, and report it."""
+        shelf = LayoutFiles(self.directory, len(self._counts))
+        num_bytes, problem = 0, ""
+        try:
+            num_bytes = write_parts(server, self.number, num_servers, shelf)
+        except (OSError, ValueError) as error:
+            problem = f"server {self.number} cannot write down what it holds: {error}"
+        self.seat.report_repartition(num_bytes, problem)
+
+
+def serve_aggregator(
+    number: int, seat: SupervisedSeat, run: Run, plan: Plan, model: nn.Module
+) -> None:
+    """Be the server of a host, which adds up for those of the plan."""
+    layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
+    num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
+    server = AggregatorServer(model, layout, num_seats, num_pieces, seat.secret)
+    desk = ServerLoop(server, seat.reach)
+    try:
+        while True:
+            assignment = seat.await_seat()
+            if seat.publish_address(assignment, desk.address) is None:
+                continue
+            with suppress(GroupLost):  # a server died; another generation follows
+                servers = seat.find_servers(assignment)
+                server.enter(
+                    assignment.generation,
+                    aggregator_route(servers, number, plan.hosts, plan.num_pieces),
+                )
+                while not seat.is_over():
+                    desk.run_once()
+    finally:
+        server.leave()
+        desk.close()

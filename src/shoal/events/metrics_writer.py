@@ -1,0 +1,147 @@
+"""Write the record of a run's steps, complete even if the writing rank dies.
+
+Every rank keeps the latest steps in memory; one rank writes them to `metrics.jsonl` and the other
+sinks, in the background (`sinks.py`). When that rank dies another one takes over, reads how far the
+file got, and continues from the steps it remembers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import UsageError
+from shoal.events.sinks import BackgroundSink, JsonLinesSink, Sink
+from shoal.events.step import StepInfo
+from shoal.logs import warn_once
+from shoal.storage.decoding import try_decode_json
+from shoal.storage.files import write_atomic
+
+REMEMBERED = 4096
+FLUSH_S = 1.0  # the longest wait of a step with a checkpoint for the record
+
+
+class MetricsWriter:
+    """A hook of the trainer. `writes` says whether this rank is the one that writes now."""
+
+    def __init__(
+        self,
+        path: Path,
+        writes: Callable[[], bool],
+        more_sinks: Sequence[Callable[[], Sink]] = (),
+        save_every: int | None = None,
+    ):
+        self._path = path
+        self._writes = writes
+        self._more_sinks = more_sinks
+        self._save_every = save_every
+        self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
+        self._sinks: list[BackgroundSink] = []
+        self._written = 0  # the last step that an earlier writer recorded
+
+    def __call__(self, info: StepInfo) -> None:
+        self._recent.append(info)
+        if self._sinks:
+            self._write(info)
+        elif self._writes():
+            self._take_over()
+        if self._save_every and info.step % self._save_every == 0 and self._sinks:
+            self._sinks[0].flush(FLUSH_S)  # the record must not end before a checkpoint
+
+    def flush(self) -> None:
+        """Write everything that is queued: another rank may write from now on."""
+        for sink in self._sinks:
+            sink.flush(FLUSH_S)
+
+    def close(self) -> None:
+        if self._recent and not self._sinks and self._writes():
+            self._take_over()  # the writer died after the last step
+        for sink in self._sinks:
+            sink.close()
+
+    def rewind(self, step: int) -> None:
+        """Remove the steps after this one: the run resumes from it and repeats them."""
+        if not self._path.exists():
+            return
+        content = self._path.read_bytes()
+        lines = content.splitlines(keepends=True)
+        kept = b"".join(line for line in lines if 0 < _step_of(line) <= step)
+        if kept != content:  # removes a torn last line too
+            write_atomic(self._path, kept)
+
+    def _take_over(self) -> None:
+        self._written = last_recorded_step(self._path)
+        try:
+            record = JsonLinesSink(self._path)
+        except UsageError as error:  # the disk may be full or missing
+            warn_once(f"{error} Training continues without that record.", on_screen=True)
+            return
+        sinks: list[Sink] = [record, *(make() for make in self._more_sinks)]
+        self._sinks = [BackgroundSink(s, type(s).__name__, encode=step_record) for s in sinks]
+        for info in self._recent:
+            self._write(info)
+
+    def _write(self, info: StepInfo) -> None:
+        if info.step > self._written:  # a repeated step is recorded already
+            for sink in self._sinks:
+                sink.put(info)
+
+
+def step_record(info: StepInfo) -> Mapping[str, Any]:
+    """A step as a record of `metrics.jsonl`."""
+    record: dict[str, Any] = {
+        "step": info.step,
+        "loss": info.loss,
+        "samples": info.samples,
+        "rate": info.rate,
+        "bytes_sent": info.bytes_sent,
+        "times": info.times._asdict(),
+    }
+    if info.mark is not None:
+        record["mark"] = info.mark
+    if info.norm is not None:
+        record["norm"] = info.norm
+    if info.evaluation is not None:
+        record["evaluation"] = info.evaluation
+    if info.left_out:
+        record["left_out"] = info.left_out
+    return record
+
+
+class _StepNumber(msgspec.Struct, frozen=True):
+    step: int = 0
+
+
+class SampleCounts(msgspec.Struct, frozen=True):
+    """The sample counts of a line."""
+
+    samples: int = 0
+    left_out: int = 0
+
+
+def count_recorded_samples(path: Path) -> tuple[int, int]:
+    """The samples trained on, and those left out, over all steps of a metrics file."""
+    trained = left_out = 0
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        found = try_decode_json(line, SampleCounts)
+        if found is None:  # torn
+            continue
+        trained += found.samples - found.left_out
+        left_out += found.left_out
+    return trained, left_out
+
+
+def last_recorded_step(path: Path) -> int:
+    """The last step in a metrics file, 0 if none. A torn last line does not count."""
+    if not path.exists():
+        return 0
+    lines = reversed(path.read_bytes().splitlines())
+    return next((step for step in map(_step_of, lines) if step), 0)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line, 0 of a torn one."""
+    found = try_decode_json(line, _StepNumber)
+    return 0 if found is None else found.step

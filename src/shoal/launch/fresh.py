@@ -1,0 +1,269 @@
+"""Train in a fresh process, where this one could not fork safely: it has threads, or is one.
+
+A notebook, a web server, a script that has computed something: their locks and their OpenMP would
+be copied in the middle of what they do. So a new interpreter is started, which gets the recipe by
+cloudpickle through a pipe that only it inherits; the one use of pickle, never at rest and never on
+a network. Events come back as lines of JSON, with the outcome as the last one.
+
+Cost: the import of torch, some two seconds. An interrupt (Ctrl-C, or the notebook's button) stops
+the run after its step, a second one at once. If this process dies, the run stops and saves itself.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cloudpickle
+import msgspec
+
+from shoal.cluster.backend import Facts, OnEvent
+from shoal.cluster.local import NotLoaded
+from shoal.errors import ShoalError, UsageError, sendable
+from shoal.launch.outcome import Outcome
+from shoal.launch.train import Options, train
+from shoal.system.fork_server import needs_no_traceback
+from shoal.system.processes import describe_exit, readable
+from shoal.training.options import Recipe
+
+_ROOT = str(Path(__file__).resolve().parents[2])  # where this code is, however it was found
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); "
+    "from shoal.launch.fresh import main; main(*map(int, sys.argv[1:]))"
+)
+_LENGTH = 8  # bytes before a message, which are its length
+LEAVING_S = 10.0  # that the new process may take to end if what it says is not wanted any more
+
+
+class _Job(msgspec.Struct):
+    """What the new process is given."""
+
+    path: list[str]  # where modules are found
+    name: str
+    settings: dict[str, str]
+    is_named: bool
+    options: Options
+    run_dir: str | None
+    pickled: bytes  # what is trained, and callbacks
+
+
+class _Event(msgspec.Struct, tag=True):
+    record: dict[str, Any]
+
+
+class _Found(msgspec.Struct, tag=True):
+    """What the preparation found."""
+
+    facts: dict[str, Any]
+    run_dir: str
+
+
+class _Ended(msgspec.Struct, tag=True):
+    outcome: Outcome
+
+
+class _Failed(msgspec.Struct, tag=True):
+    message: str
+    trace: str
+    exit_code: int
+
+
+_Message = _Event | _Found | _Ended | _Failed
+
+
+def can_fork() -> bool:
+    """Whether this process may fork: it has one thread, and this is it."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def train_fresh(
+    recipe: Recipe,
+    options: Options,
+    run_dir: Path | None = None,
+    *,
+    watch: OnEvent = lambda event: None,
+    prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
+) -> Outcome:
+    """`launch.train` in a fresh process. `watch` and `prepared` are called in this one."""
+    job = _Job(
+        path=[entry or os.getcwd() for entry in sys.path],
+        name=recipe.name,
+        settings=dict(recipe.settings),
+        is_named=recipe.is_named,
+        options=options,
+        run_dir=None if run_dir is None else str(run_dir),
+        pickled=_pickle(recipe),
+    )
+    last: _Ended | _Failed | None = None
+    with _started(job) as child, _passing_on_interrupts(child.process):
+        for message in child.messages():
+            match message:
+                case _Event():
+                    watch(message.record)
+                case _Found():
+                    prepared(message.facts, Path(message.run_dir))
+                case _Ended() | _Failed():
+                    last = message
+    if isinstance(last, _Ended):
+        return msgspec.structs.replace(last.outcome, recipe=recipe)
+    if last is None:
+        code = child.process.returncode
+        raise NotLoaded(f"The process of the run {describe_exit(code)}.", "", 1)
+    if last.exit_code == 2 and not last.trace:
+        raise UsageError(last.message)
+    raise NotLoaded(last.message, last.trace, last.exit_code)
+
+
+def _pickle(recipe: Recipe) -> bytes:
+    try:
+        content: bytes = cloudpickle.dumps(recipe.find())
+        return content
+    except Exception as error:
+        raise UsageError(
+            f"{recipe.name} cannot be sent to the process that trains it: {error}. A Run must not "
+            "hold open files, connections or locks: open them in a function of the recipe, or give "
+            "the recipe as file.py:function."
+        ) from error
+
+
+class _Child:
+    """The new process, as this one sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], answers: int):
+        self.process, self._answers = process, answers
+
+    def messages(self) -> Iterator[_Event | _Found | _Ended | _Failed]:
+        """Those it sends, until it has closed the pipe. What it prints is printed here."""
+        assert self.process.stderr is not None
+        answers, printed = self._answers, self.process.stderr.fileno()
+        unread, open_ones = b"", {answers, printed}
+        while open_ones:
+            for descriptor in readable(open_ones):
+                content = os.read(descriptor, 1 << 16)
+                if not content:
+                    open_ones.discard(descriptor)
+                elif descriptor == printed:
+                    sys.stderr.write(content.decode(errors="replace"))
+                else:
+                    unread += content
+            while len(unread) >= _LENGTH:
+                end = _LENGTH + int.from_bytes(unread[:_LENGTH], "big")
+                if len(unread) < end:
+                    break
+                yield msgspec.msgpack.decode(unread[_LENGTH:end], type=_Message)
+                unread = unread[end:]
+
+    def end(self) -> None:
+        """At once if it has ended by itself; else it is told to stop, and killed if it does not."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if sys.exc_info()[0] else None)
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(LEAVING_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # with which all its children end
+                self.process.wait()
+
+
+@contextmanager
+def _started(job: _Job) -> Iterator[_Child]:
+    """The new process, which has its job. It has ended after the block."""
+    reading, giving = os.pipe()
+    answers, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, str(reading), str(writing)],
+            pass_fds=(reading, writing),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # or a terminal's Ctrl-C would reach it twice
+        )
+    except BaseException:
+        os.close(giving)
+        os.close(answers)
+        raise
+    finally:
+        os.close(reading)
+        os.close(writing)
+    child = _Child(process, answers)
+    try:
+        with suppress(BrokenPipeError), open(giving, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(job))
+        yield child
+    finally:
+        child.end()
+        os.close(answers)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@contextmanager
+def _passing_on_interrupts(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Each interrupt of this process is one of the run's, which stops it. Elsewhere than in the
+    main thread there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def main(reading: int, writing: int) -> None:
+    """Of the new process: do the job that comes on one pipe, and answer on the other."""
+    os.set_inheritable(writing, False)
+    with open(reading, "rb") as pipe:
+        job = msgspec.msgpack.decode(pipe.read(), type=_Job)
+    sys.path[:] = job.path
+    answers = _Answers(writing)
+    recipe = Recipe(job.name, partial(cloudpickle.loads, job.pickled), job.settings, job.is_named)
+    last: _Ended | _Failed
+    try:
+        outcome = train(
+            recipe,
+            job.options,
+            None if job.run_dir is None else Path(job.run_dir),
+            watch=lambda event: answers.send(_Event(event)),
+            prepared=lambda facts, run_dir: answers.send(_Found(facts, str(run_dir))),
+        )
+        last = _Ended(msgspec.structs.replace(outcome, recipe=None))
+    except Exception as error:  # noqa: BLE001 (it is raised again where the run was asked for)
+        exit_code = error.exit_code if isinstance(error, ShoalError) else 1
+        own = getattr(error, "trace", None)
+        trace = (
+            own if own is not None else "" if needs_no_traceback(error) else traceback.format_exc()
+        )
+        last = _Failed(sendable(str(error)), sendable(trace), exit_code)
+    answers.send(last)
+
+
+class _Answers:
+    """Messages to the process that asked for the run. If it has died, the run stops and saves."""
+
+    def __init__(self, descriptor: int):
+        self._pipe: BinaryIO | None = open(descriptor, "wb", buffering=0)  # noqa: SIM115 (for the process's life)
+
+    def send(self, message: "_Event | _Found | _Ended | _Failed") -> None:
+        if self._pipe is None:
+            return
+        content = msgspec.msgpack.encode(message)
+        try:
+            self._pipe.write(len(content).to_bytes(_LENGTH, "big") + content)
+        except BrokenPipeError:
+            self._pipe = None
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,303 @@
+"""How a run ended: what `shoal.train` returns, and what `shoal train --json` prints."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from shoal.checkpoint.find import checkpoint_name
+from shoal.checkpoint.retention import RetentionPolicy
+from shoal.errors import RUN_AGAIN
+from shoal.storage.decoding import try_decode_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.elastic.supervisor import SupervisorResult as SupervisorResult
+    from shoal.training.options import Recipe
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run that ended, under the names that `--json` gives them."""
+
+    steps: int
+    samples: int | None  # None if the record is not whole
+    quarantined: int
+    loss: float | None
+    evaluation: dict[str, float] | None
+    samples_per_s: float | None
+    bytes_sent: int
+    peak_memory_bytes: int | None
+    checkpoint: int | None  # the step of the last one
+    not_saved: str | None
+    rescued: str | None
+    model: str | None
+    recoveries: int
+    staleness: dict[str, Any] | None
+    rounds: dict[str, Any] | None
+    steps_again: int
+    plan: str
+    run_dir: str
+    exit_code: int
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The best evaluation on record, by one of its metrics."""
+
+    metric: str
+    value: float
+    step: int
+
+
+class Saves:
+    """What ranks said of their checkpoints and of the model's file. Give it every event."""
+
+    def __init__(self) -> None:
+        self.last_step: int | None = None
+        self.rescued = ""  # where the last checkpoint is, if not where it should be
+        self.unholdable = ""  # what no checkpoint can hold
+        self.model_problem = ""  # why the model was not written
+        self._reasons: dict[int, list[str]] = {}
+        self._echoes: dict[int, str] = {}  # what ranks heard from others, by step
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        match event["event"]:
+            case "saved" | "resumed":
+                self.last_step = event["step"]
+            case "save-failed" | "save-skipped" if event.get("echo"):
+                self._echoes.setdefault(event["step"], event["why"])
+            case "save-failed" | "save-skipped":
+                self._reasons.setdefault(event["step"], []).append(event["why"])
+            case "rescued":
+                self.rescued = event["place"]
+            case "unholdable":
+                self.unholdable = event["why"]
+            case "model-failed":
+                self.model_problem = event["why"]
+
+    def why_not(self, step: int) -> list[str]:
+        """Why a step was not saved, as ranks said."""
+        heard = [self._echoes[step]] if step in self._echoes else []
+        return self._reasons.get(step, heard)
+
+
+class RunFiles(NamedTuple):
+    """Where the files of a run are, at its end."""
+
+    run_dir: Path
+    record_dir: Path  # where its record is now, if the run directory was moved
+    moved: str  # what to say of that; empty if it was not
+    store: str  # of its checkpoints
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended. `model()` builds the trained model in this process."""
+
+    summary: Summary
+    num_steps: int  # that the run was asked for
+    is_finished: bool  # all of them were made
+    best: Best | None = None
+    checkpoint: str | None = None  # the last one: a path or a URL
+    cause: str = ""  # why it ended before its last step
+    trace: str = ""  # the traceback of the first rank that failed
+    stopped_by: int = 0  # a signal
+    problem: str = ""  # what is wrong although the last step was made
+    moved: str = ""  # what became of the run directory, if it is not where it was
+    why_not_saved: list[str] = []  # the last step
+    model_problem: str = ""
+    times: dict[str, float] = {}  # seconds of rank 0
+    num_servers: int = 0
+    saved_step: int | None = None  # of that checkpoint
+    is_saved: bool = False  # the step at which it was stopped
+    trained: int = 0  # steps that were made now, and not before a resume
+    recipe: Any = None
+
+    @property
+    def exit_code(self) -> int:
+        return self.summary.exit_code
+
+    @property
+    def steps(self) -> int:
+        return self.summary.steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures of the last evaluation; without one, the loss of the last batch."""
+        loss = {} if self.summary.loss is None else {"loss": self.summary.loss}
+        return self.summary.evaluation or loss
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.summary.run_dir)
+
+    def model(self) -> "nn.Module":
+        """The model with the last weights: of `model.safetensors`, or of the last checkpoint."""
+        from shoal.training.load import load
+
+        where = self.summary.model or self.checkpoint or self.summary.run_dir
+        recipe: Recipe = self.recipe
+        return load(where, recipe)
+
+
+def outcome_of(
+    result: "SupervisorResult",
+    recipe: "Recipe",
+    facts: Mapping[str, Any],
+    saves: Saves,
+    *,
+    files: RunFiles,
+    keep: RetentionPolicy,
+) -> Outcome:
+    """What became of a run."""
+    own = result.summaries.get(0, {})
+    lines = _read(files.record_dir / "metrics.jsonl")
+    lost = _not_saved(result, facts, saves, own)
+    problem = lost or _nothing_trained(result, lines) or files.moved
+    exit_code = int(result.exit_code) or (1 if problem else 0)
+    if exit_code == RUN_AGAIN and files.moved:
+        exit_code = 1  # the same command would not find it
+    summary = _summary(result, facts, saves, files, lines)
+    summary = msgspec.structs.replace(summary, not_saved=lost or None, exit_code=exit_code)
+    return Outcome(
+        summary=summary,
+        num_steps=facts["num_steps"],
+        is_finished=not result.exit_code,
+        best=_best(lines, keep),
+        checkpoint=None
+        if saves.last_step is None
+        else f"{files.store}/{checkpoint_name(saves.last_step)}",
+        cause=result.cause,
+        trace=result.trace,
+        stopped_by=result.stopped_by,
+        problem=problem,
+        moved=files.moved,
+        why_not_saved=saves.why_not(result.step),
+        model_problem=saves.model_problem,
+        times=own.get("times", {}),
+        num_servers=facts["num_servers"],
+        saved_step=saves.last_step,
+        is_saved=result.exit_code == RUN_AGAIN,
+        trained=own.get("steps", 0),
+        recipe=recipe,
+    )
+
+
+def _summary(
+    result: "SupervisorResult",
+    facts: Mapping[str, Any],
+    saves: Saves,
+    files: RunFiles,
+    lines: Sequence["_Line"],
+) -> Summary:
+    """The figures, as ranks and the record give them."""
+    own, every = result.summaries.get(0, {}), list(result.summaries.values())
+    is_whole = max((line.step for line in lines), default=0) >= result.step
+    num_left_out = sum(line.left_out for line in lines)
+    model = files.run_dir / "model.safetensors"
+    return Summary(
+        steps=result.step,
+        samples=sum(line.samples for line in lines) - num_left_out if is_whole else None,
+        quarantined=num_left_out,
+        loss=own.get("loss"),
+        evaluation=own.get("evaluation"),
+        samples_per_s=own.get("samples_per_s"),
+        bytes_sent=sum(s["bytes_sent"] for s in every),
+        peak_memory_bytes=max((s["peak_memory_bytes"] for s in every), default=None),
+        checkpoint=own.get("checkpoint"),
+        not_saved=None,
+        rescued=saves.rescued or None,
+        model=str(model) if model.exists() and not saves.model_problem else None,
+        recoveries=result.num_recoveries,
+        staleness=_staleness(every),
+        rounds=_rounds(every),
+        steps_again=result.num_steps_again,
+        plan=result.plan or facts["plan"],
+        run_dir=str(files.run_dir),
+        exit_code=result.exit_code,
+    )
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is read of a line of metrics.jsonl."""
+
+    step: int = 0
+    samples: int = 0
+    left_out: int = 0
+    evaluation: dict[str, float | None] | None = None
+
+
+def _read(record: Path) -> list[_Line]:
+    """The steps on record. The last line may be torn, and is left out then."""
+    content = record.read_bytes() if record.exists() else b""
+    return [line for text in content.splitlines() if (line := try_decode_json(text, _Line))]
+
+
+def _best(lines: Sequence[_Line], keep: RetentionPolicy) -> Best | None:
+    """The best evaluation by the metric that checkpoints are kept by, the least loss by default."""
+    metric = keep.best or "loss"
+    sign = -1.0 if keep.is_large_best else 1.0
+    found = [
+        (sign * value, line.step)
+        for line in lines
+        if line.evaluation is not None and (value := line.evaluation.get(metric)) is not None
+    ]
+    if not found:
+        return None
+    value, step = min(found)
+    return Best(metric, sign * value, step)
+
+
+def _rounds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of a run whose rounds close at a deadline, the last count of them."""
+    counts = [s["rounds"] for s in summaries if s.get("rounds")]
+    return max(counts, key=lambda one: one["closed"], default=None)
+
+
+def _staleness(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the ranks saw of it, together; None where they agree on every step."""
+    from shoal.sync.server.clock import Staleness
+
+    seen = [s["staleness"] for s in summaries if s.get("staleness")]
+    if not seen:
+        return None
+    together = Staleness()
+    for one in seen:
+        together.merge(Staleness(one["histogram"]))
+    return together.summary()
+
+
+def _not_saved(
+    result: "SupervisorResult", facts: Mapping[str, Any], saves: Saves, own: Mapping[str, Any]
+) -> str:
+    """Why a run that made its last step has no checkpoint of it; empty if it has, or cannot."""
+    unholdable = facts["unholdable"] or saves.unholdable
+    if result.exit_code or unholdable or own.get("checkpoint") == result.step:
+        return ""
+    reasons = dict.fromkeys(why.rstrip(".") for why in saves.why_not(result.step))
+    why = "; ".join(reasons) or "no rank said why"
+    way_out = where_rescued(saves.rescued) or (
+        "Mend that, and go on from the checkpoint before it (--resume), if there is one."
+    )
+    return f"Step {result.step}, the last, could not be saved: {why}. {way_out}"
+
+
+def where_rescued(place: str | None) -> str:
+    """Where the last checkpoint is, if not where it should be; empty if nowhere."""
+    if not place:
+        return ""
+    return (
+        f"It is in {place} instead. Put it among the run's checkpoints once they can be "
+        "written, or go on with --resume and --checkpoints, given the directory that it lies in."
+    )
+
+
+def _nothing_trained(result: "SupervisorResult", lines: Sequence[_Line]) -> str:
+    """What is wrong with a run that made its last step without a sample; empty if it had some."""
+    num_samples, num_left_out = sum(x.samples for x in lines), sum(x.left_out for x in lines)
+    if result.exit_code or num_samples > num_left_out or not num_left_out:
+        return ""
+    return (
+        f"Quarantine left out all {num_left_out} samples, so nothing was trained. Its file says "
+        "why each of them failed; mend that, and begin anew."
+    )

@@ -1,0 +1,50 @@
+"""Run what a back end has prepared, under the supervisor, until it ends; nothing is left behind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.backend import Backend, Facts, OnEvent
+from shoal.cluster.invitation import remove_invitation
+from shoal.elastic.membership import Membership
+from shoal.elastic.resize_requests import open_resize_requests
+from shoal.elastic.supervisor import Supervisor, SupervisorResult
+from shoal.plans.plan import Plan
+from shoal.system.fork_server import Prepare
+
+
+def run_supervised(
+    prepare: Prepare,
+    run_dir: Path,
+    *,
+    backend: Backend,
+    watch: OnEvent,
+    members: Callable[[Facts], Membership],
+    prepared: Callable[[Facts], None] = lambda facts: None,
+    can_resize: bool = False,
+    stop_timeout_s: float | None = None,
+) -> SupervisorResult:
+    """Prepare, start the members and supervise them to the end.
+
+    `prepared` gets what the preparation found, before any member starts. With `can_resize` the
+    run answers requests for another size. After a signal it ends within a bound
+    (`elastic/progress.py`). Call this from the main thread of a process without other threads.
+    """
+    remove_invitation(run_dir)  # what a run that was killed left there
+    with backend.start(prepare, run_dir, watch) as started:
+        facts: dict[str, Any] = started.facts
+        prepared(facts)
+        resizes = None
+        if can_resize:
+            resizes = open_resize_requests(run_dir, Plan.parse(facts["plan"]), facts["alone"])
+        result = Supervisor(
+            started.processes,
+            members(facts),
+            run_dir,
+            watch,
+            started.reach,
+            resizes,
+            stop_timeout_s,
+        ).run()
+        started.end(result.exit_code, result.cause or f"the run ended after step {result.step}")
+        return result

@@ -1,0 +1,248 @@
+"""From a recipe and options to a finished run: what `shoal.train` and `shoal train` call.
+
+The run directory is taken, the recipe prepared in a process of its own, the members started by a
+back end and supervised to the end, and the outcome read off. Loads nothing heavy: torch is
+imported where the recipe is.
+
+Read next: `prepare.py`, for what a run starts from; `supervised.py`, for who watches it.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.checkpoint.find import CHECKPOINTS_DIR
+from shoal.checkpoint.retention import RetentionPolicy
+from shoal.cluster.backend import Backend, Facts, OnEvent
+from shoal.cluster.hosts import HostsBackend
+from shoal.cluster.local import LocalBackend
+from shoal.comm.endpoint import interface_of
+from shoal.elastic.membership import Membership
+from shoal.errors import UsageError, require
+from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
+from shoal.launch.supervised import run_supervised
+from shoal.plans.plan import Plan
+from shoal.storage.object_client import redact_password
+from shoal.storage.object_store import local_path
+from shoal.storage.run_dir import RunDir, lock_directory
+from shoal.training.options import REMEMBERED, SETTABLE, Recipe, StartOptions
+
+if TYPE_CHECKING:
+    from shoal.system.fork_server import WorkerMain
+
+DEFAULT_KEEP = "last=2"
+JOIN_TIMEOUT_S = 600.0
+
+
+class Options(StartOptions, frozen=True, kw_only=True):
+    """All that a run can be asked for; `shoal train --help` says what each is."""
+
+    spares: int = 1
+    heartbeat_timeout_s: float = 10.0
+    form_timeout_s: float = 30.0
+    stop_timeout_s: float | None = None
+    listen: str | None = None
+    join_timeout_s: float | None = None
+
+    def start_options(self) -> StartOptions:
+        names = StartOptions.__struct_fields__
+        return StartOptions(**{name: getattr(self, name) for name in names})
+
+
+def train(
+    recipe: Recipe,
+    options: Options,
+    run_dir: Path | None = None,
+    *,
+    watch: OnEvent = lambda event: None,
+    prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
+) -> Outcome:
+    """Train a recipe to its end, or until a signal or a failure ends it.
+
+    `watch` gets every event, `prepared` what the preparation found, before a rank starts. Raises
+    NotLoaded if the recipe cannot be prepared. Call this from the main thread of a process without
+    other threads (`fresh.py`).
+    """
+    refuse_contradictions(options)
+    if options.new_data is not None:
+        new_data = str(Path(options.new_data).resolve())
+        begin_from = options.begin_from or new_data
+        options = msgspec.structs.replace(options, new_data=new_data, begin_from=begin_from)
+    with ExitStack() as held:
+        directory = held.enter_context(RunDir(run_dir, recipe.name, resume=options.resume))
+        if directory.is_resumed:
+            recipe, options = _as_it_began(directory.record(), recipe, options)
+        options = msgspec.structs.replace(options, keep=options.keep or DEFAULT_KEEP)
+        if options.checkpoints and "://" not in options.checkpoints:
+            held.enter_context(lock_directory(Path(options.checkpoints)))
+        if options.tensorboard:
+            require("tensorboardX", extra="tensorboard")
+        return _train(recipe, options, directory, watch, prepared)
+
+
+def _train(
+    recipe: Recipe,
+    options: Options,
+    run_dir: RunDir,
+    watch: OnEvent,
+    prepared: Callable[[Facts, Path], None],
+) -> Outcome:
+    facts: Facts = {}
+    saves = Saves()
+
+    def prepare() -> "tuple[Facts, WorkerMain]":
+        from shoal.launch.prepare import prepare_run  # which loads torch
+
+        return prepare_run(recipe, options.start_options(), run_dir.path)
+
+    def begin(found: Facts) -> None:
+        facts.update(found)
+        own = {name: getattr(options, name) for name in REMEMBERED}
+        own["begin_from"] = _place(options.begin_from)
+        run_dir.describe(recipe=recipe.name, settings=dict(recipe.settings), **own, **found)
+        prepared(found, run_dir.path)
+
+    def observe(event: dict[str, Any]) -> None:
+        saves(event)
+        watch(event)
+        if event["event"] == "tick" and (moved := run_dir.moved()):
+            watch({"event": "warning", "text": moved})
+
+    result = run_supervised(
+        prepare,
+        run_dir.path,
+        backend=_backend(recipe, options),
+        watch=observe,
+        members=lambda found: _members(found, options),
+        prepared=begin,
+        can_resize=True,
+        stop_timeout_s=options.stop_timeout_s,
+    )
+    return outcome_of(
+        result,
+        recipe,
+        facts,
+        saves,
+        files=RunFiles(
+            run_dir.path,
+            run_dir.where(),
+            run_dir.moved(),
+            options.checkpoints or str(run_dir.path / CHECKPOINTS_DIR),
+        ),
+        keep=RetentionPolicy.parse(options.keep or DEFAULT_KEEP),
+    )
+
+
+def _members(found: Facts, options: Options) -> Membership:
+    return Membership(
+        found["num_ranks"],
+        num_servers=found["num_servers"],
+        num_spares=options.spares,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        form_timeout_s=options.form_timeout_s,
+        num_hosts=1 if options.listen is None else Plan.parse(found["plan"]).hosts,
+    )
+
+
+def _backend(recipe: Recipe, options: Options) -> Backend:
+    """Where the processes are to be."""
+    if options.listen is None:
+        return LocalBackend()
+    if not recipe.is_named:
+        raise UsageError(
+            "Other hosts load the recipe by its name, and this one has none that they could find. "
+            "Give it as file.py:function, in a file that all hosts see."
+        )
+    return HostsBackend(
+        address=options.listen,
+        timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        recipe=recipe.name,
+        settings=dict(recipe.settings),
+        options=options.start_options(),
+    )
+
+
+def refuse_contradictions(options: Options) -> None:
+    """Refuse options that make no sense together, before anything is made."""
+    if options.plan is not None:
+        Plan.parse(options.plan).refuse_missing()
+    if options.keep is not None:
+        RetentionPolicy.parse(options.keep)
+    if (options.checkpoints or "").startswith("memory:"):
+        raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    if options.join_timeout_s is not None and options.listen is None:
+        raise UsageError("--join-timeout has no effect without --listen ADDRESS.")
+    if options.listen is not None:
+        if options.plan is not None and Plan.parse(options.plan).hosts == 1:
+            raise UsageError(
+                f"--listen has no effect under {options.plan!r}, which has one host. Add hosts=H "
+                "to the plan, or leave --listen out."
+            )
+        interface_of(options.listen)
+    if options.replay is not None and options.new_data is None:
+        raise UsageError("--replay has no effect without --new-data RUN.")
+    if options.begin_from is None:
+        for name, default in (("take", "weights"), ("partial", False)):
+            if getattr(options, name) != default:
+                raise UsageError(f"--{name} has no effect without --from SOURCE.")
+
+
+class _Begun(msgspec.Struct):
+    """What run.json says of a run: as much as it takes to resume without a checkpoint."""
+
+    recipe: str
+    settings: dict[str, str]
+    run: dict[str, dict[str, Any]]
+    plan: str
+    num_pieces: int
+    num_samples: int
+
+
+def _as_it_began(
+    before: dict[str, Any], recipe: Recipe, options: Options
+) -> tuple[Recipe, Options]:
+    """What a run was given when it began, where nothing else is said now."""
+    try:
+        begun = msgspec.convert(before, _Begun)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"run.json is not of a `shoal train` that could go on: {error}. Choose another "
+            "directory with --run-dir DIR."
+        ) from None
+    if begun.recipe != recipe.name:
+        raise UsageError(f"The run was begun with the recipe {begun.recipe}, not {recipe.name}.")
+    known = begun.settings
+    for name, value in recipe.settings.items():
+        if name not in SETTABLE and known.get(name) != value:
+            was = f"was {known[name]}" if name in known else "was not set"
+            raise UsageError(
+                f"--set {name}={value}: it {was} when the run began, and a run goes on as it began."
+            )
+    for option, name in (("begin_from", "--from"), ("new_data", "--new-data")):
+        now, then = _place(getattr(options, option)), before.get(option)
+        if now is not None and option in before and now != then:
+            began = f"began with {then}" if then else "began without"
+            raise UsageError(f"{name} {now}: the run {began}, and a run goes on as it began.")
+    own = msgspec.structs.asdict(options)
+    if options.begin_from is None:  # whose options these are
+        own["take"] = own["partial"] = None
+    for option in (*REMEMBERED, "new_data_steps", "new_data_missed"):
+        if own[option] in (None, False):
+            own[option] = before.get(option)
+    own |= {"take": own["take"] or "weights", "begun": before}
+    own |= {name: bool(own[name]) for name in ("partial", "tensorboard")}
+    settings = {**known, **recipe.settings}
+    return replace(recipe, settings=settings), Options(**own)
+
+
+def _place(where: str | None) -> str | None:
+    """A place as a run remembers it: absolute, and without a password."""
+    path = None if where is None else local_path(where)
+    if path is not None:
+        return str(path.resolve())
+    return None if where is None else redact_password(where)

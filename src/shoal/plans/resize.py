@@ -1,0 +1,174 @@
+"""Resize a running run: how many replicas, how many servers.
+
+A plan can be resized if the state of a rank is also held by another rank or by servers; under local
+steps, at the end of a window, when all have agreed. The batch and its pieces do not change, so the
+training result does not depend on the size, except under local steps, where each replica makes its
+own steps.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.errors import PlanError, UsageError
+from shoal.plans.plan import Plan
+
+_KEYS = ("data", "servers")
+
+
+class RunSize(NamedTuple):
+    """How many processes of each kind a run has, without spares."""
+
+    num_ranks: int
+    num_servers: int = 0
+
+    def server_of(self, seat: int) -> int | None:
+        """The server with this seat, after those of the ranks; None for the seat of a rank."""
+        return None if seat < self.num_ranks else seat - self.num_ranks
+
+    def name_of(self, seat: int) -> str:
+        """The name of a seat in messages."""
+        server = self.server_of(seat)
+        return f"rank {seat}" if server is None else f"server {server}"
+
+
+def host_of(seat: int, size: RunSize, num_hosts: int) -> int:
+    """The host of a seat: neighbouring ranks share a host, the plan's servers are spread over the
+    hosts in turn, and the last servers are the hosts' own. Pure."""
+    server = size.server_of(seat)
+    if server is None:
+        return seat // (size.num_ranks // num_hosts)
+    own = server - (size.num_servers - num_hosts)
+    return own if own >= 0 else server % num_hosts
+
+
+def size_of(plan: Plan) -> RunSize:
+    return RunSize(plan.num_ranks, plan.num_serving)
+
+
+def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
+    """Whether a rank's state is also held by another rank or by servers; under local steps, enough
+    of it to repeat the window.
+
+    The latter needs all ranks to meet only at the end of windows: `meets_every` so many steps.
+    """
+    if plan.local_steps > 1 and plan.sync != "server":
+        in_windows = meets_every is not None and not any(n % plan.local_steps for n in meets_every)
+        return in_windows and plan.fragments == 1 and plan.num_replicas > 1
+    return not plan.zero and plan.tensor == plan.pipeline == 1
+
+
+def can_resize(plan: Plan) -> bool:
+    """Whether a rank can join or leave. Under local steps all meet at the end of a window; with
+    fragments there is no such step."""
+    if plan.local_steps > 1:
+        return plan.fragments == 1
+    return plan.hosts == 1 and can_recover(plan)
+
+
+def served_size(plan: Plan, size: RunSize) -> RunSize:
+    """The size that the servers' layout depends on: servers, and under local steps replicas, which
+    push one piece of a window each."""
+    return size if plan.local_steps > 1 else size._replace(num_ranks=0)
+
+
+def with_size(plan: Plan, size: RunSize) -> Plan:
+    """The same plan with another size; PlanError if it does not fit the rest of the plan."""
+    # Pieces are what `accumulate` stood for when the run began.
+    num_servers = size.num_servers - plan.num_host_servers
+    servers = {"servers": num_servers} if plan.sync == "server" else {}
+    return msgspec.structs.replace(plan, data=size.num_ranks, accumulate=1, **servers)
+
+
+def resize_plan(plan: Plan, text: str) -> Plan:
+    """A resolved plan with other counts, given as `data=3 servers=2`; UsageError says why not."""
+    if not can_resize(plan):
+        why = "what a rank holds, no other rank does"
+        if plan.fragments > 1:
+            why = "its replicas agree on each fragment at another time, and never on all at once"
+        elif plan.hosts > 1:
+            why = "its hosts add up the gradients of the ranks that they began with"
+        raise UsageError(
+            f"A run under {str(plan)!r} cannot be resized: {why}. "
+            "Stop it (Ctrl-C) and go on with --resume and another --plan."
+        )
+    asked = Plan.parse(f"{text} sync=server" if "servers" in text and "sync" not in text else text)
+    words = [word.partition("=")[0] for word in text.replace(",", " ").split()]
+    strange = [word for word in words if word not in _KEYS]
+    if strange or not words:
+        raise UsageError(
+            f"{text!r} is no size. Give data=N, servers=N or both, as in 'data=3 servers=2'; "
+            "another plan is for --resume."
+        )
+    if "servers" in words and plan.sync != "server":
+        raise UsageError(f"servers={asked.servers}: this run has no servers. Give data=N alone.")
+    if "data" in words and asked.data is None:
+        raise UsageError("data=auto is no size for a run under way. Give a number.")
+    size = RunSize(
+        plan.num_ranks if asked.data is None else asked.data,
+        asked.servers if "servers" in words else plan.num_servers,
+    )
+    if size == size_of(plan):
+        raise UsageError(f"The run has that size already: {describe_change(size, size)}.")
+    _refuse_pieces(plan, size.num_ranks)
+    _refuse_copies(plan, size)
+    return with_size(plan, size)
+
+
+def _refuse_pieces(plan: Plan, num_ranks: int) -> None:
+    """Refuse a size under which a replica has no piece; under local steps, uneven pieces."""
+    pieces = plan.num_pieces
+    if num_ranks > pieces:
+        raise PlanError(
+            f"data={num_ranks} is more than the {pieces} pieces that a batch was cut "
+            "into when the run began. Each replica needs one at least. Use "
+            f"data={pieces} or fewer, or begin runs that may grow with pieces=N."
+        )
+    if plan.local_steps > 1 and pieces % num_ranks:
+        raise PlanError(
+            f"data={num_ranks} does not divide the {pieces} pieces that a batch was cut into when "
+            f"the run began. With local_steps={plan.local_steps} each replica trains alone and "
+            "counts the same in the average, so all need equally many. "
+            f"Use {_in_choice(_fitting(plan))}."
+        )
+
+
+def _fitting(plan: Plan) -> Iterator[int]:
+    """The numbers of replicas that fit the rest of a plan with local steps."""
+    for num_ranks in range(1, plan.num_pieces + 1):
+        with suppress(PlanError):
+            yield with_size(plan, size_of(plan)._replace(num_ranks=num_ranks)).num_replicas
+
+
+def _in_choice(counts: Iterable[int]) -> str:
+    *others, last = [f"data={count}" for count in counts]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _refuse_copies(plan: Plan, size: RunSize) -> None:
+    if plan.copies > 1 and served_size(plan, size) != served_size(plan, size_of(plan)):
+        counted, way_out = "the number of servers does", "Give data=N alone, or stop"
+        if plan.local_steps > 1:
+            counted, way_out = "numbers of replicas and servers do", "Stop"
+        raise UsageError(
+            f"{describe_change(size_of(plan), size)}: {counted} not change under "
+            f"copies={plan.copies}, whose servers keep one another's shards. {way_out} "
+            "the run (Ctrl-C) and go on with --resume and another --plan."
+        )
+
+
+def describe_lost_state(before: Plan, after: Plan) -> str:
+    """What is lost with replicas that leave, as a message; empty if others hold it."""
+    if after.local_steps == 1 or after.num_replicas >= before.num_replicas:
+        return ""
+    unsent = ", and what its packing had not sent yet" if after.codec != "none" else ""
+    return f"The state of the optimizer of each replica that left went with it{unsent}."
+
+
+def describe_change(before: RunSize, after: RunSize) -> str:
+    """The change of size, as a message."""
+    pairs = zip(("data", "servers"), before, after)
+    changes = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+    return ", ".join(changes) or f"data {after.num_ranks}, servers {after.num_servers}"

@@ -1,0 +1,279 @@
+"""Objects behind a URL, through fsspec: a few requests, repeated while a failure may be transient.
+
+fsspec knows the back ends, some of which repeat requests themselves; this module applies one retry
+policy to all. A request is tried a bounded number of times with growing pauses; then it fails with
+a `StoreError` that names the object, the error and the number of tries. An upload that breaks off
+is abandoned and never completed: fsspec's own `close` would publish half a file. Checkpoints
+(`object_store.py`), shards and data files are read and written through it.
+"""
+
+import errno
+import functools
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.errors import UsageError, nearest, require
+from shoal.system.processes import PerProcess
+
+_EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
+_PERMANENT = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError)
+_MISSING = (404, 410)  # HTTP status
+_TRANSIENT = (408, 425, 429)  # of the 4xx status codes of HTTP
+_PERMANENT_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+
+T = TypeVar("T")
+
+
+class StoreError(UsageError, OSError):
+    """An object store cannot be reached, or refuses. An OSError, like a disk's."""
+
+    shows_cause = False
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()  # the sentence, without "[Errno n]"
+
+
+class RetryPolicy(NamedTuple):
+    """How often a request is tried, and the pauses between tries."""
+
+    num_tries: int = 6
+    first_pause_s: float = 0.2
+    most_pause_s: float = 10.0
+
+    def pause_s(self, failures: int) -> float:
+        """With jitter, so that the ranks of a run do not retry all at once."""
+        longest = min(self.most_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
+        return longest * random.uniform(0.5, 1.0)
+
+
+RETRY_POLICY = RetryPolicy()
+
+
+def redact_password(url: str) -> str:
+    """A URL without user and password: everything up to the last @ before the path.
+
+    If the port is not a number, it is a password with a slash in it, and the path begins later.
+    """
+    return re.sub(r"^([^/]*://)(?:[^/]*|[^/:@[]*:(?![0-9]+(?:[/?#]|$)).*)@", r"\1", url)
+
+
+def redact_url(url: str) -> str:
+    """A URL or path without password and query, which may hold a signature."""
+    address, mark, _ = redact_password(url).partition("?")
+    return f"{address}?..." if mark and "://" in url else redact_password(url)
+
+
+def _redact_urls(said: str) -> str:
+    """A message of a back end with all URLs in it redacted."""
+    return re.sub(r"[a-z0-9+]+://[^\s'\"<>]+", lambda found: redact_url(found[0]), said)
+
+
+class ObjectClient:
+    """The objects below a URL, by their path from there."""
+
+    def __init__(self, url: str, options: Mapping[str, Any], retries: RetryPolicy):
+        self._url, self._retries = url.rstrip("/"), retries
+        # A fork makes its own: connections and their thread stay with the parent.
+        self._back_end = PerProcess(functools.partial(_connect, self._url, dict(options)))
+        _check_back_end(url)
+
+    def __str__(self) -> str:
+        return redact_url(self._url)
+
+    def folders(self) -> list[str]:
+        """The folders directly below the URL."""
+        try:
+            entries = self._request("list", "", lambda system, path: system.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+        names = [e["name"].rstrip("/").rpartition("/")[2] for e in entries if _is_folder(e)]
+        return [name for name in names if name and not name.startswith(".")]
+
+    def find(self, folder: str) -> list[str]:
+        """All objects in a folder, by their path from there."""
+        try:
+            found = self._request("list", folder, lambda system, path: system.find(path))
+        except FileNotFoundError:
+            return []
+        start = len(self._path(folder)) + 1
+        return [path[start:] for path in found if len(path) > start]
+
+    def size(self, path: str) -> int | None:
+        """The size of an object in bytes; None if there is none."""
+        try:
+            found = self._request("look at", path, lambda system, at: system.info(at))
+        except FileNotFoundError:
+            return None
+        return None if _is_folder(found) else int(found["size"])
+
+    def modified(self, path: str) -> float | None:
+        """When an object was written, in seconds since 1970; None if it is gone."""
+        try:
+            when = self._request("look at", path, lambda system, at: system.modified(at))
+        except FileNotFoundError:
+            return None
+        return float(when.timestamp())
+
+    def get(self, path: str) -> bytes | None:
+        """A small object, whole; None if there is none."""
+        try:
+            return bytes(self._request("read", path, lambda system, at: system.cat_file(at)))
+        except FileNotFoundError:
+            return None
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        """A range of bytes, shorter at the object's end; FileNotFoundError if there is none."""
+        content = bytes(
+            self._request(
+                "read", path, lambda system, at: system.cat_file(at, start=start, end=stop)
+            )
+        )
+        if len(content) > stop - start:
+            raise StoreError(
+                errno.EOPNOTSUPP,
+                f"{self} sent {len(content)} bytes of {path} where {stop - start} were asked for: "
+                "the server knows no Range requests, and would send all for each part. Use one "
+                "that does, or copy the file to a disk.",
+            )
+        return content
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small object, in one request."""
+        self._write(path, lambda system, at: system.pipe_file(at, content))
+
+    def upload(self, path: str, views: Sequence[memoryview], block_bytes: int) -> None:
+        """Write a large object, in parts."""
+        self._write(path, lambda system, at: _send(system, at, views, block_bytes))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove objects; a missing one is no error, since a request may be repeated."""
+        doomed = list(paths)
+        if len(doomed) > 1:
+            with suppress(FileNotFoundError):  # some back ends stop at the first missing one
+                self._request(
+                    "remove", doomed[0], lambda system, _: system.rm([*map(self._path, doomed)])
+                )
+                return
+        for path in doomed:
+            with suppress(FileNotFoundError):
+                self._request("remove", path, lambda system, at: system.rm_file(at))
+
+    def _write(self, path: str, act: Callable[[Any, str], object]) -> None:
+        try:
+            self._request("write", path, act)
+        except FileNotFoundError as error:
+            said = _redact_urls(str(error))
+            raise StoreError(
+                errno.ENOENT, f"{self} cannot hold {path}: {said}. Create the bucket first."
+            ) from error
+
+    def _request(self, verb: str, path: str, act: Callable[[Any, str], T]) -> T:
+        """Send a request until it succeeds, fails permanently, or was tried often enough."""
+        for failures in range(1, self._retries.num_tries + 1):
+            try:
+                system, _ = self._back_end.get()
+                return act(system, self._path(path))
+            except UsageError:
+                raise
+            except Exception as raised:
+                error = _root_cause(raised)
+                if isinstance(error, FileNotFoundError):
+                    raise
+                permanent = _is_permanent(error)
+                if permanent or failures == self._retries.num_tries:
+                    raise self._failed(verb, path, error, 0 if permanent else failures) from error
+            time.sleep(self._retries.pause_s(failures))
+        raise AssertionError("at least one try")
+
+    def _failed(self, verb: str, path: str, error: Exception, tries: int) -> StoreError:
+        target = redact_url(f"{self}/{path}") if path else str(self)
+        said = _redact_urls(str(error)) or type(error).__name__
+        if tries:
+            way_out = f"It was tried {tries} times. Check the address and the network."
+        else:
+            way_out = "Check the credentials and the address."
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        return StoreError(number, f"cannot {verb} {target}: {said.rstrip('.')}. {way_out}")
+
+    def _path(self, path: str) -> str:
+        _, root = self._back_end.get()
+        return f"{root.rstrip('/')}/{path}" if path else root
+
+
+def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """The back end, and the URL's path in it."""
+    from fsspec.core import url_to_fs
+
+    fresh = {"use_listings_cache": False, "skip_instance_cache": True}
+    system, root = url_to_fs(url, **fresh | options)
+    return system, str(root)
+
+
+def _check_back_end(url: str) -> None:
+    """Refuse a URL that no installed back end can open, before anything is written."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    if "::" in url:
+        raise UsageError(
+            f"{scheme}://... is a chain of URLs. Name the store itself, as s3://bucket/path."
+        )
+    if scheme in _EXTRAS:
+        require(*_EXTRAS[scheme])
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise UsageError(f"{scheme}:// needs a package that is not installed: {error}.") from error
+    except ValueError:
+        known = fsspec.available_protocols()
+        raise UsageError(
+            f"{scheme}:// is no store that fsspec knows. {nearest(scheme, known)}"
+        ) from None
+
+
+def _send(system: Any, path: str, views: Sequence[memoryview], block_bytes: int) -> None:
+    """Upload block by block. An interrupted upload is abandoned, not completed."""
+    file = system.open(path, "wb", block_size=block_bytes)
+    try:
+        for view in views:
+            for start in range(0, len(view), block_bytes):
+                file.write(view[start : start + block_bytes])
+        file.close()
+    except BaseException:
+        with suppress(Exception):
+            file.discard()
+        with suppress(AttributeError):
+            file.closed = True  # else the garbage collector closes it, which completes the upload
+        raise
+    size = sum(len(view) for view in views)
+    arrived = int(system.info(path)["size"])
+    if arrived != size:
+        raise OSError(errno.EIO, f"{size} bytes were sent and {arrived} arrived")
+
+
+def _is_folder(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["type"] == "directory")
+
+
+def _root_cause(error: Exception) -> Exception:
+    """The error, or its cause for HTTP: fsspec reports every HTTP error as a missing file."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_of_http = type(cause).__module__.partition(".")[0] == "aiohttp"
+    is_missing = getattr(cause, "status", None) in _MISSING
+    return cause if isinstance(cause, TimeoutError) or (is_of_http and not is_missing) else error
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether a retry cannot help."""
+    status = getattr(error, "status", None)  # of HTTP
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in _TRANSIENT
+    is_known = isinstance(error, _PERMANENT) or type(error).__name__ in _PERMANENT_NAMES
+    return is_known or isinstance(error, _MISTAKES)

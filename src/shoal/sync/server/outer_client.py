@@ -1,0 +1,235 @@
+"""Windows of local steps, averaged by servers: the outer side of a replica.
+
+To servers a window is a batch of which each replica has one piece, the gradient of the anchor: the
+difference between anchor and weights (`anchor.py`). So clock, journal and recovery are those of any
+training through servers. In lockstep the outer optimizer steps on the mean of all replicas; else
+each window is an update of its own, with its share of the outer rate.
+
+A codec packs what is pushed, key by key, and the rounding error is added to the next window's push.
+
+With a deadline a round of windows may close without this replica (`deadline.py`). Then its push has
+no effect: the weights move by as much as the anchor has, so the progress since its last round is
+still the difference, and goes into the next one.
+
+Cost: per worker and window the packed weights' bytes out and the weights' in; in its memory the
+anchor, the row that is pushed and, with a codec, what is not sent yet. Read next: `local.py`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh, RankRequests
+from shoal.faults import faultpoint
+from shoal.numerics.fragments import FragmentSchedule
+from shoal.parallel.layout import Slice, whole_slice
+from shoal.sync.outer import RESIDUAL, OuterConfig
+from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_name
+from shoal.sync.server.messages import CheckRows, JoinRound, Push, RoundClosed, ServerWelcome
+from shoal.sync.server.shard import ChangedSettings
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.state import StateSource
+
+
+class OuterClient(ServerStrategy):
+    """The outer side of a replica. Its `batch` is the number of the window."""
+
+    streams = False  # the anchor is looked at as soon as it is here
+
+    def __init__(
+        self,
+        bound: int | None,
+        rule: OuterConfig,
+        timetable: FragmentSchedule,
+        *,
+        damps: bool = False,
+        rates: Sequence[float] = (),
+        closes_early: bool = False,
+        meets_after: Callable[[int], bool] = lambda step: True,
+    ):
+        self.rule, self.timetable, self.closes_early = rule, timetable, closes_early
+        self.last_round: RoundClosed | None = None  # that was heard of
+        self._packed: dict[int, Tensor] = {}  # what this window pushes, by key
+        self._dropped: dict[int, Tensor] = {}  # of that
+        self.residual: dict[int, Tensor] = {}  # what earlier windows dropped, by key
+        super().__init__(
+            1,  # piece of each replica, of whom there are as many as `open` says
+            bound,
+            damps=damps,
+            rates=rates,
+            meets_after=lambda window: meets_after(self.last_step_before(window)),
+        )
+
+    def open(self, model: nn.Module, mesh: Mesh) -> None:
+        """`attach`, with the anchor of a model."""
+        if not hasattr(self, "anchor"):
+            shared = anchor_of(model)
+            self.weights: list[Tensor] = [p.detach() for p in shared.parameters()]
+            own = {n: p.detach().clone() for n, p in shared.named_parameters()}
+            self.anchor = Anchor(own)
+            self.optimizer = OuterSGD(self.anchor.parameters(), self.rule)
+            # Out of lockstep a fast replica's last window, a short one, comes before others' long.
+            self._settings = ChangedSettings(self.optimizer, always=("lr", "momentum"))
+        self.num_pieces = mesh.data.num_ranks
+        self.attach(self.anchor, self.optimizer, mesh)
+
+    def window_of(self, step: int) -> int:
+        """The window that a step belongs to. Steps count from 1, windows from 0."""
+        return (step - 1) // self.timetable.local_steps
+
+    def last_step_before(self, window: int) -> int:
+        return min(window * self.timetable.local_steps, self.timetable.num_steps)
+
+    @torch.no_grad()
+    def agree(self, step: int, num_samples: int = 0, mark: int = 0) -> bool:
+        """Push the progress up to the end of a window, and take the new anchor.
+
+        False if the round closed without it: then nothing counts of so many samples.
+        """
+        self.batch = self.window_of(step)
+        is_short = step % self.timetable.local_steps != 0
+        for group in self.optimizer.param_groups:
+            # A window that the end cuts short is no gradient for the momentum: take the mean.
+            group["lr"] = 1.0 if is_short else self.rule.rate
+            group["momentum"] = 0.0 if is_short else self.rule.momentum
+        self.microbatch(first=True, last=True)
+        self._packed, self._dropped = {}, {}
+        for p, weight in zip(self.parameters, self.weights, strict=True):
+            p.grad = p - weight
+        self.buckets.send_rest()
+        if self.closes_early:
+            joined = self._join(num_samples, mark)
+            if not joined.is_in:
+                self._follow_anchor()
+                return False
+            self._counts = joined.counts
+        elif self.in_lockstep:
+            list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
+        if self.closes_early and not self._counts:  # it was long stepped on
+            self._pull(self.batch + 1, self.halts.meets_after(self.batch + 1))
+            self._advance_to(self.batch + 1)
+        else:
+            self.update(1.0, check=False)
+        self.residual |= self._dropped
+        self.load_anchor()
+        return True
+
+    def _join(self, num_samples: int, mark: int) -> RoundClosed:
+        """Wait until the round is closed. All other servers have the rows by then: a replica in a
+        round may stop for a while without delaying others."""
+        which = {"batch": self.batch, "attempt": self._attempt}
+        others = range(1, len(self.client))
+        self._requests.answers(
+            [self._requests.ask(server, CheckRows, **which) for server in others]
+        )
+        brought = {"num_samples": num_samples, "mark": mark}
+        waits = self.halts.meets_after(self.batch + 1)
+        asked = self._requests.ask(0, JoinRound, **which, **brought, waits=waits)
+        joined: RoundClosed = self._requests.answers([asked])[0][0]
+        self.last_round = joined
+        return joined
+
+    def _follow_anchor(self) -> None:
+        """Move the weights as the anchor has moved, so that what they are away from it stays."""
+        before = [p.detach().clone() for p in self.parameters]
+        self._pull(self.batch + 1, meets=False)
+        self._advance_to(self.batch + 1)
+        for weight, p, old in zip(self.weights, self.parameters, before, strict=True):
+            weight.add_(p - old)
+
+    @torch.no_grad()
+    def load_anchor(self) -> None:
+        """Let the weights be the anchor."""
+        torch._foreach_copy_(self.weights, list(self.anchor.parameters()))
+
+    def requests_after(self, step: int, asked: RankRequests) -> RankRequests:
+        """Whether all stop or meet after this end of a window. Who is asked to lets a server name
+        the one after which they do."""
+        self.batch = self.window_of(step)
+        self.halts.ask(self.client, self.batch, asked)
+        return self.halts.requests_after(self.batch + 1)
+
+    def outer_state(self, own: str) -> dict[str, list[Slice]]:
+        """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
+        fetched = self._served.fetch().tensors
+        found = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
+        for (name, p), flat in zip(self.named, self._residuals(), strict=True):
+            if self.rule.codec is not None:
+                found[own + RESIDUAL + name] = [whole_slice(flat.view(p.shape))]
+        return found
+
+    @torch.no_grad()
+    def load_outer(self, own: StateSource, mean: StateSource, step: int) -> None:
+        """Take over the state after `step`: `own` is this replica's, `mean` that over all."""
+        source = OuterSource(mean, self.anchor, self.rule)
+        self.load_state_dict(source, self.window_of(step + 1))
+        flats = self._residuals()
+        for (name, p), flat in zip(self.named, flats, strict=True):
+            if RESIDUAL + name in own:
+                own.fill(RESIDUAL + name, [whole_slice(flat.view(p.shape))])
+        self.residual = {} if self.rule.codec is None else self._by_key(flats)
+
+    def join(self, step: int) -> None:
+        """As a newcomer: begin the window after `step` from the servers' anchor."""
+        self.batch, self._attempt = self.window_of(step + 1), 0
+        faultpoint("local.joining", step)
+        self._pull(self.batch, meets=False, waits=False)
+        self.load_anchor()
+
+    def wait_for_turn(self) -> None:
+        was_early = self._is_early
+        super().wait_for_turn()
+        if was_early:
+            self.load_anchor()
+
+    def _where_to_begin(self, welcomes: list[ServerWelcome]) -> int:
+        """The first window of which not all servers have this replica's piece."""
+        return min(welcome.next_batch for welcome in welcomes)
+
+    def _push(self, key: int) -> None:
+        codec = self.rule.codec
+        if codec is None:
+            super()._push(key)
+            return
+        own = self.layout.keys[key]
+        if key not in self._packed:
+            flat = self.buckets.buckets[own.flat_buffer].rows[0][own.start : own.stop]
+            flat = flat + self.residual.get(key, 0)  # in single precision at least
+            self._packed[key] = codec.encode(flat)
+            self._dropped[key] = flat - codec.decode(self._packed[key], flat.numel())
+        self.client.send(
+            self.layout.holders[key],
+            Push,
+            [self._packed[key]],
+            batch=self.batch,
+            attempt=self._attempt,
+            key=key,
+            blocks=self.blocks,
+            touched=[True] * len(self._segments[key]),
+            is_shared=False,
+            codec=codec.name,
+        )
+
+    def _residuals(self) -> list[Tensor]:
+        """By parameter, flat."""
+        made = [torch.zeros(p.numel(), dtype=_wide(p)) for p in self.parameters]
+        for key, flat in self.residual.items():
+            for s in self._segments[key]:
+                made[s.parameter][s.start : s.stop] = flat[s.place : s.place + s.length]
+        return made
+
+    def _by_key(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+        made = {}
+        for number, key in enumerate(self.layout.keys):
+            segments = self._segments[number]
+            made[number] = torch.zeros(
+                key.stop - key.start, dtype=flats[segments[0].parameter].dtype
+            )
+            for s in segments:
+                made[number][s.place : s.place + s.length] = flats[s.parameter][s.start : s.stop]
+        return made
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)

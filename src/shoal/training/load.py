@@ -1,0 +1,74 @@
+"""A trained model by its place: built by a recipe that the caller names, or by its own format.
+
+Nothing that a directory names is run. A run directory, a checkpoint or a file of weights needs the
+recipe whose model it is; a directory of Hugging Face is built by transformers from its
+configuration, and a program of torch.export needs nothing.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shoal.errors import UsageError, require
+from shoal.formats.exported_program import load_program, load_weights
+from shoal.formats.open_weights import open_weights
+from shoal.formats.weights import ModelWeights
+from shoal.storage.object_store import local_path
+from shoal.training.options import Recipe
+from shoal.training.recipe import load_recipe
+from shoal.training.run import Run
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.find import PathOrUrl
+
+CONFIGURATION = "config.json"  # of a Hugging Face directory
+
+
+def load(
+    path: "PathOrUrl",
+    recipe: str | Run | Callable[..., Run] | Recipe | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """The model at a path or URL, ready to use.
+
+    `path` is a run directory or a directory of checkpoints, of which the newest good one is taken,
+    one checkpoint, or weights that another program wrote: these need the `recipe`, whose `settings`
+    make the model that was trained. A directory of Hugging Face and a `.pt2` file of torch.export
+    need none.
+    """
+    if recipe is None:
+        return _load_by_itself(path)
+    if isinstance(recipe, Recipe):
+        run, _ = recipe.load()
+    else:
+        run = load_recipe(recipe, {name: str(value) for name, value in settings.items()})
+    model = run.make_model()
+    load_weights(model, ModelWeights(open_weights(path).weights))
+    return model.eval()
+
+
+def _load_by_itself(path: "PathOrUrl") -> nn.Module:
+    local = local_path(path)
+    if local is not None and (local / CONFIGURATION).is_file():
+        return _load_huggingface(local)
+    if local is not None and local.suffix == ".pt2":
+        return load_program(local)
+    raise UsageError(
+        f"{path} holds weights, and not the model's code. Name the recipe that makes the model: "
+        'shoal.load(path, "file.py:function").'
+    )
+
+
+def _load_huggingface(path: Path) -> nn.Module:
+    transformers = require("transformers", extra="transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        names = config.architectures or []
+        kind = getattr(transformers, names[0], None) if names else None
+        made = kind or transformers.AutoModel
+        model: nn.Module = made.from_pretrained(path, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{path} cannot be loaded by transformers: {error}") from error
+    return model

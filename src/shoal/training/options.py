@@ -1,0 +1,69 @@
+"""What a run is asked for: its recipe, where it starts, what it keeps, how it records.
+
+Loads nothing heavy: a recipe is loaded where it is trained, not where it is asked for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    from shoal.events.step import Hook
+    from shoal.training.run import Run
+
+    Given = str | Run | Callable[..., Run]
+
+# The fields of a Run that can be set from outside.
+SETTABLE = (
+    *("batch_size", "steps", "epochs", "seed", "clip", "end"),
+    *("evaluate_every", "save_every", "check_every", "loaders"),
+)
+
+# What a run remembers in run.json, and resumes with if it is not given again.
+REMEMBERED = (
+    *("keep", "checkpoints", "tensorboard", "new_data", "replay"),
+    *("begin_from", "take", "partial"),
+)
+
+
+class StartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the preparation of a run is given, on the first host and on all others."""
+
+    plan: str | None = None
+    ranks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    resume: bool = False
+    checkpoints: str | None = None
+    keep: str | None = None
+    begin_from: str | None = None
+    take: Literal["weights", "everything"] = "weights"
+    partial: bool = False
+    new_data: str | None = None
+    new_data_steps: int | None = None
+    new_data_missed: list[int] | None = None
+    replay: float | None = None
+    tensorboard: bool = False
+    begun: dict[str, Any] | None = None  # what run.json says of a run that is resumed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, as the user gave it: a name, a function or a Run, with what `--set` set."""
+
+    name: str  # in records: file.py:function, or where it was made
+    find: "Callable[[], tuple[Given, Sequence[Hook]]]"  # itself, and the callbacks to call
+    settings: Mapping[str, str] = field(default_factory=dict)
+    is_named: bool = True  # so that another process can find it by its name
+
+    @classmethod
+    def named(cls, spec: str, settings: Mapping[str, str]) -> Self:
+        """Of `file.py:function` or `module:function`."""
+        return cls(spec, lambda: (spec, ()), settings)
+
+    def load(self) -> "tuple[Run, Sequence[Hook]]":
+        """Call it. It runs the user's code, so this belongs to the process that trains it."""
+        from shoal.training.recipe import load_recipe
+
+        given, callbacks = self.find()
+        return load_recipe(given, self.settings), callbacks

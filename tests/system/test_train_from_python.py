@@ -1,0 +1,251 @@
+"""`shoal.train` and `shoal.load`: a run from a script, a thread, a notebook, and how it ends."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import shoal
+from shoal.api import MoreOptions
+from shoal.errors import RecipeError, UsageError
+from shoal.launch.train import Options
+from shoal.testing.ranks import Pool
+from tests.support.faults import start
+from tests.support.leaks import wait_until
+from tests.system import tiny
+
+RECIPE = f"{tiny.__file__}:line"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trained_by_command(pool: Pool, run_dir: Path) -> dict[str, torch.Tensor]:
+    start(pool, RECIPE, run_dir, plan="data=2").wait()
+    return load_file(run_dir / "model.safetensors")
+
+
+def test_a_run_of_a_process_with_threads(pool: Pool, tmp_path: Path) -> None:
+    """In a thread of such a process, with a callback, and with the bits of `shoal train`."""
+    events: list[dict[str, Any]] = []
+    steps = tmp_path / "steps"
+    outcomes = []
+
+    def note(info: shoal.StepInfo) -> None:
+        with steps.open("a") as file:
+            file.write(f"{info.step}\n")
+
+    def train() -> None:
+        outcomes.append(
+            shoal.train(
+                tiny.line,
+                "data=2",
+                settings={"steps": 8},
+                run_dir=tmp_path / "run",
+                callbacks=[note],
+                progress=events.append,
+            )
+        )
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    (outcome,) = outcomes
+    assert (outcome.exit_code, outcome.steps, outcome.summary.plan) == (0, 8, "data=2 pieces=2")
+    assert outcome.metrics == {"loss": outcome.summary.loss}
+    assert outcome.checkpoint == str(tmp_path / "run/checkpoints/step-00000008")
+    assert sorted(steps.read_text().split()) == sorted([str(n) for n in range(1, 9)] * 2)
+    assert {"seat", "formed", "saved", "progress"} <= {event["event"] for event in events}
+    undisturbed = trained_by_command(pool, tmp_path / "command")
+    for name, value in outcome.model().state_dict().items():
+        assert torch.equal(value, undisturbed[name])
+    loaded = shoal.load(tmp_path / "run", tiny.line)
+    assert torch.equal(loaded.state_dict()["0.weight"], undisturbed["0.weight"])
+
+
+def train_here(run_dir: str) -> int:
+    """In a process without threads, which supervises the ranks itself."""
+    from shoal.launch import fresh
+
+    assert fresh.can_fork()
+    outcome = shoal.train(tiny.line(), "data=2", run_dir=run_dir, progress=False)
+    return outcome.exit_code
+
+
+def test_a_run_of_a_process_without_threads(pool: Pool, tmp_path: Path) -> None:
+    command = pool.start(
+        train_here,
+        str(tmp_path / "run"),
+        environment={},
+        output=tmp_path / "out",
+        errors=tmp_path / "err",
+        directory=tmp_path,
+    )
+    assert command.wait() == 0, (tmp_path / "err").read_text()
+    undisturbed = trained_by_command(pool, tmp_path / "command")
+    made = load_file(tmp_path / "run/model.safetensors")
+    assert all(torch.equal(made[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_what_the_recipe_raises_is_shown_where_the_run_was_asked_for(tmp_path: Path) -> None:
+    def own_mistake(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise KeyError("a key of the loss")
+
+    broken = dataclasses.replace(tiny.line(), loss=own_mistake)
+    with pytest.raises(RecipeError, match="a key of the loss") as raised:
+        shoal.train(broken, "data=1", run_dir=tmp_path / "run", progress=False)
+    assert "in own_mistake" in "".join(raised.value.__notes__)
+    with pytest.raises(shoal.ShoalError, match="a key of the recipe's own") as raised:
+        shoal.train(tiny.fails, run_dir=tmp_path / "other", progress=False)
+    assert "in fails" in "".join(raised.value.__notes__)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(TypeError, match=r"no argument 'spare'.*spares"):
+        shoal.train(tiny.line, spare=2)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="no such back end"):
+        shoal.train(tiny.line, on="slurn")
+    with pytest.raises(UsageError, match=r"cannot be sent.*hold open files"):
+        held = threading.Lock()
+        shoal.train(lambda: held and tiny.line(), progress=False)
+    assert set(MoreOptions.__annotations__) | {"plan", "resume", "begun"} == set(
+        Options.__struct_fields__
+    ) - {"new_data_steps", "new_data_missed"}
+
+
+def test_wrong_plans_and_settings_are_usage_errors(tmp_path: Path) -> None:
+    for wrong, match in (
+        ({"plan": "data=3"}, "8"),
+        ({"settings": {"widht": 3}}, "neither"),
+        ({"plan": "data=4 hosts=2 sync=server", "listen": "127.0.0.1"}, "file.py:function"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            shoal.train(tiny.line, run_dir=tmp_path / "run", progress=False, **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+SCRIPT = """
+import sys
+import threading
+import shoal
+if sys.argv[3] == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+from tests.system import tiny
+outcome = shoal.train(tiny.line, "data=2", settings={"pause": 0.05, "steps": int(sys.argv[2])},
+                      run_dir=sys.argv[1], resume=True)
+print(outcome.steps)
+"""
+
+
+def start_script(tmp_path: Path, steps: int, kind: str = "threads") -> "subprocess.Popen[str]":
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(steps), kind]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def num_steps(tmp_path: Path) -> int:
+    record = tmp_path / "run/metrics.jsonl"
+    return len(record.read_bytes().splitlines()) if record.exists() else 0
+
+
+@pytest.mark.parametrize("kind", ["threads", "no threads"])
+def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, kind: str) -> None:
+    script = start_script(tmp_path, 400, kind)
+    assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
+    script.send_signal(signal.SIGINT)
+    _, errors = script.communicate(timeout=40)
+    assert script.returncode == -signal.SIGINT, errors
+    assert "KeyboardInterrupt: stopped after step" in errors and "and saved" in errors
+    made = num_steps(tmp_path)
+    again = start_script(tmp_path, made + 2, kind)
+    output, errors = again.communicate(timeout=40)
+    assert output == f"{made + 2}\n", errors
+    assert "going on from step" in errors
+
+
+@pytest.mark.full
+def test_a_run_whose_caller_is_killed_saves_itself(tmp_path: Path) -> None:
+    script = start_script(tmp_path, 4000)
+    assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
+    script.kill()
+    script.communicate()
+    saved = tmp_path / "run/checkpoints"
+    assert wait_until(lambda: saved.exists() and any(saved.glob("step-*/manifest.sha256")), 40.0)
+    assert wait_until(lambda: not (tmp_path / "run/owner").exists(), 40.0)
+
+
+CELLS = (
+    """
+import torch
+from torch import nn
+import shoal
+xs = torch.linspace(-1, 1, 64)[:, None]
+""",
+    """
+run = shoal.Run(
+    model=lambda: nn.Linear(1, 1), loss=nn.functional.mse_loss,
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    data=shoal.data.tensors(xs, 2 * xs), batch_size=8, steps=5,
+)
+outcome = shoal.train(run, "data=2")
+print(outcome.steps, outcome.run_dir, sorted(outcome.model().state_dict()))
+""",
+)
+
+
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = nbclient.NotebookClient(
+        notebook, timeout=50, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    said = json.dumps(notebook.cells[-1].outputs)
+    assert "5 runs/notebook-1 ['bias', 'weight']" in said
+    assert "5 steps of 8 samples" in said  # the progress is shown in the cell
+
+
+def test_a_model_by_itself_needs_no_recipe(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()  # whose thread stays
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "gpt2")
+    loaded = shoal.load(tmp_path / "gpt2")
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], model.state_dict()["lm_head.weight"])
+    linear = nn.Linear(2, 1)
+    torch.export.save(torch.export.export(linear, (torch.ones(3, 2),)), tmp_path / "model.pt2")
+    program = shoal.load(tmp_path / "model.pt2")
+    assert torch.equal(program(torch.ones(3, 2)), linear(torch.ones(3, 2)))
+
+
+def test_weights_are_not_loaded_without_a_recipe_or_into_another_model(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(1, 2)}, tmp_path / "weights.safetensors")
+    (tmp_path / "run.json").write_text('{"recipe": "evil.py:run"}')
+    with pytest.raises(UsageError, match="Name the recipe"):
+        shoal.load(tmp_path)
+    with pytest.raises(UsageError, match="Name the recipe"):
+        shoal.load(tmp_path / "weights.safetensors")
+    with pytest.raises(shoal.ShoalError):
+        shoal.load(tmp_path / "weights.safetensors", tiny.line)
+    (tmp_path / "bad.pt2").write_bytes(b"no program")
+    with pytest.raises(UsageError, match=r"no program of torch\.export"):
+        shoal.load(tmp_path / "bad.pt2")
