@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -177,11 +178,35 @@ def exit_codes() -> str:
     return page("Exit codes and errors", "Every verb uses the same.", body)
 
 
+# ---- events
+
+
+def events() -> str:
+    from shoal.events import events as module
+
+    kinds = get_args(module.Event)
+    intro = (
+        "What happens in a run, as lines of `events.jsonl` in its directory, and as what "
+        "`shoal.train(..., progress=function)` gives to a function. Every event has `event`, its "
+        "name, and `time`. One of a seat has `rank`, and `server` if a server sits there."
+    )
+    rows = [
+        (
+            f"`{kind.__struct_config__.tag}`",
+            ", ".join(f"`{name}`" for name in kind.__struct_fields__ if name != "time"),
+            " ".join(inspect.cleandoc(kind.__doc__ or "").split()),
+        )
+        for kind in kinds
+    ]
+    return page("Events", intro, table(("event", "fields", "meaning"), rows))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "tree.md": tree,
     "plan.md": plan_keys,
     "verbs.md": verbs,
     "run.md": run_fields,
+    "events.md": events,
     "exit-codes.md": exit_codes,
 }
 

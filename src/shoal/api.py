@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from shoal.cluster.backend import Facts, OnEvent
+from shoal.cluster.backend import Facts
 from shoal.errors import RUN_AGAIN, RecipeError, UsageError, nearest
+from shoal.events.events import OnEvent
 from shoal.events.screen import Display
 from shoal.launch import fresh
 from shoal.launch.outcome import Outcome

@@ -44,7 +44,7 @@ def trainer_of(mesh: Mesh, plan: str, directory: str | None = None) -> Trainer:
         fields = {name: field["value"] for name, field in provenance(run, {}).items()}
         origin = origin_of("own_loops", fields, resolved, run)
         checkpointer = Checkpointer(
-            CheckpointSettings(open_store(directory), origin, others_may_write=True), seat.tell
+            CheckpointSettings(open_store(directory), origin, others_may_write=True), seat.emit
         )
     return Trainer(run, resolved, seat, checkpointer=checkpointer, loop=OwnLoop(recovers=False))
 

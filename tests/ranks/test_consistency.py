@@ -1,13 +1,13 @@
 """What a loop of one's own may write between two steps, and what it may not."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from shoal.checkpoint.manifest import Origin
 from shoal.comm.mesh import Axes, Mesh
+from shoal.events.events import ConsistencyEvent, Event, kind_of
 from shoal.storage.store import DirectoryStore
 from shoal.sync.consistency import data_lines
 from shoal.sync.guard import CorruptState
@@ -50,14 +50,14 @@ def train(mesh: Mesh, plan: str, how: str, folder: str) -> str:
     resolved = resolve(run, plan, mesh.num_ranks)
     seat, told = GivenSeat(mesh), list[str]()
 
-    def tell(event: str, **what: Any) -> None:
-        if event in ("replicas-differ", "replica-repaired", "state-corrupted"):
-            told.append(event)
+    def emit(event: Event) -> None:
+        if isinstance(event, ConsistencyEvent):
+            told.append(kind_of(event))
 
-    seat.tell = tell  # type: ignore[method-assign]
+    seat.emit = emit  # type: ignore[method-assign]
     origin = Origin("r.py:f", {}, str(resolved), 1, len(run.data), {})
     checkpointer = Checkpointer(
-        CheckpointSettings(DirectoryStore(Path(folder)), origin, others_may_write=True), tell
+        CheckpointSettings(DirectoryStore(Path(folder)), origin, others_may_write=True), emit
     )
     try:
         with Trainer(run, resolved, seat, checkpointer=checkpointer) as trainer:

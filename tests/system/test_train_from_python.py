@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 import shoal
 from shoal.api import MoreOptions
 from shoal.errors import RecipeError, UsageError
+from shoal.events.events import Event, FormedEvent, ProgressEvent, SavedEvent, SeatEvent
 from shoal.launch.train import Options
 from shoal.testing.ranks import Pool
 from tests.support.faults import start
@@ -35,7 +35,7 @@ def trained_by_command(pool: Pool, run_dir: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_of_a_process_with_threads(pool: Pool, tmp_path: Path) -> None:
     """In a thread of such a process, with a callback, and with the bits of `shoal train`."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     steps = tmp_path / "steps"
     outcomes = []
 
@@ -63,7 +63,7 @@ def test_a_run_of_a_process_with_threads(pool: Pool, tmp_path: Path) -> None:
     assert outcome.metrics == {"loss": outcome.summary.loss}
     assert outcome.checkpoint == str(tmp_path / "run/checkpoints/step-00000008")
     assert sorted(steps.read_text().split()) == sorted([str(n) for n in range(1, 9)] * 2)
-    assert {"seat", "formed", "saved", "progress"} <= {event["event"] for event in events}
+    assert {SeatEvent, FormedEvent, SavedEvent, ProgressEvent} <= {type(event) for event in events}
     undisturbed = trained_by_command(pool, tmp_path / "command")
     for name, value in outcome.model().state_dict().items():
         assert torch.equal(value, undisturbed[name])

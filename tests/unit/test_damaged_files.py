@@ -33,10 +33,11 @@ from shoal.data.transforms.quarantine import BadQuarantine, quarantine, read_ent
 from shoal.data.transforms.statistics import load_statistics, statistics
 from shoal.elastic.control import ControlRequest, ControlSocket
 from shoal.errors import ShoalError, UsageError
-from shoal.events.metrics_writer import MetricsWriter, count_recorded_samples, last_recorded_step
+from shoal.events.metrics_writer import MetricsWriter, last_recorded_step
 from shoal.formats import dcp, huggingface, safetensors, state_dict
 from shoal.formats.open_weights import open_import
 from shoal.formats.weights import ForeignWeights, ModelWeights, stored_whole
+from shoal.launch import outcome
 from shoal.numerics.precision import _recall
 from shoal.storage.run_dir import read_description
 from shoal.storage.store import SEAL, DirectoryStore
@@ -153,7 +154,7 @@ def metrics(folder: Path) -> Case:
 
     def read() -> None:
         last_recorded_step(path)
-        count_recorded_samples(path)
+        outcome._read(path)
         MetricsWriter(path, lambda: False).rewind(2)
 
     return Case([path], read)

@@ -27,7 +27,8 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     go on with --resume. Exit codes: 0 done, 2 refused.
     """
     from shoal.elastic.control import send_request
-    from shoal.events.screen import resized
+    from shoal.events.events import ResizedEvent
+    from shoal.events.screen import resized_in_words
 
     try:
         answer = send_request(run, resize=size)
@@ -36,6 +37,6 @@ def resize(run: Path, size: str, as_json: bool) -> None:
         raise SystemExit(130) from None
     if "refused" in answer:
         raise UsageError(answer["refused"])
-    say(f"shoal: {resized(answer)}", is_error=True)
+    say(f"shoal: {resized_in_words(ResizedEvent(generation=0, **answer))}", is_error=True)
     if as_json:
         print_json(answer)

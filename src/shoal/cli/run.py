@@ -9,11 +9,12 @@ import click
 from shoal.cli import options
 from shoal.cli.output import say, tell
 from shoal.errors import UsageError
+from shoal.events.events import Event, SeatEvent, TickEvent, WarningEvent
 from shoal.system.streams import steady
 
 
 class Echo:
-    """Shows what was added to the log of whoever sits in seat 0 since the last time."""
+    """Shows what was added to the log of rank 0 since the last time."""
 
     def __init__(self, logs: Path):
         self._logs = logs
@@ -22,14 +23,14 @@ class Echo:
         # What an earlier life of the run left there was shown then.
         self._before = {log: log.stat().st_size for log in logs.glob("*.log")}
 
-    def __call__(self, record: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         first = self._logs / "rank-000.log"
         if self._log is None and first.exists():
             self._log, self._shown = first, self._before.get(first, 0)
         if self._log is not None:
             self._show(self._log)
-        if record["event"] == "seat" and record["rank"] == 0:
-            log = self._logs / record["log"]
+        if isinstance(event, SeatEvent) and event.rank == 0:
+            log = self._logs / event.log
             self._shown = self._shown if log == self._log else self._before.get(log, 0)
             self._log = log
 
@@ -95,11 +96,11 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     display = Display()
     echo = Echo(run_dir.path / "logs")
 
-    def watch(record: dict[str, Any]) -> None:
-        display(record)
-        echo(record)
-        if record["event"] == "tick" and (moved := run_dir.moved()):
-            display({"event": "warning", "text": moved})
+    def watch(event: Event) -> None:
+        display(event)
+        echo(event)
+        if isinstance(event, TickEvent) and (moved := run_dir.moved()):
+            display(WarningEvent(text=moved))
 
     outcome = run_supervised(
         lambda: prepare_script(script, arguments),
@@ -116,7 +117,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
         stop_timeout_s=given["stop_timeout_s"],
     )
     display.close()
-    echo({"event": "tick"})
+    echo(TickEvent())
     if outcome.exit_code:
         if outcome.trace:
             tell(outcome.trace)

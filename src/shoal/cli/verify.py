@@ -11,6 +11,14 @@ import msgspec
 from shoal.cli import options
 from shoal.cli.output import say, tell
 from shoal.errors import UsageError
+from shoal.events.events import (
+    BusyEvent,
+    Event,
+    StandstillEvent,
+    StoppingEvent,
+    WaitingEvent,
+    WarningEvent,
+)
 
 
 @click.command(epilog=options.plan_help())
@@ -65,9 +73,11 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
 
     display = Display()
 
-    def watch(record: dict[str, Any]) -> None:
-        if record["event"] in ("busy", "waiting", "standstill", "stopping", "warning"):
-            display(record)
+    def watch(event: Event) -> None:
+        if isinstance(
+            event, BusyEvent | WaitingEvent | StandstillEvent | StoppingEvent | WarningEvent
+        ):
+            display(event)
 
     try:
         verdict = verification.verify(load, given["plan"], run_dir.path, watch)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from shoal.comm.endpoint import Endpoint
+from shoal.events.events import OnEvent
 from shoal.system.fork_server import Prepare, Processes
 
-OnEvent = Callable[[dict[str, Any]], None]
 Facts = dict[str, Any]
 
 

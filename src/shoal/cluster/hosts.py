@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from shoal import __version__
-from shoal.cluster.backend import OnEvent, Started
+from shoal.cluster.backend import Started
 from shoal.cluster.host_channel import (
     FROM_HOST,
     MOST_BYTES,
@@ -42,6 +42,7 @@ from shoal.comm.endpoint import Endpoint, host_environment
 from shoal.comm.unix import socket_directory
 from shoal.comm.wire import BadFrame, Context, decode, listen, make_keys
 from shoal.errors import FormError, UsageError
+from shoal.events.events import HostJoinedEvent, HostLeftEvent, HostsMissingEvent, OnEvent
 from shoal.formatting import plural
 from shoal.plans.plan import Plan
 from shoal.plans.resize import RunSize, host_of, size_of
@@ -104,7 +105,7 @@ def gather_hosts(
     facts: dict[str, Any],
     listening: HostsBackend,
     run_dir: Path,
-    watch: Callable[[dict[str, Any]], None],
+    watch: OnEvent,
     sockets: str,
 ) -> Iterator["Hosts"]:
     """Invite hosts, and wait until all have joined. They are dismissed when the block ends.
@@ -173,13 +174,13 @@ class Hosts:
             found |= host.pids
         return found
 
-    def gather(self, watch: Callable[[dict[str, Any]], None], timeout_s: float) -> None:
+    def gather(self, watch: OnEvent, timeout_s: float) -> None:
         """Wait until all hosts have joined; `watch` receives joins, exits and missing hosts."""
         deadline, told_at, known = time.monotonic() + timeout_s, 0.0, set[str]()
         while True:
             names = {host.name for host in self._hosts.values()}
             for name in sorted(names ^ known):
-                watch({"event": "host-joined" if name in names else "host-left", "name": name})
+                watch(HostJoinedEvent(name=name) if name in names else HostLeftEvent(name=name))
             missing, now = self.num_hosts - 1 - len(names), time.monotonic()
             if not missing:
                 return
@@ -191,8 +192,7 @@ class Hosts:
                 )
             if names != known or now - told_at > REMIND_S:
                 known, told_at = names, now
-                fields = {"count": missing, "run_dir": str(self._run_dir)}
-                watch({"event": "hosts-missing", **fields})
+                watch(HostsMissingEvent(count=missing, run_dir=str(self._run_dir)))
             self._turn(0.1)
             # Before the run begins another host may take its place.
             self._hosts = {s: host for s, host in self._hosts.items() if not host.lost}

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.backend import OnEvent, Started
+from shoal.cluster.backend import Started
 from shoal.comm.endpoint import Endpoint
 from shoal.comm.unix import socket_directory
 from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.events.events import OnEvent
 from shoal.logs import log
 from shoal.system.fork_server import (
     ForkServer,

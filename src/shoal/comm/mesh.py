@@ -21,6 +21,7 @@ from shoal.comm.collectives import Group
 from shoal.comm.rendezvous import form_group, join_store, leave_group, serve_store, wait_for_ranks
 from shoal.comm.wire import Keys
 from shoal.errors import GroupLost, PlanError, UsageError
+from shoal.events.events import Event
 from shoal.events.step import StepInfo
 from shoal.logs import log
 from shoal.plans.resize import RunSize
@@ -144,8 +145,8 @@ class Seat(Protocol):
         ...
 
     def stepped(self, info: StepInfo) -> None: ...
-    def tell(self, event: str, **what: Any) -> None:
-        """Put something on the run's record."""
+    def emit(self, event: Event) -> None:
+        """Put an event on the run's record."""
         ...
 
     def asked(self) -> RankRequests: ...
@@ -207,8 +208,8 @@ class LauncherSeat:
     def stepped(self, info: StepInfo) -> None:
         """There is no supervisor to inform."""
 
-    def tell(self, event: str, **what: Any) -> None:
-        log.info("%s: %s", event, ", ".join(f"{name} {value}" for name, value in what.items()))
+    def emit(self, event: Event) -> None:
+        log.info("%s", event)
 
     def asked(self) -> RankRequests:
         return RankRequests(stop=self._stop)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.events.events import Event, ProgressEvent
 from shoal.plans.resize import RunSize
 
 
@@ -51,7 +52,7 @@ class Heartbeat(FromMember, frozen=True, tag="heartbeat"):
     wait for another member."""
 
     step: int
-    progress: dict[str, Any] | None = None
+    progress: ProgressEvent | None = None
     stops: bool = False
     work: int = 0
     at: str = ""
@@ -60,8 +61,7 @@ class Heartbeat(FromMember, frozen=True, tag="heartbeat"):
 class MemberEvent(FromMember, frozen=True, tag="event"):
     """An event for the run's events.jsonl."""
 
-    event: str
-    what: dict[str, Any]
+    event: Event
 
 
 class MemberDone(FromMember, frozen=True, tag="done"):

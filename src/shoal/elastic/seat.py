@@ -46,6 +46,7 @@ from shoal.elastic.messages import (
 )
 from shoal.elastic.watchdog import Watchdog
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
+from shoal.events.events import Event, ProgressEvent
 from shoal.events.step import StepInfo
 from shoal.faults import faultpoint
 from shoal.plans.plan import Plan
@@ -79,7 +80,7 @@ class SupervisedSeat:
         self.secret = identity.partition(":")[2]  # of the run
         self._is_ready = False
         self._summarise: Callable[[], dict[str, Any]] = dict
-        self._progress: Callable[[], dict[str, Any] | None] = lambda: None
+        self._progress: Callable[[], ProgressEvent | None] = lambda: None
         self._before_pause: Callable[[], None] = lambda: None
         self.generation = -1
         self.step = 0
@@ -111,7 +112,7 @@ class SupervisedSeat:
         self,
         *,
         summarise: Callable[[], dict[str, Any]],
-        progress: Callable[[], dict[str, Any] | None],
+        progress: Callable[[], ProgressEvent | None],
         before_pause: Callable[[], None],
     ) -> None:
         """What to tell the supervisor at the end and with each heartbeat; what to do in a pause."""
@@ -223,8 +224,8 @@ class SupervisedSeat:
                     signal.signal(number, lambda *_: self.request_stop())
                     self._handled.append(number)
 
-    def tell(self, event: str, **what: Any) -> None:
-        self._send(MemberEvent(event, what))
+    def emit(self, event: Event) -> None:
+        self._send(MemberEvent(event))
 
     def finish(self, meets: bool = False) -> bool:
         if meets:

@@ -12,13 +12,14 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec import UNSET, UnsetType
 
 from shoal.comm import wire
 from shoal.comm.endpoint import Endpoint
@@ -46,6 +47,25 @@ from shoal.elastic.messages import (
 from shoal.elastic.progress import ProgressMonitor, describe_hang
 from shoal.elastic.resize_requests import ResizeRequests
 from shoal.errors import RUN_AGAIN, Ended
+from shoal.events.events import (
+    BusyEvent,
+    Event,
+    ExitedEvent,
+    FormedEvent,
+    GaveUpEvent,
+    LostEvent,
+    MemberStartedEvent,
+    NotResizedEvent,
+    OnEvent,
+    RecoveredEvent,
+    ResizedEvent,
+    SeatEvent,
+    StandstillEvent,
+    StoppingEvent,
+    TickEvent,
+    WaitingEvent,
+    WarningEvent,
+)
 from shoal.events.sinks import JsonLinesSink
 from shoal.logs import warn_once
 from shoal.system.fork_server import (
@@ -77,9 +97,6 @@ class SupervisorResult:
     num_steps_again: int = 0  # committed by ranks that were all lost, and repeated
     stopped_by: int = 0
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
-
-
-OnEvent = Callable[[dict[str, Any]], None]
 
 
 class Supervisor:
@@ -143,7 +160,7 @@ class Supervisor:
                         self._resizes.poll(self.members, bool(self._signals or self._stop_signal))
                     )
                 self._forward_stop()
-                self._on_event({"event": "tick"})
+                self._on_event(TickEvent())
             self._release_members()
         except (EOFError, BrokenPipeError):
             self._give_up(self.processes.describe_loss(), 1)
@@ -158,7 +175,7 @@ class Supervisor:
         seated = self.members.generation, self.members.seats, self.members.formed
         if not self._over and (late := self._forming.late(*seated, time.monotonic())):
             text = describe_late(self.members.size, late, self.members.form_timeout_s)
-            self._event("warning", text=text)
+            self._record(WarningEvent(text=text))
 
     def _report_standstill(self) -> None:
         """Report that no rank makes progress; they may wait for each other."""
@@ -168,7 +185,7 @@ class Supervisor:
             return
         if (seconds := self._progress.standstill_s(now)) is not None:
             self._request_stacks()
-            self._event("standstill", seconds=round(seconds), step=members.step)
+            self._record(StandstillEvent(seconds=round(seconds), step=members.step))
 
     def _request_stacks(self) -> None:
         """Let each member write the stacks of its threads into its log."""
@@ -191,7 +208,7 @@ class Supervisor:
         The stop is repeated until the run is over, for members that start later.
         """
         if self._signals and not self._stop_signal:
-            self._event("stopping", signal=signal.Signals(self._signals[0]).name)
+            self._record(StoppingEvent(signal=signal.Signals(self._signals[0]).name))
         if self._signals:
             self._stop_signal = self.outcome.stopped_by = self._signals[0]
         if len(self._signals) > 1:
@@ -220,14 +237,21 @@ class Supervisor:
         while (report := self.processes.next_report(timeout_s=0)) is not None:
             match report:
                 case WorkerStarted():
-                    self._event("started", member=report.number, pid=report.pid)
+                    self._record(MemberStartedEvent(member=report.number, pid=report.pid))
                 case WorkerExited():
                     seat = self._seat_of(report.number)
                     if seat is not None and not self._over:
                         suspected = self.members.members[report.number].suspected
                         how = suspected or describe_exit(report.status)
-                        what = {"status": report.status, "how": how, "step": self.members.step}
-                        self._event("exited", **self._seat_fields(seat), **what)
+                        self._record(
+                            ExitedEvent(
+                                rank=seat,
+                                server=self._server_of(seat),
+                                status=report.status,
+                                how=how,
+                                step=self.members.step,
+                            )
+                        )
                     now = time.monotonic()
                     self._read_messages()  # what it sent before it ended
                     self._execute(self.members.exited(report.number, report.status, now))
@@ -271,20 +295,22 @@ class Supervisor:
                     self.members.has_formed(member, message.generation, message.step, now)
                 )
             case Lost():
-                self._event("lost", **self._seat_fields(self._seat_of(member)), why=message.why)
+                seat = self._seat_of(member)
+                self._record(LostEvent(rank=seat, server=self._server_of(seat), why=message.why))
                 self.members.lost(member, message.generation, now, message.why)
             case Heartbeat():
                 self._progress.heard(member, message.step, message.work, now)
                 self._lines[member] = message.at
                 if message.stops and not self._stop_signal:
                     self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
-                    self._event(
-                        "stopping", signal="SIGTERM", **self._seat_fields(self._seat_of(member))
+                    seat = self._seat_of(member)
+                    self._record(
+                        StoppingEvent(signal="SIGTERM", rank=seat, server=self._server_of(seat))
                     )
                 if message.progress:
-                    self._on_event({"event": "progress", **message.progress})
+                    self._on_event(message.progress)
             case MemberEvent():
-                self._record_event(message)
+                self._record_member_event(message.event)
             case MemberDone():
                 seat = self._seat_of(member)
                 if seat is not None and message.summary:
@@ -301,12 +327,12 @@ class Supervisor:
             case Failed():
                 self._handle_failure(member, message)
 
-    def _record_event(self, note: MemberEvent) -> None:
-        if note.event in ("busy", "waiting"):
+    def _record_member_event(self, event: Event) -> None:
+        if isinstance(event, BusyEvent | WaitingEvent):
             self._progress.explained(time.monotonic())
-        elif note.event != "warning":
+        elif not isinstance(event, WarningEvent):
             self._progress.done(time.monotonic())
-        self._event(note.event, **note.what)
+        self._record(event)
 
     def _handle_failure(self, member: int, message: Failed) -> None:
         if self._over or self._has_failed:
@@ -370,10 +396,10 @@ class Supervisor:
                 self._broadcast(action.leavers, Release())
                 change = self._resizes.finish(action)
                 self.outcome.plan = change["plan"]
-                self._event("resized", generation=self.members.generation, **change)
+                self._record(ResizedEvent(generation=self.members.generation, **change))
             case actions.NotResized():
                 self._resizes.cancel(action)
-                self._event("not-resized", step=self.members.step, why=action.cause)
+                self._record(NotResizedEvent(step=self.members.step, why=action.cause))
 
     def _spawn(self, member: int, host: int) -> None:
         variables = {
@@ -404,13 +430,15 @@ class Supervisor:
     def _announce(self, plan: actions.Announce) -> None:
         self._store.forget(f"generation/{plan.generation - 2}/")  # which all have left
         for seat, member in enumerate(plan.seats):
-            self._event(
-                "seat",
-                **self._seat_fields(seat),
-                pid=self._pids[member],
-                generation=plan.generation,
-                host=self.members.members[member].host,
-                log=self._logs[member].name,
+            self._record(
+                SeatEvent(
+                    rank=seat,
+                    server=self._server_of(seat),
+                    pid=self._pids[member],
+                    generation=plan.generation,
+                    host=self.members.members[member].host,
+                    log=self._logs[member].name,
+                )
             )
             sizes = tuple(self.members.sizes)
             self._send(member, SeatAssignment(plan.generation, seat, sizes, self._store.address))
@@ -422,24 +450,26 @@ class Supervisor:
             self.outcome.num_recoveries += max(1, len(group.replaced))
             self.outcome.num_steps_again += max(0, group.num_steps_again)
             for seat, cause in group.replaced or ((None, "the group broke"),):
-                self._event(
-                    "recovered",
-                    generation=group.generation,
-                    **self._seat_fields(seat),
-                    cause=cause,
-                    step=group.step,
-                    ms=ms,
-                    spare=self.members.num_spares > 0,
+                self._record(
+                    RecoveredEvent(
+                        rank=seat,
+                        server=self._server_of(seat),
+                        generation=group.generation,
+                        cause=cause,
+                        step=group.step,
+                        ms=ms,
+                        spare=self.members.num_spares > 0,
+                    )
                 )
         else:
-            self._event("formed", generation=group.generation, step=group.step)
+            self._record(FormedEvent(generation=group.generation, step=group.step))
 
     def _give_up(self, cause: str, exit_code: int) -> None:
         if not self._over:
             self._over = True
             self.members.over = True
             self.outcome.cause, self.outcome.exit_code = cause, exit_code
-            self._event("gave-up", cause=cause, step=self.members.step)
+            self._record(GaveUpEvent(cause=cause, step=self.members.step))
 
     def _release_members(self) -> None:
         """Let every member exit; those that do not are killed with the fork server."""
@@ -473,18 +503,18 @@ class Supervisor:
     def _seat_of(self, member: int) -> int | None:
         return self.members.seats.index(member) if member in self.members.seats else None
 
-    def _seat_fields(self, seat: int | None) -> dict[str, int | None]:
-        """The fields of a seat in events: its rank, and the number of a server."""
+    def _server_of(self, seat: int | None) -> int | UnsetType:
+        """The number of the server in a seat; unset if a rank is in it."""
         server = None if seat is None else self.members.size.server_of(seat)
-        return {"rank": seat} | ({} if server is None else {"server": server})
+        return UNSET if server is None else server
 
-    def _event(self, event: str, **what: Any) -> None:
-        record = {"event": event, "time": time.time(), **what}
+    def _record(self, event: Event) -> None:
+        event.time = time.time()
         try:
-            self._events.write(record)
+            self._events.write(event)
         except OSError as error:  # a full disk must not end a healthy run
-            warn_once(f"events.jsonl cannot be written: {error}. The run goes on.")
-        self._on_event(record)
+            warn_once(f"events.jsonl cannot be written: {error}. The run continues.")
+        self._on_event(event)
 
     def _close(self) -> None:
         self.processes.close()

@@ -25,11 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from msgspec import UNSET
+
 from shoal import logs
 from shoal.data.readers.records import SourceLost
 from shoal.data.stalls import STALLS
 from shoal.elastic.messages import Failed, MemberEvent, SeatAssignment
 from shoal.errors import sendable
+from shoal.events.events import BusyEvent, WaitingEvent, WarningEvent
 
 PAUSE_S, TIMES_LONGEST = 60.0, 10.0
 STOPPING_PAUSE_S, STOPPING_TIMES_LONGEST = 10.0, 2.0
@@ -106,23 +109,24 @@ class Watchdog:
     ) -> Iterator[MemberEvent | Failed]:
         """The messages that are due, of a member after `step`."""
         while logs.for_the_screen:
-            yield MemberEvent("warning", {"text": sendable(logs.for_the_screen.popleft())})
-        who = {"rank": None if assignment is None else assignment.seat, "step": step}
+            yield MemberEvent(WarningEvent(text=sendable(logs.for_the_screen.popleft())))
+        rank = None if assignment is None else assignment.seat
         late = STALLS.look()
         if late is not None and late.is_lost:
             yield Failed(step, str(late), "", SourceLost.exit_code)
         elif late is not None:
-            fields = {"samples": late.samples, "seconds": round(late.seconds)}
-            yield MemberEvent("waiting", who | fields)
-        if (
-            assignment is not None
-            and (busy := self._check_stall(time.monotonic(), stops)) is not None
-        ):
-            if assignment.server is not None:
-                who["server"] = assignment.server
-            yield MemberEvent("busy", who | busy)
+            seconds = round(late.seconds)
+            yield MemberEvent(
+                WaitingEvent(rank=rank, step=step, samples=late.samples, seconds=seconds)
+            )
+        if assignment is None or (busy := self._check_stall(time.monotonic(), stops)) is None:
+            return
+        seconds, line = busy
+        server = UNSET if assignment.server is None else assignment.server
+        yield MemberEvent(BusyEvent(rank=rank, server=server, step=step, seconds=seconds, at=line))
 
-    def _check_stall(self, now: float, stops: bool) -> dict[str, int | str] | None:
+    def _check_stall(self, now: float, stops: bool) -> tuple[int, str] | None:
+        """For how long the worker thread has computed, and where; None if that is not due."""
         if self._is_suspended:
             self._timer.restart(now)
             return None
@@ -135,7 +139,7 @@ class Watchdog:
             return None
         logs.log.warning("busy for %d s: %s; all threads:", late_s, at)
         faulthandler.dump_traceback(2)  # reads no file, and survives a full disk
-        return {"seconds": round(late_s), "at": sendable(at)}
+        return round(late_s), sendable(at)
 
 
 def working_line(frame: FrameType | None) -> str | None:

@@ -27,6 +27,7 @@ from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.server_process import ServerProcess, serve_aggregator
 from shoal.errors import AllWorkersLost, FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
+from shoal.events.events import EmptiedEvent, EvaluatedEvent, ModelFailedEvent, ProgressEvent
 from shoal.events.meters import StepTotals, peak_memory_bytes
 from shoal.events.metrics_writer import MetricsWriter
 from shoal.events.sinks import Sink, TensorBoardSink
@@ -89,7 +90,7 @@ def prepare_training(
         def train(seat: SupervisedSeat) -> None:
             checkpointer = None
             if keeping is not None:
-                checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.tell)
+                checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.emit)
             if plan.num_servers:
                 empty_tables(model)
             trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer)
@@ -216,7 +217,7 @@ def _train(
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:
-            seat.tell("emptied", step=info.step, left_out=info.left_out)
+            seat.emit(EmptiedEvent(step=info.step, left_out=info.left_out))
 
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 
@@ -230,7 +231,7 @@ def _train(
             except (OSError, SafetensorError, FailedElsewhere) as error:
                 # The checkpoint may be elsewhere.
                 if trainer.mesh.rank == 0:
-                    seat.tell("model-failed", step=info.step, why=str(error))
+                    seat.emit(ModelFailedEvent(step=info.step, why=str(error)))
 
     seat.report_by(
         summarise=lambda: {
@@ -267,22 +268,22 @@ class _EvaluationReports:
         if info.evaluation is not None:
             self._unreported = info
         if self._unreported is not None and self._tells():
-            self._seat.tell(
-                "evaluated", step=self._unreported.step, evaluation=self._unreported.evaluation
-            )
+            assert self._unreported.evaluation is not None
+            step, evaluation = self._unreported.step, self._unreported.evaluation
+            self._seat.emit(EvaluatedEvent(step=step, evaluation=evaluation))
             self._unreported = None
 
 
-def _progress(totals: StepTotals) -> dict[str, Any] | None:
+def _progress(totals: StepTotals) -> ProgressEvent | None:
     last = totals.last
     if last is None:
         return None
-    return {
-        "step": last.step,
-        "loss": last.loss,
-        "samples_per_s": totals.samples_per_s,
-        "communication": totals.share_in_communication,
-    }
+    return ProgressEvent(
+        step=last.step,
+        loss=last.loss,
+        samples_per_s=totals.samples_per_s,
+        communication=totals.share_in_communication,
+    )
 
 
 def _summary(totals: StepTotals) -> dict[str, Any]:

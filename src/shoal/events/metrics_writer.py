@@ -99,6 +99,8 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
         "bytes_sent": info.bytes_sent,
         "times": info.times._asdict(),
     }
+    if info.ranks:
+        record["ranks"] = [round(seconds, 6) for seconds in info.ranks]
     if info.mark is not None:
         record["mark"] = info.mark
     if info.norm is not None:
@@ -112,25 +114,6 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
 
 class _StepNumber(msgspec.Struct, frozen=True):
     step: int = 0
-
-
-class SampleCounts(msgspec.Struct, frozen=True):
-    """The sample counts of a line."""
-
-    samples: int = 0
-    left_out: int = 0
-
-
-def count_recorded_samples(path: Path) -> tuple[int, int]:
-    """The samples trained on, and those left out, over all steps of a metrics file."""
-    trained = left_out = 0
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        found = try_decode_json(line, SampleCounts)
-        if found is None:  # torn
-            continue
-        trained += found.samples - found.left_out
-        left_out += found.left_out
-    return trained, left_out
 
 
 def last_recorded_step(path: Path) -> int:

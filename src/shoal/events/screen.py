@@ -7,12 +7,43 @@ live line becomes a plain line every few seconds.
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+from msgspec import UNSET
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from shoal.events.events import (
+    BalancedEvent,
+    BegunEvent,
+    BusyEvent,
+    CheckpointRefusedEvent,
+    EmptiedEvent,
+    EvaluatedEvent,
+    Event,
+    ExitedEvent,
+    HostJoinedEvent,
+    HostLeftEvent,
+    HostsMissingEvent,
+    ModelFailedEvent,
+    NotResizedEvent,
+    ProgressEvent,
+    RecoveredEvent,
+    ReplicaRepairedEvent,
+    ResizedEvent,
+    ResumedEvent,
+    SaveFailedEvent,
+    SaveSkippedEvent,
+    SeatedEvent,
+    SlowEvent,
+    StandstillEvent,
+    StoppingEvent,
+    UnholdableEvent,
+    WaitingEvent,
+    WarningEvent,
+)
 from shoal.formatting import plural
 from shoal.system.streams import silence, steady
 
@@ -40,54 +71,27 @@ class Display:
         self._echoes: dict[int, str] = {}  # of steps for which no rank has given a reason yet
         self._said: set[str] = set()
 
-    def __call__(self, record: dict[str, Any]) -> None:
-        match record["event"]:
-            case "progress":
-                self._progress(record)
-            case "exited" if record["status"] < 0:
-                self.say(f"[bold red]{_who(record)} {record['how']}[/] after step {record['step']}")
-            case "recovered":
-                newcomer = "a spare" if record["spare"] else "a new process"
-                seat = f"{newcomer} took the seat of {_who(record)}; "
-                who = "" if record["rank"] is None else seat
-                self.say(
-                    f"[bold green]{who}full strength again after {record['ms']:.0f} ms[/], "
-                    f"at step {record['step']}, generation {record['generation']}"
-                )
-            case "evaluated":
-                self._show_evaluation(record)
-            case "resumed":
-                self._evaluated = record["step"]
-                self.say(_going_on(record))
-            case "checkpoint-refused":
-                name, why = escape(record["name"]), escape(record["why"])
-                self.say(f"[bold yellow]{name} was passed over[/]: {why}")
-            case "model-failed":
-                why = escape(record["why"])
-                self.say(f"[bold red]model.safetensors was not written[/]: {why}")
-            case "unholdable":
-                self._no_checkpoints(record["why"])
-            case "save-failed" | "save-skipped":
-                self._not_saved(record)
-            case "emptied":
-                self._say_once("emptied", _emptied(record))
-            case "resized":
-                self.say(f"[bold green]{escape(resized(record))}[/]")
-            case "not-resized":
-                self.say(f"[bold yellow]the run keeps its size[/]: {escape(record['why'])}")
-            case "hosts-missing":
-                more = plural(record["count"], "more host")
-                join = escape(f"`shoal join {record['run_dir']}`")
-                self.say(f"shoal: waits for {more}: run {join} there")
-            case "host-joined" | "host-left":
-                how = "is there" if record["event"] == "host-joined" else "is gone again"
-                self.say(escape(f"shoal: {record['name']} {how}"))
-            case "stopping":
-                self.say("stopping after the step under way; the same signal again ends at once")
-            case kind if kind in _SAID:
-                self.say(_SAID[kind](record))
-            case "warning":
-                self._say_once(record["text"], f"[bold yellow]{escape(record['text'])}[/]")
+    def __call__(self, event: Event) -> None:
+        match event:
+            case ProgressEvent():
+                self._show_progress(event)
+            case ExitedEvent() if event.status < 0:
+                self.say(f"[bold red]{_who(event)} {event.how}[/] after step {event.step}")
+            case EvaluatedEvent():
+                self._show_evaluation(event)
+            case ResumedEvent():
+                self._evaluated = event.step
+                self.say(_resumed(event))
+            case UnholdableEvent():
+                self._no_checkpoints(event.why)
+            case SaveFailedEvent() | SaveSkippedEvent():
+                self._not_saved(event)
+            case EmptiedEvent():
+                self._say_once("emptied", _emptied(event))
+            case WarningEvent():
+                self._say_once(event.text, f"[bold yellow]{escape(event.text)}[/]")
+            case _ if type(event) in _SENTENCES:
+                self.say(_SENTENCES[type(event)](event))
 
     def introduce(self, recipe: str, facts: dict[str, Any], where: str) -> None:
         """Say what is about to be trained."""
@@ -113,7 +117,7 @@ class Display:
 
     def close(self) -> None:
         for step, why in self._echoes.items():
-            self._not_saved({"step": step, "why": why})
+            self._not_saved(SaveFailedEvent(step=step, why=why))
         with steady():
             self._clear()
             sys.stderr.flush()
@@ -124,26 +128,25 @@ class Display:
             self._said.add(kind)
             self.say(text)
 
-    def _not_saved(self, record: dict[str, Any]) -> None:
+    def _not_saved(self, event: SaveFailedEvent | SaveSkippedEvent) -> None:
         """Each rank says so; what one heard from another is shown if there is nothing else."""
-        step, why = record["step"], record["why"]
-        if record.get("echo"):
-            self._echoes.setdefault(step, why)
+        if isinstance(event, SaveFailedEvent) and event.echo:
+            self._echoes.setdefault(event.step, event.why)
         else:
-            text = f"[bold yellow]step {step} was not saved[/]: {escape(why)}"
-            self._say_once(f"not saved {step}", text)
+            text = f"[bold yellow]step {event.step} was not saved[/]: {escape(event.why)}"
+            self._say_once(f"not saved {event.step}", text)
 
     def _no_checkpoints(self, why: str) -> None:
         told = f"no checkpoint will be made, since none can hold it: {escape(why)}"
         self._say_once("unholdable", told)
 
-    def _show_evaluation(self, record: dict[str, Any]) -> None:
-        if record["step"] > self._evaluated:  # two ranks may tell of one
-            self._evaluated = record["step"]
-            self.say(f"step {record['step']}: evaluation  {_numbers(record['evaluation'])}")
+    def _show_evaluation(self, event: EvaluatedEvent) -> None:
+        if event.step > self._evaluated:  # two ranks may report one
+            self._evaluated = event.step
+            self.say(f"step {event.step}: evaluation  {_numbers(event.evaluation)}")
 
-    def _progress(self, record: dict[str, Any]) -> None:
-        line = self._line(record)
+    def _show_progress(self, event: ProgressEvent) -> None:
+        line = self._line(event)
         now = time.monotonic()
         if self._live:
             with steady():
@@ -156,13 +159,13 @@ class Display:
             with steady():
                 self.console.print(Text(line))
 
-    def _line(self, record: dict[str, Any]) -> str:
+    def _line(self, event: ProgressEvent) -> str:
         of = f"/{self.num_steps}" if self.num_steps else ""
-        loss = "none" if math.isnan(record["loss"]) else f"{record['loss']:.4f}"
+        loss = "none" if math.isnan(event.loss) else f"{event.loss:.4f}"
         return (
-            f"step {record['step']}{of}  loss {loss}  "
-            f"{record['samples_per_s']:.0f} samples/s  "
-            f"{100 * record['communication']:.0f} % in communication"
+            f"step {event.step}{of}  loss {loss}  "
+            f"{event.samples_per_s:.0f} samples/s  "
+            f"{100 * event.communication:.0f} % in communication"
         )
 
     def _clear(self) -> None:
@@ -176,78 +179,86 @@ def _numbers(evaluation: dict[str, float]) -> str:
     return escape("  ".join(f"{name} {value:.4f}" for name, value in evaluation.items()))
 
 
-def resized(event: dict[str, Any]) -> str:
+def _who(event: SeatedEvent) -> str:
+    return f"rank {event.rank}" if event.server is UNSET else f"server {event.server}"
+
+
+def _recovered(event: RecoveredEvent) -> str:
+    newcomer = "a spare" if event.spare else "a new process"
+    who = "" if event.rank is None else f"{newcomer} took the seat of {_who(event)}; "
+    return (
+        f"[bold green]{who}full strength again after {event.ms:.0f} ms[/], "
+        f"at step {event.step}, generation {event.generation}"
+    )
+
+
+def resized_in_words(change: ResizedEvent) -> str:
     """How a run got another size, in a sentence."""
-    moved = f", {event['bytes'] / 1e6:.3g} MB moved" if event["bytes"] else ""
-    what = f"resized at step {event['step']}: {event['change']}{moved}, in {event['ms']:.0f} ms"
-    return f"{what}. {event['lost']}" if event["lost"] else what
+    moved = f", {change.bytes / 1e6:.3g} MB moved" if change.bytes else ""
+    what = f"resized at step {change.step}: {change.change}{moved}, in {change.ms:.0f} ms"
+    return f"{what}. {change.lost}" if change.lost else what
 
 
-def _who(record: dict[str, Any]) -> str:
-    return f"server {record['server']}" if "server" in record else f"rank {record['rank']}"
-
-
-def _going_on(record: dict[str, Any]) -> str:
-    told = f"going on from step {record['step']}, saved under {record['plan'] or 'data=1'}"
-    if record["pieces"] != record["pieces_now"]:
+def _resumed(event: ResumedEvent) -> str:
+    told = f"going on from step {event.step}, saved under {event.plan or 'data=1'}"
+    if event.pieces != event.pieces_now:
         told += (
-            f"; the batch is cut into {record['pieces_now']} pieces from here on, "
-            f"not {record['pieces']}"
+            f"; the batch is cut into {event.pieces_now} pieces from here on, not {event.pieces}"
         )
     return told
 
 
-def _beginning(record: dict[str, Any]) -> str:
-    store = escape(record["store"])
-    if record["num_bad"]:
+def _begun(event: BegunEvent) -> str:
+    store = escape(event.store)
+    if event.num_bad:
         bad = f"[bold yellow]no checkpoint in {store} is good[/]"
-        return f"{bad}: the run begins anew at step {record['step']}"
-    return f"nothing to go on from in {store}: the run begins at step {record['step']}"
+        return f"{bad}: the run begins anew at step {event.step}"
+    return f"nothing to go on from in {store}: the run begins at step {event.step}"
 
 
-def _emptied(record: dict[str, Any]) -> str:
+def _emptied(event: EmptiedEvent) -> str:
     return (
-        f"[bold yellow]step {record['step']} changes nothing[/]: quarantine left out all "
-        f"{record['left_out']} samples of its batch. More such steps are told in events.jsonl alone"
+        f"[bold yellow]step {event.step} changes nothing[/]: quarantine left out all "
+        f"{event.left_out} samples of its batch. More such steps are told in events.jsonl alone"
     )
 
 
-def _waiting(record: dict[str, Any]) -> str:
+def _waiting(event: WaitingEvent) -> str:
     return (
-        f"[bold yellow]rank {record['rank']} waits for data since {record['seconds']} s[/], after "
-        f"step {record['step']}: {escape(record['samples'])}"
+        f"[bold yellow]rank {event.rank} waits for data since {event.seconds} s[/], after "
+        f"step {event.step}: {escape(event.samples)}"
     )
 
 
-def _standstill(record: dict[str, Any]) -> str:
+def _standstill(event: StandstillEvent) -> str:
     return (
-        f"[bold yellow]nothing was done for {record['seconds']} s[/] after step {record['step']}, "
+        f"[bold yellow]nothing was done for {event.seconds} s[/] after step {event.step}, "
         "and no rank says what takes so long: they may wait for each other. Where each stands is "
         "at the end of its log; Ctrl-C ends the run"
     )
 
 
-def _busy(record: dict[str, Any]) -> str:
-    after = "" if "server" in record else f", after step {record['step']}"
+def _busy(event: BusyEvent) -> str:
+    after = f", after step {event.step}" if event.server is UNSET else ""
     return (
-        f"[bold yellow]{_who(record)} has been busy for {record['seconds']} s[/]{after}: "
-        f"{escape(record['at'])}; its log has the stack"
+        f"[bold yellow]{_who(event)} has been busy for {event.seconds} s[/]{after}: "
+        f"{escape(event.at)}; its log has the stack"
     )
 
 
-def _slow(record: dict[str, Any]) -> str:
+def _slow(event: SlowEvent) -> str:
     return (
-        f"[bold yellow]the others wait, after step {record['step']}[/]: {_times(record['slow'])}; "
-        f"{escape(record['advice'])}"
+        f"[bold yellow]the others wait, after step {event.step}[/]: {_times(event.slow)}; "
+        f"{escape(event.advice)}"
     )
 
 
-def _repaired(record: dict[str, Any]) -> str:
-    ranks = ", ".join(map(str, record["ranks"]))
-    more = record["count"] - len(record["tensors"])
-    names = ", ".join(record["tensors"]) + (f" and {more} more" if more else "")
+def _repaired(event: ReplicaRepairedEvent) -> str:
+    ranks = ", ".join(map(str, event.ranks))
+    more = event.count - len(event.tensors)
+    names = ", ".join(event.tensors) + (f" and {more} more" if more else "")
     return (
-        f"[bold yellow]rank {ranks} differed from the other replicas after step {record['step']}"
+        f"[bold yellow]rank {ranks} differed from the other replicas after step {event.step}"
         f"[/], in {escape(names)}, and took their state; look at its memory"
     )
 
@@ -256,21 +267,41 @@ def _times(slow: dict[str, float]) -> str:
     return ", ".join(f"replica {r} takes {times}x as long" for r, times in slow.items())
 
 
-def _balanced(record: dict[str, Any]) -> str:
-    slow = _times(record["slow"])
+def _balanced(event: BalancedEvent) -> str:
+    slow = _times(event.slow)
     return (
-        f"[bold]work moved after step {record['step']}[/]: {slow or 'speeds have changed'}; of "
-        f"each batch the replicas take {', '.join(map(str, record['rounds']))} parts"
+        f"[bold]work moved after step {event.step}[/]: {slow or 'speeds have changed'}; of "
+        f"each batch the replicas take {', '.join(map(str, event.rounds))} parts"
     )
 
 
-# What is said of an event, whatever else there was.
-_SAID = {
-    "begun": _beginning,
-    "balanced": _balanced,
-    "slow": _slow,
-    "waiting": _waiting,
-    "busy": _busy,
-    "replica-repaired": _repaired,
-    "standstill": _standstill,
+def _missing(event: HostsMissingEvent) -> str:
+    join = escape(f"`shoal join {event.run_dir}`")
+    return f"shoal: waits for {plural(event.count, 'more host')}: run {join} there"
+
+
+# The sentence for an event that is shown each time, whatever else there was.
+_SENTENCES: dict[type, Callable[[Any], str]] = {
+    RecoveredEvent: _recovered,
+    CheckpointRefusedEvent: lambda event: (
+        f"[bold yellow]{escape(event.name)} was passed over[/]: {escape(event.why)}"
+    ),
+    ModelFailedEvent: lambda event: (
+        f"[bold red]model.safetensors was not written[/]: {escape(event.why)}"
+    ),
+    ResizedEvent: lambda event: f"[bold green]{escape(resized_in_words(event))}[/]",
+    NotResizedEvent: lambda event: f"[bold yellow]the run keeps its size[/]: {escape(event.why)}",
+    HostsMissingEvent: _missing,
+    HostJoinedEvent: lambda event: escape(f"shoal: {event.name} is there"),
+    HostLeftEvent: lambda event: escape(f"shoal: {event.name} is gone again"),
+    StoppingEvent: lambda event: (
+        "stopping after the step under way; the same signal again ends at once"
+    ),
+    BegunEvent: _begun,
+    BalancedEvent: _balanced,
+    SlowEvent: _slow,
+    WaitingEvent: _waiting,
+    BusyEvent: _busy,
+    ReplicaRepairedEvent: _repaired,
+    StandstillEvent: _standstill,
 }

@@ -61,7 +61,7 @@ class JsonLinesSink:
         self._torn = self._ends_torn()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: Record | msgspec.Struct) -> None:
         lines = self._encoder.encode_lines(records)
         if self._torn:
             lines = b"\n" + lines

@@ -36,6 +36,7 @@ class StepInfo(NamedTuple):
     mark: int | None = None  # of the samples since the last one that has it (`data/ledger.py`)
     left_out: int = 0  # of the samples, by quarantine; if all are, the step changes nothing
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
+    ranks: tuple[float, ...] = ()  # the seconds that each rank was busy
 
 
 Hook = Callable[[StepInfo], None]

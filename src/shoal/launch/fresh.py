@@ -24,9 +24,10 @@ from typing import Any, BinaryIO
 import cloudpickle
 import msgspec
 
-from shoal.cluster.backend import Facts, OnEvent
+from shoal.cluster.backend import Facts
 from shoal.cluster.local import NotLoaded
 from shoal.errors import ShoalError, UsageError, sendable
+from shoal.events.events import Event, OnEvent
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
 from shoal.system.fork_server import needs_no_traceback
@@ -55,7 +56,7 @@ class _Job(msgspec.Struct):
 
 
 class _Event(msgspec.Struct, tag=True):
-    record: dict[str, Any]
+    event: Event
 
 
 class _Found(msgspec.Struct, tag=True):
@@ -111,7 +112,7 @@ def train_fresh(
         for message in child.messages():
             match message:
                 case _Event():
-                    watch(message.record)
+                    watch(message.event)
                 case _Found():
                     prepared(message.facts, Path(message.run_dir))
                 case _Ended() | _Failed():

@@ -9,6 +9,16 @@ import msgspec
 from shoal.checkpoint.find import checkpoint_name
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.errors import RUN_AGAIN
+from shoal.events.events import (
+    Event,
+    ModelFailedEvent,
+    RescuedEvent,
+    ResumedEvent,
+    SavedEvent,
+    SaveFailedEvent,
+    SaveSkippedEvent,
+    UnholdableEvent,
+)
 from shoal.storage.decoding import try_decode_json
 
 if TYPE_CHECKING:
@@ -61,20 +71,20 @@ class Saves:
         self._reasons: dict[int, list[str]] = {}
         self._echoes: dict[int, str] = {}  # what ranks heard from others, by step
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        match event["event"]:
-            case "saved" | "resumed":
-                self.last_step = event["step"]
-            case "save-failed" | "save-skipped" if event.get("echo"):
-                self._echoes.setdefault(event["step"], event["why"])
-            case "save-failed" | "save-skipped":
-                self._reasons.setdefault(event["step"], []).append(event["why"])
-            case "rescued":
-                self.rescued = event["place"]
-            case "unholdable":
-                self.unholdable = event["why"]
-            case "model-failed":
-                self.model_problem = event["why"]
+    def __call__(self, event: Event) -> None:
+        match event:
+            case SavedEvent() | ResumedEvent():
+                self.last_step = event.step
+            case SaveFailedEvent() if event.echo:
+                self._echoes.setdefault(event.step, event.why)
+            case SaveFailedEvent() | SaveSkippedEvent():
+                self._reasons.setdefault(event.step, []).append(event.why)
+            case RescuedEvent():
+                self.rescued = event.place
+            case UnholdableEvent():
+                self.unholdable = event.why
+            case ModelFailedEvent():
+                self.model_problem = event.why
 
     def why_not(self, step: int) -> list[str]:
         """Why a step was not saved, as ranks said."""
@@ -192,14 +202,15 @@ def _summary(
 ) -> Summary:
     """The figures, as ranks and the record give them."""
     own, every = result.summaries.get(0, {}), list(result.summaries.values())
-    is_whole = max((line.step for line in lines), default=0) >= result.step
+    last = max(lines, key=lambda line: line.step, default=_Line())
     num_left_out = sum(line.left_out for line in lines)
+    num_samples = sum(line.samples for line in lines) - num_left_out
     model = files.run_dir / "model.safetensors"
     return Summary(
         steps=result.step,
-        samples=sum(line.samples for line in lines) - num_left_out if is_whole else None,
+        samples=num_samples if last.step >= result.step else None,
         quarantined=num_left_out,
-        loss=own.get("loss"),
+        loss=own["loss"] if own.get("loss") is not None else last.loss,
         evaluation=own.get("evaluation"),
         samples_per_s=own.get("samples_per_s"),
         bytes_sent=sum(s["bytes_sent"] for s in every),
@@ -224,6 +235,7 @@ class _Line(msgspec.Struct, frozen=True):
     step: int = 0
     samples: int = 0
     left_out: int = 0
+    loss: float | None = None
     evaluation: dict[str, float | None] | None = None
 
 

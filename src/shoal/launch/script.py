@@ -78,7 +78,7 @@ def trainer(
             seat.stop_on_term()
         made = origin_of(sys.argv[0], fields, resolved, run)
         checkpointer = Checkpointer(
-            CheckpointSettings(store, made, others_may_write=True, resumes=resume), seat.tell
+            CheckpointSettings(store, made, others_may_write=True, resumes=resume), seat.emit
         )
     loop = OwnLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
     return Trainer(run, resolved, seat, hooks=hooks, checkpointer=checkpointer, loop=loop)

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.backend import Backend, Facts, OnEvent
+from shoal.cluster.backend import Backend, Facts
 from shoal.cluster.invitation import remove_invitation
 from shoal.elastic.membership import Membership
 from shoal.elastic.resize_requests import open_resize_requests
 from shoal.elastic.supervisor import Supervisor, SupervisorResult
+from shoal.events.events import OnEvent
 from shoal.plans.plan import Plan
 from shoal.system.fork_server import Prepare
 

@@ -17,12 +17,13 @@ import msgspec
 
 from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
-from shoal.cluster.backend import Backend, Facts, OnEvent
+from shoal.cluster.backend import Backend, Facts
 from shoal.cluster.hosts import HostsBackend
 from shoal.cluster.local import LocalBackend
 from shoal.comm.endpoint import interface_of
 from shoal.elastic.membership import Membership
 from shoal.errors import UsageError, require
+from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
@@ -106,11 +107,11 @@ def _train(
         run_dir.describe(recipe=recipe.name, settings=dict(recipe.settings), **own, **found)
         prepared(found, run_dir.path)
 
-    def observe(event: dict[str, Any]) -> None:
+    def observe(event: Event) -> None:
         saves(event)
         watch(event)
-        if event["event"] == "tick" and (moved := run_dir.moved()):
-            watch({"event": "warning", "text": moved})
+        if isinstance(event, TickEvent) and (moved := run_dir.moved()):
+            watch(WarningEvent(text=moved))
 
     result = run_supervised(
         prepare,

@@ -23,6 +23,12 @@ from xxhash import xxh3_64_intdigest
 from shoal import faults
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
+from shoal.events.events import (
+    Event,
+    ReplicaRepairedEvent,
+    ReplicasDifferEvent,
+    StateCorruptedEvent,
+)
 from shoal.logs import log
 from shoal.parallel.layout import whole_slice
 from shoal.sync.choose import wait_for_parameters
@@ -45,8 +51,9 @@ from shoal.sync.state import ShardedState, broadcast_state, first_problem
 from shoal.sync.state_inventory import StateInventory
 from shoal.sync.strategy import Strategy
 
-EmitEvent = Callable[..., None]  # of an event, by its name and what it needs
 MOST_REPAIRS = 3  # of one rank, before it is not trusted any more
+
+_Kind = type[ReplicaRepairedEvent] | type[ReplicasDifferEvent] | type[StateCorruptedEvent]
 
 
 class Consistency:
@@ -57,7 +64,7 @@ class Consistency:
     `verify` and `check`, and as often.
     """
 
-    def __init__(self, most_slices: int, emit: EmitEvent):
+    def __init__(self, most_slices: int, emit: Callable[[Event], None]):
         self.most_slices, self._emit = most_slices, emit
         self._repairs: Counter[int] = Counter()  # by rank
         self._repaired_at = -1  # the last step after which that was
@@ -143,7 +150,7 @@ class Consistency:
         names = self._state.changed() + self._weights.changed()
         if names:
             rank = self._mesh.rank
-            self._report("state-corrupted", step, [rank], names)
+            self._report(StateCorruptedEvent, step, [rank], names)
             raise CorruptState(corruption_message(f"rank {rank}", names, f" after step {step}"))
 
     def _resolve(self, step: int, differs: bool, at_rest: bool) -> bool:
@@ -179,10 +186,10 @@ class Consistency:
         # A newcomer does not know what was repaired before.
         if any(row[0] for row in data.all_gather_numbers([bool(problem)])):
             if data.rank == replicas[0]:
-                self._report("replicas-differ", step, self._ranks(odd), shown)
+                self._report(ReplicasDifferEvent, step, self._ranks(odd), shown)
             return problem
         if data.rank == right[0]:
-            self._report("replica-repaired", step, self._ranks(odd), shown)
+            self._report(ReplicaRepairedEvent, step, self._ranks(odd), shown)
         self._repair([tensors[n] for n in numbers] if takes_part else [], odd, right[0], at_rest)
         self._repairs.update(self._ranks(odd))
         self._repaired_at = step
@@ -250,10 +257,11 @@ class Consistency:
         turns = min(self._reader.num_slices, len(self._alike_after))
         return self._alike_after[-turns] if turns else step
 
-    def _report(self, event: str, step: int, ranks: list[int], names: list[str]) -> None:
-        what = {"step": step, "since": self._since(step), "ranks": ranks, "count": len(names)}
-        log.warning("%s: %s %s", event, what, names)
-        self._emit(event, **what, tensors=names[:NAMED])
+    def _report(self, kind: _Kind, step: int, ranks: list[int], names: list[str]) -> None:
+        since, count = self._since(step), len(names)
+        event = kind(step=step, since=since, ranks=ranks, count=count, tensors=names[:NAMED])
+        log.warning("%s %s", event, names)
+        self._emit(event)
 
 
 def data_lines(mesh: Mesh) -> list[list[int]]:

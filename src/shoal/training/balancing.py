@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shoal.comm.mesh import Mesh
 from shoal.data.balance import LoadBalancer, StragglerDetector, can_balance
 from shoal.data.split import shares
+from shoal.events.events import BalancedEvent, SlowEvent
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -42,19 +43,20 @@ def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
     if slow and mesh.rank == 0:
         told = {str(replica): times for replica, times in slow.items()}
         why = advice(plan, trainer.run.batch_size)
-        trainer.seat.tell("slow", step=trainer.step, slow=told, advice=why)
+        trainer.seat.emit(SlowEvent(step=trainer.step, slow=told, advice=why))
     move = None if trainer.balance is None else trainer.balance.observe(taken_s)
     if move is None:
         return
     trainer.strategy.detach()
     trainer.take_place(mesh._replace(counts=tuple(move.after)))
     if mesh.rank == 0:
-        trainer.seat.tell(
-            "balanced",
-            step=trainer.step,
-            rounds=move.after,
-            before=move.before,
-            slow=slow_among(move.seconds),
+        trainer.seat.emit(
+            BalancedEvent(
+                step=trainer.step,
+                rounds=list(move.after),
+                before=list(move.before),
+                slow=slow_among(move.seconds),
+            )
         )
 
 

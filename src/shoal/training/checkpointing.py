@@ -36,6 +36,17 @@ from shoal.errors import (
     UnusableCheckpoint,
     UsageError,
 )
+from shoal.events.events import (
+    BegunEvent,
+    CheckpointRefusedEvent,
+    Event,
+    RescuedEvent,
+    ResumedEvent,
+    SavedEvent,
+    SaveFailedEvent,
+    SaveSkippedEvent,
+    UnholdableEvent,
+)
 from shoal.events.step import StepInfo
 from shoal.logs import warn_on_screen, warn_once
 from shoal.numerics.precision import ScaleState
@@ -53,7 +64,6 @@ if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
 
 BATCH_LOSS = "batch_loss"  # of a step, where `loss` is that of an evaluation
-Tell = Callable[..., None]  # of an event, by its name and what it needs
 
 
 class NotSaved(ShoalError):
@@ -82,11 +92,11 @@ class _Problem(NamedTuple):
 
 
 class Checkpointer:
-    """`tell` hears of saves and of checkpoints that were passed over, in the trainer's thread."""
+    """`emit` gets events of saves and refused checkpoints, in the trainer's thread."""
 
-    def __init__(self, keeping: CheckpointSettings, tell: Tell):
+    def __init__(self, keeping: CheckpointSettings, emit: Callable[[Event], None]):
         self.store, self.origin = keeping.store, keeping.origin
-        self._keep, self._beginning, self._tell = keeping.keep, keeping.beginning, tell
+        self._keep, self._beginning, self._emit = keeping.keep, keeping.beginning, emit
         self._others_may_write, self._is_asked = keeping.others_may_write, keeping.is_asked
         self._resumes, self._needs_one = keeping.resumes, keeping.needs_one
         self.saved_step: int | None = None  # the newest that this rank knows to be there
@@ -130,7 +140,7 @@ class Checkpointer:
             damaged &= problem.minor
             self._bad.add(name)
             if world.rank == 0:
-                self._tell("checkpoint-refused", name=name, why=problem.why)
+                self._emit(CheckpointRefusedEvent(name=name, why=problem.why))
         if not damaged and (problems or self._needs_one):
             told = " ".join(problems) or "There is none any more."
             raise BadCheckpoint(
@@ -159,7 +169,7 @@ class Checkpointer:
                 place = self.store if self._beginning is None else self._beginning.place
                 raise BadCheckpoint(f"{place}: {problem.why}")
         if self._resumes and world.rank == 0:
-            self._tell("begun", step=trainer.step, store=str(self.store), num_bad=len(self._bad))
+            self._emit(BegunEvent(step=trainer.step, store=str(self.store), num_bad=len(self._bad)))
             warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
 
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
@@ -172,7 +182,7 @@ class Checkpointer:
         if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
             problem = self.save(trainer)
             if problem:
-                self._tell("save-skipped", step=info.step, why=problem)
+                self._emit(SaveSkippedEvent(step=info.step, why=problem))
                 warn_once(f"The checkpoint of step {info.step} was not made: {problem}.")
 
     def await_copy(self) -> None:
@@ -194,13 +204,13 @@ class Checkpointer:
         self.finish(trainer)
         if problem:
             self._failure = _Problem(problem)
-            self._tell("save-skipped", step=step, why=problem)
+            self._emit(SaveSkippedEvent(step=step, why=problem))
         if self.saved_step_of(world) == step:
             return
         why = _worst_problem(world, self._failure).why
         place = rescue(trainer, self.save)
         if place and world.rank == 0:
-            self._tell("rescued", step=step, place=place)
+            self._emit(RescuedEvent(step=step, place=place))
         # A command looks at what was saved when it is over; a script would end as if all were well.
         if self._others_may_write:
             kept = f" It is in {place} instead: give that as checkpoints." if place else ""
@@ -224,18 +234,20 @@ class Checkpointer:
         while self._ended:
             saved = self._ended.popleft()
             step = checkpoint_step(saved.name)
+            assert step is not None
             if saved.problem:
                 self._failure = _Problem(saved.problem, saved.is_echo)
-                self._tell("save-failed", step=step, why=saved.problem, echo=saved.is_echo)
+                self._emit(SaveFailedEvent(step=step, why=saved.problem, echo=saved.is_echo))
                 warn_once(f"The checkpoint of step {step} could not be written: {saved.problem}.")
             elif saved.is_committed:
                 self.saved_step = step
-                self._tell(
-                    "saved",
-                    step=step,
-                    name=saved.name,
-                    bytes=saved.num_bytes,
-                    ms=round(1000 * saved.seconds, 1),
+                self._emit(
+                    SavedEvent(
+                        step=step,
+                        name=saved.name,
+                        bytes=saved.num_bytes,
+                        ms=round(1000 * saved.seconds, 1),
+                    )
                 )
 
     def saved_step_of(self, world: Group) -> int | None:
@@ -287,7 +299,7 @@ class Checkpointer:
         if why and self._is_asked:
             raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
         if why and not self._holds_nothing and world.rank == 0:
-            self._tell("unholdable", why=why)
+            self._emit(UnholdableEvent(why=why))
         self._holds_nothing = bool(why)
 
     def _look_once(self, trainer: "Trainer") -> None:
@@ -300,13 +312,14 @@ class Checkpointer:
         """Only once every rank has verified and taken what it needs."""
         before = self._resumed
         assert before is not None
-        self._tell(
-            "resumed",
-            step=trainer.step,
-            name=name,
-            plan=before.plan,
-            pieces=before.num_pieces,
-            pieces_now=trainer.plan.num_pieces,
+        self._emit(
+            ResumedEvent(
+                step=trainer.step,
+                name=name,
+                plan=before.plan,
+                pieces=before.num_pieces,
+                pieces_now=trainer.plan.num_pieces,
+            )
         )
         if jump := _jump_of_rate(trainer):
             had = [n for n in ("steps", "epochs") if before.run.get(n)]

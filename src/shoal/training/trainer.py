@@ -77,7 +77,7 @@ class Trainer:
         self.model = self.built.model
         self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
         self.strategy = make_strategy(plan, self.num_steps, run.meets_after)
-        self.consistency = Consistency(run.check_every, seat.tell)
+        self.consistency = Consistency(run.check_every, seat.emit)
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
@@ -315,7 +315,7 @@ class Trainer:
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.progress.last_info = StepInfo(
             self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
-        )
+        )._replace(ranks=tuple(agreed.busy_s))
         rebalance(self, agreed.busy_s)
 
     def _update(self, agreed: GlobalStep, unit: float) -> float | None:

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
 from shoal.elastic.membership import Membership
-from shoal.elastic.supervisor import OnEvent, SupervisorResult
+from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
 from shoal.errors import PlanError, ShoalError
+from shoal.events.events import OnEvent
 from shoal.events.step import StepInfo
 from shoal.launch.supervised import run_supervised
 from shoal.numerics.reserved import ReservedParameter

@@ -25,6 +25,7 @@ from shoal.checkpoint.verify import inspect_checkpoints
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import LauncherSeat, Mesh
 from shoal.errors import UsageError
+from shoal.events.events import Event, kind_of
 from shoal.parallel.layout import whole_slice
 from shoal.storage.object_client import StoreError
 from shoal.storage.store import DirectoryDraft, DirectoryStore
@@ -242,8 +243,8 @@ def train_oddly(mesh: Mesh | None, path: str, kind: str, plan: str, asked: bool)
     run = run_of(lambda: nn.Linear(3, 1), optimizer=lambda named: Odd(named, kind))
     told: list[str] = []
 
-    def tell(event: str, **what: Any) -> None:
-        told.append(f"{event}: {what.get('why')}")
+    def tell(event: Event) -> None:
+        told.append(f"{kind_of(event)}: {getattr(event, 'why', None)}")
 
     try:
         with trainer_of(

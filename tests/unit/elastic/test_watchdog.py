@@ -19,6 +19,7 @@ from shoal.elastic.watchdog import (
     Watchdog,
     working_line,
 )
+from shoal.events.events import kind_of
 from shoal.parallel.pipeline import messages
 from shoal.plans.resize import RunSize
 from shoal.training import compute
@@ -74,7 +75,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(own: Watchdog) -> list[str]:
-    return [note.event for note in own.check(3, PLACE, stops=False)]  # type: ignore[union-attr]
+    return [kind_of(note.event) for note in own.check(3, PLACE, stops=False)]  # type: ignore[union-attr]
 
 
 def test_who_waits_for_the_supervisor_is_not_told_of(hurry: None) -> None:

@@ -3,6 +3,7 @@
 import errno
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from shoal import logs
 from shoal.data.loaders import Loaders, PieceKey
 from shoal.data.readers.records import SourceLost
 from shoal.errors import RecipeError, UsageError
+from shoal.events.events import Event
 from shoal.events.screen import Display
 from shoal.storage.object_client import StoreError
 from shoal.system.fork_server import needs_no_traceback
@@ -18,6 +20,10 @@ from shoal.system.fork_server import needs_no_traceback
 @pytest.fixture(autouse=True)
 def nothing_waiting() -> None:
     logs.for_the_screen.clear()
+
+
+def as_event(fields: dict[str, Any]) -> Event:
+    return msgspec.convert(fields, Event)  # type: ignore[arg-type]
 
 
 def test_a_loaders_warning_reaches_the_rank_once() -> None:
@@ -39,23 +45,25 @@ def test_a_loaders_warning_reaches_the_rank_once() -> None:
 def test_what_several_ranks_say_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display()
     for _ in range(3):
-        display({"event": "warning", "text": "the disk [of them all] is full"})
+        display(as_event({"event": "warning", "text": "the disk [of them all] is full"}))
     told = {"event": "waiting", "rank": 1, "step": 4, "samples": "samples 3, 5"}
     for seconds in (10, 20):
-        display(told | {"seconds": seconds})
+        display(as_event(told | {"seconds": seconds}))
     display(
-        {
-            "event": "progress",
-            "step": 5,
-            "loss": float("nan"),
-            "samples_per_s": 1.0,
-            "communication": 0.5,
-        }
+        as_event(
+            {
+                "event": "progress",
+                "step": 5,
+                "loss": float("nan"),
+                "samples_per_s": 1.0,
+                "communication": 0.5,
+            }
+        )
     )
     said = capsys.readouterr().err
     assert said.count("the disk [of them all] is full") == 1
     for rank in range(3):
-        display({"event": "save-failed", "step": 4, "why": f"rank {rank} has no room"})
+        display(as_event({"event": "save-failed", "step": 4, "why": f"rank {rank} has no room"}))
     assert capsys.readouterr().err.count("step 4 was not saved") == 1
     assert "rank 1 waits for data since 20 s, after step 4: samples 3, 5" in said
     assert "loss none" in said
@@ -68,11 +76,18 @@ def test_ranks_and_servers_are_called_by_their_names(capsys: pytest.CaptureFixtu
     display.introduce("recipe", facts | {"num_ranks": 1, "num_servers": 0}, "runs/1")
     display.introduce("recipe", facts | {"num_ranks": 2, "num_servers": 1}, "runs/1")
     gone = {"event": "exited", "status": -9, "how": "was killed by SIGKILL", "step": 4}
-    again = {"event": "recovered", "ms": 80.0, "step": 4, "generation": 1, "spare": True}
+    again = {
+        "event": "recovered",
+        "cause": "it died",
+        "ms": 80.0,
+        "step": 4,
+        "generation": 1,
+        "spare": True,
+    }
     for who in ({"rank": 1}, {"rank": 2, "server": 0}):
-        display(gone | who)
-        display(again | who)
-    display(again | {"rank": 0, "spare": False})
+        display(as_event(gone | who))
+        display(as_event(again | who))
+    display(as_event(again | {"rank": 0, "spare": False}))
     said = capsys.readouterr().err
     assert "a new process took the seat of rank 0" in said
     assert ", 1 rank, 5 steps" in said and ", 2 ranks, 1 server, 5 steps" in said
@@ -103,9 +118,9 @@ def test_an_error_of_the_system_needs_no_traceback() -> None:
 
 def test_who_is_busy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     told = {"event": "busy", "rank": 2, "step": 4, "seconds": 60, "at": "forward (my[0].py:1)"}
-    Display()(told)
+    Display()(as_event(told))
     assert "rank 2 has been busy for 60 s, after step 4: forward (my[0].py:1)" in _flat(capsys)
-    Display()(told | {"server": 0})
+    Display()(as_event(told | {"server": 0}))
     assert "server 0 has been busy for 60 s: forward" in _flat(capsys)
 
 
@@ -119,12 +134,13 @@ def test_an_evaluation_is_shown_once_and_again_after_a_restart(
     display = Display()
     told = [{"event": "evaluated", "step": step, "evaluation": {"[a]": 0.5}} for step in (5, 10)]
     for record in (told[0], told[0], told[1]):  # who took over from the dead one tells it as well
-        display(record)
+        display(as_event(record))
     assert capsys.readouterr().err.splitlines() == [
         "step 5: evaluation  [a] 0.5000",
         "step 10: evaluation  [a] 0.5000",
     ]
-    resumed = {"event": "resumed", "step": 5, "plan": "data=2", "pieces": 2, "pieces_now": 2}
+    resumed = {"event": "resumed", "step": 5, "name": "step-00000005", "plan": "data=2"}
+    resumed |= {"pieces": 2, "pieces_now": 2}
     for record in (resumed, told[1]):
-        display(record)
+        display(as_event(record))
     assert "step 10: evaluation" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cli.outcome import print_outcome
 from shoal.elastic.supervisor import SupervisorResult
+from shoal.events.events import RescuedEvent, SavedEvent, SaveFailedEvent
 from shoal.launch.outcome import Best, Outcome, RunFiles, Saves, outcome_of
 from shoal.sync.server.clock import Staleness
 from shoal.training.options import Recipe
@@ -102,13 +103,13 @@ def test_the_best_evaluation_is_by_the_metric_that_checkpoints_are_kept_by(tmp_p
 
 def test_why_the_last_step_was_not_saved_is_what_ranks_said_of_it(tmp_path: Path) -> None:
     saves, own = Saves(), OWN | {"checkpoint": None}
-    saves({"event": "saved", "step": 2})
-    saves({"event": "save-failed", "step": 3, "why": "another rank failed", "echo": True})
+    saves(SavedEvent(step=2, name="step-00000002", bytes=8, ms=1.0))
+    saves(SaveFailedEvent(step=3, why="another rank failed", echo=True))
     outcome = outcome_in(tmp_path, ended(summaries={0: own}), saves, unholdable="")
     assert outcome.exit_code == 1 and "another rank failed" in outcome.problem
     for _ in range(2):
-        saves({"event": "save-failed", "step": 3, "why": "no room."})
-    saves({"event": "rescued", "place": "/tmp/rescued"})
+        saves(SaveFailedEvent(step=3, why="no room."))
+    saves(RescuedEvent(step=3, place="/tmp/rescued"))
     outcome = outcome_in(tmp_path, ended(summaries={0: own}), saves, unholdable="")
     assert "could not be saved: no room. It is in /tmp/rescued instead" in outcome.problem
     assert outcome.checkpoint == str(tmp_path / "checkpoints/step-00000002")

@@ -1,0 +1,348 @@
+"""Every event of a run, typed: what happened, when, and to which rank.
+
+Members and the supervisor make them; `events.jsonl` holds them as lines of JSON, under the same
+names; the screen, outcomes and whoever watches a run get them as they come. Those that are marked
+*not recorded* are for watchers alone.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class BaseEvent(msgspec.Struct, tag_field="event", kw_only=True):
+    """What all have. `time` is in seconds since 1970, of the supervisor's clock."""
+
+    time: float = 0.0
+
+
+class SeatedEvent(BaseEvent, kw_only=True):
+    """Of one seat: `rank` is None of a member without one, `server` is that of a server's seat."""
+
+    rank: int | None = None
+    server: int | UnsetType = UNSET
+
+
+# ---- members and groups
+
+
+class MemberStartedEvent(BaseEvent, tag="started", kw_only=True):
+    """A process of the run was started."""
+
+    member: int
+    pid: int
+
+
+class SeatEvent(SeatedEvent, tag="seat", kw_only=True):
+    """A member got a seat in a new generation."""
+
+    pid: int
+    generation: int
+    host: int
+    log: str
+
+
+class FormedEvent(BaseEvent, tag="formed", kw_only=True):
+    """All seats are filled, and all ranks agree on the state after `step`."""
+
+    generation: int
+    step: int
+
+
+class LostEvent(SeatedEvent, tag="lost", kw_only=True):
+    """A member cannot reach another one."""
+
+    why: str
+
+
+class ExitedEvent(SeatedEvent, tag="exited", kw_only=True):
+    """A seated member has ended; `status` is negative for a signal."""
+
+    status: int
+    how: str
+    step: int
+
+
+class RecoveredEvent(SeatedEvent, tag="recovered", kw_only=True):
+    """A seat that was lost is filled again, `ms` after the loss."""
+
+    generation: int
+    cause: str
+    step: int
+    ms: float
+    spare: bool
+
+
+class ResizedEvent(BaseEvent, tag="resized", kw_only=True):
+    """The run has another size from here on."""
+
+    generation: int
+    step: int
+    plan: str
+    change: str
+    bytes: int
+    ms: float
+    lost: str
+
+
+class NotResizedEvent(BaseEvent, tag="not-resized", kw_only=True):
+    """A request for another size was given up."""
+
+    step: int
+    why: str
+
+
+class StoppingEvent(BaseEvent, tag="stopping", kw_only=True):
+    """The run ends after the step under way; of a member that was told so, with its rank."""
+
+    signal: str
+    rank: int | UnsetType | None = UNSET
+    server: int | UnsetType = UNSET
+
+
+class GaveUpEvent(BaseEvent, tag="gave-up", kw_only=True):
+    """The run ends before its last step."""
+
+    cause: str
+    step: int
+
+
+# ---- what takes long
+
+
+class WaitingEvent(SeatedEvent, tag="waiting", kw_only=True):
+    """A rank waits for samples."""
+
+    step: int
+    samples: str
+    seconds: int
+
+
+class BusyEvent(SeatedEvent, tag="busy", kw_only=True):
+    """A member has computed for long, at this line."""
+
+    step: int
+    seconds: int
+    at: str
+
+
+class StandstillEvent(BaseEvent, tag="standstill", kw_only=True):
+    """No rank gets anything done, and none says why."""
+
+    seconds: int
+    step: int
+
+
+class SlowEvent(BaseEvent, tag="slow", kw_only=True):
+    """Replicas that take several times as long as the others."""
+
+    step: int
+    slow: dict[str, float]
+    advice: str
+
+
+class BalancedEvent(BaseEvent, tag="balanced", kw_only=True):
+    """Work has moved from slow replicas to fast ones."""
+
+    step: int
+    rounds: list[int]
+    before: list[int]
+    slow: dict[str, float]
+
+
+# ---- checkpoints and the model
+
+
+class ResumedEvent(BaseEvent, tag="resumed", kw_only=True):
+    """The run continues from a checkpoint."""
+
+    step: int
+    name: str
+    plan: str
+    pieces: int
+    pieces_now: int
+
+
+class BegunEvent(BaseEvent, tag="begun", kw_only=True):
+    """A resume was asked for, and there was nothing to resume from."""
+
+    step: int
+    store: str
+    num_bad: int
+
+
+class CheckpointRefusedEvent(BaseEvent, tag="checkpoint-refused", kw_only=True):
+    """A checkpoint was passed over."""
+
+    name: str
+    why: str
+
+
+class SavedEvent(BaseEvent, tag="saved", kw_only=True):
+    """A checkpoint is complete."""
+
+    step: int
+    name: str
+    bytes: int
+    ms: float
+
+
+class SaveFailedEvent(BaseEvent, tag="save-failed", kw_only=True):
+    """A checkpoint could not be written; an `echo` if another rank could not."""
+
+    step: int
+    why: str
+    echo: bool = False
+
+
+class SaveSkippedEvent(BaseEvent, tag="save-skipped", kw_only=True):
+    """A checkpoint was not begun."""
+
+    step: int
+    why: str
+
+
+class RescuedEvent(BaseEvent, tag="rescued", kw_only=True):
+    """The last checkpoint is elsewhere, since its place could not be written."""
+
+    step: int
+    place: str
+
+
+class UnholdableEvent(BaseEvent, tag="unholdable", kw_only=True):
+    """No checkpoint can hold this model."""
+
+    why: str
+
+
+class ModelFailedEvent(BaseEvent, tag="model-failed", kw_only=True):
+    """model.safetensors could not be written."""
+
+    step: int
+    why: str
+
+
+# ---- results
+
+
+class EvaluatedEvent(BaseEvent, tag="evaluated", kw_only=True):
+    """An evaluation after a step."""
+
+    step: int
+    evaluation: dict[str, float]
+
+
+class EmptiedEvent(BaseEvent, tag="emptied", kw_only=True):
+    """Quarantine left out all samples of a batch."""
+
+    step: int
+    left_out: int
+
+
+class ConsistencyEvent(BaseEvent, kw_only=True):
+    """Of state that replicas share: which ranks differ, since when, in how many tensors."""
+
+    step: int
+    since: int
+    ranks: list[int]
+    count: int
+    tensors: list[str]  # the first of them
+
+
+class ReplicaRepairedEvent(ConsistencyEvent, tag="replica-repaired", kw_only=True):
+    """The odd replica took the state of the majority."""
+
+
+class ReplicasDifferEvent(ConsistencyEvent, tag="replicas-differ", kw_only=True):
+    """Replicas differ, and no majority says which is right."""
+
+
+class StateCorruptedEvent(ConsistencyEvent, tag="state-corrupted", kw_only=True):
+    """State that one rank holds alone has changed between two steps."""
+
+
+class WarningEvent(BaseEvent, tag="warning", kw_only=True):
+    """A sentence for people."""
+
+    text: str
+
+
+# ---- for watchers
+
+
+class ProgressEvent(BaseEvent, tag="progress", kw_only=True):
+    """How far the run is, several times a second. Not recorded."""
+
+    step: int
+    loss: float
+    samples_per_s: float
+    communication: float  # the share of time
+
+
+class TickEvent(BaseEvent, tag="tick", kw_only=True):
+    """The supervisor is alive, ten times a second. Not recorded."""
+
+
+class HostJoinedEvent(BaseEvent, tag="host-joined", kw_only=True):
+    """Another host joined, before the run begins. Not recorded."""
+
+    name: str
+
+
+class HostLeftEvent(BaseEvent, tag="host-left", kw_only=True):
+    """A host that had joined is gone, before the run begins. Not recorded."""
+
+    name: str
+
+
+class HostsMissingEvent(BaseEvent, tag="hosts-missing", kw_only=True):
+    """The run waits for hosts. Not recorded."""
+
+    count: int
+    run_dir: str
+
+
+Event = (
+    MemberStartedEvent
+    | SeatEvent
+    | FormedEvent
+    | LostEvent
+    | ExitedEvent
+    | RecoveredEvent
+    | ResizedEvent
+    | NotResizedEvent
+    | StoppingEvent
+    | GaveUpEvent
+    | WaitingEvent
+    | BusyEvent
+    | StandstillEvent
+    | SlowEvent
+    | BalancedEvent
+    | ResumedEvent
+    | BegunEvent
+    | CheckpointRefusedEvent
+    | SavedEvent
+    | SaveFailedEvent
+    | SaveSkippedEvent
+    | RescuedEvent
+    | UnholdableEvent
+    | ModelFailedEvent
+    | EvaluatedEvent
+    | EmptiedEvent
+    | ReplicaRepairedEvent
+    | ReplicasDifferEvent
+    | StateCorruptedEvent
+    | WarningEvent
+    | ProgressEvent
+    | TickEvent
+    | HostJoinedEvent
+    | HostLeftEvent
+    | HostsMissingEvent
+)
+OnEvent = Callable[[Event], None]
+
+
+def kind_of(event: Event) -> str:
+    """The name of an event in records, as in `save-failed`."""
+    return str(type(event).__struct_config__.tag)
