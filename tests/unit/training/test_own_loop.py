@@ -15,6 +15,7 @@ from shoal.checkpoint.find import list_steps
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.storage.object_store import open_store
+from shoal.training.run import make_batches
 
 Answer = tuple[list[float], list[Tensor], list[Tensor]]
 
@@ -148,7 +149,7 @@ def test_a_layer_that_is_frozen_for_a_while_is_as_in_a_plain_loop() -> None:
     run = run_of()
     model = run.make_model()
     optimizer = run.make_optimizer(model)
-    batches = shoal.run.make_batches(run, 1)
+    batches = make_batches(run, 1)
     for step in range(12):
         optimizer.zero_grad()
         piece = batches.at(step).piece(0)
