@@ -9,6 +9,9 @@ Elsewhere than under glibc nothing is done.
 torch records the last 2,000 messages of a process group, each in a few small blocks that lie where
 they were asked for: between activations. What is freed around them cannot be joined, so a forward
 that sends (`tensor`) grows by up to a large block for each message until the record is full.
+
+Where large blocks pass through a process now and then, stretches of a table on its way to a
+checkpoint say, a fixed threshold would cost every step: what is free is given back in between.
 """
 
 import ctypes
@@ -24,6 +27,13 @@ def give_back_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE)
         mallopt(_TRIM_THRESHOLD, MOST_KEPT)
+
+
+def trim() -> None:
+    """Give back what is free now, also between blocks in use. Costs a walk over what is free."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def record_no_messages() -> None:

@@ -481,11 +481,13 @@ def _refuse_strange(source: Opened, own: Collection[str]) -> None:
 
 
 def _copy_of(state: State) -> State:
+    """What was copied already stays where it is: a table from servers is in a file."""
     tensors = {
         name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
         for name, parts in state.tensors.items()
+        if name not in state.copied
     }
-    return State(tensors, state.plain)
+    return State(state.tensors | tensors, state.plain, state.copied)
 
 
 def _worst_problem(world: Group, own: _Problem) -> _Problem:

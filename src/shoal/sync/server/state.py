@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal import memory
 from shoal.comm.collectives import Group
 from shoal.parallel.striping import Stripes, Striping, tables_of
 from shoal.sync.server.layout import Layout
@@ -52,6 +53,7 @@ class ServedState:
                 frames = pack_state(read(source, stretch.state))
                 if sent is not None:
                     self._line.answer(sent)
+                    memory.trim()
                 begins, ends = sent is None, not stretch.next
                 sent = self._line.ask(server, Load, frames, step=step, begins=begins, ends=ends)
             last.append(sent)
@@ -67,6 +69,7 @@ class ServedState:
             first = dumped.next
             if not first:
                 return
+            memory.trim()  # or the gaps between stretches come to as much as a table
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """What servers do not hold: buffers, and weights that nothing trains."""
