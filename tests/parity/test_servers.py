@@ -37,7 +37,7 @@ APART = {
     "data=2 sync=server servers=3 copies=3 staleness=any": "unused",
     "data=2 sync=server staleness=any accumulate=2 codec=bf16": "tied",
 }
-# Cells of the long matrix that are rightly refused: a recipe, words of its plan, and of the refusal.
+# Cells of the long matrix that are rightly refused: a recipe, words of its plan, and why.
 PAIRS = "does not go with a loss that returns (sum, weight)"
 REFUSED = {
     ("weighted", "combine=median"): (2, PAIRS),
