@@ -10,7 +10,8 @@ under random schedules. Its rules:
 - a group forms only after all members have said that they left the one before;
 - a death by signal is repaired; an exit of its own accord is the recipe's doing and ends the run;
 - where no rank holds a copy of another's state, all are ended and begin from the newest checkpoint;
-- three groups lost without a step between them, or three spares, end the run instead of looping;
+- three groups lost without a step between them (where all begin from a checkpoint: without another
+  checkpoint), or three spares, end the run instead of looping;
 - seats come and go only once newcomers are ready and all wait after the same step: what breaks
   before that leaves the old size, what breaks after it the new one.
 """
@@ -385,10 +386,11 @@ class Membership:
     def _too_many(self, failures: int) -> list[Action]:
         if failures < MOST_FAILURES:
             return []
-        why = self._failures.last
-        return self._give_up(
-            f"step {self.step + 1} failed {failures} times, the last time because {why}", 1
-        )
+        why, last = self._failures.last, self.step + 1
+        # Where all begin from a checkpoint, each loss may have been at another step after it.
+        first = last if self._formed_at < 0 else self._formed_at + 1
+        where = f"step {last}" if first == last else f"between steps {first} and {last}, the run"
+        return self._give_up(f"{where} failed {failures} times, the last time because {why}", 1)
 
     def _give_up(self, cause: str, exit_code: int) -> list[Action]:
         self.over = True
