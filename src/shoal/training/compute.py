@@ -19,11 +19,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.batches import Piece
 from shoal.data.split import shares
-<<<<<<< HEAD:src/shoal/training/compute.py
-=======
 from shoal.errors import GroupLost, ShoalError, found_in
-from shoal.mesh import Mesh
->>>>>>> 5d998f8 (errors: find what a model's code has wrapped):src/shoal/computing.py
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Spread
