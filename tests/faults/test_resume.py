@@ -212,6 +212,7 @@ def test_one_command_is_given_again_until_the_run_is_done(train, undisturbed: Tr
     done = train(resume=True, pause=0.02).wait()
     assert done.exit_code == 0 and "were done already" in done.last_words
     assert done.model() == undisturbed.model()
+    assert done.result["loss"] == undisturbed.result["loss"]
 
 
 def test_a_run_that_was_killed_while_it_was_prepared_can_begin(train, tmp_path: Path) -> None:

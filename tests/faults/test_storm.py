@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import pytest
+from shoal.metrics.scribe import last_step
 
 from shoal.errors import RUN_AGAIN
-from shoal.metrics.scribe import last_step
-from shoal.testing.faults import Trained, Training, check_ledger, check_same, events
-from shoal.testing.leaks import is_alive, wait_until
 from tests.faults.conftest import NUM_STEPS, SAVE_POINTS, Start, checkpoints
+from tests.support.faults import Trained, Training, check_ledger, check_same, events
+from tests.support.leaks import is_alive, wait_until
 
 T = TypeVar("T")
 LIMIT_S = 180.0  # for one command

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from shoal.mesh import LauncherSeat
+from shoal.run import Run, resolve
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
 from shoal.errors import GroupLost
-from shoal.mesh import LauncherSeat
-from shoal.run import Run, resolve
 from shoal.training import Trainer
 from shoal.world import World
 

@@ -33,10 +33,15 @@ from shoal.data.transforms.quarantine import BadQuarantine, quarantine, read_not
 from shoal.data.transforms.statistics import load_statistics, statistics
 from shoal.elastic.control import Control, Request
 from shoal.errors import ShoalError, UsageError
+<<<<<<< HEAD
 from shoal.events.scribe import Scribe, last_step, samples_on_record
 from shoal.formats import dcp, huggingface, safetensors, state_dict
 from shoal.formats.opening import import_from
 from shoal.formats.weights import Foreign, Model, entry
+=======
+from shoal.lineage import audit_run, batches_of, missed_in, only_new, read_record
+from shoal.metrics.scribe import Scribe, last_step, loss_on_record, samples_on_record
+>>>>>>> 11604db (report: tell the loss of a last step that an earlier command made)
 from shoal.numerics.precision import _recall
 from shoal.storage.rundir import read_description
 from shoal.storage.store import SEAL, Directory
@@ -152,6 +157,7 @@ def metrics(folder: Path) -> Case:
 
     def read() -> None:
         last_step(path)
+        loss_on_record(path, 1)
         samples_on_record(path)
         Scribe(path, lambda: False).rewind(2)
 

@@ -13,7 +13,11 @@ from shoal.formatting import plural
 
 def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool) -> int:
     """Say how a run ended; the first failure comes last on screen."""
+<<<<<<< HEAD
     from shoal.events.scribe import last_step, samples_on_record
+=======
+    from shoal.metrics.scribe import last_step, loss_on_record, samples_on_record
+>>>>>>> 11604db (report: tell the loss of a last step that an earlier command made)
 
     own = outcome.summaries.get(0, {})
     lost = _not_saved(outcome, facts, own)
@@ -29,7 +33,8 @@ def report(outcome: Any, facts: dict[str, Any], run_dir: Path, *, as_json: bool)
         "steps": outcome.step,
         "samples": num_samples if is_whole else None,
         "quarantined": num_left_out,
-        "loss": own.get("loss"),
+        # An earlier command may have made the last step.
+        "loss": own["loss"] if own.get("steps") else loss_on_record(record, outcome.step),
         "evaluation": own.get("evaluation"),
         "samples_per_s": own.get("samples_per_s"),
         "bytes_sent": sum(s["bytes_sent"] for s in outcome.summaries.values()),

@@ -120,6 +120,10 @@ class _Numbered(msgspec.Struct, frozen=True):
     step: int = 0
 
 
+class _Judged(_Numbered, frozen=True):
+    loss: float | None = None
+
+
 class OnRecord(msgspec.Struct, frozen=True):
     """What a line says of the samples of its step."""
 
@@ -137,6 +141,13 @@ def samples_on_record(path: Path) -> tuple[int, int]:
         trained += found.samples - found.left_out
         left_out += found.left_out
     return trained, left_out
+
+
+def loss_on_record(path: Path, step: int) -> float | None:
+    """Of this step, if it is the last that a metrics file holds; None else, or if it has none."""
+    lines = reversed(path.read_bytes().splitlines() if path.exists() else [])
+    last = next((found for line in lines if (found := json_or_none(line, _Judged))), _Judged())
+    return last.loss if last.step == step else None
 
 
 def last_step(path: Path) -> int:

@@ -3,8 +3,13 @@
 import json
 from pathlib import Path
 
+<<<<<<< HEAD:tests/unit/events/test_scribe.py
 from shoal.events.scribe import Scribe, last_step
 from shoal.events.step import StepInfo, Times
+=======
+from shoal.hooks import StepInfo, Times
+from shoal.metrics.scribe import Scribe, last_step, loss_on_record
+>>>>>>> 11604db (report: tell the loss of a last step that an earlier command made):tests/unit/metrics/test_scribe.py
 
 
 def info(step: int) -> StepInfo:
@@ -65,3 +70,13 @@ def test_the_last_step_of_a_file(tmp_path: Path) -> None:
     assert last_step(path) == 3
     path.write_text("")
     assert last_step(path) == 0
+
+
+def test_the_loss_of_the_last_step_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert loss_on_record(path, 3) is None
+    path.write_text('{"step": 2, "loss": 0.5}\n{"step": 3, "loss": 0.25}\n{"step": 4, "x')
+    assert loss_on_record(path, 3) == 0.25
+    assert loss_on_record(path, 2) is None
+    path.write_text('{"step": 3, "loss": null}\n')
+    assert loss_on_record(path, 3) is None
