@@ -9,6 +9,9 @@ import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from types import ModuleType
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 RUN_AGAIN = 75  # exit code: stopped after a checkpoint, to be gone on from
 
@@ -92,6 +95,19 @@ class Ended(SystemExit):
 
 class StopNow(ShoalError):
     """This process was told to leave without finishing its step."""
+
+
+def found_in(error: BaseException, kind: type[E]) -> E | None:
+    """The first of a kind among an error and those that it was raised for: a model's own code may
+    wrap whatever passes through it."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, kind):
+            return at
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.load import CheckpointReader
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.support import faults
 from tests.support.faults import Trained, Training
@@ -16,6 +18,14 @@ from tests.support.faults import Trained, Training
 RECIPE = str(Path(__file__).with_name("tiny.py"))
 PLAN = "data=3"
 NUM_STEPS = 60
+SAVE_POINTS = [
+    "checkpoint.begun",
+    "checkpoint.after_chunk",
+    "checkpoint.after_file",
+    "checkpoint.sealed",
+    "checkpoint.committed",
+    "checkpoint.beginning",
+]
 
 Start = Callable[..., Training]
 
@@ -78,3 +88,12 @@ def draws() -> random.Random:
     seed = int(os.environ.get("SHOAL_TEST_SEED", time.time_ns() % 1_000_000))
     print(f"seed {seed}: repeat with SHOAL_TEST_SEED={seed}")
     return random.Random(seed)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints of a run, all of which are good; nothing else is there."""
+    store = DirectoryStore(run_dir / "checkpoints")
+    for name in store.names():
+        CheckpointReader(store, name).verify()
+    assert set(os.listdir(store.path)) == set(store.names()), "something half-written remained"
+    return [int(name.rpartition("-")[2]) for name in store.names()]

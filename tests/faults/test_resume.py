@@ -14,6 +14,7 @@ from shoal.errors import RUN_AGAIN
 from shoal.storage.run_dir import lock_directory
 from shoal.storage.store import SEAL, DirectoryStore
 from shoal.testing.ranks import Pool
+from tests.faults.conftest import SAVE_POINTS, checkpoints
 from tests.support import faults
 from tests.support.faults import Trained, Training, check_ledger, check_same
 from tests.support.leaks import is_alive, wait_until
@@ -23,14 +24,6 @@ NUM_STEPS = 60
 EMPTY = {"dtype": "F32", "shape": [0], "chunks": []}
 EVERY = 10
 QUICK = ((1, 1), (2, 0), (4, 0))  # point and member
-SAVE_POINTS = [
-    "checkpoint.begun",
-    "checkpoint.after_chunk",
-    "checkpoint.after_file",
-    "checkpoint.sealed",
-    "checkpoint.committed",
-    "checkpoint.beginning",
-]
 
 
 @pytest.fixture
@@ -54,15 +47,6 @@ def train(pool: Pool, tmp_path: Path):
         )
 
     return begin
-
-
-def checkpoints(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints of a run, all of which are good; nothing else is there."""
-    store = DirectoryStore(run_dir / "checkpoints")
-    for name in store.names():
-        CheckpointReader(store, name).verify()
-    assert set(os.listdir(store.path)) == set(store.names()), "something half-written remained"
-    return [int(name.rpartition("-")[2]) for name in store.names()]
 
 
 def test_saving_does_not_change_what_is_trained(train, undisturbed: Trained) -> None:
@@ -228,6 +212,7 @@ def test_one_command_is_given_again_until_the_run_is_done(train, undisturbed: Tr
     done = train(resume=True, pause=0.02).wait()
     assert done.exit_code == 0 and "were done already" in done.last_words
     assert done.model() == undisturbed.model()
+    assert done.result["loss"] == undisturbed.result["loss"]
 
 
 def test_a_run_that_was_killed_while_it_was_prepared_can_begin(train, tmp_path: Path) -> None:

@@ -158,21 +158,26 @@ def start(
     return Training(command, run_dir)
 
 
-def check_same(trained: Trained, undisturbed: Trained) -> None:
-    """Done, with the bits and the loss curve of the undisturbed run."""
+def check_same(trained: Trained, undisturbed: Trained, every: int = 1) -> None:
+    """Done, with the bits and the loss curve of the undisturbed run: of every so many steps, where
+    replicas agree only then."""
     assert trained.exit_code == 0, trained.errors
-    losses = [record["loss"] for record in undisturbed.steps()]
-    assert [record["loss"] for record in trained.steps()] == losses, "the losses differ"
+    losses = [record["loss"] for record in undisturbed.steps()][every - 1 :: every]
+    found = [record["loss"] for record in trained.steps()][every - 1 :: every]
+    assert found == losses, "the losses differ"
     assert trained.model() == undisturbed.model(), "the weights differ"
     assert trained.result["loss"] == undisturbed.result["loss"]
 
 
-def check_ledger(trained: Trained, num_steps: int) -> None:
-    """Each step on record once and in order, made of the samples that the order gives it."""
+def check_ledger(trained: Trained, num_steps: int, most_unmarked: int = 0) -> None:
+    """Each step on record once and in order, made of the samples that the order gives it; so many
+    may have no mark, since a run went on in the middle of a window of local steps."""
     record = read_record(trained.run_dir)
     found = audit_run(record, range(record.num_samples))
     assert not found.problems, found.problems
-    assert (found.first_step, found.last_step, found.num_marked) == (1, num_steps, num_steps)
+    assert (found.first_step, found.last_step) == (1, num_steps)
+    assert found.num_marked + found.num_unmarked == num_steps
+    assert found.num_unmarked <= most_unmarked, f"{found.num_unmarked} steps have no mark"
     assert found.most_often - found.least_often <= 1, "samples were not trained on equally often"
 
 

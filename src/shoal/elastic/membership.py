@@ -10,7 +10,8 @@ schedules. Its rules:
 - a group forms only after all members have reported that they left the one before;
 - a member killed by a signal is replaced; one that exits by itself ends the run;
 - where no rank has a copy of another's state, all are killed and resume from the newest checkpoint;
-- three groups lost without a step between them, or three spares, end the run instead of looping;
+- three groups lost without a step between them (where all resume from a checkpoint: without
+  another checkpoint), or three spares, end the run instead of looping;
 - a resize reassigns seats only once newcomers are ready and all members wait after the same step: a
   failure before that leaves the old size, one after it the new size.
 
@@ -390,10 +391,11 @@ class Membership:
     def _check_failures(self, failures: int) -> list[Action]:
         if failures < MOST_FAILURES:
             return []
-        why = self._failures.last
-        return self._give_up(
-            f"step {self.step + 1} failed {failures} times, the last time because {why}", 1
-        )
+        why, last = self._failures.last, self.step + 1
+        # Where all begin from a checkpoint, each loss may have been at another step after it.
+        first = last if self._formed_at < 0 else self._formed_at + 1
+        where = f"step {last}" if first == last else f"between steps {first} and {last}, the run"
+        return self._give_up(f"{where} failed {failures} times, the last time because {why}", 1)
 
     def _give_up(self, cause: str, exit_code: int) -> list[Action]:
         self.over = True

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shoal.errors import PlanError
 from shoal.numerics.randomness import blocks_that_run
@@ -67,7 +67,9 @@ def _dropped(
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _SecondRun(block, recompute_context, given)
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    # To stop the second run early, torch raises through the block's own code, which may catch it.
+    with set_checkpoint_early_stop(False):
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 class _SecondRun:

@@ -9,6 +9,9 @@ done.
 torch's flight recorder keeps the last 2,000 messages of a process group, each in a few small blocks
 between activations. Memory freed around them cannot be joined, so a forward that sends (`tensor`)
 grows by up to a large block for each message until the record is full.
+
+Where large blocks pass through a process now and then, chunks of a table on its way to a checkpoint
+say, a fixed threshold would cost every step: free memory is given back in between (`trim`).
 """
 
 import ctypes
@@ -24,6 +27,13 @@ def give_back_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE)
         mallopt(_TRIM_THRESHOLD, MOST_KEPT)
+
+
+def trim() -> None:
+    """Give back memory that is free now, also between blocks in use. Costs a walk over it."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def disable_flight_recorder() -> None:

@@ -505,11 +505,13 @@ def _refuse_strange(source: CheckpointReader, own: Collection[str]) -> None:
 
 
 def _copy_of(state: ShardedState) -> ShardedState:
+    """What was copied already stays where it is: a table from servers is in a file."""
     tensors = {
         name: [part._replace(tensor=part.tensor.detach().clone()) for part in parts]
         for name, parts in state.tensors.items()
+        if name not in state.copied
     }
-    return ShardedState(tensors, state.plain)
+    return ShardedState(state.tensors | tensors, state.plain, state.copied)
 
 
 def _worst_problem(world: Group, own: _Problem) -> _Problem:

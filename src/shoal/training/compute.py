@@ -6,8 +6,8 @@ is a pure function of (weights, step, piece): random state and buffers are set o
 each piece's gradient is kept apart until the tree adds them up.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.batches import Piece
 from shoal.data.split import shares
+from shoal.errors import GroupLost, ShoalError, found_in
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import ParallelModel
@@ -30,6 +31,20 @@ from shoal.training.diagnostics import watch_first_piece
 from shoal.training.run import Objective, Run, objective
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
+
+
+@contextmanager
+def as_raised() -> Iterator[None]:
+    """Around a recipe's code: a group that is lost inside it, in a lookup say, is so outside too,
+    whatever that code made of the error."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        if (lost := found_in(error, GroupLost)) is None:
+            raise
+        raise type(lost)(str(lost)) from error
 
 
 class PieceRunner:
@@ -54,6 +69,7 @@ class PieceRunner:
         self._pieces = _PiecesInPipeline(self, mesh, strategy)
         self.spread.settle(mesh, self._pieces, self.arithmetic)
 
+    @as_raised()
     def round(
         self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
     ) -> None:
@@ -75,6 +91,7 @@ class PieceRunner:
         self._is_first = False
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
 
+    @as_raised()
     def output(self, inputs: Any) -> Any:
         """The model's answer, without gradients; None on a rank that does not get to see it."""
         if self.spread.pipeline is not None:

@@ -101,11 +101,17 @@ def check_agreed(agreed: GlobalStep, plan: Plan) -> GlobalStep:
     return agreed._replace(sums=[loss * weight], weights=[weight])
 
 
-def no_weight_error(step: int) -> RecipeError:
-    """The error for a step whose samples all weigh nothing, after `step` of them."""
+def no_weight_error(step: int, is_share: bool = False) -> RecipeError:
+    """The error for a step whose samples all weigh nothing, after `step` of them; `is_share`: those
+    of one replica, where those of the others are not known."""
+    whose, rule = "its batch", ""
+    if is_share:
+        whose = "this replica's share of its batch"
+        rule = "With staleness or local_steps a share is a step of its own. "
     return RecipeError(
-        f"Step {step + 1}: no sample of its batch counts: the weights that the loss gives them add "
-        "up to 0. Take such samples out of the data (shoal.data.clean), or use larger batches."
+        f"Step {step + 1}: no sample of {whose} counts: the weights that the loss gives them add "
+        f"up to 0. {rule}Take such samples out of the data (shoal.data.clean), or use larger "
+        "batches."
     )
 
 

@@ -328,7 +328,7 @@ class Trainer:
             self.strategy.buffers.restore()
             return 0.0
         if not agreed.weight:
-            raise no_weight_error(self.step)
+            raise no_weight_error(self.step, is_share=agreed.num_samples is None)
         scale = unit / (agreed.weight * self.loss_scale.value)
         norm = (agreed.norm or 0.0) * scale
         if not math.isfinite(agreed.loss) or not math.isfinite(norm):

@@ -79,7 +79,7 @@ class Replica:
         self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
         self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-        self.rule = plan.combine
+        self.rule, self.is_share = plan.combine, len(pieces) < plan.num_pieces
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
         pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
@@ -97,7 +97,7 @@ class Replica:
                 return math.nan, 1.0
             loss, weight = total_loss(self.losses, self.shares, self.rule)
             if not weight:
-                raise no_weight_error(batch.step)
+                raise no_weight_error(batch.step, is_share=self.is_share)
             scale = self.unit / (weight * self.loss_scale.value)
             if math.isfinite(loss) and self.update(batch.step, sums, scale):
                 self.loss_scale.good_step()

@@ -749,6 +749,22 @@ def test_where_no_rank_holds_a_copy_all_are_ended_and_begin_again() -> None:
     assert members.step == 5
 
 
+def test_three_losses_after_one_checkpoint_end_the_run_with_the_steps_they_were_at() -> None:
+    members, newest = cut(), 0
+    for generation, reached in enumerate((7, 9, 8), start=1):
+        now, dead, newest = 10.0 * generation, newest, 2 * generation
+        members.heard(dead, now, step=reached)
+        members.exited(dead, -9, now)
+        members.exited(dead + 1, -9, now)
+        for number in (newest, newest + 1):
+            members.ready(number, now, recovers=False)
+        for number in (newest, newest + 1):
+            members.here(number, generation)
+            actions = members.has_formed(number, generation, 5, now)
+    (end,) = actions
+    assert end.cause.startswith("between steps 6 and 9, the run failed 3 times, the last time")
+
+
 def test_a_newcomer_is_not_ended_with_those_it_replaces() -> None:
     members = cut()
     members.exited(0, -9, 1.0)

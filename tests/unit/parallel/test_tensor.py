@@ -339,3 +339,25 @@ class Recomputes(nn.Module):
 def test_reentrant_checkpointing_inside_the_model_is_refused() -> None:
     with pytest.raises(PlanError, match="use_reentrant=True"):
         found(Recomputes(), torch.randn(4, 32, requires_grad=True))
+
+
+class Wrapped(nn.Module):
+    """Makes an error of its own of what is raised inside, as some libraries do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            out: Tensor = self.inner(x)
+        except Exception as error:
+            raise ValueError("it failed") from error
+        return out
+
+
+def test_a_model_that_wraps_errors_is_cut_as_any_other() -> None:
+    plan, wrapped = found(Small(), text()), found(Wrapped(Small()), text())
+    assert wrapped.cuts == {f"inner.{name}": cut for name, cut in plan.cuts.items()}
+    with pytest.raises(PlanError, match="use_reentrant=True"):
+        found(Wrapped(Recomputes()), torch.randn(4, 32, requires_grad=True))

@@ -246,3 +246,9 @@ def test_a_batch_without_weight_is_refused() -> None:
         Trainer(run, plan_of(run, "data=1"), LauncherSeat(World())) as trainer,
     ):
         next(iter(trainer))
+
+
+def test_a_share_without_weight_is_refused_where_it_is_a_step_of_its_own() -> None:
+    run = run_of(loss=lambda output, target: (F.mse_loss(output, target, reduction="sum"), 0.0))
+    with pytest.raises(RecipeError, match="this replica's share of its batch counts"):
+        next(reference.train(run, plan_of(run, "data=2 local_steps=2")))

@@ -21,7 +21,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group
-from shoal.errors import PlanError
+from shoal.errors import PlanError, found_in
 from shoal.parallel.layout import Cut
 from shoal.parallel.tensor.forward import DECOMPOSED, PART_RULES, CutForward, follow_rule
 from shoal.parallel.tensor.matrix import MATRIX_RULES
@@ -415,13 +415,13 @@ def search(
                 for forward in forwards:
                     forward()
             return region
-        except PlanError:
-            raise
         except Exception as error:
+            if (wrong := found_in(error, PlanError)) is not None:
+                raise wrong from None
             if not region.columns:
                 raise
             line = f"it fails on parts: {_first_line(error)}"
-            refused = error if isinstance(error, CannotCut) else CannotCut(line)
+            refused = found_in(error, CannotCut) or CannotCut(line)
             blame: frozenset[str] = getattr(refused, "blame", frozenset())
             blamed = [name for name in region.columns if name in blame]
             state.learn(refused, blamed or list(region.columns)[-1:], region.columns)

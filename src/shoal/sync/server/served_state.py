@@ -20,6 +20,7 @@ from shoal.sync.state import (
     unpack_state,
 )
 from shoal.sync.state_chunks import SpillFile, outline_state, read_outline, split_state
+from shoal.system.memory import trim
 
 
 class ServedState:
@@ -59,6 +60,7 @@ class ServedState:
                 frames = pack_state(read_outline(source, chunk.state))
                 if sent is not None:
                     self._client.answer(sent)
+                    trim()
                 begins, ends = sent is None, not chunk.next
                 sent = self._client.ask(
                     server, LoadState, frames, step=step, begins=begins, ends=ends
@@ -78,6 +80,7 @@ class ServedState:
             first = dumped.next
             if not first:
                 return
+            trim()  # or the gaps between chunks come to as much as a table
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """What servers do not hold: buffers, and weights that nothing trains."""
