@@ -63,7 +63,7 @@ def test_help_explains(capsys) -> None:
     for verb in ("list", "show", "verify", "diff", "prune", "convert", "export", "import"):
         assert Said(capsys, verb, "--help").code == 0
     assert run_here(["--help"]) == 0
-    assert "List, check and compare checkpoints." in capsys.readouterr().out
+    assert "List, check and compare checkpoints" in capsys.readouterr().out
 
 
 def test_list_by_every_kind_of_path(run_dir: Path, capsys, monkeypatch) -> None:

@@ -18,7 +18,7 @@ RECIPE = """
 import time
 import torch
 import shoal
-from shoal.data import waiting
+from shoal.data import stalls
 
 def pairs():
     return shoal.data.tensors(torch.arange(600.0).view(200, 3), torch.arange(200))
@@ -55,7 +55,7 @@ class Hangs(Bad):
         return torch.ones(2), index
 
 def hangs():
-    waiting.FIRST_S, waiting.LIMIT_S, waiting.LIMIT_PER_SAMPLE_S = 0.2, 1.0, 0.0
+    stalls.FIRST_S, stalls.LIMIT_S, stalls.LIMIT_PER_SAMPLE_S = 0.2, 1.0, 0.0
     return Hangs()
 
 def nothing():

@@ -38,7 +38,7 @@ def checkpoint() -> None:
     such as s3://bucket/prefix. Exit codes: 0 done, 1 a checkpoint is bad (verify, prune) or two
     differ (diff), 2 usage or input.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
 
 
 class Row(msgspec.Struct, frozen=True):

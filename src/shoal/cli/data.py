@@ -50,7 +50,7 @@ def data() -> None:
     PATH and OUT are directories or URLs. Exit codes: 0 done, 1 a set is bad (verify) or a sample
     could not be loaded (build), 2 usage or input.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
 
 
 data.add_command(audit)

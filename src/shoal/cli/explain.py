@@ -41,7 +41,7 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
     more ranks than this machine has cores. Exit codes: 0 done, 1 the recipe's own error, 2 usage,
     plan or input.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
     options.check_plan(given["plan"])
     sys.exit(_explain(recipe, settings, given))
 

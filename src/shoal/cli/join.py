@@ -33,7 +33,7 @@ def join(run: Path, address: str | None) -> None:
     twice ends this host's part, and with it the run. The exit code is the run's, or 2 if this host
     is refused.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
     from shoal.cluster.host_agent import join_run
     from shoal.cluster.invitation import read_invitation
     from shoal.cluster.local import NotLoaded

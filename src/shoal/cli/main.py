@@ -25,7 +25,7 @@ _GROUPS = {
         "doctor": "Show what this machine offers and what is wrong with it.",
     },
     "The model": {
-        "checkpoint": "List, check, compare, convert, export and import checkpoints.",
+        "checkpoint": "List, check and compare checkpoints; convert, export and import them.",
     },
     "Data": {
         "data": "Build, show and check data.",

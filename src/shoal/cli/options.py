@@ -80,8 +80,14 @@ stop_timeout = click.option(
 )
 
 
-def refuse_closed_output() -> None:
-    """Results go to standard output: without one, a run would be for nothing."""
+def refuse_unusable_process() -> None:
+    """Refuse to start without standard output, where results go, or in a directory that is gone."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(
+            f"The working directory is gone: {error.strerror}. Enter another."
+        ) from error
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if stream is None or stream.closed:
             raise UsageError(f"Standard {name} is closed. Send it to a file or to /dev/null.")

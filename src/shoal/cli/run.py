@@ -73,7 +73,7 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     \b
     shoal run --ranks 2 examples/own_loop.py
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
     from shoal.storage.run_dir import RunDir
 
     with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:

@@ -103,7 +103,7 @@ def train(
     or an end that could not be saved, 2 usage, plan or input, 75 stopped after a checkpoint, 130
     and 143 ended by a signal without one.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
     from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
     from shoal.launch import train as launch

@@ -44,7 +44,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
     (SAME, or WITHIN ROUNDING: the model's own), 1 another (DIFFERENT, with the first step and
     tensor) or a plan that did not do what it says (NOT AS PLANNED), 2 usage, plan or input.
     """
-    options.refuse_closed_output()
+    options.refuse_unusable_process()
     options.check_plan(given["plan"])
     if "steps" in settings or "epochs" in settings:
         raise UsageError("Say how many steps to compare with --steps, not with --set.")

@@ -759,7 +759,7 @@ def test_three_losses_after_one_checkpoint_end_the_run_with_the_steps_they_were_
         for number in (newest, newest + 1):
             members.ready(number, now, recovers=False)
         for number in (newest, newest + 1):
-            members.here(number, generation)
+            members.arrived(number, generation)
             actions = members.has_formed(number, generation, 5, now)
     (end,) = actions
     assert end.cause.startswith("between steps 6 and 9, the run failed 3 times, the last time")
