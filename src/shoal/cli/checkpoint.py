@@ -112,7 +112,7 @@ class TensorRow(msgspec.Struct, frozen=True):
     chunks: int
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownCheckpoint(msgspec.Struct, frozen=True):
     """What `show` tells."""
 
     name: str
@@ -152,7 +152,7 @@ def show(path: str, pattern: str | None, as_json: bool) -> None:
             f"No tensor of {sealed.name} matches {pattern!r}. {nearest(pattern, sealed)}"
         )
     manifest = sealed.manifest
-    shown = Shown(
+    shown = ShownCheckpoint(
         sealed.name,
         sealed.seal,
         sealed.num_bytes,

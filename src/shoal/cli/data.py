@@ -123,7 +123,7 @@ def build(
         say(_summary(shown))
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownShards(msgspec.Struct, frozen=True):
     """What `show` tells of a set."""
 
     path: str
@@ -287,9 +287,9 @@ class _Told:
             sys.stderr.write(line + "\n")
 
 
-def _shown(place: ShardLocation, index: Index, sample: str | None = None) -> Shown:
+def _shown(place: ShardLocation, index: Index, sample: str | None = None) -> ShownShards:
     rows = index.layout if isinstance(index.layout, RowLayout) else None
-    return Shown(
+    return ShownShards(
         path=str(place),
         samples=index.num_samples,
         bytes=sum(map(index.num_bytes, index.shards)),
@@ -315,7 +315,7 @@ def _leaves(tree: Any, leaves: tuple[Leaf, ...], at: str = "sample") -> list[str
     return [line for key, part in pairs for line in _leaves(part, leaves, f"{at}[{key!r}]")]
 
 
-def _summary(shown: Shown) -> str:
+def _summary(shown: ShownShards) -> str:
     packing = "each packed by itself"
     if shown.row_bytes is not None:
         packing = f"in rows of {shown.row_bytes} bytes"

@@ -39,6 +39,12 @@ class Codec(Protocol):
         ...
 
 
+def encode_with_residual(codec: Codec, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of a vector, and what they drop of it: error feedback adds that the next time."""
+    encoded = codec.encode(flat)
+    return encoded, flat - codec.decode(encoded, flat.numel())
+
+
 def share_bounds(num_elements: int, block: int, num_ranks: int) -> list[int]:
     """Where the shares of a vector begin, and its end; whole blocks each. Pure."""
     num_blocks = -(-num_elements // block)
@@ -58,8 +64,7 @@ class CompressedMean:
         marks = map(codec.num_bytes, share_bounds(flat.numel(), codec.block, group.num_ranks))
         lengths = [stop - start for start, stop in pairwise(marks)]
         own, num_ranks = lengths[group.rank], group.num_ranks
-        self._encoded = codec.encode(flat)
-        self.residual = flat - codec.decode(self._encoded, flat.numel())
+        self._encoded, self.residual = encode_with_residual(codec, flat)
         self._arrived = self._encoded.new_empty(num_ranks * own)
         self._result = self._encoded.new_empty(sum(lengths))
         self._shares = self._result.split(lengths)
@@ -75,8 +80,8 @@ class CompressedMean:
             encoded = self._arrived[rank * own.numel() : (rank + 1) * own.numel()]
             parts[Block(rank, 1)] = self._codec.decode(encoded, length)
         mean = fold(parts, len(parts), Tensor.add_).div_(len(parts)) + self._last_residual
-        own.copy_(self._codec.encode(mean))
-        self.mean_residual = mean - self._codec.decode(own, length)
+        encoded, self.mean_residual = encode_with_residual(self._codec, mean)
+        own.copy_(encoded)
         self._pending = self._group.all_gather_shards(self._shares)
 
     def finish(self) -> Tensor:

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 from msgspec import UNSET, UnsetType
 
@@ -509,7 +510,7 @@ class Supervisor:
         return UNSET if server is None else server
 
     def _record(self, event: Event) -> None:
-        event.time = time.time()
+        event = msgspec.structs.replace(event, time=time.time())
         try:
             self._events.write(event)
         except OSError as error:  # a full disk must not end a healthy run

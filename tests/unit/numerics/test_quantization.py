@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.comm.codecs import Codec
 from shoal.numerics.quantization import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.plans.keys import ROUNDING_CODECS
+from shoal.testing.codecs import CodecConformance
 
 LENGTHS = st.integers(0, 3 * BLOCK + 1)
 SIZES = st.floats(-44, 37)  # powers of ten, from what is nearly nothing to what nearly overflows
@@ -110,3 +112,17 @@ def test_what_is_dropped_and_added_again_is_not_lost(bits: int) -> None:
         total += back
     torch.testing.assert_close(total[1:], torch.full((BLOCK - 1,), 0.2), rtol=0, atol=0.15)
     assert float(owed.abs().max()) <= 1 / (2 ** (bits - 1) - 1)
+
+
+class TestHalf(CodecConformance):
+    @pytest.fixture(params=["fp16", "bf16"])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        made = make_codec(request.param)
+        assert made is not None
+        return made
+
+
+class TestBlocks(CodecConformance):
+    @pytest.fixture(params=[8, 4])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return BlockCodec(request.param)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.codecs import encode_with_residual
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
 from shoal.numerics.fragments import FragmentSchedule
@@ -196,8 +197,7 @@ class OuterClient(ServerStrategy):
         if key not in self._packed:
             flat = self.buckets.buckets[own.flat_buffer].rows[0][own.start : own.stop]
             flat = flat + self.residual.get(key, 0)  # in single precision at least
-            self._packed[key] = codec.encode(flat)
-            self._dropped[key] = flat - codec.decode(self._packed[key], flat.numel())
+            self._packed[key], self._dropped[key] = encode_with_residual(codec, flat)
         self.client.send(
             self.layout.holders[key],
             Push,
