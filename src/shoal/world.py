@@ -22,7 +22,7 @@ _LAUNCHERS = {
 
 
 class World(NamedTuple):
-    """This process's place. `launcher` is empty when nobody launched it."""
+    """This process's place. `launcher` is empty without a launcher."""
 
     rank: int = 0
     num_ranks: int = 1

@@ -218,7 +218,7 @@ def test_a_script_that_fails_on_one_rank(start: Start) -> None:
 def test_a_script_that_asks_for_servers_is_told_who_has_them(start: Start) -> None:
     trained = start("asks-for-servers").wait()
     assert trained.exit_code == 2
-    assert "needs parameter servers, and nobody starts any for a script." in trained.last_words
+    assert "needs parameter servers, and none are started for a script." in trained.last_words
     assert "shoal train RECIPE" in trained.last_words and "Traceback" not in trained.errors
 
 

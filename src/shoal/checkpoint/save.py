@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
@@ -33,6 +32,7 @@ from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from shoal.checkpoint.write import commit_checkpoint, merge_tensors, write_chunks
 from shoal.comm.collectives import Group
+from shoal.comm.wire import digest_number
 from shoal.errors import GroupLost
 from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
@@ -311,7 +311,7 @@ def gather_regions(group: Group, own: list[TensorRegion]) -> list[list[TensorReg
 
 def _digest(items: list[Any]) -> float:
     """A hash as a float, which carries 53 bits of it."""
-    return float(xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(items)) >> 11)
+    return digest_number([msgspec.msgpack.encode(items)])
 
 
 def _source(chunk: TensorRegion, own: Sequence[TensorRegion]) -> tuple[TensorRegion, Box]:

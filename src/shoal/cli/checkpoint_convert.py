@@ -1,4 +1,4 @@
-"""`shoal checkpoint convert`: write a checkpoint anew at another place."""
+"""`shoal checkpoint convert`: write a checkpoint again at another place."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,8 +57,8 @@ def convert(source: str, target: str, num_files: int | None, source_key: str | N
     else:
         from shoal.checkpoint.load import CheckpointReader
 
-        anew = partial(reshard, num_files=num_files)
-        made = _rewrite(partial(CheckpointReader, key_of=key_of), source, place, anew)
+        resharded = partial(reshard, num_files=num_files)
+        made = _rewrite(partial(CheckpointReader, key_of=key_of), source, place, resharded)
     say(_told(made, str(place)))
 
 

@@ -39,7 +39,7 @@ class Echo:
             with log.open("rb") as file:
                 file.seek(self._shown)
                 new = file.read()
-        except OSError:  # it was moved away, which is told of elsewhere
+        except OSError:  # it was moved away, which is reported elsewhere
             return
         self._shown += len(new)
         if new:

@@ -145,6 +145,11 @@ def _view(frame: zmq.Frame | bytes) -> memoryview:
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 
+def digest_number(parts: Sequence[bytes | memoryview]) -> float:
+    """Their digest as a number that collectives carry: a float has room for 53 bits of it."""
+    return float(digest_of(parts) >> 11)
+
+
 def digest_of(parts: Sequence[bytes | memoryview]) -> int:
     """XXH3-64 of all parts, one after another."""
     state = xxhash.xxh3_64()

@@ -3,9 +3,9 @@
 A source may hang: a mount that does not answer, a lock, an endless loop. The thread that loads
 cannot see that, so it notes what it loads (`STALLS`), and another thread looks at the note: under a
 supervisor the one that sends heartbeats, in a command without one that of `report_stalls`; and
-while a recipe is prepared, its parent (`launch.py`), by a note in shared memory. A wait is reported
-after 10 s and at doubling times. It ends the run after 15 minutes, or half a minute a sample if
-that is more: a source that is slower counts as lost.
+while a recipe is prepared, its parent (`cluster/local.py`), by a note in shared memory. A wait is
+reported after 10 s and at doubling times. It ends the run after 15 minutes, or half a minute a
+sample if that is more: a source that is slower counts as lost.
 
 Not for a script under another launcher, which has no such thread; with loaders, only the rank's own
 waiting counts. Cost: two assignments for each load.

@@ -1,7 +1,7 @@
 """Every event of a run, typed: what happened, when, and to which rank.
 
 Members and the supervisor make them; `events.jsonl` holds them as lines of JSON, under the same
-names; the screen, outcomes and whoever watches a run get them as they come. Those that are marked
+names; the screen, outcomes and watchers of a run get them as they come. Those that are marked
 *not recorded* are for watchers alone.
 """
 

@@ -54,7 +54,7 @@ class _Screen(Console):
     """A terminal, or what stands in its place."""
 
     def on_broken_pipe(self) -> None:
-        """Whoever read it has left, which is no reason to end."""
+        """Its reader has left, which is no reason to end."""
         silence(2)
 
 

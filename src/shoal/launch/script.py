@@ -1,4 +1,4 @@
-"""How a script gets its trainer, whoever started it."""
+"""How a script gets its trainer, under any launcher."""
 
 import os
 import sys
@@ -63,7 +63,7 @@ def trainer(
         resolved = resolve(run, plan, world.num_ranks)
     if resolved.num_servers:
         raise PlanError(
-            f"The plan {str(resolved)!r} needs parameter servers, and nobody starts any for a "
+            f"The plan {str(resolved)!r} needs parameter servers, and none are started for a "
             "script. Train a recipe with `shoal train RECIPE --plan ...`, which does, or give "
             "shoal.trainer a plan without sync=server."
         )

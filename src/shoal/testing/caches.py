@@ -26,7 +26,7 @@ SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 4096, 10_001)
 class Place(NamedTuple):
     """Where the layer under test keeps things."""
 
-    open: Callable[[], CacheLayer]  # anew, as another process would
+    open: Callable[[], CacheLayer]  # again, as another process would
     read: Callable[[bytes], bytes]  # the stored bytes of a key, with all that the layer adds
     write: Callable[[bytes, bytes], None]  # as many bytes in their place
 

@@ -37,7 +37,7 @@ NUM_THREADS = 4
 class Case(NamedTuple):
     """The source under test and the samples it must give."""
 
-    open: Callable[[], Source]  # anew, as another process would
+    open: Callable[[], Source]  # again, as another process would
     expected: Sequence[Any]
 
 

@@ -6,8 +6,8 @@
             return Place(open=lambda: MyStore(...), damage=overwrite)
 
 A new store gives that one fixture and inherits the tests. They are about what a store promises: a
-checkpoint appears whole or not at all, whoever dies when; bytes come back as they were written or
-the reader says so. No trainer and no tensor is needed. Cost: some milliseconds a test on a disk.
+checkpoint appears whole or not at all, whichever rank dies when; bytes come back as they were
+written, or the reader says so. No trainer and no tensor is needed. Cost: some milliseconds a test.
 """
 
 import threading
@@ -29,7 +29,7 @@ CONTENT = bytes(range(256)) * 5
 class StoreLocation(NamedTuple):
     """Where the store under test keeps things."""
 
-    open: Callable[[], Store]  # anew, as another process would; drafts count as abandoned at once
+    open: Callable[[], Store]  # again, as another process would; drafts count as abandoned at once
     damage: Callable[[str, str, bytes | None], None]  # overwrite a file, or remove it
 
 

@@ -1,7 +1,7 @@
 """Moving work from slow replicas to fast ones, between two steps.
 
 `data/balance.py` decides, from seconds that every rank knows alike; here the decision is carried
-out: the strategy is attached anew with other shares, and the run's record tells who is slow. Where
+out: the strategy is attached again with other shares, and the run's record tells who is slow. Where
 work does not move, who is slow is told alone, and what would let it move.
 """
 

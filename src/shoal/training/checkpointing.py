@@ -112,11 +112,11 @@ class Checkpointer:
         self._saver = Saver(self.store, self._has_ended)
 
     def restore(self, trainer: "Trainer") -> None:
-        """If no rank has made a step, go on from the newest good checkpoint, should there be one.
+        """If no rank has made a step, resume from the newest good checkpoint, if there is one.
 
-        If all are damaged the run begins anew, which costs what they held; one that may be good,
-        and cannot be gone on from, is refused. Every rank must call it. Cost while there are any: a
-        copy of the first weights.
+        If all are damaged the run starts again at step 0, which costs what they held; one that may
+        be good, and cannot be resumed from, is refused. Every rank must call it. Cost while there
+        are any: a copy of the first weights.
         """
         world = trainer.mesh.world
         self._look_at(trainer)
@@ -397,7 +397,7 @@ class Checkpointer:
         except FailedElsewhere:
             return _Problem()  # that rank says why
         except StoreError:
-            raise  # of a store that cannot be reached nobody knows whether it holds a bad one
+            raise  # a store that cannot be reached may hold a good one
         except UsageError as wrong:
             damaged = isinstance(wrong, BadCheckpoint) and not isinstance(wrong, UnusableCheckpoint)
             return _Problem(str(wrong), minor=damaged)

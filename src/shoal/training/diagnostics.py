@@ -70,7 +70,7 @@ def not_finite_error(
 
 def ranks_that_computed(agreed: GlobalStep, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     """The ranks that computed losses which are not finite, all of each replica's; if there are
-    none, or nobody knows whose they are, all ranks."""
+    none, or it is not known whose they are, all ranks."""
     bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
     if not bad or len(agreed.sums) != plan.num_pieces:
         return tuple(range(mesh.num_ranks))
@@ -86,7 +86,7 @@ def ranks_that_computed(agreed: GlobalStep, plan: Plan, mesh: Mesh) -> tuple[int
 def check_agreed(agreed: GlobalStep, plan: Plan) -> GlobalStep:
     """What all know of a step, its loss judged by the plan's rule for gradients.
 
-    Then a replica whose loss is not finite stops nobody, just as its gradient does not.
+    Then a replica whose loss is not finite stops no other, just as its gradient does not.
     """
     if plan.combine == "mean":
         return agreed

@@ -40,7 +40,7 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
     indices = [*own, *[0] * (num_turns - len(own))]
     with evaluating(runner.spread.model), closing(pieces.ahead(indices)) as loaded:
         for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
-            if mesh.data.is_lost():  # nobody will hear the answer
+            if mesh.data.is_lost():  # no rank will hear the answer
                 raise GroupLost("the generation is over")
             WORK.done += 1
             if not piece.num_samples:  # all of it is in quarantine

@@ -210,7 +210,7 @@ def missed_samples(record: RunRecord, data: Source) -> list[int]:
 
 
 def _seen_before(record: RunRecord, data: Source) -> NDArray[np.bool_] | None:
-    """What the runs had seen that this one goes back to, when it began; None if it began anew."""
+    """What this run's parents had seen when it began; None if it has none."""
     described = record.described
     if not described.new_data:
         return None
@@ -313,7 +313,7 @@ def left_out_ids(data: Any) -> Ids:
 
 
 def _steps(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The steps on record. A torn line is of a process that was killed; another wrote it anew."""
+    """The steps on record. A torn line is of a process that was killed; another wrote it again."""
     for line in lines:
         if (found := try_decode_json(line, RecordedStep)) is not None:
             yield found.as_mapping()

@@ -88,7 +88,7 @@ class LoopState(dict[str, Any]):
     def let_go(self) -> None:
         """Of what has arrived and was not begun with."""
         for key, value in (self._arrived or {}).items():
-            if self.get(key) is value:  # of that arrival, and nobody else's
+            if self.get(key) is value:  # of that arrival, and of no other
                 del self[key]
         self._arrived = None
 

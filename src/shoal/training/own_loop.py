@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.load import CheckpointReader
-from shoal.comm.mesh import Mesh
-from shoal.comm.wire import digest_of
+from shoal.comm.wire import digest_number
 from shoal.errors import RecipeError, UsageError
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.parallel.layout import Slice, whole_slice
+from shoal.sync.consistency import data_lines
 from shoal.sync.state import MemorySource, ShardedState, StateSource, broadcast_state
 from shoal.training.loop_state import LoopState, PackedState
 from shoal.training.rank_check import (
@@ -361,7 +361,7 @@ def set_groups(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, A
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, has_schedule: bool) -> dict[str, str]:
-    """Each value of each group by its place. The schedule sets the rate anew before each step, so
+    """Each value of each group by its place. The schedule sets the rate again before each step, so
     one of a step that was given up does not count."""
     return {
         f"optimizer.param_groups[{number}][{key!r}]": describe_value(value)
@@ -415,7 +415,7 @@ def _digest_of_state(state: ShardedState) -> float:
     """Of every element, and of what is plain."""
     parts = [part.tensor for name in sorted(state.tensors) for part in state.tensors[name]]
     content = [digest_of_tensor(tensor).encode() for tensor in parts]
-    return float(digest_of([msgspec.msgpack.encode(state.plain), *content]) >> 11)
+    return digest_number([msgspec.msgpack.encode(state.plain), *content])
 
 
 def _refuse_unlike_acts(acts: Sequence[tuple[LoopAction, int]]) -> None:
@@ -437,10 +437,8 @@ def _refuse_unlike(
     digests: Sequence[Sequence[float]],
 ) -> None:
     """Rates of all ranks are the same, and states of those that hold the same of the model."""
-    lines: dict[tuple[int, int], list[int]] = {}
-    for rank in range(trainer.mesh.num_ranks):
-        lines.setdefault(_place(rank, trainer.mesh), []).append(rank)
-    found = [(0, [*range(trainer.mesh.num_ranks)]), *((1, line) for line in lines.values())]
+    every = [*range(trainer.mesh.num_ranks)]
+    found = [(0, every), *((1, line) for line in data_lines(trainer.mesh))]
     for column, ranks in found:
         pair = first_unlike_pair([row[column] for row in digests], ranks)
         if pair is not None:
@@ -450,9 +448,3 @@ def _refuse_unlike(
                 "between steps it must change alike on every rank, and keep in trainer.state "
                 "what it decides by, so that a newcomer has it too."
             )
-
-
-def _place(rank: int, mesh: Mesh) -> tuple[int, int]:
-    """Where a rank stands along the tensor and the pipeline axis."""
-    tensor, replicas = mesh.tensor.num_ranks, mesh.data.num_ranks
-    return rank % tensor, rank // (tensor * replicas)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from shoal import __version__
 from shoal.comm.collectives import Group
-from shoal.comm.wire import bytes_of, digest_of
+from shoal.comm.wire import bytes_of, digest_number, digest_of
 from shoal.data.identity import content_name
 from shoal.data.orders import order_name, order_of
 from shoal.errors import UsageError
@@ -46,8 +46,8 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def digest_of_texts(told: Mapping[str, str]) -> float:
-    """Of names and texts; a float carries 53 bits of it."""
-    return float(digest_of([msgspec.msgpack.encode(sorted(told.items()))]) >> 11)
+    """Of names and texts."""
+    return digest_number([msgspec.msgpack.encode(sorted(told.items()))])
 
 
 def digest_of_tensor(tensor: Tensor) -> str:

@@ -1,10 +1,11 @@
-"""How a run goes on with another number of ranks or servers, between two steps.
+"""How a run continues with another number of ranks or servers, between two steps.
 
 All ranks agree on a step after which they wait; under local steps, on the last one of a window. A
-group that breaks before that forgets it, and the next one is asked anew. There the supervisor deals
-seats: who keeps one goes on in a group of another size, a newcomer takes a peer's state as after a
-death (`sync_state.py`), and who has none leaves. Pieces stay what they were, so nothing that is
-trained depends on it, but for local steps. On servers' side: `sync/server/migration.py`.
+group that breaks before that forgets it, and the next one is asked again. Then the supervisor
+assigns seats: a rank that keeps one continues in a group of another size, a newcomer takes a peer's
+state as after a death (`sync_state.py`), and a rank without a seat leaves. Pieces stay what they
+were, so nothing that is trained depends on it, but for local steps. On the servers' side:
+`sync/server/migration.py`.
 """
 
 from typing import TYPE_CHECKING, NoReturn

@@ -77,7 +77,7 @@ def refuse_used_store(store: Store) -> None:
 
 
 def refuse_left_behind(store: Store, before: Store) -> None:
-    """A run without a checkpoint in `store` must not begin anew if it has a good one elsewhere."""
+    """A run without a checkpoint in `store` must not start again if it has a good one elsewhere."""
     if newest(before) is not None:
         raise UsageError(
             f"{store} holds no checkpoint to go on from, and the run keeps its own in {before}. "
@@ -164,5 +164,5 @@ def plan_to_resume(run: Run, text: str | None, ranks: int | None, origin: Origin
         try:
             return resolve(run, f"{chosen} pieces={origin.num_pieces}", ranks)
         except PlanError:
-            pass  # it needs another number of pieces; the batch is cut anew from here on
+            pass  # it needs another number of pieces; the batch is cut differently from here on
     return resolve(run, chosen, ranks)

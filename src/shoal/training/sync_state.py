@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
 
 
-# A step that nobody who lives has made.
+# A step that no living rank has made.
 UNKNOWN = StepInfo(0, math.nan, 0, 0.0, None, Times(0.0, 0.0, 0.0, 0.0), 0)
 
 
