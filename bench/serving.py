@@ -99,10 +99,10 @@ def serve(
 
 
 def _turn_after_turn(server: Server) -> None:
-    desk = ServerLoop(server, endpoint_from(os.environ))
-    say(desk.address)
+    loop = ServerLoop(server, endpoint_from(os.environ))
+    say(loop.address)
     while True:
-        desk.run_once()
+        loop.run_once()
 
 
 def say(address: str) -> None:

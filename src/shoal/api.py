@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BACKENDS = ("local",)
 
 
-class MoreOptions(TypedDict, total=False):
+class TrainOptions(TypedDict, total=False):
     """Of `shoal train`, under the names of its options; `--from` is begin_from."""
 
     ranks: int
@@ -58,14 +58,14 @@ def train(
     callbacks: "Sequence[Hook]" = (),
     on: str = "local",
     progress: bool | OnEvent = True,
-    **options: Unpack[MoreOptions],
+    **options: Unpack[TrainOptions],
 ) -> Outcome:
     """Train a Run, or a recipe (`file.py:function`, or the function), and return how it ended.
 
     `settings` are what `--set` sets; `callbacks` are called with a StepInfo after each step, on
     every rank; `on` says where processes start. With `progress` events are shown on standard error
     as `shoal train` shows them, or given to a function. More `options` are those of `shoal train`
-    (`MoreOptions`).
+    (`TrainOptions`).
 
     A failure raises a ShoalError with the traceback of the rank that failed as a note. An interrupt
     stops the run after its step, saves it and raises KeyboardInterrupt; with `resume=True` and the
@@ -76,8 +76,8 @@ def train(
     if on not in BACKENDS:
         raise UsageError(f"on={on!r}: there is no such back end. {nearest(on, BACKENDS)}")
     for option in options:
-        if option not in MoreOptions.__annotations__:
-            known = nearest(option, MoreOptions.__annotations__)
+        if option not in TrainOptions.__annotations__:
+            known = nearest(option, TrainOptions.__annotations__)
             raise TypeError(f"train() has no argument {option!r}. {known}")
     name, is_named = _name_of(run_or_recipe)
     texts = {key: str(value) for key, value in (settings or {}).items()}

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.buckets import GradientBuckets
-from shoal.comm.codecs import CompressedMean
 from shoal.comm.collectives import Group, Pending
+from shoal.comm.compression import CompressedMean
 from shoal.data.batches import Piece
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds

@@ -12,7 +12,7 @@ import shoal
 from shoal.comm.mesh import Mesh
 from shoal.storage.object_store import open_store
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings, origin_of
-from shoal.training.own_loop import OwnLoop
+from shoal.training.own_loop import CustomLoop
 from shoal.training.recipe import provenance
 from shoal.training.run import resolve
 from shoal.training.trainer import Trainer
@@ -46,7 +46,7 @@ def trainer_of(mesh: Mesh, plan: str, directory: str | None = None) -> Trainer:
         checkpointer = Checkpointer(
             CheckpointSettings(open_store(directory), origin, others_may_write=True), seat.emit
         )
-    return Trainer(run, resolved, seat, checkpointer=checkpointer, loop=OwnLoop(recovers=False))
+    return Trainer(run, resolved, seat, checkpointer=checkpointer, loop=CustomLoop(recovers=False))
 
 
 def own(tensor: Tensor) -> Tensor:

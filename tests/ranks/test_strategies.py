@@ -2,12 +2,12 @@
 
 import pytest
 
+from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.numerics.quantization import make_codec
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import OuterConfig
-from shoal.sync.sharded import Sharded
+from shoal.sync.zero import ZeroSharded
 from shoal.testing.conformance import NUM_STEPS, StrategyConformance
 
 
@@ -32,12 +32,12 @@ def streamed(num_pieces: int) -> LocalSGD:
     return LocalSGD(num_pieces, FragmentSchedule(4, 2, NUM_STEPS), rule=rule)
 
 
-def zero_1(num_pieces: int) -> Sharded:
-    return Sharded(num_pieces, scatter_each=False)
+def zero_1(num_pieces: int) -> ZeroSharded:
+    return ZeroSharded(num_pieces, scatter_each=False)
 
 
-def zero_2(num_pieces: int) -> Sharded:
-    return Sharded(num_pieces, scatter_each=True)
+def zero_2(num_pieces: int) -> ZeroSharded:
+    return ZeroSharded(num_pieces, scatter_each=True)
 
 
 class TestAllReduce(StrategyConformance):

@@ -42,7 +42,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "sync/server/server.py": {
         "_apply session.made": "what a worker session has made",
     },
-    "sync/sharded.py": {
+    "sync/zero.py": {
         "exchange local.busy_s": "the time of a step that the exchange adds to",
     },
     "training/own_loop.py": {

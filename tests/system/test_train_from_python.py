@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shoal
-from shoal.api import MoreOptions
+from shoal.api import TrainOptions
 from shoal.errors import RecipeError, UsageError
 from shoal.events.events import Event, FormedEvent, ProgressEvent, SavedEvent, SeatEvent
 from shoal.launch.train import Options
@@ -117,7 +117,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
     with pytest.raises(UsageError, match=r"cannot be sent.*hold open files"):
         held = threading.Lock()
         shoal.train(lambda: held and tiny.line(), progress=False)
-    assert set(MoreOptions.__annotations__) | {"plan", "resume", "begun"} == set(
+    assert set(TrainOptions.__annotations__) | {"plan", "resume", "begun"} == set(
         Options.__struct_fields__
     ) - {"new_data_steps", "new_data_missed"}
 

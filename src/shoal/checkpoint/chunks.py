@@ -2,7 +2,7 @@
 
 Each byte of a logical tensor is assigned to one of the ranks that hold it, so that all ranks write
 about equally much. The file is ordinary safetensors: a chunk has its tensor's name, with its box in
-brackets if it is not the whole tensor. Read next: `write.py`, `save.py`.
+brackets if it is not the whole tensor. Read next: `commit.py`, `save.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

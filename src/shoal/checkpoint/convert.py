@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.checkpoint.chunks import TensorRegion, assign_writers, lay_out_file
+from shoal.checkpoint.commit import commit_checkpoint, merge_tensors, write_chunks
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.verify import VerifiedCheckpoint
-from shoal.checkpoint.write import commit_checkpoint, merge_tensors, write_chunks
 from shoal.errors import BadCheckpoint
 from shoal.parallel.boxes import whole_box
 from shoal.storage.store import Draft

@@ -9,7 +9,7 @@ changed they assign the writers again. The threads do the rest. Rank 0 creates t
 the others wait, since a remote store may be slow. Each rank writes its file, and a small JSON file
 that lists its content; rank 0 waits for all of these, writes the manifest and the seal, and
 commits. A rank that cannot write discards the draft, and the others notice: a full disk costs a
-warning, not a step. Read next: `write.py`, `storage/store.py`.
+warning, not a step. Read next: `commit.py`, `storage/store.py`.
 """
 
 import errno
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import PlacedChunk, TensorRegion, assign_writers, lay_out_file
+from shoal.checkpoint.commit import commit_checkpoint, merge_tensors, write_chunks
 from shoal.checkpoint.dtypes import dtype_name
 from shoal.checkpoint.manifest import FileEntry, Manifest, Origin, Progress
 from shoal.checkpoint.signing import signing_key
 from shoal.checkpoint.snapshot import Snapshot, SnapshotBuffer
-from shoal.checkpoint.write import commit_checkpoint, merge_tensors, write_chunks
 from shoal.comm.collectives import Group
 from shoal.comm.wire import digest_number
 from shoal.errors import GroupLost

@@ -6,12 +6,12 @@ from typing import TypeVar
 
 import click
 
+from shoal.checkpoint.commit import CheckpointTarget, new_target, open_draft
 from shoal.checkpoint.convert import copy_checkpoint, reshard
 from shoal.checkpoint.find import open_newest
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.signing import VARIABLE, read_key, signing_key
 from shoal.checkpoint.verify import VerifiedCheckpoint
-from shoal.checkpoint.write import CheckpointTarget, new_target, open_draft
 from shoal.cli.output import say
 from shoal.formatting import in_units
 from shoal.storage.store import Draft, Store

@@ -59,7 +59,9 @@ def prune(path: str, rule: str, yes: bool, dry_run: bool) -> None:
         say(f"{len(chosen.go)} would be removed." if dry_run else "Nothing to remove.")
         return
     if not yes and not sys.stdin.isatty():
-        raise UsageError("Nobody can be asked, so nothing was removed. Add --yes, or --dry-run.")
+        raise UsageError(
+            "There is no terminal to ask on, so nothing was removed. Add --yes, or --dry-run."
+        )
     if not yes and not click.confirm(f"Remove {len(chosen.go)}?", default=False):
         say("Nothing was removed.")
         return

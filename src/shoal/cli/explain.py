@@ -59,7 +59,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
             explanation = _in_child(recipe, settings, given)
             # Through a file: of many ranks it is longer than a message may be.
             (directory / "explanation").write_bytes(msgspec.msgpack.encode(explanation))
-            return {}, _bear_no_rank
+            return {}, _start_no_rank
 
         fork_server = ForkServer(prepare, directory / "recipe.log")
         try:
@@ -99,8 +99,8 @@ def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "
     return explained(run, plan)
 
 
-def _bear_no_rank(birth: "WorkerSpec") -> int:
-    raise AssertionError("an explanation bears no ranks")
+def _start_no_rank(birth: "WorkerSpec") -> int:
+    raise AssertionError("an explanation starts no ranks")
 
 
 def _draw(found: "Explanation", recipe: str, path: Path) -> None:

@@ -16,7 +16,7 @@ from shoal.system.fork_server import Prepare, Processes
 Facts = dict[str, Any]
 
 
-class Started(NamedTuple):
+class StartedRun(NamedTuple):
     """Processes that can be started now, and what the preparation found."""
 
     processes: Processes
@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     def start(
         self, prepare: Prepare, run_dir: Path, watch: OnEvent
-    ) -> AbstractContextManager[Started]:
+    ) -> AbstractContextManager[StartedRun]:
         """Prepare the run, and be ready to start its processes until the block ends.
 
         `prepare` is called in the process that members are forked from; NotLoaded says why it

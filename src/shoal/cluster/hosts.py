@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from shoal import __version__
-from shoal.cluster.backend import Started
+from shoal.cluster.backend import StartedRun
 from shoal.cluster.host_channel import (
     FROM_HOST,
     MOST_BYTES,
@@ -74,7 +74,7 @@ class HostsBackend(NamedTuple):
     options: StartOptions  # for the preparation
 
     @contextmanager
-    def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[Started]:
+    def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[StartedRun]:
         """Prepare here, then wait until all other hosts have joined."""
         with ExitStack() as held:
             sockets = held.enter_context(socket_directory(run_dir))
@@ -86,7 +86,7 @@ class HostsBackend(NamedTuple):
             def end(exit_code: int, cause: str) -> None:
                 hosts.run_ended = RunEnded(exit_code, cause)
 
-            yield Started(hosts, facts, hosts.reach, end)
+            yield StartedRun(hosts, facts, hosts.reach, end)
 
 
 class _RemoteHost:

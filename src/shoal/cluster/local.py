@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.backend import Started
+from shoal.cluster.backend import StartedRun
 from shoal.comm.endpoint import Endpoint
 from shoal.comm.unix import socket_directory
 from shoal.errors import RecipeError, ShoalError, UsageError
@@ -43,12 +43,12 @@ class LocalBackend:
     """Starts the processes of a run on this machine."""
 
     @contextmanager
-    def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[Started]:
+    def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[StartedRun]:
         with ExitStack() as held:
             sockets = held.enter_context(socket_directory(run_dir))
             output = run_dir / "logs" / "recipe.log"
             server, facts = held.enter_context(prepared_fork_server(prepare, output))
-            yield Started(server, facts, Endpoint(str(sockets)), lambda exit_code, cause: None)
+            yield StartedRun(server, facts, Endpoint(str(sockets)), lambda exit_code, cause: None)
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def rank_memory(rank: Rank) -> MemoryUse:
     if rank.plan.zero == 3:
         held = "a shard of each parameter"
     elif rank.plan.zero:
-        parameters += sum(size for size, _ in rank.shelf_bytes) - gradients
+        parameters += sum(size for size, _ in rank.flat_buffer_bytes) - gradients
         held = "all, in flat buffers"
-        own = sum(shard for _, shard in rank.shelf_bytes)
+        own = sum(shard for _, shard in rank.flat_buffer_bytes)
         rows = _num_shards(rank)
         first = Amount(own * rows, "own shards" + (f" x {rows} terms" if rows > 1 else ""))
     elif rank.num_replicas > 1 and rank.plan.local_steps == 1:
@@ -134,7 +134,7 @@ def _num_sums(rank: Rank) -> int:
 def _in_flight(rank: Rank, gradients: int) -> tuple[int, int]:
     """The bytes of messages in flight, and of the largest bucket."""
     if rank.plan.zero:
-        sizes = [size for size, _ in rank.shelf_bytes]
+        sizes = [size for size, _ in rank.flat_buffer_bytes]
         return 2 * min(WINDOW_BYTES, sum(sizes)), max(sizes, default=0)
     sizes = [sum(p.num_bytes for p in bucket) for bucket in rank.buckets]
     rows = len(rank.tree[rank.place.data])

@@ -1,14 +1,14 @@
 """The cost of an outer optimizer for a rank: the bytes that it sends in a window, and its memory.
 
-It uses the functions that `sync/outer.py` and `comm/codecs.py` run themselves.
+It uses the functions that `sync/outer.py` and `comm/compression.py` run themselves.
 """
 
 from collections.abc import Sequence
 
-from shoal.comm.codecs import share_bounds
+from shoal.comm.compression import share_bounds
 from shoal.cost.rank import LocalParameter, Rank
+from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import split_fragments
-from shoal.numerics.quantization import make_codec
 from shoal.plans.plan import Plan
 from shoal.sync.server.layout import ServerLayout, make_layout
 

@@ -1,7 +1,7 @@
 """What one rank of a plan holds and computes, by arithmetic. No rank is started.
 
 It calls the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
-`parallel/zero.py`, `data/split.py`), so the counts are those of a real step, not of a second
+`parallel/zero_layout.py`, `data/split.py`), so the counts are those of a real step, not of a second
 formula.
 
 Read next: `memory.py` and `traffic.py` for the cost, `explain.py`, which puts the ranks together.
@@ -19,7 +19,7 @@ import torch
 from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
 from shoal.data.split import share
 from shoal.numerics.norms import num_blocks
-from shoal.parallel import zero
+from shoal.parallel import zero_layout
 from shoal.parallel.apply import Survey
 from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
@@ -171,23 +171,23 @@ class Rank:
         return [[self.trained[i] for i in bucket] for bucket in dealt]
 
     @cached_property
-    def shelves(self) -> list[zero.FlatBuffer]:
+    def flat_buffers(self) -> list[zero_layout.FlatBuffer]:
         """The flat buffers of zero=1 and 2."""
         sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
-        return zero.lay_out_buffers(sizes, self.num_replicas, self.facts.is_element_wise)
+        return zero_layout.lay_out_buffers(sizes, self.num_replicas, self.facts.is_element_wise)
 
     @cached_property
-    def segments(self) -> list[zero.FlatSegment]:
+    def segments(self) -> list[zero_layout.FlatSegment]:
         """What of them is this rank's."""
-        return [s for shelf in self.shelves for s in shelf.segments(self.place.data)]
+        return [s for flat in self.flat_buffers for s in flat.segments(self.place.data)]
 
     @cached_property
-    def shelf_bytes(self) -> list[tuple[int, int]]:
-        """Of each shelf, and of this rank's shard of it."""
-        sizes = [self.trained[shelf.indices[0]].dtype.itemsize for shelf in self.shelves]
+    def flat_buffer_bytes(self) -> list[tuple[int, int]]:
+        """Of each flat, and of this rank's shard of it."""
+        sizes = [self.trained[flat.indices[0]].dtype.itemsize for flat in self.flat_buffers]
         return [
-            (shelf.starts[-1] * size, shelf.shards[self.place.data] * size)
-            for shelf, size in zip(self.shelves, sizes, strict=True)
+            (flat.starts[-1] * size, flat.shards[self.place.data] * size)
+            for flat, size in zip(self.flat_buffers, sizes, strict=True)
         ]
 
     def counted_blocks(self) -> int:

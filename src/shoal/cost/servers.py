@@ -37,7 +37,7 @@ def worker_memory(rank: Rank) -> MemoryUse:
     layout, num_rows = _layout(rank.facts, rank.trained), _num_rows(rank)
     sums = most_sums(len(rank.rounds)) if len(rank.rounds) > 1 else 0
     sizes = zip(layout.flat_buffers, layout.itemsizes, strict=True)
-    largest = max((shelf.starts[-1] * size for shelf, size in sizes), default=0)
+    largest = max((flat.starts[-1] * size for flat, size in sizes), default=0)
     rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
     held = sum(p.num_bytes for p in rank.parameters)
     read = 0

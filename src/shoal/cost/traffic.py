@@ -66,18 +66,18 @@ def _scatters(rank: Rank) -> list[Message]:
     times, tree, n = 1, rank.tree, rank.num_replicas
     if rank.plan.zero == 2:
         times, tree = most_rounds(rank.num_rounds, n), blocks_by_rank(n, n)
-    own = sum(shard for _, shard in rank.shelf_bytes)
-    elsewhere = sum(size for size, _ in rank.shelf_bytes) - own
+    own = sum(shard for _, shard in rank.flat_buffer_bytes)
+    elsewhere = sum(size for size, _ in rank.flat_buffer_bytes) - own
     most = max(len(blocks) for blocks in tree)
     return [
         Message(
             "gradients",
             "data",
             "all-to-all",
-            times * most * len(rank.shelves),
+            times * most * len(rank.flat_buffers),
             times * len(tree[rank.place.data]) * elsewhere,
         ),
-        Message("parameters", "data", "gather", len(rank.shelves), own * (n - 1)),
+        Message("parameters", "data", "gather", len(rank.flat_buffers), own * (n - 1)),
     ]
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from shoal.data import permutation, split
 from shoal.data.collating import SampleTypeCheck, collate_samples, load_collated, load_good_samples
-from shoal.data.loaders import Loaders, PieceKey, PieceSchedule
+from shoal.data.fetch_hints import prefetcher_for
+from shoal.data.loader_processes import Loaders, PieceKey, PieceSchedule
 from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
-from shoal.data.prefetcher import prefetcher_for
 from shoal.data.sources import BatchSource, Collate, EpochSource, Pass, SkipsBad, Source, as_source
 from shoal.data.stalls import STALLS
 from shoal.errors import RecipeError, UsageError

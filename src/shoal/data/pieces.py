@@ -2,7 +2,8 @@
 
 `pieces_in_order` cuts a source into neighbouring pieces, so the rank that takes a piece does not
 change what is in it. A piece is loaded by its index; `ahead` goes through many of them, and lets
-the loader processes of a Run's `loaders` load them ahead of time (`loaders.py`). They end with it.
+the loader processes of a Run's `loaders` load them ahead of time (`loader_processes.py`). They end
+with it.
 
 Cost: with loaders, one fork of each for every evaluation, some milliseconds. Next: `batches.py`.
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 from shoal.data.batches import DEFAULT_LOADING, LoadOptions, Piece, load, to_device
 from shoal.data.collating import SampleTypeCheck
-from shoal.data.loaders import Loaders, PieceKey
+from shoal.data.loader_processes import Loaders, PieceKey
 from shoal.data.permutation import Ids
 from shoal.data.sources import Source, as_source, normalize_index
 from shoal.data.stalls import STALLS

@@ -6,7 +6,7 @@ checkpoint or receives another rank's state, may take long: it is reported once,
 
 from collections.abc import Collection
 
-from shoal.elastic.seating import Seats
+from shoal.elastic.resize_barrier import Seats
 from shoal.plans.resize import RunSize
 
 

@@ -32,8 +32,8 @@ from shoal.elastic.actions import (
     Resized,
 )
 from shoal.elastic.failures import ECHO_S, MOST_FAILURES, FailureCounter, describe_missing
+from shoal.elastic.resize_barrier import ResizeBarrier, Seats, assign_seats, num_newcomers
 from shoal.elastic.roster import Roster
-from shoal.elastic.seating import ResizeBarrier, Seats, assign_seats, num_newcomers
 from shoal.plans.resize import RunSize, host_of
 from shoal.system.processes import describe_exit
 

@@ -13,7 +13,7 @@ pause, the run is ended, and the members that had not finished are named.
 
 from collections.abc import Collection, Mapping
 
-from shoal.elastic.seating import Seats
+from shoal.elastic.resize_barrier import Seats
 from shoal.plans.resize import RunSize
 
 STANDSTILL_S, PAUSE_S = 75.0, 60.0

@@ -60,7 +60,7 @@ class ServerProcess:
         self._sizes: list[RunSize] = []  # of the run, as far as the servers' layout changed
         num_sharing = -(-plan.num_servers // plan.hosts)
         self._crew = ComputeThreads(num_spare_threads(num_sharing) if plan.waits_for_all else 1)
-        self._desk: ServerLoop | None = None
+        self._loop: ServerLoop | None = None
         self._server: Server | None = None
 
     def serve(self) -> None:
@@ -71,10 +71,10 @@ class ServerProcess:
         try:
             while True:
                 assignment = self.seat.await_seat()
-                desk, server = self._open_layout()  # may repeat all the work of a dead server
-                peers = desk.peers
+                loop, server = self._open_layout()  # may repeat all the work of a dead server
+                peers = loop.peers
                 peer_addresses = self.seat.publish_address(
-                    assignment, desk.address, peers.address if peers else ""
+                    assignment, loop.address, peers.address if peers else ""
                 )
                 if peer_addresses is None:
                     continue
@@ -82,12 +82,12 @@ class ServerProcess:
                 if peers is not None:
                     peers.start_generation(assignment.generation, peer_addresses)
                 while not self.seat.is_over():
-                    desk.run_once()
+                    loop.run_once()
                     if (count := self.seat.take_repartition_request()) is not None:
                         self._repartition(server, count)
         finally:
-            if self._desk is not None:
-                self._desk.close()
+            if self._loop is not None:
+                self._loop.close()
 
     @property
     def _counts(self) -> list[int]:
@@ -101,16 +101,16 @@ class ServerProcess:
     def _open_layout(self) -> tuple[ServerLoop, Server]:
         """The server loop of the present layout; that of the one before is closed."""
         sizes = without_repeats([served_size(self.plan, size) for size in self.seat.sizes])
-        if self._desk is not None and self._server is not None and sizes == self._sizes:
-            return self._desk, self._server
-        if self._desk is not None:
-            self._desk.close()
-            self._desk = None  # frees the state, which is on disk
+        if self._loop is not None and self._server is not None and sizes == self._sizes:
+            return self._loop, self._server
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None  # frees the state, which is on disk
         self._sizes = sizes
         if len(sizes) > 1:
             self.plan = with_size(self.plan, self.seat.sizes[-1])
         plan, counts = self.plan, self._counts
-        shelf = LayoutFiles(self.directory, len(counts) - 1)
+        files = LayoutFiles(self.directory, len(counts) - 1)
         in_journal = plan.copies == 1  # else what it does is written to other servers
         server = self._server = self._server_class()(
             self._shard_of(self.number),
@@ -120,17 +120,17 @@ class ServerProcess:
             bound=plan.staleness_bound,
             secret=self.seat.secret,
             rule=plan.combine,
-            journal=Journal(shelf.journal(self.number), self.seat.secret) if in_journal else None,
+            journal=Journal(files.journal(self.number), self.seat.secret) if in_journal else None,
         )
-        if shelf.number and not server.clock.committed:
+        if files.number and not server.clock.committed:
             faultpoint("server.moving", self.number)
-            load_parts(server, self.number, counts[-2], shelf)
-            remove_parts(shelf, self.number, counts[-2], counts[-1])
+            load_parts(server, self.number, counts[-2], files)
+            remove_parts(files, self.number, counts[-2], counts[-1])
             faultpoint("server.moved", self.number)
         reach = self.seat.reach
         peers = make_peers(server, self.number, counts[-1], plan.copies, self._shard_of, reach)
-        self._desk = ServerLoop(server, reach, peers)
-        return self._desk, server
+        self._loop = ServerLoop(server, reach, peers)
+        return self._loop, server
 
     def _server_class(self) -> Callable[..., Server]:
         deadline_s = self.plan.deadline_s
@@ -159,10 +159,10 @@ class ServerProcess:
 
     def _repartition(self, server: Server, num_servers: int) -> None:
         """Write the state, partitioned for so many servers, and report it."""
-        shelf = LayoutFiles(self.directory, len(self._counts))
+        files = LayoutFiles(self.directory, len(self._counts))
         num_bytes, problem = 0, ""
         try:
-            num_bytes = write_parts(server, self.number, num_servers, shelf)
+            num_bytes = write_parts(server, self.number, num_servers, files)
         except (OSError, ValueError) as error:
             problem = f"server {self.number} cannot write down what it holds: {error}"
         self.seat.report_repartition(num_bytes, problem)
@@ -175,11 +175,11 @@ def serve_aggregator(
     layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
     num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
     server = AggregatorServer(model, layout, num_seats, num_pieces, seat.secret)
-    desk = ServerLoop(server, seat.reach)
+    loop = ServerLoop(server, seat.reach)
     try:
         while True:
             assignment = seat.await_seat()
-            if seat.publish_address(assignment, desk.address) is None:
+            if seat.publish_address(assignment, loop.address) is None:
                 continue
             with suppress(GroupLost):  # a server died; another generation follows
                 servers = seat.find_servers(assignment)
@@ -188,7 +188,7 @@ def serve_aggregator(
                     aggregator_route(servers, number, plan.hosts, plan.num_pieces),
                 )
                 while not seat.is_over():
-                    desk.run_once()
+                    loop.run_once()
     finally:
         server.leave()
-        desk.close()
+        loop.close()

@@ -27,7 +27,7 @@ from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.server_process import ServerProcess, serve_aggregator
 from shoal.errors import AllWorkersLost, FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
-from shoal.events.events import EmptiedEvent, EvaluatedEvent, ModelFailedEvent, ProgressEvent
+from shoal.events.events import BatchEmptyEvent, EvaluatedEvent, ModelFailedEvent, ProgressEvent
 from shoal.events.meters import StepTotals, peak_memory_bytes
 from shoal.events.metrics_writer import MetricsWriter
 from shoal.events.sinks import Sink, TensorBoardSink
@@ -217,7 +217,7 @@ def _train(
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:
-            seat.emit(EmptiedEvent(step=info.step, left_out=info.left_out))
+            seat.emit(BatchEmptyEvent(step=info.step, left_out=info.left_out))
 
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 

@@ -164,7 +164,7 @@ class ResumedEvent(BaseEvent, tag="resumed", kw_only=True):
     pieces_now: int
 
 
-class BegunEvent(BaseEvent, tag="begun", kw_only=True):
+class NothingToResumeEvent(BaseEvent, tag="begun", kw_only=True):
     """A resume was asked for, and there was nothing to resume from."""
 
     step: int
@@ -210,7 +210,7 @@ class RescuedEvent(BaseEvent, tag="rescued", kw_only=True):
     place: str
 
 
-class UnholdableEvent(BaseEvent, tag="unholdable", kw_only=True):
+class ModelNotSavableEvent(BaseEvent, tag="unholdable", kw_only=True):
     """No checkpoint can hold this model."""
 
     why: str
@@ -233,7 +233,7 @@ class EvaluatedEvent(BaseEvent, tag="evaluated", kw_only=True):
     evaluation: dict[str, float]
 
 
-class EmptiedEvent(BaseEvent, tag="emptied", kw_only=True):
+class BatchEmptyEvent(BaseEvent, tag="emptied", kw_only=True):
     """Quarantine left out all samples of a batch."""
 
     step: int
@@ -320,16 +320,16 @@ Event = (
     | SlowEvent
     | BalancedEvent
     | ResumedEvent
-    | BegunEvent
+    | NothingToResumeEvent
     | CheckpointRefusedEvent
     | SavedEvent
     | SaveFailedEvent
     | SaveSkippedEvent
     | RescuedEvent
-    | UnholdableEvent
+    | ModelNotSavableEvent
     | ModelFailedEvent
     | EvaluatedEvent
-    | EmptiedEvent
+    | BatchEmptyEvent
     | ReplicaRepairedEvent
     | ReplicasDifferEvent
     | StateCorruptedEvent

@@ -17,10 +17,9 @@ from rich.text import Text
 
 from shoal.events.events import (
     BalancedEvent,
-    BegunEvent,
+    BatchEmptyEvent,
     BusyEvent,
     CheckpointRefusedEvent,
-    EmptiedEvent,
     EvaluatedEvent,
     Event,
     ExitedEvent,
@@ -28,6 +27,8 @@ from shoal.events.events import (
     HostLeftEvent,
     HostsMissingEvent,
     ModelFailedEvent,
+    ModelNotSavableEvent,
+    NothingToResumeEvent,
     NotResizedEvent,
     ProgressEvent,
     RecoveredEvent,
@@ -40,7 +41,6 @@ from shoal.events.events import (
     SlowEvent,
     StandstillEvent,
     StoppingEvent,
-    UnholdableEvent,
     WaitingEvent,
     WarningEvent,
 )
@@ -82,11 +82,11 @@ class Display:
             case ResumedEvent():
                 self._evaluated = event.step
                 self.say(_resumed(event))
-            case UnholdableEvent():
+            case ModelNotSavableEvent():
                 self._no_checkpoints(event.why)
             case SaveFailedEvent() | SaveSkippedEvent():
                 self._not_saved(event)
-            case EmptiedEvent():
+            case BatchEmptyEvent():
                 self._say_once("emptied", _emptied(event))
             case WarningEvent():
                 self._say_once(event.text, f"[bold yellow]{escape(event.text)}[/]")
@@ -208,7 +208,7 @@ def _resumed(event: ResumedEvent) -> str:
     return told
 
 
-def _begun(event: BegunEvent) -> str:
+def _begun(event: NothingToResumeEvent) -> str:
     store = escape(event.store)
     if event.num_bad:
         bad = f"[bold yellow]no checkpoint in {store} is good[/]"
@@ -216,7 +216,7 @@ def _begun(event: BegunEvent) -> str:
     return f"nothing to go on from in {store}: the run begins at step {event.step}"
 
 
-def _emptied(event: EmptiedEvent) -> str:
+def _emptied(event: BatchEmptyEvent) -> str:
     return (
         f"[bold yellow]step {event.step} changes nothing[/]: quarantine left out all "
         f"{event.left_out} samples of its batch. More such steps are told in events.jsonl alone"
@@ -297,7 +297,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     StoppingEvent: lambda event: (
         "stopping after the step under way; the same signal again ends at once"
     ),
-    BegunEvent: _begun,
+    NothingToResumeEvent: _begun,
     BalancedEvent: _balanced,
     SlowEvent: _slow,
     WaitingEvent: _waiting,

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.chunks import PlacedChunk, TensorRegion, lay_out_file
-from shoal.checkpoint.dtypes import canonical_names, dtype_name, tensor_bytes
-from shoal.checkpoint.find import PathOrUrl
-from shoal.checkpoint.manifest import Manifest, Origin, Progress
-from shoal.checkpoint.write import (
+from shoal.checkpoint.commit import (
     commit_checkpoint,
     merge_tensors,
     new_target,
     open_draft,
     write_chunks,
 )
+from shoal.checkpoint.dtypes import canonical_names, dtype_name, tensor_bytes
+from shoal.checkpoint.find import PathOrUrl
+from shoal.checkpoint.manifest import Manifest, Origin, Progress
 from shoal.errors import BadCheckpoint
 from shoal.formats.match import match_tensors
 from shoal.formats.weights import MODEL, ModelWeights

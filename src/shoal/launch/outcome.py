@@ -12,12 +12,12 @@ from shoal.errors import RUN_AGAIN
 from shoal.events.events import (
     Event,
     ModelFailedEvent,
+    ModelNotSavableEvent,
     RescuedEvent,
     ResumedEvent,
     SavedEvent,
     SaveFailedEvent,
     SaveSkippedEvent,
-    UnholdableEvent,
 )
 from shoal.storage.decoding import try_decode_json
 
@@ -81,7 +81,7 @@ class Saves:
                 self._reasons.setdefault(event.step, []).append(event.why)
             case RescuedEvent():
                 self.rescued = event.place
-            case UnholdableEvent():
+            case ModelNotSavableEvent():
                 self.unholdable = event.why
             case ModelFailedEvent():
                 self.model_problem = event.why

@@ -15,7 +15,7 @@ from shoal.numerics.precision import environment_for
 from shoal.plans.plan import Plan
 from shoal.storage.object_store import open_store
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings, origin_of
-from shoal.training.own_loop import OwnLoop
+from shoal.training.own_loop import CustomLoop
 from shoal.training.recipe import provenance
 from shoal.training.resume import newest, plan_to_resume, refuse_changes, refuse_used_store
 from shoal.training.run import Run, resolve
@@ -80,5 +80,5 @@ def trainer(
         checkpointer = Checkpointer(
             CheckpointSettings(store, made, others_may_write=True, resumes=resume), seat.emit
         )
-    loop = OwnLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
+    loop = CustomLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
     return Trainer(run, resolved, seat, hooks=hooks, checkpointer=checkpointer, loop=loop)

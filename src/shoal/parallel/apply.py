@@ -3,7 +3,7 @@
 `survey` examines the whole model once, before ranks exist, and decides which rank holds what; a
 plan that cannot work is refused there. `ParallelModel` then cuts this rank's copy in place, with
 every parameter under its own name, and runs it. ZeRO 1 and 2 do not cut the model: they are
-strategies (`sync/sharded.py`).
+strategies (`sync/zero.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

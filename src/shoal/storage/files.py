@@ -92,7 +92,8 @@ def make_private_directory(path: Path, way_out: str) -> None:
 
     Missing parents are made alike. An existing directory must belong to this user, be closed to
     others, and be no link. Its parent must belong to this user or root, and be writable by others
-    only with the sticky bit, as /tmp, so that no other user can replace it. OSError if it cannot be made.
+    only with the sticky bit, as /tmp, so that no other user can replace it. OSError if it cannot be
+    made.
     """
     if not path.parent.exists():
         make_private_directory(path.parent, way_out)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from shoal.comm.mesh import NO_REQUESTS, RankRequests
+from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.numerics.quantization import make_codec
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
@@ -14,9 +14,9 @@ from shoal.sync.outer import OuterConfig
 from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.outer_client import OuterClient
 from shoal.sync.server.strategy import ServerStrategy
-from shoal.sync.sharded import Sharded
 from shoal.sync.state import ShardedState
 from shoal.sync.strategy import Strategy
+from shoal.sync.zero import ZeroSharded
 
 
 def make_strategy(
@@ -54,7 +54,7 @@ def make_strategy(
     if plan.zero == 3:
         return FullySharded(plan.num_pieces, round_size)
     if plan.zero:
-        return Sharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
+        return ZeroSharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
     return AllReduce(plan.num_pieces, exact, round_size)
 
 

@@ -4,9 +4,9 @@ optimizer.
 All replicas keep the same anchor, the weights as of the last agreement. After a window, anchor
 minus weights is a replica's outer gradient; the mean goes through SGD with Nesterov momentum, which
 moves the anchor, and the weights follow. Outer gradients can be packed into a few bits
-(`comm/codecs.py`) if the rounding error is added to the next one. In fragments, each travels while
-the following steps compute, and a replica keeps its progress meanwhile: its weights move by as much
-as the new anchor differs from what was sent.
+(`comm/compression.py`) if the rounding error is added to the next one. In fragments, each travels
+while the following steps compute, and a replica keeps its progress meanwhile: its weights move by
+as much as the new anchor differs from what was sent.
 
 All at once, an agreement has two phases: the result is staged until all have it (`averaging.py`).
 Of a fragment in flight what was sent is kept, and nothing else changes until it arrives. So a state
@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.codecs import Codec, CompressedMean, share_bounds
 from shoal.comm.collectives import Group, drain_deadline
+from shoal.comm.compression import Codec, CompressedMean, share_bounds
 from shoal.comm.reduce import Reduction, TreeReduce
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
 from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole_slice

@@ -29,8 +29,8 @@ from shoal.sync.local import LocalSGD
 from shoal.sync.outer import averaged_parameters
 from shoal.sync.rounds import AttachedModel
 from shoal.sync.server.strategy import ServerStrategy
-from shoal.sync.sharded import Sharded
 from shoal.sync.strategy import Strategy
+from shoal.sync.zero import ZeroSharded
 
 
 class StateInventory:
@@ -112,7 +112,8 @@ class StateInventory:
         """Of the optimizer: that of parameters which replicas share, or the rest."""
         if isinstance(self._strategy, ServerStrategy) or is_offloaded(self._attached.optimizer):
             return  # servers have it, or files
-        steps_on_parts, state = isinstance(self._strategy, Sharded), self._attached.optimizer.state
+        steps_on_parts = isinstance(self._strategy, ZeroSharded)
+        state = self._attached.optimizer.state
         for p, run in self._attached.runs.items():  # whose order is the same on all
             is_shared = id(p) in self._shared and not steps_on_parts
             if is_shared == shared and p in state and not isinstance(p, ReservedParameter):
@@ -139,5 +140,5 @@ def _alike_after_agreement(strategy: LocalSGD) -> Iterator[NamedTensor]:
 def _attached_model(strategy: Strategy) -> AttachedModel:
     if isinstance(strategy, LocalSGD):
         return strategy.inner.attached
-    assert isinstance(strategy, AllReduce | Sharded | FullySharded | ServerStrategy)
+    assert isinstance(strategy, AllReduce | ZeroSharded | FullySharded | ServerStrategy)
     return strategy.attached

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.backend import Backend, Started
+from shoal.cluster.backend import Backend, StartedRun
 from shoal.cluster.local import NotLoaded
 from shoal.system.fork_server import Report, WorkerExited, WorkerSpec, WorkerStarted
 
@@ -42,7 +42,7 @@ def _fail() -> Any:
     raise KeyError("of the preparation")
 
 
-def reports(started: Started, num_exits: int) -> Iterator[Report]:
+def reports(started: StartedRun, num_exits: int) -> Iterator[Report]:
     """All until so many processes have ended."""
     deadline = time.monotonic() + LIMIT_S
     while num_exits:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.codecs import Codec, encode_with_residual, share_bounds
+from shoal.comm.compression import Codec, encode_with_residual, share_bounds
 
 LENGTHS = (1, 7, 64, 257, 1000)
 

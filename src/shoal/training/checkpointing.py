@@ -37,15 +37,15 @@ from shoal.errors import (
     UsageError,
 )
 from shoal.events.events import (
-    BegunEvent,
     CheckpointRefusedEvent,
     Event,
+    ModelNotSavableEvent,
+    NothingToResumeEvent,
     RescuedEvent,
     ResumedEvent,
     SavedEvent,
     SaveFailedEvent,
     SaveSkippedEvent,
-    UnholdableEvent,
 )
 from shoal.events.step import StepInfo
 from shoal.logs import warn_on_screen, warn_once
@@ -169,7 +169,11 @@ class Checkpointer:
                 place = self.store if self._beginning is None else self._beginning.place
                 raise BadCheckpoint(f"{place}: {problem.why}")
         if self._resumes and world.rank == 0:
-            self._emit(BegunEvent(step=trainer.step, store=str(self.store), num_bad=len(self._bad)))
+            self._emit(
+                NothingToResumeEvent(
+                    step=trainer.step, store=str(self.store), num_bad=len(self._bad)
+                )
+            )
             warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
 
     def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
@@ -299,7 +303,7 @@ class Checkpointer:
         if why and self._is_asked:
             raise cannot_hold(why, f"and checkpoints are to be kept in {self.store}")
         if why and not self._holds_nothing and world.rank == 0:
-            self._emit(UnholdableEvent(why=why))
+            self._emit(ModelNotSavableEvent(why=why))
         self._holds_nothing = bool(why)
 
     def _look_once(self, trainer: "Trainer") -> None:

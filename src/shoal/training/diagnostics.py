@@ -1,4 +1,4 @@
-"""Who is to blame when a step cannot be right: the samples, or what the model does in its forward.
+"""What is wrong when a step cannot be right: with the samples, or with the forward, and where.
 
 A loss that is not finite is traced to its samples. The first piece that a rank computes is watched
 for what a plan cannot spread and no look at the modules can tell: parameters that the forward

@@ -82,7 +82,7 @@ class _LoopSnapshot(NamedTuple):
     frozen: list[str]
 
 
-class OwnLoop:
+class CustomLoop:
     """Of one rank. `recovers`: a lost rank will be replaced."""
 
     def __init__(self, recovers: bool):

@@ -63,7 +63,7 @@ def _listed(store: Store) -> list[str]:
         raise
     except OSError as error:
         raise UsageError(
-            f"{store} cannot be read: {error.strerror}, so nobody knows which checkpoints it holds."
+            f"{store} cannot be read: {error.strerror}, so its checkpoints cannot be listed."
         ) from error
 
 

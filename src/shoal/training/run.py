@@ -44,7 +44,7 @@ class Run:
     clip: float | None = None
     collate: Callable[[list[Any]], Any] | None = None
     end: str = "drop"
-    loaders: int = 0  # processes beside each rank that load ahead (`data/loaders.py`)
+    loaders: int = 0  # processes beside each rank that load ahead (`data/loader_processes.py`)
     evaluate: Any = None
     evaluate_every: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)

@@ -47,7 +47,7 @@ from shoal.training.diagnostics import (
 )
 from shoal.training.evaluate import measure
 from shoal.training.loop_state import LoopState
-from shoal.training.own_loop import LoopAction, OwnLoop
+from shoal.training.own_loop import CustomLoop, LoopAction
 from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
 from shoal.training.resizing import pause_for_resize, plan_in
@@ -67,7 +67,7 @@ class Trainer:
         built: BuiltModel | None = None,
         hooks: Sequence[Hook] = (),
         checkpointer: Checkpointer | NoCheckpoints | None = None,
-        loop: OwnLoop | None = None,
+        loop: CustomLoop | None = None,
     ):
         """`loop` is for a script's own, which acts between steps."""
         self.run, self.plan, self.seat, self.loop = run, plan, seat, loop

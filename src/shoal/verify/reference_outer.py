@@ -13,8 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from shoal.numerics.codecs import BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.numerics.fragments import split_fragments
-from shoal.numerics.quantization import BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.plans.plan import Plan
 from shoal.sync.server.layout import make_layout
 

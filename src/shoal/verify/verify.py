@@ -72,7 +72,7 @@ def verify(
         resolved = resolve(run, plan, None)
         judge = compare if resolved.staleness_bound == 0 else compare_replay
         verdict = judge(run, resolved, directory)
-        return {"verdict": msgspec.to_builtins(verdict)}, _bear_no_rank
+        return {"verdict": msgspec.to_builtins(verdict)}, _start_no_rank
 
     def prepare() -> tuple[dict[str, Any], WorkerMain]:
         set_single_thread()
@@ -159,8 +159,8 @@ def _why(outcome: SupervisorResult) -> str:
     return outcome.cause or f"it was stopped after step {outcome.step}"
 
 
-def _bear_no_rank(birth: WorkerSpec) -> int:
-    raise AssertionError("the reference bears no ranks")
+def _start_no_rank(spec: WorkerSpec) -> int:
+    raise AssertionError("the reference starts no ranks")
 
 
 class StepRecorder:

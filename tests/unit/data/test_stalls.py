@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shoal.data import batches, loaders, stalls
-from shoal.data.loaders import Loaders, PieceKey
+from shoal.data import batches, loader_processes, stalls
+from shoal.data.loader_processes import Loaders, PieceKey
 from shoal.data.readers.records import SourceLost
 from shoal.data.stalls import STALLS, StallDetector
 
@@ -74,8 +74,8 @@ def test_loading_is_what_is_waited_for() -> None:
 
 
 def test_a_loader_that_hangs_loses_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaders, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(loaders, "_CLOSING_S", 0.05)
+    monkeypatch.setattr(loader_processes, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(loader_processes, "_CLOSING_S", 0.05)
     monkeypatch.setattr(stalls, "LIMIT_S", 0.2)
     monkeypatch.setattr(stalls, "LIMIT_PER_SAMPLE_S", 0.0)
 

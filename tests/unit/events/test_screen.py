@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shoal import logs
-from shoal.data.loaders import Loaders, PieceKey
+from shoal.data.loader_processes import Loaders, PieceKey
 from shoal.data.readers.records import SourceLost
 from shoal.errors import RecipeError, UsageError
 from shoal.events.events import Event

@@ -17,7 +17,7 @@ from shoal.errors import PlanError
 from shoal.parallel.layout import Cut, part_of
 from shoal.parallel.tensor.cutting import TensorPlan, cut_tensors, find_cuts, mark_cut_parameters
 from shoal.parallel.tensor.part import TAG, joined, share_of
-from shoal.parallel.tensor.shapes import viewed
+from shoal.parallel.tensor.view_rules import viewed
 
 
 class Block(nn.Module):

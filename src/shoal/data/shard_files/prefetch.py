@@ -1,6 +1,6 @@
 """Prefetching of shards: those that the order needs soon are fetched beside training.
 
-A set gets the ids of its next samples (`data/prefetcher.py`). Two threads fetch the shards among
+A set gets the ids of its next samples (`data/fetch_hints.py`). Two threads fetch the shards among
 them that are not local yet, in that order, at most 32 shards and 1 GiB ahead, and only while all of
 it fits into half of the directory: nothing in use is removed for them. A failure here is no error,
 and the shard is not requested again for a minute; the reader that needs it requests it, and raises.

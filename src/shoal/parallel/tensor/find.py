@@ -24,7 +24,7 @@ from shoal.comm.collectives import Group
 from shoal.errors import PlanError, found_in
 from shoal.parallel.layout import Cut
 from shoal.parallel.tensor.forward import DECOMPOSED, PART_RULES, CutForward, follow_rule
-from shoal.parallel.tensor.matrix import MATRIX_RULES
+from shoal.parallel.tensor.matmul_rules import MATRIX_RULES
 from shoal.parallel.tensor.part import (
     METADATA_FUNCTIONS,
     CannotCut,
@@ -34,7 +34,7 @@ from shoal.parallel.tensor.part import (
     cut_of,
 )
 from shoal.parallel.tensor.search_state import SearchState
-from shoal.parallel.tensor.shapes import SHAPE_RULES, Args, Kwargs
+from shoal.parallel.tensor.view_rules import SHAPE_RULES, Args, Kwargs
 
 SMALL = 512  # elements of a matrix that is not worth a message
 SMALL_TABLE = 32  # a table is cut if it holds more than this fraction of the model

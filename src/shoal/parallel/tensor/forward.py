@@ -1,10 +1,10 @@
 """Runs the forward pass of a model whose matrices are cut.
 
 A `TensorForward` is entered around each forward. It sees every torch function; those that meet a
-cut parameter or a part go to a rule (`matrix.py`, `rules.py`, `shapes.py`), all
-others run as they are. A function without a rule, or an autograd function of the model's own, is
-given whole values instead, gathered from all ranks, and what comes out is cut again: slower, never
-wrong. So the result does not depend on which matrices were cut.
+cut parameter or a part go to a rule (`matmul_rules.py`, `elementwise_rules.py`, `view_rules.py`),
+all others run as they are. A function without a rule, or an autograd function of the model's own,
+is given whole values instead, gathered from all ranks, and what comes out is cut again: slower,
+never wrong. So the result does not depend on which matrices were cut.
 
 Parameters stay plain and local. What they are a part of is an attribute (`part.TAG`),
 because FSDP puts other parameter objects into a module for the time of its forward.
@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_map
 from shoal.comm.collectives import Group
 from shoal.errors import RecipeError
 from shoal.parallel.layout import Cut
-from shoal.parallel.tensor.matrix import MATRIX_RULES
+from shoal.parallel.tensor.elementwise_rules import ELEMENT_RULES, cast, made_whole, pointwise
+from shoal.parallel.tensor.matmul_rules import MATRIX_RULES
 from shoal.parallel.tensor.part import (
     METADATA_FUNCTIONS,
     TAG,
@@ -40,8 +41,7 @@ from shoal.parallel.tensor.part import (
     make_part,
     strides_of_whole,
 )
-from shoal.parallel.tensor.rules import ELEMENT_RULES, cast, made_whole, pointwise
-from shoal.parallel.tensor.shapes import (
+from shoal.parallel.tensor.view_rules import (
     SHAPE_RULES,
     Args,
     Kwargs,

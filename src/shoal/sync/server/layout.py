@@ -1,7 +1,7 @@
 """Where each element of the parameters is, and which server holds it. Pure.
 
-Parameters lie one after another in flat buffers, those of ZeRO (`parallel/zero.py`), which fill up
-during backward; each is cut into keys of about 4 MB, and the keys are assigned to servers
+Parameters lie one after another in flat buffers, those of ZeRO (`parallel/zero_layout.py`), which
+fill up during backward; each is cut into keys of about 4 MB, and the keys are assigned to servers
 (`placement.py`). Workers and servers compute this alike from the parameter list, and compare
 digests of it when they connect.
 """
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from shoal.comm.buckets import BUCKET_BYTES
-from shoal.parallel import zero
+from shoal.parallel import zero_layout
 from shoal.sync.server.placement import place_keys
 
 LEAST_BYTES = 64  # of a key, so that small models are dealt out too
@@ -34,7 +34,7 @@ class ParameterKey(NamedTuple):
 
 
 class ServerLayout(NamedTuple):
-    flat_buffers: list[zero.FlatBuffer]  # `cuts` are where keys begin, and the end
+    flat_buffers: list[zero_layout.FlatBuffer]  # `cuts` are where keys begin, and the end
     keys: list[ParameterKey]
     holders: list[int]  # the server of each key
     itemsizes: list[int]  # of each flat buffer's elements
@@ -50,7 +50,7 @@ class ServerLayout(NamedTuple):
     def keys_of_buffer(self, flat_buffer: int) -> list[int]:
         return [number for number, key in enumerate(self.keys) if key.flat_buffer == flat_buffer]
 
-    def segments(self, key: int) -> list[zero.FlatSegment]:
+    def segments(self, key: int) -> list[zero_layout.FlatSegment]:
         """Runs of parameters in a key; `place` counts from the key's start."""
         own = self.keys[key]
         return [
@@ -91,10 +91,12 @@ def make_layout(
     total = sum(length * itemsize for length, itemsize, _ in sizes)
     most = min(BUCKET_BYTES, max(LEAST_BYTES, total // (4 * num_servers)))
     flat_buffers, keys = [], []
-    for number, flat_buffer in enumerate(zero.lay_out_buffers(sizes, 1, may_cut)):
+    for number, flat_buffer in enumerate(zero_layout.lay_out_buffers(sizes, 1, may_cut)):
         itemsize = sizes[flat_buffer.indices[0]][1]
         num_keys = -(-flat_buffer.starts[-1] * itemsize // most) if may_cut else 1
-        cuts = sorted({*zero.shard_evenly(flat_buffer.starts, flat_buffer.lengths, num_keys)})
+        cuts = sorted(
+            {*zero_layout.shard_evenly(flat_buffer.starts, flat_buffer.lengths, num_keys)}
+        )
         flat_buffers.append(flat_buffer._replace(cuts=cuts))
         for k, (start, stop) in enumerate(pairwise(cuts)):
             keys.append(ParameterKey(number, k, start, stop, itemsize))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.codecs import encode_with_residual
+from shoal.comm.compression import encode_with_residual
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
 from shoal.numerics.fragments import FragmentSchedule

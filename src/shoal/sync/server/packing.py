@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.comm.wire import tensor_of
 from shoal.errors import RecipeError
-from shoal.numerics.quantization import HalfPrecisionCodec, make_codec
+from shoal.numerics.codecs import HalfPrecisionCodec, make_codec
 from shoal.plans.keys import ROUNDING_CODECS
 
 PACKED_BYTES = 2  # of a packed element

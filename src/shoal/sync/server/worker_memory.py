@@ -19,7 +19,7 @@ from shoal.comm.buffer_pool import BufferPool
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
 from shoal.comm.uncached_copy import copy_uncached
 from shoal.comm.wire import tensor_of
-from shoal.parallel import zero
+from shoal.parallel import zero_layout
 from shoal.sync.server.layout import ServerLayout
 from shoal.sync.server.messages import ServerWelcome
 from shoal.sync.server.parameter_views import ParameterViews
@@ -113,7 +113,7 @@ class WorkerMemory:
     def _dtype_of(self, key: int) -> torch.dtype:
         return self._parameters[self.layout.segments(key)[0].parameter].dtype
 
-    def _places_of(self, key: int) -> Iterator[tuple[Tensor, zero.FlatSegment]]:
+    def _places_of(self, key: int) -> Iterator[tuple[Tensor, zero_layout.FlatSegment]]:
         """Where a key's elements are in the parameters, and where in the key."""
         for s in self.layout.segments(key):
             # As `data`: a forward under way must not take it for a write of its own.

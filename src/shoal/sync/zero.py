@@ -1,8 +1,8 @@
 """ZeRO 1 and 2: each rank keeps the optimizer's state of its shard, and steps on that alone.
 
-Parameters live in flat buffers (`parallel/zero.py`). A bucket of gradients leaves as soon as it is
-full; each rank receives its shard of it from all, adds them in the tree's order and forgets the
-rest. The small message with the losses is the vote: no rank steps before every rank holds its
+Parameters live in flat buffers (`parallel/zero_layout.py`). A bucket of gradients leaves as soon as
+it is full; each rank receives its shard of it from all, adds them in the tree's order and forgets
+the rest. The small message with the losses is the vote: no rank steps before every rank holds its
 summed shard. Then each steps on its own elements, and the parameters go round.
 
 `zero=1` adds up a rank's pieces before they are sent, so with accumulation it holds a whole
@@ -29,7 +29,7 @@ from shoal.comm.reduce import ReduceScatter, TreeReduce
 from shoal.comm.tree import PieceSum
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import ParameterPart, is_element_wise, swap_parameters
-from shoal.parallel import zero
+from shoal.parallel import zero_layout
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of_run
 from shoal.sync.norm import SharedNorm
 from shoal.sync.rounds import (
@@ -65,14 +65,14 @@ class ScatterSchedule(NamedTuple):
         return cls(tree, None, PieceSum(range(most)), num_remaining=most - len(rounds.own))
 
 
-class Sharded:
+class ZeroSharded:
     in_lockstep, begins_at = True, 0
     late_mark: int | None = None
 
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size
         self._schedule_of = ScatterSchedule.each_round if scatter_each else ScatterSchedule.once
-        self.flat_buffers: list[zero.FlatBuffer] = []
+        self.flat_buffers: list[zero_layout.FlatBuffer] = []
         self.shards: list[Tensor] = []  # of the summed gradient, by flat buffer
 
     def attach(
@@ -157,7 +157,7 @@ class Sharded:
         """Move the parameters into flat buffers."""
         sizes = [(p.numel(), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
         may_cut = is_element_wise(self.attached.optimizer)
-        self.flat_buffers = zero.lay_out_buffers(sizes, self.group.num_ranks, may_cut)
+        self.flat_buffers = zero_layout.lay_out_buffers(sizes, self.group.num_ranks, may_cut)
         self._flat = [_flatten(flat_buffer, self.parameters) for flat_buffer in self.flat_buffers]
         self._buffer_of = {
             i: k for k, flat_buffer in enumerate(self.flat_buffers) for i in flat_buffer.indices
@@ -165,7 +165,7 @@ class Sharded:
 
     def _swap_optimizer(self) -> None:
         """Let the optimizer step on this rank's segments instead of the parameters."""
-        self._stepped: dict[zero.FlatSegment, nn.Parameter] = {}
+        self._stepped: dict[zero_layout.FlatSegment, nn.Parameter] = {}
         parts: dict[nn.Parameter, list[ParameterPart]] = {p: [] for p in self.parameters}
         for flat_buffer, flat in zip(self.flat_buffers, self._flat, strict=True):
             for s in flat_buffer.segments(self.group.rank):
@@ -229,13 +229,13 @@ class Sharded:
         for arrival in arrivals:
             arrival.wait()
 
-    def _gradient(self, segment: zero.FlatSegment) -> Tensor:
+    def _gradient(self, segment: zero_layout.FlatSegment) -> Tensor:
         k = self._buffer_of[segment.parameter]
         start = segment.place - self.flat_buffers[k].cuts[self.group.rank]
         return self.shards[k][start : start + segment.length]
 
 
-def _flatten(flat_buffer: zero.FlatBuffer, parameters: Sequence[nn.Parameter]) -> Tensor:
+def _flatten(flat_buffer: zero_layout.FlatBuffer, parameters: Sequence[nn.Parameter]) -> Tensor:
     """A new flat buffer in which these parameters stand from now on."""
     first = parameters[flat_buffer.indices[0]]
     flat = torch.zeros(flat_buffer.starts[-1], dtype=first.dtype, device=first.device)
@@ -246,5 +246,5 @@ def _flatten(flat_buffer: zero.FlatBuffer, parameters: Sequence[nn.Parameter]) -
     return flat
 
 
-def _run_of(segment: zero.FlatSegment, tensor: Tensor) -> Tensor:
+def _run_of(segment: zero_layout.FlatSegment, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[segment.start : segment.stop]

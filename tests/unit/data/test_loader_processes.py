@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal.data.batches import Batches, LoadOptions
-from shoal.data.loaders import Loaders, PieceKey, PieceSchedule
+from shoal.data.loader_processes import Loaders, PieceKey, PieceSchedule
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.sources import Ids, Pass
 from shoal.errors import RecipeError, ShoalError, UsageError

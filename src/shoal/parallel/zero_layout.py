@@ -6,7 +6,7 @@ of 1,024 elements from it: so the blocks of the gradient's norm (`numerics/norms
 and a kernel that works on several elements at a time meets the same ones as in the whole tensor.
 Optimizers that look at more than one element at once get whole tensors.
 
-Rajbhandari et al. 2020, arXiv 1910.02054. Read next: `sync/sharded.py`.
+Rajbhandari et al. 2020, arXiv 1910.02054. Read next: `sync/zero.py`.
 """
 
 from bisect import bisect_right

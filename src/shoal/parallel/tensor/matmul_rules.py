@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from shoal.parallel.layout import Cut
+from shoal.parallel.tensor.elementwise_rules import beside
 from shoal.parallel.tensor.part import CannotCut, CutRegion, TensorPart, cut_of, share_of
-from shoal.parallel.tensor.rules import beside
-from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
+from shoal.parallel.tensor.view_rules import Args, Kwargs, Rule, argument, table
 
 
 class ProductDims(NamedTuple):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.numerics.norms import BLOCK
-from shoal.parallel.zero import (
+from shoal.parallel.zero_layout import (
     ALIGNMENT,
     FlatBuffer,
     lay_out_buffers,

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm.codecs import share_bounds
+from shoal.comm.compression import share_bounds
 
 
 @given(st.integers(0, 5000), st.sampled_from([1, 256]), st.integers(1, 9))

@@ -1,11 +1,11 @@
-"""The prefetcher announces the next samples to a source, so that it can fetch them ahead of time.
+"""Announces the next samples to a source, so that it can fetch them ahead of time.
 
 The order is a pure function, so the next ids are known. A source that must fetch before it can read
 (remote shards) gets the ids of up to 32,768 next samples and returns how many of them it will
 fetch. It gets ids again when half of these were loaded.
 
-Not for loading the samples themselves ahead of time; that is `loaders.py`. Cost: some 40 ns for
-each id of an announcement. Next: `shard_files/prefetch.py`, which fetches.
+Not for loading the samples themselves ahead of time; that is `loader_processes.py`. Cost: some 40
+ns for each id of an announcement. Next: `shard_files/prefetch.py`, which fetches.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _TIMES_PROVIDED = 4  # ids to announce for each that it fetched, so that it can 
 IdsFrom = Callable[[int, int], Ids]  # (step, number of steps)
 
 
-class Prefetcher:
+class FetchHints:
     """Call `at` with each step that was loaded, in any order, and `close` at the end."""
 
     def __init__(self, source: PrefetchingSource, ids_from: IdsFrom, batch_size: int):
@@ -42,8 +42,8 @@ class Prefetcher:
         self._source.fetch_ahead(np.empty(0, dtype=np.int64))
 
 
-def prefetcher_for(source: Source, ids_from: IdsFrom, batch_size: int) -> Prefetcher | None:
+def prefetcher_for(source: Source, ids_from: IdsFrom, batch_size: int) -> FetchHints | None:
     """None for a source that has nothing to fetch."""
     if not isinstance(source, PrefetchingSource):
         return None
-    return Prefetcher(source, ids_from, batch_size)
+    return FetchHints(source, ids_from, batch_size)

@@ -7,7 +7,7 @@ encoding drops is returned as a residual, to be added the next time: by each ran
 vector, by the owner for the mean.
 
 Cost: 2 (n - 1) / n times the packed bytes per rank, as a ring all-reduce. Not for exact sums:
-`reduce.py`. Read next: `numerics/quantization.py`, the codecs.
+`reduce.py`. Read next: `numerics/codecs.py`, the codecs.
 """
 
 from itertools import pairwise

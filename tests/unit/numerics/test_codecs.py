@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.codecs import Codec
-from shoal.numerics.quantization import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
+from shoal.comm.compression import Codec
+from shoal.numerics.codecs import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.plans.keys import ROUNDING_CODECS
 from shoal.testing.codecs import CodecConformance
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shoal.data import prefetcher
-from shoal.data.prefetcher import Prefetcher, prefetcher_for
+from shoal.data import fetch_hints
+from shoal.data.fetch_hints import FetchHints, prefetcher_for
 from shoal.data.sources import Ids
 
 BATCH, NUM_STEPS = 32, 2_000
@@ -36,13 +36,13 @@ def ids_from(step: int, num_steps: int) -> Ids:
 def test_what_is_asked_for_was_told_before(num_provided: int) -> None:
     source = Near(num_provided)
     ahead = prefetcher_for(source, ids_from, BATCH)
-    assert isinstance(ahead, Prefetcher)
+    assert isinstance(ahead, FetchHints)
     for step in range(NUM_STEPS):
         if step:
             wanted = set(range(step * BATCH, (step + 1) * BATCH))
             assert wanted <= source.near, f"step {step} was not fetched ahead"
         ahead.at(step)
-    assert source.num_told < 2 * prefetcher.NUM_IDS + 20 * len(source), "it was told too often"
+    assert source.num_told < 2 * fetch_hints.NUM_IDS + 20 * len(source), "it was told too often"
 
 
 def test_a_source_that_fetches_nothing_is_not_told() -> None:

@@ -20,7 +20,7 @@ from shoal.parallel.tensor.part import (
     share_of,
     strides_of_whole,
 )
-from shoal.parallel.tensor.shapes import Args, Kwargs, Rule, argument, table
+from shoal.parallel.tensor.view_rules import Args, Kwargs, Rule, argument, table
 
 _POINTWISE = """
 abs absolute neg negative exp exp2 expm1 log log1p log2 sqrt rsqrt sin cos tan asin acos atan sinh
