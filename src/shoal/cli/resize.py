@@ -33,9 +33,7 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     try:
         answer = send_request(run, resize=size)
     except KeyboardInterrupt:
-        click.echo(
-            "shoal: the request stands; the run shows what becomes of it.", err=True
-        )
+        click.echo("shoal: the request stands; the run shows what becomes of it.", err=True)
         raise SystemExit(130) from None
     if "refused" in answer:
         raise UsageError(answer["refused"])

@@ -36,9 +36,7 @@ from shoal.numerics.precision import environment_for
 from shoal.parallel.tensor.summary import cuts_in_words, grouped
 from shoal.plans.plan import Plan
 from shoal.plans.resize import can_recover, can_resize
-from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.lookups import empty_tables
-from shoal.sync.server.strategy import ServerStrategy
 from shoal.system.fork_server import WorkerMain, WorkerSpec, needs_no_traceback
 from shoal.training.build import BuiltModel, build_model, why_not_resizable
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings
@@ -238,8 +236,7 @@ def _train(
             **_summary(totals),
             "stopped": trainer.step < trainer.num_steps,
             "checkpoint": trainer.checkpointer.saved_step,
-            "staleness": _staleness(trainer),
-            "rounds": _rounds(trainer),
+            **_server_summary(trainer),
         },
         progress=lambda: _progress(totals) if trainer.writes_record else None,
         before_pause=scribe.flush,
@@ -299,23 +296,11 @@ def _summary(totals: StepTotals) -> dict[str, Any]:
     }
 
 
-def _staleness(trainer: Trainer) -> dict[str, Any] | None:
-    """How far ahead of the others this rank started its batches; None if it waited for them."""
-    strategy = trainer.strategy
-    if isinstance(strategy, LocalServerStrategy):
-        strategy = strategy.outer_client
-    if not isinstance(strategy, ServerStrategy) or strategy.in_lockstep:
-        return None
-    return strategy.staleness.summary()
-
-
-def _rounds(trainer: Trainer) -> dict[str, Any] | None:
-    """The counts of rounds that close at a deadline, as of the last round; None without them."""
-    strategy = trainer.strategy
-    last = strategy.outer_client.last_round if isinstance(strategy, LocalServerStrategy) else None
-    if last is None:
-        return None
-    return {"closed": last.num_rounds, "early": last.num_early, "late": last.num_late}
+def _server_summary(trainer: Trainer) -> dict[str, Any]:
+    """How far ahead of the others this rank started its batches, and of rounds with a deadline how
+    they closed; None where there is no such thing."""
+    link = trainer.strategy.servers
+    return {"staleness": None, "rounds": None} if link is None else link.summary()
 
 
 def _warm_up(run: Run, model: nn.Module) -> None:

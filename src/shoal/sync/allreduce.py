@@ -26,7 +26,7 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.norm import SharedNorm
 from shoal.sync.rounds import AttachedModel, RoundContext
 from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -36,6 +36,7 @@ class AllReduce:
 
     in_lockstep, begins_at = True, 0
     late_mark: int | None = None
+    servers: ServerLink | None = None
 
     def __init__(self, num_pieces: int, exact: bool = True, round_size: int = 1):
         self.num_pieces, self.round_size, self.exact = num_pieces, round_size, exact

@@ -60,28 +60,26 @@ def make_strategy(
 
 def wait_for_parameters(strategy: Strategy) -> None:
     """Wait until all parameters are here. Call it before anything but the next step reads them."""
-    if isinstance(strategy, ServerStrategy | LocalServerStrategy):
-        strategy.wait_for_parameters()
+    if strategy.servers is not None:
+        strategy.servers.wait_for_parameters()
 
 
 def current_requests(strategy: Strategy) -> RankRequests:
-    """Whether all stop or meet after the last step of this rank, as far as servers know."""
-    through = strategy.outer_client if isinstance(strategy, LocalServerStrategy) else strategy
-    if not isinstance(through, ServerStrategy):
-        return NO_REQUESTS
-    return through.halts.requests_after(through.batch)
+    """Whether all stop or pause after the last step of this rank, as far as servers know."""
+    return NO_REQUESTS if strategy.servers is None else strategy.servers.requests()
 
 
 def served_tables(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
     """This rank's share of what servers alone hold of the model; if `dense`, of lazy tables all
     rows. What the model itself holds is complete then. Every rank must call it."""
     wait_for_parameters(strategy)
-    return strategy.tables(dense) if isinstance(strategy, ServerStrategy) else {}
+    return {} if strategy.servers is None else strategy.servers.tables(dense)
 
 
 def state_types(strategy: Strategy) -> ShardedState:
     """Names and types of the tensors that this rank saves; of servers' without their values."""
-    if not isinstance(strategy, ServerStrategy):
+    served = None if strategy.servers is None else strategy.servers.types()
+    if served is None:
         return strategy.state_dict()
-    own, served = strategy.state_dict(served=False), strategy.types()
+    own = strategy.state_dict(served=False)
     return ShardedState(served.tensors | own.tensors, {})

@@ -24,12 +24,13 @@ from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.sync.norm import SharedNorm
 from shoal.sync.rounds import AttachedModel, RoundContext
 from shoal.sync.state import ParameterRun, ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 
 class FullySharded:
     in_lockstep, begins_at = True, 0
     late_mark: int | None = None
+    servers: ServerLink | None = None
 
     def __init__(self, num_pieces: int, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size

@@ -37,8 +37,9 @@ from shoal.sync.allreduce import AllReduce
 from shoal.sync.averaging import StagedAverage
 from shoal.sync.outer import OuterConfig, OuterOptimizer
 from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
+from shoal.sync.rounds import AttachedModel
 from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 NUM_WINDOW_NUMBERS = 6  # numbers that each replica sends as a window ends
 _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
@@ -53,6 +54,14 @@ class LocalSGD:
 
     in_lockstep, begins_at = False, 0
     late_mark: int | None = None
+
+    @property
+    def attached(self) -> AttachedModel:
+        return self.inner.attached
+
+    @property
+    def servers(self) -> ServerLink | None:
+        return None
 
     def __init__(
         self,

@@ -21,14 +21,10 @@ from shoal.numerics.offload import is_offloaded
 from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.striping import tables_of, weights_of
-from shoal.sync.allreduce import AllReduce
 from shoal.sync.digests import CachedListing, NamedTensor, TensorListing
-from shoal.sync.fsdp import FullySharded
 from shoal.sync.guard import tensors_in
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import averaged_parameters
-from shoal.sync.rounds import AttachedModel
-from shoal.sync.server.strategy import ServerStrategy
 from shoal.sync.strategy import Strategy
 from shoal.sync.zero import ZeroSharded
 
@@ -40,7 +36,7 @@ class StateInventory:
     """
 
     def __init__(self, strategy: Strategy):
-        self._strategy, self._attached = strategy, _attached_model(strategy)
+        self._strategy, self._attached = strategy, strategy.attached
         self._names = {m: n for n, m in self._attached.model.named_modules()}
         several = self._attached.mesh.data.num_ranks > 1
         self._shares = several and strategy.in_lockstep and not isinstance(strategy, LocalSGD)
@@ -92,14 +88,19 @@ class StateInventory:
             if parameter.grad is not None:
                 yield parameter.grad, ("gradient", run.name)
 
+    @property
+    def _is_served(self) -> bool:
+        """Whether servers hold the parameters, and step on them."""
+        link = self._strategy.servers
+        return link is not None and link.hold_parameters
+
     def _parameters(self) -> Iterator[tuple[str, Tensor, bool]]:
         """What is held of each, and whether that is all of it."""
         held = self._attached
-        if isinstance(self._strategy, ServerStrategy) and not self._shares:
+        if self._is_served and not self._shares:
             return  # they are the servers', and change whenever these step
         here = held_parameters(held.model)
-        is_served = isinstance(self._strategy, ServerStrategy)
-        tables = weights_of(tables_of(held.model).values()) if is_served else ()
+        tables = weights_of(tables_of(held.model).values()) if self._is_served else ()
         for name, p in held.model.named_parameters():
             if (
                 name not in held.holding.absent
@@ -110,7 +111,7 @@ class StateInventory:
 
     def _state(self, shared: bool) -> Iterator[NamedTensor]:
         """Of the optimizer: that of parameters which replicas share, or the rest."""
-        if isinstance(self._strategy, ServerStrategy) or is_offloaded(self._attached.optimizer):
+        if self._is_served or is_offloaded(self._attached.optimizer):
             return  # servers have it, or files
         steps_on_parts = isinstance(self._strategy, ZeroSharded)
         state = self._attached.optimizer.state
@@ -135,10 +136,3 @@ def _alike_after_agreement(strategy: LocalSGD) -> Iterator[NamedTensor]:
     if strategy.is_alike:
         yield from ((p, ("model", name)) for name, p in averaged_parameters(strategy.model).items())
         yield from strategy.agreed_tensors()
-
-
-def _attached_model(strategy: Strategy) -> AttachedModel:
-    if isinstance(strategy, LocalSGD):
-        return strategy.inner.attached
-    assert isinstance(strategy, AllReduce | ZeroSharded | FullySharded | ServerStrategy)
-    return strategy.attached

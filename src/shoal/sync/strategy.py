@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from shoal.data.ledger import add_marks, mark
 from shoal.parallel.layout import LocalLayout, Slice
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.state import ShardedState, StateSource
+
+if TYPE_CHECKING:
+    from shoal.sync.rounds import AttachedModel
 
 
 @dataclass(slots=True)
@@ -79,7 +82,56 @@ class GlobalStep(NamedTuple):
         return sum(self.sums) / sum(self.weights) if any(self.weights) else math.nan
 
 
+class ServerLink(Protocol):
+    """What a strategy that works through parameter servers offers beside the exchange."""
+
+    @property
+    def hold_parameters(self) -> bool:
+        """Whether servers hold parameters and optimizer; or only what replicas agreed on."""
+        ...
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a rank may be ahead of the others."""
+        ...
+
+    @property
+    def trace(self) -> tuple[list[int], ...]:
+        """By server, the versions of the last step: pulled, made by it, pulled next."""
+        ...
+
+    def wait_for_parameters(self) -> None:
+        """Until all parameters are here."""
+        ...
+
+    def requests(self) -> RankRequests:
+        """Whether all stop or pause after the last step of this rank, as far as servers know."""
+        ...
+
+    def tables(self, dense: bool) -> dict[str, list[Slice]]:
+        """This rank's share of the tables that servers hold. Every rank must call it."""
+        ...
+
+    def types(self) -> ShardedState | None:
+        """Names and types of what servers hold for this rank; None if nothing of the model."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """For the end of a run: `staleness` and `rounds`, None where there is none."""
+        ...
+
+
 class Strategy(Protocol):
+    @property
+    def attached(self) -> "AttachedModel":
+        """The model as it was attached."""
+        ...
+
+    @property
+    def servers(self) -> ServerLink | None:
+        """None if no servers take part."""
+        ...
+
     buffers: BufferMeans  # `microbatch`, or a pipeline, calls it around each forward
     in_lockstep: bool  # whether no rank commits a step before all have computed it
     begins_at: int  # the step after which a newcomer in this seat continues, as far as servers know

@@ -40,7 +40,7 @@ from shoal.sync.rounds import (
     most_rounds,
 )
 from shoal.sync.state import ParameterRun, ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 
 class ScatterSchedule(NamedTuple):
@@ -68,6 +68,7 @@ class ScatterSchedule(NamedTuple):
 class ZeroSharded:
     in_lockstep, begins_at = True, 0
     late_mark: int | None = None
+    servers: ServerLink | None = None
 
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
         self.num_pieces, self.round_size = num_pieces, round_size

@@ -30,8 +30,6 @@ from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
 from shoal.sync.choose import served_tables
-from shoal.sync.server.local import LocalServerStrategy
-from shoal.sync.server.strategy import ServerStrategy
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
@@ -172,8 +170,8 @@ class StepRecorder:
 
     def __call__(self, info: StepInfo) -> None:
         rank, strategy = self._trainer.mesh.rank, self._trainer.strategy
-        windows = strategy.outer_client if isinstance(strategy, LocalServerStrategy) else strategy
-        is_apart = isinstance(windows, ServerStrategy) and not windows.in_lockstep
+        link = strategy.servers
+        is_apart = link is not None and link.is_apart
         if not is_apart:  # else the reader may wait for a rank that waits for the reader
             self._wait_for_reader(info.step - AHEAD, rank)
         content = {"loss": torch.tensor([info.loss], dtype=torch.float64)}
@@ -182,9 +180,9 @@ class StepRecorder:
         content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
         tables = served_tables(strategy, dense=True)
         content |= name_slices("held", self._trainer.spread.held() | tables)
-        if isinstance(windows, ServerStrategy) and is_apart:
-            if windows.trace:  # before the first window ends there is none
-                content["trace"] = torch.tensor(windows.trace)
+        if link is not None and link.is_apart:
+            if link.trace:  # before the first window ends there is none
+                content["trace"] = torch.tensor(link.trace)
         else:
             content |= name_slices("gradient", strategy.gradients())
         path = step_path(self._directory, info.step, rank)

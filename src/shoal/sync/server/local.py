@@ -14,10 +14,11 @@ buffers, as out of lockstep; the server that closes rounds counts samples.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.mesh import NO_REQUESTS, Mesh
+from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
@@ -26,7 +27,7 @@ from shoal.sync.local import LocalSGD
 from shoal.sync.replicas import REPLICAS, replica_name
 from shoal.sync.server.outer_client import OuterClient
 from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 
 class LocalServerStrategy(LocalSGD):
@@ -52,6 +53,38 @@ class LocalServerStrategy(LocalSGD):
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         self.wait_for_parameters()
         return super().microbatch(first, last)
+
+    @property
+    def servers(self) -> ServerLink:
+        return self
+
+    hold_parameters = False
+
+    @property
+    def is_apart(self) -> bool:
+        return self.outer_client.is_apart
+
+    @property
+    def trace(self) -> tuple[list[int], ...]:
+        return self.outer_client.trace
+
+    def requests(self) -> RankRequests:
+        return self.outer_client.requests()
+
+    def tables(self, dense: bool) -> dict[str, list[Slice]]:
+        """Replicas hold all of the model."""
+        return {}
+
+    def types(self) -> ShardedState | None:
+        """Replicas hold all of the model."""
+        return None
+
+    def summary(self) -> dict[str, Any]:
+        found, last = self.outer_client.summary(), self.outer_client.last_round
+        if last is None:
+            return found
+        counts = {"closed": last.num_rounds, "early": last.num_early, "late": last.num_late}
+        return found | {"rounds": counts}
 
     def wait_for_parameters(self) -> None:
         """Wait for the anchor of the window that is due."""

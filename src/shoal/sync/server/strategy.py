@@ -16,13 +16,14 @@ Li et al. 2014, "Scaling distributed machine learning with the parameter server"
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.buckets import GradientBucket, GradientBuckets
 from shoal.comm.collectives import Group
-from shoal.comm.mesh import Mesh
+from shoal.comm.mesh import Mesh, RankRequests
 from shoal.comm.shared_memory import NotShared
 from shoal.comm.tree import Block, PieceSum
 from shoal.comm.wire import tensor_of
@@ -52,7 +53,7 @@ from shoal.sync.server.served_state import ServedState
 from shoal.sync.server.shard import ChangedSettings, served_parameters
 from shoal.sync.server.worker_memory import PushedBucket, WorkerMemory
 from shoal.sync.state import ShardedState, StateSource, TrainState
-from shoal.sync.strategy import GlobalStep, LocalStep
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
@@ -61,6 +62,7 @@ class ServerStrategy:
     """`meets_after` says after which steps all workers wait for one another."""
 
     streams = True  # whether a step may be over while parameters are on their way
+    hold_parameters = True
 
     def __init__(
         self,
@@ -260,6 +262,20 @@ class ServerStrategy:
         if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
             self._pull(step, meets=served, waits=served)
         self.buffers.hold()
+
+    @property
+    def servers(self) -> ServerLink:
+        return self
+
+    @property
+    def is_apart(self) -> bool:
+        return not self.in_lockstep
+
+    def requests(self) -> RankRequests:
+        return self.halts.requests_after(self.batch)
+
+    def summary(self) -> dict[str, Any]:
+        return {"staleness": self.staleness.summary() if self.is_apart else None, "rounds": None}
 
     def tables(self, dense: bool) -> dict[str, list[Slice]]:
         """This rank's share of the tables. Every rank must call it."""
