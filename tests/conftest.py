@@ -33,8 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """The quick suite tries fewer examples of each property."""
     is_quick = config.getoption("markexpr") == "not full"
     hypothesis.settings.load_profile("quick" if is_quick else "full")
-    # What a shell starts in the background ignores Ctrl-C, and some tests are about that.
+    # What a shell starts in the background, or by nohup, ignores these, and some tests are about
+    # them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 _pools: list[Pool] = []

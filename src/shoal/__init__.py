@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shoal import data as data
     from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
+    from shoal.errors import UsageError as UsageError
     from shoal.events.step import StepInfo as StepInfo
     from shoal.events.step import every as every
     from shoal.launch.outcome import Outcome as Outcome
@@ -34,6 +35,7 @@ _HOME = {
     "ShoalError": "shoal.errors",
     "StepInfo": "shoal.events.step",
     "Table": "shoal.numerics.table",
+    "UsageError": "shoal.errors",
     "every": "shoal.events.step",
     "load": "shoal.training.load",
     "train": "shoal.api",

@@ -4,19 +4,23 @@ It is the command `shoal train` as a function: the same processes, recovery, che
 Loads nothing heavy: torch is imported where the recipe is.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import msgspec
+
 from shoal.cluster.backend import Facts
-from shoal.errors import RUN_AGAIN, RecipeError, UsageError, nearest
+from shoal.cluster.local import NotLoaded
+from shoal.errors import RUN_AGAIN, RecipeError, ShoalError, UsageError, nearest
 from shoal.events.events import OnEvent
 from shoal.events.screen import Display
 from shoal.launch import fresh
 from shoal.launch.outcome import Outcome
-from shoal.launch.train import Options
+from shoal.launch.train import Options, refuse_contradictions
 from shoal.launch.train import train as train_here
 from shoal.training.options import Recipe
 
@@ -79,15 +83,20 @@ def train(
         if option not in TrainOptions.__annotations__:
             known = nearest(option, TrainOptions.__annotations__)
             raise TypeError(f"train() has no argument {option!r}. {known}")
+    if callbacks and "listen" in options:
+        raise UsageError("callbacks stay on this host: other hosts load the recipe by its name.")
     name, is_named = _name_of(run_or_recipe)
     texts = {key: str(value) for key, value in (settings or {}).items()}
     recipe = Recipe(name, lambda: (run_or_recipe, tuple(callbacks)), texts, is_named)
-    asked = Options(plan=None if plan is None else str(plan), resume=resume, **options)
+    asked = _asked(plan=None if plan is None else str(plan), resume=resume, **options)
+    refuse_contradictions(asked)
     directory = None if run_dir is None else Path(run_dir)
     start = train_here if fresh.can_fork() else fresh.train_fresh
     watch, introduce, close = _shown(name, progress)
     try:
         outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
+    except NotLoaded as error:
+        raise _error(error.exit_code, str(error), error.trace) from None
     finally:
         close()
     return _checked(outcome)
@@ -132,10 +141,25 @@ def _checked(outcome: Outcome) -> Outcome:
         )
     if outcome.exit_code in (0, RUN_AGAIN):
         return outcome
-    logs = f"Logs are in {outcome.run_dir / 'logs'}."
-    message = f"{(outcome.cause or outcome.problem).rstrip('.')}. {logs}"
-    kind = UsageError if outcome.exit_code == UsageError.exit_code else RecipeError
-    error = kind(message)
-    if outcome.trace:
-        error.add_note(outcome.trace)
-    raise error
+    stopped = f"stopped after step {outcome.steps} by a signal, and not saved"
+    why = (outcome.cause or outcome.problem or stopped).rstrip(".")
+    message = f"{why}. Logs are in {outcome.run_dir / 'logs'}."
+    raise _error(outcome.exit_code, message, outcome.trace)
+
+
+def _error(exit_code: int, message: str, trace: str) -> ShoalError:
+    """By whose doing it failed: the caller's, the recipe's, or neither's."""
+    kind = RecipeError if trace else ShoalError
+    error = UsageError(message) if exit_code == UsageError.exit_code else kind(message)
+    if trace:
+        error.add_note(trace)
+    return error
+
+
+def _asked(**given: Any) -> Options:
+    try:
+        return msgspec.convert(
+            {k: os.fspath(v) if isinstance(v, Path) else v for k, v in given.items()}, Options
+        )
+    except msgspec.ValidationError as error:
+        raise UsageError(f"train() cannot do that: {error}.") from None

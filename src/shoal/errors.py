@@ -131,5 +131,5 @@ def require(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise UsageError(
             f"{module} is not installed, and this needs it. Install it with: "
-            f"pip install 'shoal[{extra}]'"
+            f"pip install 'shoal-ml[{extra}]'"
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shoal
@@ -114,6 +114,10 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
         shoal.train(tiny.line, spare=2)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="no such back end"):
         shoal.train(tiny.line, on="slurn")
+    with pytest.raises(UsageError, match="`int` >= 0"):
+        shoal.train(tiny.line, spares=-1)
+    with pytest.raises(UsageError, match="callbacks stay on this host"):
+        shoal.train("mine.py:small", listen="127.0.0.1", callbacks=[print])
     with pytest.raises(UsageError, match=r"cannot be sent.*hold open files"):
         held = threading.Lock()
         shoal.train(lambda: held and tiny.line(), progress=False)
@@ -174,6 +178,25 @@ def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, 
     assert "going on from step" in errors
 
 
+def test_an_interrupt_before_the_first_step_is_one(tmp_path: Path) -> None:
+    script = start_script(tmp_path, 400, "threads")
+    assert wait_until(lambda: (tmp_path / "run/logs").exists(), 40.0)
+    script.send_signal(signal.SIGINT)
+    _, errors = script.communicate(timeout=40)
+    assert script.returncode == -signal.SIGINT, errors
+    assert "KeyboardInterrupt: stopped" in errors
+
+
+@pytest.mark.full
+def test_a_script_that_is_told_to_end_has_its_run_saved(tmp_path: Path) -> None:
+    script = start_script(tmp_path, 400, "threads")
+    assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
+    script.send_signal(signal.SIGTERM)
+    output, errors = script.communicate(timeout=40)
+    assert script.returncode == 0, errors  # the call returned, with the exit code 75
+    assert output == f"{num_steps(tmp_path)}\n"
+
+
 @pytest.mark.full
 def test_a_run_whose_caller_is_killed_saves_itself(tmp_path: Path) -> None:
     script = start_script(tmp_path, 4000)
@@ -229,6 +252,11 @@ def test_a_model_by_itself_needs_no_recipe(tmp_path: Path) -> None:
     loaded = shoal.load(tmp_path / "gpt2")
     assert type(loaded) is type(model)
     assert torch.equal(loaded.state_dict()["lm_head.weight"], model.state_dict()["lm_head.weight"])
+    weights = load_file(tmp_path / "gpt2/model.safetensors")
+    del weights["transformer.ln_f.weight"]
+    save_file(weights, tmp_path / "gpt2/model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"does not hold all weights.*ln_f\.weight"):
+        shoal.load(tmp_path / "gpt2")
     linear = nn.Linear(2, 1)
     torch.export.save(torch.export.export(linear, (torch.ones(3, 2),)), tmp_path / "model.pt2")
     program = shoal.load(tmp_path / "model.pt2")
@@ -236,8 +264,6 @@ def test_a_model_by_itself_needs_no_recipe(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_loaded_without_a_recipe_or_into_another_model(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"weight": torch.ones(1, 2)}, tmp_path / "weights.safetensors")
     (tmp_path / "run.json").write_text('{"recipe": "evil.py:run"}')
     with pytest.raises(UsageError, match="Name the recipe"):
@@ -246,6 +272,8 @@ def test_weights_are_not_loaded_without_a_recipe_or_into_another_model(tmp_path:
         shoal.load(tmp_path / "weights.safetensors")
     with pytest.raises(shoal.ShoalError):
         shoal.load(tmp_path / "weights.safetensors", tiny.line)
+    with pytest.raises(UsageError, match="settings are for a recipe"):
+        shoal.load(tmp_path, width=3)
     (tmp_path / "bad.pt2").write_bytes(b"no program")
     with pytest.raises(UsageError, match=r"no program of torch\.export"):
         shoal.load(tmp_path / "bad.pt2")

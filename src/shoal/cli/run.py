@@ -121,7 +121,7 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
     if outcome.exit_code:
         if outcome.trace:
             tell(outcome.trace)
-        cause = outcome.cause.rstrip(".")
+        cause = outcome.cause.rstrip(".") or "the script was stopped, as asked"
         say(f"shoal: {cause}. Logs are in {run_dir.path / 'logs'}.", is_error=True)
     elif moved := run_dir.moved():
         say(f"shoal: {moved}", is_error=True)

@@ -76,7 +76,7 @@ class Display:
             case ProgressEvent():
                 self._show_progress(event)
             case ExitedEvent() if event.status < 0:
-                self.say(f"[bold red]{_who(event)} {event.how}[/] after step {event.step}")
+                self.say(f"[bold red]{_who(event)} {escape(event.how)}[/] after step {event.step}")
             case EvaluatedEvent():
                 self._show_evaluation(event)
             case ResumedEvent():
@@ -99,9 +99,9 @@ class Display:
         if facts["num_servers"]:
             members += f", {plural(facts['num_servers'], 'server')}"
         self.say(
-            f"{recipe}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
+            f"{escape(recipe)}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
             f"plan {facts['plan'] or 'data=1'}, {members}, "
-            f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {where}"
+            f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {escape(where)}"
         )
         if facts["begins"]:
             self.say(escape(facts["begins"]))

@@ -9,6 +9,7 @@ Cost: the import of torch, some two seconds. An interrupt (Ctrl-C, or the notebo
 the run after its step, a second one at once. If this process dies, the run stops and saves itself.
 """
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -31,7 +32,8 @@ from shoal.events.events import Event, OnEvent
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
 from shoal.system.fork_server import needs_no_traceback
-from shoal.system.processes import describe_exit, readable
+from shoal.system.processes import describe_exit, readable, stop_signals
+from shoal.system.streams import steady
 from shoal.training.options import Recipe
 
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this code is, however it was found
@@ -39,6 +41,7 @@ _MAIN = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
     "from shoal.launch.fresh import main; main(*map(int, sys.argv[1:]))"
 )
+INTERRUPTED = 128 + signal.SIGINT
 _LENGTH = 8  # bytes before a message, which are its length
 LEAVING_S = 10.0  # that the new process may take to end if what it says is not wanted any more
 
@@ -68,6 +71,7 @@ class _Found(msgspec.Struct, tag=True):
 
 class _Ended(msgspec.Struct, tag=True):
     outcome: Outcome
+    settings: dict[str, str]  # of the recipe, with those that a resumed run remembered
 
 
 class _Failed(msgspec.Struct, tag=True):
@@ -108,7 +112,7 @@ def train_fresh(
         pickled=_pickle(recipe),
     )
     last: _Ended | _Failed | None = None
-    with _started(job) as child, _passing_on_interrupts(child.process):
+    with _started(job) as child, _passing_on_signals(child.process):
         for message in child.messages():
             match message:
                 case _Event():
@@ -118,10 +122,13 @@ def train_fresh(
                 case _Ended() | _Failed():
                     last = message
     if isinstance(last, _Ended):
+        recipe = dataclasses.replace(recipe, settings=last.settings)
         return msgspec.structs.replace(last.outcome, recipe=recipe)
     if last is None:
         code = child.process.returncode
         raise NotLoaded(f"The process of the run {describe_exit(code)}.", "", 1)
+    if last.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt(last.message)
     if last.exit_code == 2 and not last.trace:
         raise UsageError(last.message)
     raise NotLoaded(last.message, last.trace, last.exit_code)
@@ -156,7 +163,8 @@ class _Child:
                 if not content:
                     open_ones.discard(descriptor)
                 elif descriptor == printed:
-                    sys.stderr.write(content.decode(errors="replace"))
+                    with steady():
+                        sys.stderr.write(content.decode(errors="replace"))
                 else:
                     unread += content
             while len(unread) >= _LENGTH:
@@ -212,26 +220,47 @@ def _started(job: _Job) -> Iterator[_Child]:
 
 
 @contextmanager
-def _passing_on_interrupts(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Each interrupt of this process is one of the run's, which stops it. Elsewhere than in the
-    main thread there are none."""
+def _passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signals that ask this process to stop ask the run, unless the caller handles them itself.
+    They reach the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: process.send_signal(number))
+
+    def forward(number: int, frame: object) -> None:
+        process.send_signal(number)
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    ours = [number for number in stop_signals() if signal.getsignal(number) in usual]
+    before = {number: signal.signal(number, forward) for number in ours}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(reading: int, writing: int) -> None:
     """Of the new process: do the job that comes on one pipe, and answer on the other."""
     os.set_inheritable(writing, False)
+    pending: list[int] = []  # signals that came before the supervisor listens to them
+
+    def interrupt(number: int, frame: object) -> None:
+        pending.append(number)
+        raise KeyboardInterrupt
+
+    for number in stop_signals():
+        signal.signal(number, interrupt)
     with open(reading, "rb") as pipe:
         job = msgspec.msgpack.decode(pipe.read(), type=_Job)
     sys.path[:] = job.path
     answers = _Answers(writing)
+
+    def watch(event: Event) -> None:
+        if pending:  # it was raised where Python drops exceptions, and comes again
+            os.kill(os.getpid(), pending.pop())
+        answers.send(_Event(event))
+
     recipe = Recipe(job.name, partial(cloudpickle.loads, job.pickled), job.settings, job.is_named)
     last: _Ended | _Failed
     try:
@@ -239,10 +268,13 @@ def main(reading: int, writing: int) -> None:
             recipe,
             job.options,
             None if job.run_dir is None else Path(job.run_dir),
-            watch=lambda event: answers.send(_Event(event)),
+            watch=watch,
             prepared=lambda facts, run_dir: answers.send(_Found(facts, str(run_dir))),
         )
-        last = _Ended(msgspec.structs.replace(outcome, recipe=None))
+        settings = dict(outcome.recipe.settings)
+        last = _Ended(msgspec.structs.replace(outcome, recipe=None), settings)
+    except KeyboardInterrupt:  # before there were ranks to stop
+        last = _Failed("stopped before the first step", "", INTERRUPTED)
     except Exception as error:  # noqa: BLE001 (it is raised again where the run was asked for)
         exit_code = error.exit_code if isinstance(error, ShoalError) else 1
         own = getattr(error, "trace", None)
@@ -263,8 +295,10 @@ class _Answers:
         if self._pipe is None:
             return
         content = msgspec.msgpack.encode(message)
+        unsent = memoryview(len(content).to_bytes(_LENGTH, "big") + content)
         try:
-            self._pipe.write(len(content).to_bytes(_LENGTH, "big") + content)
+            while unsent:  # a signal may cut a write short
+                unsent = unsent[self._pipe.write(unsent) or 0 :]
         except BrokenPipeError:
             self._pipe = None
             os.kill(os.getpid(), signal.SIGTERM)

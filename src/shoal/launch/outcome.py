@@ -145,7 +145,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         """The model with the last weights: of `model.safetensors`, or of the last checkpoint."""
         from shoal.training.load import load
 
-        where = self.summary.model or self.checkpoint or self.summary.run_dir
+        made = self.summary.model if self.is_finished else None  # or it may be an earlier end's
+        where = made or self.checkpoint or self.summary.run_dir
         recipe: Recipe = self.recipe
         return load(where, recipe)
 

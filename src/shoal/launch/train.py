@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -42,12 +42,12 @@ JOIN_TIMEOUT_S = 600.0
 class Options(StartOptions, frozen=True, kw_only=True):
     """All that a run can be asked for; `shoal train --help` says what each is."""
 
-    spares: int = 1
-    heartbeat_timeout_s: float = 10.0
-    form_timeout_s: float = 30.0
-    stop_timeout_s: float | None = None
+    spares: Annotated[int, msgspec.Meta(ge=0)] = 1
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
+    form_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] = 30.0
+    stop_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] | None = None
     listen: str | None = None
-    join_timeout_s: float | None = None
+    join_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] | None = None
 
     def start_options(self) -> StartOptions:
         names = StartOptions.__struct_fields__
@@ -233,7 +233,7 @@ def _as_it_began(
     if options.begin_from is None:  # whose options these are
         own["take"] = own["partial"] = None
     for option in (*REMEMBERED, "new_data_steps", "new_data_missed"):
-        if own[option] in (None, False):
+        if own[option] is None or own[option] is False:
             own[option] = before.get(option)
     own |= {"take": own["take"] or "weights", "begun": before}
     own |= {name: bool(own[name]) for name in ("partial", "tensorboard")}

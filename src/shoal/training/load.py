@@ -1,8 +1,9 @@
 """A trained model by its place: built by a recipe that the caller names, or by its own format.
 
-Nothing that a directory names is run. A run directory, a checkpoint or a file of weights needs the
-recipe whose model it is; a directory of Hugging Face is built by transformers from its
-configuration, and a program of torch.export needs nothing.
+No code that a directory holds or names is run: a run directory, a checkpoint or a file of weights
+needs the recipe whose model it is; a directory of Hugging Face is built by the classes of
+transformers that its configuration names. A `.pt2` file of torch.export is a program itself, and
+torch reads it with pickle: load those that you trust.
 """
 
 from collections.abc import Callable
@@ -35,9 +36,11 @@ def load(
 
     `path` is a run directory or a directory of checkpoints, of which the newest good one is taken,
     one checkpoint, or weights that another program wrote: these need the `recipe`, whose `settings`
-    make the model that was trained. A directory of Hugging Face and a `.pt2` file of torch.export
-    need none.
+    make the model that was trained. A directory of Hugging Face needs none, nor does a `.pt2` file
+    of torch.export, which is a program: load those that you trust.
     """
+    if settings and (recipe is None or isinstance(recipe, Recipe)):
+        raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
     if recipe is None:
         return _load_by_itself(path)
     if isinstance(recipe, Recipe):
@@ -64,11 +67,18 @@ def _load_by_itself(path: "PathOrUrl") -> nn.Module:
 def _load_huggingface(path: Path) -> nn.Module:
     transformers = require("transformers", extra="transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        names = config.architectures or []
-        kind = getattr(transformers, names[0], None) if names else None
-        made = kind or transformers.AutoModel
-        model: nn.Module = made.from_pretrained(path, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
+        given = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(path, **given)
+        kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            kind = transformers.AutoModel
+        model, found = kind.from_pretrained(
+            path, use_safetensors=True, output_loading_info=True, **given
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise UsageError(f"{path} cannot be loaded by transformers: {error}") from error
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise UsageError(f"{path} does not hold all weights of its model: {missing} is missing.")
+    assert isinstance(model, nn.Module)
     return model
