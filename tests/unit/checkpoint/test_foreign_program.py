@@ -155,5 +155,5 @@ def test_onnx_gives_what_the_model_gives(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    with pytest.raises(UsageError, match=r"pip install 'shoal\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'shoal-ml\[onnx\]'"):
         export_onnx(Net(), inputs(), tmp_path / "m.onnx")

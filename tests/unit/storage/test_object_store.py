@@ -225,5 +225,5 @@ def test_an_address_that_cannot_be_opened_is_refused(where: str, said: str) -> N
 
 def test_a_back_end_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UsageError, match=r"pip install 'shoal\[s3\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'shoal-ml\[s3\]'"):
         open_store("s3://bucket/x")
