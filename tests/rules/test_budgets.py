@@ -1,6 +1,6 @@
 """Sizes that keep the code readable: packages, files, functions, arguments, classes.
 
-A budget is not a target. Whoever must break one adds a line to EXCEPTIONS with the reason.
+A budget is not a target. To break one, add a line to EXCEPTIONS with the reason.
 """
 
 import ast

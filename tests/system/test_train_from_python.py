@@ -257,6 +257,13 @@ def test_a_model_by_itself_needs_no_recipe(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "gpt2/model.safetensors", {"format": "pt"})
     with pytest.raises(UsageError, match=r"does not hold all weights.*ln_f\.weight"):
         shoal.load(tmp_path / "gpt2")
+    described = json.loads((tmp_path / "gpt2/config.json").read_text())
+    for name in ("MineForCausalLM", "pipeline"):
+        (tmp_path / "gpt2/config.json").write_text(
+            json.dumps(described | {"architectures": [name]})
+        )
+        with pytest.raises(UsageError, match="no model of transformers"):
+            shoal.load(tmp_path / "gpt2")
     linear = nn.Linear(2, 1)
     torch.export.save(torch.export.export(linear, (torch.ones(3, 2),)), tmp_path / "model.pt2")
     program = shoal.load(tmp_path / "model.pt2")

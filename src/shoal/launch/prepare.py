@@ -41,7 +41,7 @@ from shoal.training.lineage import (
     refuse_other_marks,
     select_new,
 )
-from shoal.training.options import Recipe, StartOptions
+from shoal.training.options import DEFAULT_KEEP, Recipe, StartOptions
 from shoal.training.pretrained import InitialWeights, find_initial_weights
 from shoal.training.recipe import provenance
 from shoal.training.resume import (
@@ -56,7 +56,6 @@ from shoal.training.resume import (
 )
 from shoal.training.run import Run, resolve
 
-DEFAULT_KEEP = "last=2"
 Facts = dict[str, Any]
 
 

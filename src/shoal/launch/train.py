@@ -30,12 +30,11 @@ from shoal.plans.plan import Plan
 from shoal.storage.object_client import redact_password
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import RunDir, lock_directory
-from shoal.training.options import REMEMBERED, SETTABLE, Recipe, StartOptions
+from shoal.training.options import DEFAULT_KEEP, REMEMBERED, SETTABLE, Recipe, StartOptions
 
 if TYPE_CHECKING:
     from shoal.system.fork_server import WorkerMain
 
-DEFAULT_KEEP = "last=2"
 JOIN_TIMEOUT_S = 600.0
 
 

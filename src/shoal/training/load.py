@@ -69,9 +69,15 @@ def _load_huggingface(path: Path) -> nn.Module:
     try:
         given = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(path, **given)
-        kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            kind = transformers.AutoModel
+        name = (config.architectures or ["AutoModel"])[0]
+        kind: Any = getattr(transformers, name, None)
+        if kind is not transformers.AutoModel and not (
+            isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        ):
+            raise UsageError(
+                f"{path} is a {name}, which is no model of transformers, and its own code is not "
+                'run. Name a recipe that makes it: shoal.load(path, "file.py:function").'
+            )
         model, found = kind.from_pretrained(
             path, use_safetensors=True, output_loading_info=True, **given
         )

@@ -21,6 +21,7 @@ SETTABLE = (
     *("evaluate_every", "save_every", "check_every", "loaders"),
 )
 
+DEFAULT_KEEP = "last=2"  # checkpoints, if nothing else is asked for
 # What a run remembers in run.json, and resumes with if it is not given again.
 REMEMBERED = (
     *("keep", "checkpoints", "tensorboard", "new_data", "replay"),
