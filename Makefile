@@ -78,5 +78,5 @@ clean: ## remove .venv and what tools leave behind
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv"; \
 	  exit 1; }
 	@$(PIP) hatchling torch==2.13.0
-	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,s3,onnx,images,memcached,parquet,redis,sql,zstd,test,lint]'
+	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,s3,onnx,images,memcached,parquet,redis,sql,zstd,tune,slim,adapt,test,lint]'
 	@touch $@

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from bench import harness
-from shoal.comm.endpoint import Endpoint, endpoint_from
+from shoal.comm.endpoint import Endpoint, endpoint_from, host_environment
 from shoal.comm.mesh import Axes, Check, LauncherSeat, Mesh, Servers, accept
+from shoal.comm.wire import Keys
 from shoal.numerics.threads import ComputeThreads, num_spare_threads
 from shoal.sync.server.journal import Journal
 from shoal.sync.server.loop import ServerLoop
@@ -32,11 +33,14 @@ SECRET = "bench"
 
 
 @contextmanager
-def started(module: str, *words: str) -> Iterator[str]:
-    """A process that serves, by the address it printed; it ends with the block."""
+def started(module: str, *words: str, keys: Path | None = None) -> Iterator[str]:
+    """A process that serves, by the address it printed; it ends with the block. With `keys` it
+    listens on the loopback interface, as it would for other hosts."""
     environment = {k: v for k, v in harness.child_environment().items() if k != "RANK"}
     sockets = TemporaryDirectory(prefix="shoal-")
     environment |= Endpoint(sockets.name).environment()
+    if keys is not None:
+        environment |= host_environment("127.0.0.1", keys)
     process = subprocess.Popen(
         [sys.executable, "-m", module, "serve", *words],
         env=environment,
@@ -59,9 +63,16 @@ def started(module: str, *words: str) -> Iterator[str]:
 class ServedSeat(LauncherSeat):
     """A launcher's seat, from which one server is in reach until `is_over`."""
 
-    def __init__(self, world: World, address: str, is_over: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        world: World,
+        address: str,
+        is_over: Callable[[], bool] = lambda: False,
+        keys: Keys | None = None,
+    ):
         super().__init__(world)
-        self.servers = reached_at(address)._replace(is_lost=is_over) if address else None
+        found = reached_at(address)._replace(is_lost=is_over, keys=keys)
+        self.servers = found if address else None
 
     def form(self, axes: Axes, check: Check = accept) -> Mesh:
         return super().form(axes, check)._replace(servers=self.servers)

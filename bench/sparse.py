@@ -7,8 +7,8 @@ sparse ones, which gathers the touched rows of all ranks; `served` is Shoal's wh
 turns, and must end with the same loss. The ceiling is the same loop without anyone to agree with,
 on sparse gradients.
 
-`sparse/bytes` is what went through the loopback interface in a step when nothing is shared, as
-between hosts, by the interface's own count: over the bytes of the rows that the ranks touched,
+`sparse/bytes` is what went through the loopback interface in a step with nothing shared and all
+encrypted, as between hosts, by the interface's own count: over the bytes of the rows that the ranks touched,
 pulled once and pushed once. Row numbers, the layer, the losses and the protocols come on top; so
 does whatever else talks on this machine. All arms use torch's plain SGD. The server remembers the
 rows before a step, as in any run, but keeps no journal, since nothing that DDP does compares.
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import msgspec
@@ -30,6 +31,7 @@ from bench import harness, loops, ranks, serving
 from bench.harness import Row
 from bench.loops import PlainLoop, Share, ShoalLoop
 from shoal.comm.shared_memory import NotShared, SharedSegment
+from shoal.comm.wire import Keys, load_keys, make_keys
 from shoal.data.sources import tensors
 from shoal.sync.server.tables import ServerTables
 from shoal.training.run import Run
@@ -98,7 +100,7 @@ def plain(world: World, sparse: bool, alone: bool = False) -> PlainLoop:
     return PlainLoop(run, model, optimizer, Share(world.rank, NUM_RANKS), CHUNK)
 
 
-def measure_arms(world: World, address: str, other: str, length: str) -> Found:
+def measure_arms(world: World, address: str, other: str, keys: str, length: str) -> Found:
     """Every rank must call it."""
     with ExitStack() as stack:
         served = through_server(world, address, stack)
@@ -116,12 +118,15 @@ def measure_arms(world: World, address: str, other: str, length: str) -> Found:
     with ExitStack() as stack:
         refused = NotShared("The bench counts frames.")
         with mock.patch.object(SharedSegment, "create", side_effect=refused):
-            sent = through_server(world, other, stack)
+            sent = through_server(world, other, stack, load_keys(Path(keys)))
             return Found(seconds, bytes_moved(sent))
 
 
-def through_server(world: World, address: str, stack: ExitStack) -> ShoalLoop:
-    return ShoalLoop(make_run(), PLAN, world, stack, CHUNK, serving.ServedSeat(world, address))
+def through_server(
+    world: World, address: str, stack: ExitStack, keys: Keys | None = None
+) -> ShoalLoop:
+    seat = serving.ServedSeat(world, address, keys=keys)
+    return ShoalLoop(make_run(), PLAN, world, stack, CHUNK, seat)
 
 
 def bytes_moved(sent: ShoalLoop) -> float:
@@ -144,11 +149,17 @@ def carried_bytes() -> int:
 
 
 def measure(quick: bool) -> Iterator[Row]:
-    with serving.started("bench.sparse") as address, serving.started("bench.sparse") as other:
+    with ExitStack() as stack:
+        keys = Path(stack.enter_context(TemporaryDirectory())) / "keys.json"
+        make_keys(keys)
+        address = stack.enter_context(serving.started("bench.sparse"))
+        other = stack.enter_context(serving.started("bench.sparse", keys=keys))
         length = "quick" if quick else "full"
-        found = ranks.start("sparse", NUM_RANKS, Found, address, other, length)
+        found = ranks.start("sparse", NUM_RANKS, Found, address, other, str(keys), length)
     for peer, floor in FLOORS.items():
         yield _row(peer, floor, found.seconds)
+    if found.moved < 1.0:  # the rows themselves must be there
+        raise harness.ArmFailed(f"sparse/bytes counted {found.moved:.3f} of the rows that moved.")
     yield Row(
         name="sparse/bytes",
         value=found.moved,
