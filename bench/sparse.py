@@ -8,10 +8,11 @@ turns, and must end with the same loss. The ceiling is the same loop without any
 on sparse gradients.
 
 `sparse/bytes` is what went through the loopback interface in a step with nothing shared and all
-encrypted, as between hosts, by the interface's own count: over the bytes of the rows that the ranks touched,
-pulled once and pushed once. Row numbers, the layer, the losses and the protocols come on top; so
-does whatever else talks on this machine. All arms use torch's plain SGD. The server remembers the
-rows before a step, as in any run, but keeps no journal, since nothing that DDP does compares.
+encrypted, as between hosts, by the interface's own count: over the bytes of the rows that the ranks
+touched, pulled once and pushed once. Row numbers, the layer, the losses and the protocols come on
+top; so does whatever else talks on this machine. All arms use torch's plain SGD. The server
+remembers the rows before a step, as in any run, but keeps no journal, since nothing that DDP does
+compares.
 """
 
 import sys
