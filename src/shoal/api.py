@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -19,17 +20,16 @@ from shoal.errors import RUN_AGAIN, RecipeError, ShoalError, UsageError, nearest
 from shoal.events.events import OnEvent
 from shoal.events.screen import Display
 from shoal.launch import fresh
-from shoal.launch.outcome import Outcome
+from shoal.launch.outcome import Outcome, how_it_ended
 from shoal.launch.train import Options, refuse_contradictions
 from shoal.launch.train import train as train_here
 from shoal.training.options import Recipe
+from shoal.training.wording import in_python
 
 if TYPE_CHECKING:
     from shoal.events.step import Hook
     from shoal.plans.plan import Plan
     from shoal.training.run import Run
-
-BACKENDS = ("local",)
 
 
 class TrainOptions(TypedDict, total=False):
@@ -73,12 +73,11 @@ def train(
 
     A failure raises a ShoalError with the traceback of the rank that failed as a note. An interrupt
     stops the run after its step, saves it and raises KeyboardInterrupt; with `resume=True` and the
-    same `run_dir` it goes on from there. A process that has threads, or is a notebook, is not
-    forked: a fresh one is started, which takes some two seconds more and gets the Run by
+    same `run_dir` it goes on from there. Both have the Outcome as `error.outcome` (None if
+    there was no first step). A process that has threads or signal handlers, or is a notebook, is
+    not forked: a fresh one is started, which takes some two seconds more and gets the Run by
     cloudpickle (`launch/fresh.py`).
     """
-    if on not in BACKENDS:
-        raise UsageError(f"on={on!r}: there is no such back end. {nearest(on, BACKENDS)}")
     for option in options:
         if option not in TrainOptions.__annotations__:
             known = nearest(option, TrainOptions.__annotations__)
@@ -88,15 +87,21 @@ def train(
     name, is_named = _name_of(run_or_recipe)
     texts = {key: str(value) for key, value in (settings or {}).items()}
     recipe = Recipe(name, lambda: (run_or_recipe, tuple(callbacks)), texts, is_named)
-    asked = _asked(plan=None if plan is None else str(plan), resume=resume, **options)
-    refuse_contradictions(asked)
+    asked = _asked(on=on, plan=None if plan is None else str(plan), resume=resume, **options)
     directory = None if run_dir is None else Path(run_dir)
     start = train_here if fresh.can_fork() else fresh.train_fresh
     watch, introduce, close = _shown(name, progress)
     try:
+        refuse_contradictions(asked)
         outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
     except NotLoaded as error:
         raise _error(error.exit_code, str(error), error.trace) from None
+    except KeyboardInterrupt as error:
+        vars(error).setdefault("outcome", None)  # before the first step
+        raise
+    except ShoalError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise
     finally:
         close()
     return _checked(outcome)
@@ -124,32 +129,30 @@ def _shown(
     if not progress:
         return lambda event: None, lambda facts, run_dir: None, lambda: None
     display = Display()
-
-    def introduce(facts: Facts, run_dir: Path) -> None:
-        display.num_steps = facts["num_steps"]
-        display.introduce(name, facts, str(run_dir))
-
-    return display, introduce, display.close
+    return display, partial(display.introduce, name), display.close
 
 
 def _checked(outcome: Outcome) -> Outcome:
-    """The outcome of a run that ended as it should; else an exception that says how it ended."""
-    if outcome.stopped_by == signal.SIGINT and not outcome.is_finished:
-        saved = "and saved" if outcome.is_saved else "and not saved"
-        raise KeyboardInterrupt(
-            f"stopped after step {outcome.steps} {saved}; its run directory is {outcome.run_dir}"
-        )
-    if outcome.exit_code in (0, RUN_AGAIN):
+    """The outcome of a run that ended as it should; else an exception that says how it ended, with
+    the outcome."""
+    stopped = outcome.stopped_by == signal.SIGINT and not outcome.is_finished
+    if outcome.exit_code in (0, RUN_AGAIN) and not stopped:
         return outcome
-    stopped = f"stopped after step {outcome.steps} by a signal, and not saved"
-    why = (outcome.cause or outcome.problem or stopped).rstrip(".")
-    message = f"{why}. Logs are in {outcome.run_dir / 'logs'}."
-    raise _error(outcome.exit_code, message, outcome.trace)
+    error: BaseException
+    if stopped:  # not a class of our own: Python, IPython and shells know this one
+        error = KeyboardInterrupt(in_python(how_it_ended(outcome)))
+        if outcome.trace:
+            error.add_note(outcome.trace)
+    else:
+        error = _error(outcome.exit_code, how_it_ended(outcome), outcome.trace)
+    vars(error).update(outcome=outcome)
+    raise error
 
 
 def _error(exit_code: int, message: str, trace: str) -> ShoalError:
     """By whose doing it failed: the caller's, the recipe's, or neither's."""
     kind = RecipeError if trace else ShoalError
+    message = in_python(message)
     error = UsageError(message) if exit_code == UsageError.exit_code else kind(message)
     if trace:
         error.add_note(trace)

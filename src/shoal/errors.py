@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -21,6 +21,7 @@ class ShoalError(Exception):
 
     exit_code = 1
     shows_cause = True  # whether the traceback of what caused it helps: not of a server's absence
+    outcome: Any = None  # the Outcome of the run that `shoal.train` was asked for, if it began
 
 
 class UsageError(ShoalError):
@@ -94,7 +95,7 @@ class Ended(SystemExit):
 
 
 class StopNow(ShoalError):
-    """This process was told to leave without finishing its step."""
+    """This process was asked to leave without finishing its step."""
 
 
 def found_in(error: BaseException, kind: type[E]) -> E | None:

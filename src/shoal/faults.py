@@ -58,7 +58,7 @@ def expose(whose: str, find: Find) -> None:
 
 
 def _flip(what: str) -> None:
-    """In the middle of it, one of the higher bits of a mantissa; no process is told."""
+    """In the middle of it, one of the higher bits of a mantissa; no process notices."""
     found = [place for find in _exposed.values() if (place := find(what)) is not None]
     if not found:
         raise InjectedError(f"there is no {what!r} to corrupt")

@@ -1,5 +1,6 @@
 """One logger for the package; each rank's lines go to its own file through standard error."""
 
+import io
 import logging
 import sys
 from collections import deque
@@ -31,3 +32,24 @@ def warn_once(message: str, kind: str = "", on_screen: bool = False) -> None:
     if (kind or message) not in _said:
         _said.add(kind or message)
         warn_on_screen(message) if on_screen else log.warning(message)
+
+
+printed: deque[str] = deque(maxlen=200)  # lines of standard output, not on the screen yet
+
+
+class PrintedLines(io.TextIOWrapper):
+    """Standard output of a rank: it goes to the log, and line by line to `printed` as well.
+
+    Only what Python prints: what a library writes to the descriptor is in the log alone. If more is
+    printed between two heartbeats than the deque holds, the first lines are in the log alone.
+    """
+
+    def __init__(self) -> None:
+        output = open(1, "wb", closefd=False)  # noqa: SIM115 (for the process's life)
+        super().__init__(output, "utf-8", "backslashreplace", line_buffering=True)
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        printed.extend(lines)
+        return super().write(text)

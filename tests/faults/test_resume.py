@@ -247,7 +247,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -
     trained = train(pause=0.02, plan=plan, resume=True, steps=12).wait()
     assert trained.exit_code == 0, trained.errors
     assert "rank-00000.safetensors" in trained.errors and "going on from" not in trained.errors
-    assert f"no checkpoint in {folder} is good: the run begins anew at step 0" in trained.errors
+    assert f"no checkpoint in {folder} is good: the run starts again at step 0" in trained.errors
     check_ledger(trained, 12)
     model = trained.model()
     shutil.rmtree(trained.run_dir)
@@ -261,7 +261,7 @@ def test_a_run_whose_manifests_are_all_damaged_begins_anew(train) -> None:
         (folder / name / "manifest.json").write_text("{")
     trained = train(pause=0, resume=True, steps=8).wait()
     assert trained.exit_code == 0, trained.errors
-    assert "the run begins anew at step 0" in trained.errors
+    assert "the run starts again at step 0" in trained.errors
     check_ledger(trained, 8)
 
 

@@ -24,14 +24,14 @@ PACKAGE_LINES = {
     "elastic": 2950,
     "events": 1350,
     "formats": 1700,
-    "launch": 1250,
+    "launch": 1400,
     "numerics": 1900,
     "parallel": 6800,
     "plans": 1200,
     "storage": 1450,
     "sync": 10050,
-    "system": 700,
-    "training": 4400,
+    "system": 850,
+    "training": 4450,
     "verify": 1750,
 }
 ALL_LINES = 62_000  # of src without `testing/`
@@ -39,7 +39,8 @@ ALL_LINES = 62_000  # of src without `testing/`
 LINES_OF = {"src/shoal/verify/reference.py": 160}
 # "path" or "path:name" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {}
-# Classes above the budget, with the methods and attributes that each has: they may only shrink.
+# Classes above the budget, with the methods and attributes that each has: they may only shrink, and
+# one that shrank lowers its line.
 LARGE_CLASSES = {
     "Hosts": (16, 16),
     "GradientBuckets": (11, 16),
@@ -50,18 +51,25 @@ LARGE_CLASSES = {
     "Supervisor": (29, 23),
     "_Recorder": (30, 19),
     "ScheduledStage": (13, 19),
-    "AllReduce": (15, 17),
+    "AllReduce": (15, 19),
     "Consistency": (21, 16),
-    "LocalSGD": (22, 22),
+    "LocalSGD": (22, 23),
     "ServerClient": (21, 17),
     "ServerCore": (29, 22),
     "ServerShard": (25, 17),
     "ServerStrategy": (28, 45),
-    "ZeroSharded": (17, 22),
+    "ZeroSharded": (17, 24),
     "Checkpointer": (21, 18),
     "CustomLoop": (24, 11),
     "Trainer": (25, 26),
     "Replica": (7, 16),
+    # Records, each of whose fields a user reads or writes by its name.
+    "Event": (0, 18),
+    "Explanation": (0, 18),
+    "Outcome": (1, 18),
+    "Plan": (5, 26),
+    "Run": (9, 20),
+    "Summary": (0, 19),
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,7 +136,7 @@ def test_budgets_are_kept(shipped) -> None:
 
 
 def size_of_class(node: ast.ClassDef) -> tuple[int, int]:
-    """Its methods, and the attributes that they write."""
+    """Its methods, and its attributes: those that they write, and the fields of a record."""
     functions_of_it = [item for item in node.body if isinstance(item, Function)]
     attributes = {
         target.attr
@@ -136,7 +144,14 @@ def size_of_class(node: ast.ClassDef) -> tuple[int, int]:
         for target in written(function)
         if isinstance(target.value, ast.Name) and target.value.id == "self"
     }
-    return sum(map(is_method, node.body)), len(attributes)
+    fields = {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and "ClassVar" not in ast.unparse(item.annotation)
+    }
+    return sum(map(is_method, node.body)), len(attributes | fields)
 
 
 def written(function: Function) -> Iterator[ast.Attribute]:
@@ -166,11 +181,10 @@ def test_classes_stay_small(package) -> None:
         for name, size in found.items()
         if size[0] > CLASS_METHODS or size[1] > CLASS_ATTRIBUTES
     }
-    most = (CLASS_METHODS, CLASS_ATTRIBUTES)
     wrong = [
-        f"{name} has {size[0]} methods and {size[1]} attributes"
+        f"{name} has {size[0]} methods and {size[1]} attributes, not {LARGE_CLASSES.get(name)}"
         for name, size in large.items()
-        if size[0] > LARGE_CLASSES.get(name, most)[0] or size[1] > LARGE_CLASSES.get(name, most)[1]
+        if size != LARGE_CLASSES.get(name)
     ]
     assert not wrong, "\n".join(wrong)
     assert set(LARGE_CLASSES) <= set(large), "a class became small: take it off the list"
@@ -238,3 +252,7 @@ def test_the_rules_catch_what_they_are_for() -> None:
     assert found == ["file.py", "file.py:long", "file.py:long", "file.py:Wide"]
     assert list(over_budget("src/shoal/verify/reference.py", ast.parse(""), 161))
     assert not list(over_budget("file.py", ast.parse("def f(self, a): ..."), 600))
+    record = "class R(Struct):\n    a: int\n    b: int = 0\n    C: ClassVar[int] = 0\n"
+    record += "    def m(self):\n        self.b = self.c = 1\n"
+    (node,) = ast.parse(record).body
+    assert isinstance(node, ast.ClassDef) and size_of_class(node) == (1, 3)

@@ -57,9 +57,10 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 
 def writes_to_arguments(tree: ast.Module) -> Iterator[str]:
-    """Each write to an attribute of an argument, but for `self` and `cls`."""
+    """Each write to an attribute of an argument, but for `self` and `cls`, under whatever name."""
     for function in functions(tree):
         given = arguments(function)
+        given |= aliases(function, given)
         for target in written(function):
             root: ast.expr = target.value
             while isinstance(root, ast.Attribute):
@@ -74,6 +75,34 @@ def arguments(function: Function) -> set[str]:
     return {argument.arg for argument in every} - {"self", "cls"}
 
 
+def aliases(function: Function, given: set[str]) -> set[str]:
+    """Names that are bound to an argument, as in `t = trainer` or `t = s = trainer`."""
+    found: set[str] = set()
+    while True:
+        more = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+            for target, value in bindings(node)
+            if isinstance(target, ast.Name) and isinstance(value, ast.Name)
+            if value.id in given | found
+        }
+        if more <= found:
+            return found
+        found |= more
+
+
+def bindings(
+    node: ast.Assign | ast.AnnAssign | ast.NamedExpr,
+) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Each target with the value that it gets; of `a, b = c, d` one by one."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
 def test_no_function_writes_fields_of_what_it_was_handed(package) -> None:
     for source in package:
         path = source.path.removeprefix("src/shoal/")
@@ -86,3 +115,9 @@ def test_no_function_writes_fields_of_what_it_was_handed(package) -> None:
 def test_the_rule_sees_what_it_is_for() -> None:
     code = "def f(self, a, *, b):\n    a.x = 1\n    b.y.z += 1\n    self.w = a.x\n    c.v = 1\n"
     assert list(writes_to_arguments(ast.parse(code))) == ["f a.x", "f b.y.z"]
+
+
+def test_another_name_hides_nothing() -> None:
+    code = "def f(a, b):\n    t = s = a\n    u, v = t, 1\n    if w := b:\n        w.y = 1\n"
+    code += "    u.x = 1\n    c = a.part\n    c.z = v\n"
+    assert sorted(writes_to_arguments(ast.parse(code))) == ["f u.x", "f w.y"]

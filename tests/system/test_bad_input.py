@@ -46,6 +46,10 @@ REFUSED = {
     "no recipe at all": (["train"], ["Missing argument", "RECIPE"]),
     "no function": (["train", RECIPES], ["names no recipe", "file.py:function"]),
     "no file": (["train", "absent.py:fine"], ["no recipe file absent.py"]),
+    "no back end": (
+        ["train", f"{RECIPES}:fine", "--on", "locl"],
+        ["--on locl: there is no such back end", "'local'"],
+    ),
     "no module": (["train", "absent_module:fine"], ["no module absent_module"]),
     "unknown function": (["train", f"{RECIPES}:finee"], ["no recipe 'finee'", "'fine'"]),
     "not callable": (["train", f"{RECIPES}:number"], ["is a int", "function that returns a Run"]),

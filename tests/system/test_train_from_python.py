@@ -1,12 +1,14 @@
 """`shoal.train` and `shoal.load`: a run from a script, a thread, a notebook, and how it ends."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,14 @@ from torch import nn
 import shoal
 from shoal.api import TrainOptions
 from shoal.errors import RecipeError, UsageError
-from shoal.events.events import Event, FormedEvent, ProgressEvent, SavedEvent, SeatEvent
+from shoal.events.events import (
+    Event,
+    FormedEvent,
+    PrintedEvent,
+    ProgressEvent,
+    SavedEvent,
+    SeatEvent,
+)
 from shoal.launch.train import Options
 from shoal.testing.ranks import Pool
 from tests.support.faults import start
@@ -67,7 +76,9 @@ def test_a_run_of_a_process_with_threads(pool: Pool, tmp_path: Path) -> None:
     undisturbed = trained_by_command(pool, tmp_path / "command")
     for name, value in outcome.model().state_dict().items():
         assert torch.equal(value, undisturbed[name])
-    loaded = shoal.load(tmp_path / "run", tiny.line)
+    before, path = torch.random.get_rng_state(), list(sys.path)
+    loaded = shoal.load(tmp_path / "run", RECIPE, settings={"pause": 1})
+    assert torch.equal(torch.random.get_rng_state(), before) and sys.path == path
     assert torch.equal(loaded.state_dict()["0.weight"], undisturbed["0.weight"])
 
 
@@ -76,7 +87,11 @@ def train_here(run_dir: str) -> int:
     from shoal.launch import fresh
 
     assert fresh.can_fork()
-    outcome = shoal.train(tiny.line(), "data=2", run_dir=run_dir, progress=False)
+    sys.stdout, sys.stderr = io.StringIO(), io.StringIO()  # as some programs have them
+    outcome = shoal.train(tiny.line, "data=2", run_dir=run_dir)
+    logs = Path(run_dir, "logs/recipe.log").read_text()
+    assert "greeting none" in logs and "greeting" not in sys.stdout.getvalue()
+    assert "8 steps of 8 samples" in sys.stderr.getvalue()
     return outcome.exit_code
 
 
@@ -97,12 +112,20 @@ def test_a_run_of_a_process_without_threads(pool: Pool, tmp_path: Path) -> None:
 
 def test_what_the_recipe_raises_is_shown_where_the_run_was_asked_for(tmp_path: Path) -> None:
     def own_mistake(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        print("seen", *output.shape)
         raise KeyError("a key of the loss")
 
     broken = dataclasses.replace(tiny.line(), loss=own_mistake)
+    events: list[Event] = []
     with pytest.raises(RecipeError, match="a key of the loss") as raised:
-        shoal.train(broken, "data=1", run_dir=tmp_path / "run", progress=False)
-    assert "in own_mistake" in "".join(raised.value.__notes__)
+        shoal.train(broken, "data=1", run_dir=tmp_path / "run", progress=events.append)
+    (trace,) = raised.value.__notes__
+    assert trace.startswith(f"{__file__}:") and "in own_mistake: raise KeyError" in trace
+    assert "trainer.py" not in trace and "logs/rank-000.log has all" in trace
+    assert "training/trainer.py" in (tmp_path / "run/logs/rank-000.log").read_text()
+    assert raised.value.outcome.steps == 0 and raised.value.outcome.trace == trace
+    printed = [event.lines for event in events if isinstance(event, PrintedEvent)]
+    assert printed == [["seen 8 1"]]
     with pytest.raises(shoal.ShoalError, match="a key of the recipe's own") as raised:
         shoal.train(tiny.fails, run_dir=tmp_path / "other", progress=False)
     assert "in fails" in "".join(raised.value.__notes__)
@@ -112,8 +135,8 @@ def test_what_the_recipe_raises_is_shown_where_the_run_was_asked_for(tmp_path: P
 def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
     with pytest.raises(TypeError, match=r"no argument 'spare'.*spares"):
         shoal.train(tiny.line, spare=2)  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="no such back end"):
-        shoal.train(tiny.line, on="slurn")
+    with pytest.raises(UsageError, match=r"on=locl: there is no such back end.*local"):
+        shoal.train(tiny.line, on="locl")
     with pytest.raises(UsageError, match="`int` >= 0"):
         shoal.train(tiny.line, spares=-1)
     with pytest.raises(UsageError, match="callbacks stay on this host"):
@@ -121,7 +144,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
     with pytest.raises(UsageError, match=r"cannot be sent.*hold open files"):
         held = threading.Lock()
         shoal.train(lambda: held and tiny.line(), progress=False)
-    assert set(TrainOptions.__annotations__) | {"plan", "resume", "begun"} == set(
+    assert set(TrainOptions.__annotations__) | {"plan", "resume", "begun", "on"} == set(
         Options.__struct_fields__
     ) - {"new_data_steps", "new_data_missed"}
 
@@ -129,12 +152,36 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
 def test_wrong_plans_and_settings_are_usage_errors(tmp_path: Path) -> None:
     for wrong, match in (
         ({"plan": "data=3"}, "8"),
-        ({"settings": {"widht": 3}}, "neither"),
+        ({"settings": {"widht": 3}}, r"^settings=.*neither"),
         ({"plan": "data=4 hosts=2 sync=server", "listen": "127.0.0.1"}, "file.py:function"),
     ):
         with pytest.raises(UsageError, match=match):
             shoal.train(tiny.line, run_dir=tmp_path / "run", progress=False, **wrong)
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_of_a_recipe_that_go_on_do_not_hold_the_caller(tmp_path: Path) -> None:
+    """Forked where the recipe is loaded, they have the pipe of the answers."""
+    events: list[Event] = []
+
+    def recipe() -> shoal.Run:
+        if os.fork() == 0:
+            os.setsid()
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            time.sleep(300)
+            os._exit(0)
+        return dataclasses.replace(tiny.line(), steps=1)
+
+    def train() -> None:
+        shoal.train(recipe, "data=1", run_dir=tmp_path / "run", progress=events.append)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    is_held = thread.is_alive()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    thread.join()
+    assert not is_held and any(isinstance(event, SavedEvent) for event in events)
 
 
 SCRIPT = """
@@ -144,8 +191,12 @@ import shoal
 if sys.argv[3] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 from tests.system import tiny
-outcome = shoal.train(tiny.line, "data=2", settings={"pause": 0.05, "steps": int(sys.argv[2])},
-                      run_dir=sys.argv[1], resume=True)
+try:
+    outcome = shoal.train(tiny.line, "data=2", settings={"pause": 0.05, "steps": int(sys.argv[2])},
+                          run_dir=sys.argv[1], resume=True)
+except KeyboardInterrupt as error:
+    print(error.outcome and (error.outcome.steps, error.outcome.is_saved))
+    raise
 print(outcome.steps)
 """
 
@@ -168,10 +219,12 @@ def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, 
     script = start_script(tmp_path, 400, kind)
     assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
     script.send_signal(signal.SIGINT)
-    _, errors = script.communicate(timeout=40)
+    output, errors = script.communicate(timeout=40)
     assert script.returncode == -signal.SIGINT, errors
-    assert "KeyboardInterrupt: stopped after step" in errors and "and saved" in errors
+    assert "KeyboardInterrupt: stopped after step" in errors
+    assert f"go on with the same call and resume=True, run_dir={tmp_path / 'run'}." in errors
     made = num_steps(tmp_path)
+    assert output == f"({made}, True)\n"
     again = start_script(tmp_path, made + 2, kind)
     output, errors = again.communicate(timeout=40)
     assert output == f"{made + 2}\n", errors
@@ -198,9 +251,14 @@ def test_a_script_that_is_told_to_end_has_its_run_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_whose_caller_is_killed_saves_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_whose_caller_is_killed_saves_itself(tmp_path: Path, is_interrupted: bool) -> None:
     script = start_script(tmp_path, 4000)
     assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
+    if is_interrupted:  # which the run has heard of, and is not to hear of twice
+        script.send_signal(signal.SIGINT)
+        events = tmp_path / "run/events.jsonl"
+        assert wait_until(lambda: b'"stopping"' in events.read_bytes(), 40.0)
     script.kill()
     script.communicate()
     saved = tmp_path / "run/checkpoints"
@@ -279,8 +337,10 @@ def test_weights_are_not_loaded_without_a_recipe_or_into_another_model(tmp_path:
         shoal.load(tmp_path / "weights.safetensors")
     with pytest.raises(shoal.ShoalError):
         shoal.load(tmp_path / "weights.safetensors", tiny.line)
+    with pytest.raises(UsageError, match=r"^settings=.*widht.*neither"):
+        shoal.load(tmp_path / "weights.safetensors", tiny.line, settings={"widht": 3})
     with pytest.raises(UsageError, match="settings are for a recipe"):
-        shoal.load(tmp_path, width=3)
+        shoal.load(tmp_path, settings={"width": 3})
     (tmp_path / "bad.pt2").write_bytes(b"no program")
     with pytest.raises(UsageError, match=r"no program of torch\.export"):
         shoal.load(tmp_path / "bad.pt2")

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import say, tell
+from shoal.cli.output import tell_failure
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,10 +65,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
         try:
             await_facts(fork_server)
         except NotLoaded as error:
-            if error.trace:
-                tell(error.trace)
-            say(f"shoal: {error}", is_error=True)
-            return error.exit_code
+            return tell_failure(error)
         finally:
             fork_server.close()
         content = (directory / "explanation").read_bytes()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say
+from shoal.cli.output import say, tell_failure
 
 
 @click.command()
@@ -56,8 +56,6 @@ def join(run: Path, address: str | None) -> None:
             invitation, prepare, address, lambda text: say(f"shoal: {text}", is_error=True)
         )
     except NotLoaded as error:
-        from shoal.cli.train import tell_not_loaded
-
-        sys.exit(tell_not_loaded(error))
+        sys.exit(tell_failure(error))
     say(f"shoal: {farewell.how.rstrip('.') or 'the run did not begin'}.", is_error=True)
     sys.exit(farewell.exit_code)

@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import os
 import signal
 import sys
 
@@ -11,7 +10,7 @@ import click
 from shoal import __version__
 from shoal.cli.output import say, tell
 from shoal.errors import Ended, ShoalError, nearest
-from shoal.system.processes import stop_signals
+from shoal.system.processes import let_idle_threads_sleep, stop_signals
 
 _GROUPS = {
     "Train": {
@@ -44,9 +43,6 @@ _OF_THE_MACHINE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.EPIPE, errno.EMFILE, errno.ENFILE),
 }
-
-# They leave others their cores: at once, but for 0.1 ms in which more work mostly comes.
-_IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 
 class Verbs(click.Group):
@@ -99,10 +95,7 @@ def main() -> None:
 
 def run_here(arguments: list[str]) -> int:
     """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
-    policy = os.environ.get("OMP_WAIT_POLICY", "passive").lower()
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and policy == "passive":
-        for name, value in _IDLE_THREADS.items():  # read when torch is loaded
-            os.environ.setdefault(name, value)
+    let_idle_threads_sleep()
     for number in stop_signals()[1:]:
         signal.signal(number, _leave)  # through every `with` and `finally`
     try:

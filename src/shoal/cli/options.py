@@ -75,7 +75,7 @@ stop_timeout = click.option(
     "stop_timeout_s",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="When told to stop: end ranks that get nothing done for so long. Default: 60, or twice "
+    help="When asked to stop: end ranks that get nothing done for so long. Default: 60, or twice "
     "the longest pause of the run, if that is more.",
 )
 

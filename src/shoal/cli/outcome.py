@@ -8,7 +8,7 @@ import msgspec
 from shoal.cli.output import say, tell
 from shoal.errors import UsageError
 from shoal.formatting import plural
-from shoal.launch.outcome import where_rescued
+from shoal.launch.outcome import advice, how_it_ended
 
 if TYPE_CHECKING:
     from shoal.launch.outcome import Outcome, Summary
@@ -18,14 +18,12 @@ def print_outcome(outcome: "Outcome", *, as_json: bool) -> int:
     """Say how a run ended, the first failure last; its exit code."""
     if outcome.is_finished:
         tell(_in_words(outcome))
-        if outcome.problem:
-            say(f"shoal: {outcome.problem}", is_error=True)
+        if problem := how_it_ended(outcome):
+            say(f"shoal: {problem}", is_error=True)
     else:
         if outcome.trace:
             tell(outcome.trace)
-        say(f"shoal: {_why_it_ended(outcome)}", is_error=True)
-        if outcome.moved:
-            say(f"shoal: {outcome.moved}", is_error=True)
+        say(f"shoal: {how_it_ended(outcome)}", is_error=True)
     if as_json:
         _print_summary(outcome.summary)
     return outcome.exit_code
@@ -51,6 +49,7 @@ def _in_words(outcome: "Outcome") -> str:
         lines.append(f"evaluation: {told}")
     lines += [
         f"time of rank 0: {shares}",
+        *filter(None, [advice(outcome)]),
         f"sent {result.bytes_sent / 1e6:.1f} MB, peak memory "
         f"{(result.peak_memory_bytes or 0) / 1e6:.0f} MB a rank",
     ]
@@ -79,23 +78,6 @@ def _why_no_model(outcome: "Outcome") -> str:
     is_held = outcome.summary.checkpoint == outcome.steps
     held = ". The checkpoint holds it: export it" if is_held else ""
     return f"model.safetensors was not written: {outcome.model_problem.rstrip('.')}{held}"
-
-
-def _why_it_ended(outcome: "Outcome") -> str:
-    run_dir = outcome.run_dir
-    if outcome.stopped_by and not outcome.cause:
-        saved = f"It is saved; go on with the same command and --resume --run-dir {run_dir}."
-        if not outcome.is_saved:
-            reasons = outcome.why_not_saved
-            why = f": {reasons[0].rstrip('.')}" if reasons else ""
-            saved = f"It could not be saved{why}. {where_rescued(outcome.summary.rescued)}".rstrip()
-            saved += f" Its record is in {run_dir}."
-        return f"stopped after step {outcome.steps}, as asked. {saved}"
-    newest = ""
-    if outcome.saved_step is not None:
-        again = f"the same command with --resume --run-dir {run_dir}"
-        newest = f" The newest checkpoint is of step {outcome.saved_step}: {again} goes on from it."
-    return f"{outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}.{newest}"
 
 
 def _print_summary(result: "Summary") -> None:

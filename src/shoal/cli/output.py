@@ -37,3 +37,11 @@ def tell(text: str) -> None:
     """Print words for people, to standard error."""
     with steady():
         click.echo(text, err=True)
+
+
+def tell_failure(error: Any) -> int:
+    """Say why a recipe could not be prepared or a run failed; the exit code that this means."""
+    if error.trace:
+        tell(error.trace)
+    say(f"shoal: {error}", is_error=True)
+    return int(error.exit_code)

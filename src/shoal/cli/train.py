@@ -1,6 +1,7 @@
 """`shoal train`: train a recipe under a plan, on the ranks of this machine."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import click
 
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
-from shoal.cli.output import say, tell
+from shoal.cli.output import tell_failure
 
 
 @click.command(epilog=options.plan_help())
@@ -16,6 +17,13 @@ from shoal.cli.output import say, tell
 @options.plan
 @options.settings
 @options.ranks
+@click.option(
+    "--on",
+    default="local",
+    show_default=True,
+    metavar="WHERE",
+    help="Where processes start: `local`, on this machine.",
+)
 @options.run_dir
 @options.spares
 @options.form_timeout
@@ -110,28 +118,15 @@ def train(
     from shoal.training.options import Recipe
 
     display = Display()
-
-    def introduce(facts: dict[str, Any], where: Path) -> None:
-        display.num_steps = facts["num_steps"]
-        display.introduce(recipe, facts, str(where))
-
     try:
         outcome = launch.train(
             Recipe.named(recipe, settings),
             launch.Options(**given),
             run_dir,
             watch=display,
-            prepared=introduce,
+            prepared=partial(display.introduce, recipe),
         )
     except NotLoaded as error:
-        sys.exit(tell_not_loaded(error))
+        sys.exit(tell_failure(error))
     display.close()
     sys.exit(print_outcome(outcome, as_json=as_json))
-
-
-def tell_not_loaded(error: Any) -> int:
-    """Say why a recipe could not be prepared; the exit code that this means."""
-    if error.trace:
-        tell(error.trace)
-    say(f"shoal: {error}", is_error=True)
-    return int(error.exit_code)

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import say, tell
+from shoal.cli.output import tell, tell_failure
 from shoal.errors import UsageError
 from shoal.events.events import (
     BusyEvent,
@@ -82,10 +82,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     try:
         verdict = verification.verify(load, given["plan"], run_dir.path, watch)
     except (NotLoaded, verification.RunFailed) as error:
-        if error.trace:
-            tell(error.trace)
-        say(f"shoal: {error}", is_error=True)
-        return error.exit_code
+        return tell_failure(error)
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     tell(in_words(verdict, recipe))
     code = 0 if verdict.passed else 1

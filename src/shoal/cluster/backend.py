@@ -22,7 +22,8 @@ class StartedRun(NamedTuple):
     processes: Processes
     facts: Facts
     reach: Endpoint  # where members of the run find the supervisor
-    end: Callable[[int, str], None]  # told the exit code and the cause, once the run has ended
+    num_hosts: int = 1
+    end: Callable[[int, str], None] = lambda exit_code, cause: None  # once the run has ended
 
 
 class Backend(Protocol):

@@ -8,6 +8,7 @@ fork server ends, the run ends, since no other host can fill its seats.
 Cost: a small message to each host and back, five times a second. Read next: `host_channel.py`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ from shoal.training.options import StartOptions
 
 GRACE_S = 2.0  # for hosts to end their members, and to receive `RunEnded`
 REMIND_S = 30.0  # between two messages about missing hosts
+TURN_S = 0.1  # between two turns at the most, in which packets are sent
 _NOT_COMPARED = ("cuts", "run")  # text for the screen; and fields that are compared one by one
 
 
@@ -86,7 +88,7 @@ class HostsBackend(NamedTuple):
             def end(exit_code: int, cause: str) -> None:
                 hosts.run_ended = RunEnded(exit_code, cause)
 
-            yield StartedRun(hosts, facts, hosts.reach, end)
+            yield StartedRun(hosts, facts, hosts.reach, hosts.num_hosts, end)
 
 
 class _RemoteHost:
@@ -193,7 +195,7 @@ class Hosts:
             if names != known or now - told_at > REMIND_S:
                 known, told_at = names, now
                 watch(HostsMissingEvent(count=missing, run_dir=str(self._run_dir)))
-            self._turn(0.1)
+            self._turn(TURN_S)
             # Before the run begins another host may take its place.
             self._hosts = {s: host for s, host in self._hosts.items() if not host.lost}
 
@@ -216,12 +218,18 @@ class Hosts:
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
         """The next report of any host; EOFError when a host is lost."""
-        self._turn(0.0 if self._reports else timeout_s)
-        if any(host.lost for host in self._hosts.values()):
-            raise EOFError("a host is lost")
-        while (report := self._own.next_report(0)) is not None:
-            self._reports.append(report)
-        return self._reports.popleft() if self._reports else None
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            self._turn(0.0 if self._reports else min(TURN_S, left_s))
+            if any(host.lost for host in self._hosts.values()):
+                raise EOFError("a host is lost")
+            while (report := self._own.next_report(0)) is not None:
+                self._reports.append(report)
+            if self._reports:
+                return self._reports.popleft()
+            if not left_s:
+                return None
 
     def describe_loss(self) -> str:
         lost = [f"{host.name} {host.lost}" for host in self._hosts.values() if host.lost]

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from shoal.cluster.backend import StartedRun
+from shoal.cluster.backend import Facts, StartedRun
 from shoal.comm.endpoint import Endpoint
 from shoal.comm.unix import socket_directory
-from shoal.errors import RecipeError, ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.events.events import OnEvent
 from shoal.logs import log
 from shoal.system.fork_server import (
@@ -23,9 +22,9 @@ from shoal.system.fork_server import (
 )
 from shoal.system.processes import WAIT_PAGE, SampleWait, describe_exit, readable
 
-Facts = dict[str, Any]
-FIRST_S = 30.0  # after which it is told that a recipe is not ready, and then at doubling times
+FIRST_S = 30.0  # after which the user hears that a recipe is not ready; then at doubling times
 LOOK_S = 1.0
+TAIL_BYTES = 4096  # of its output, if the process that loads a recipe dies
 
 
 class NotLoaded(ShoalError):
@@ -48,7 +47,7 @@ class LocalBackend:
             sockets = held.enter_context(socket_directory(run_dir))
             output = run_dir / "logs" / "recipe.log"
             server, facts = held.enter_context(prepared_fork_server(prepare, output))
-            yield StartedRun(server, facts, Endpoint(str(sockets)), lambda exit_code, cause: None)
+            yield StartedRun(server, facts, Endpoint(str(sockets)))
 
 
 @contextmanager
@@ -89,7 +88,8 @@ def _tell_of_wait(fork_server: ForkServer) -> None:
         fork_server.dump_stack()
         if wait is not None and is_lost:
             readable([fork_server.fileno()], 0.5)  # while it writes that
-            raise NotLoaded(_lost(wait, now - wait.since_s), "", 1)
+            trace = _end_of(fork_server, 4 * TAIL_BYTES)  # with all of its stack
+            raise NotLoaded(_lost(wait, now - wait.since_s), trace, 1)
         log.warning(
             "The recipe is not ready after %.0f s. What it does just now is at the end of "
             "logs/recipe.log in the run directory; Ctrl-C ends it.",
@@ -102,12 +102,13 @@ def _lost(wait: SampleWait, seconds: float) -> str:
     named = f"sample {last}" if wait.num_samples == 1 else f"samples {wait.first} to {last}"
     return (
         f"{named}: nothing came for {seconds:.0f} s while the recipe was prepared, which is the "
-        "limit. The source, or the disk or server behind it, hangs; where it stands is at the end "
-        "of logs/recipe.log in the run directory. Try such a sample by itself, and start again."
+        "limit. The source, or the disk or server behind it, hangs; where it stands is above. "
+        "Try such a sample by itself, and start again."
     )
 
 
 def await_facts(fork_server: ForkServer) -> Facts:
+    """What the preparation found."""
     try:
         report = fork_server.next_report()
     except EOFError:
@@ -117,12 +118,16 @@ def await_facts(fork_server: ForkServer) -> Facts:
             -signal.SIGILL: " (an instruction that this CPU does not have: so ends bf16 where it "
             "only says it has AMX, unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 is set)",
         }
-        raise RecipeError(
-            f"The process that loads the recipe {describe_exit(status)}{hints.get(status, '')}. "
-            "Its output is in logs/recipe.log of the run directory."
-        ) from None
+        died = f"The process that loads the recipe {describe_exit(status)}{hints.get(status, '')}."
+        raise NotLoaded(died, _end_of(fork_server), 1) from None
     if isinstance(report, PreparationFailed):
         raise NotLoaded(report.message, report.trace, report.exit_code)
     if not isinstance(report, ForkServerReady):
         raise UsageError("The process that loads the recipe answered out of turn.")
     return report.facts
+
+
+def _end_of(fork_server: ForkServer, num_bytes: int = TAIL_BYTES) -> str:
+    """The last that it wrote: its log is removed with the directory of a run that never began."""
+    text = fork_server.end_of_log(num_bytes).strip()
+    return f"The end of what it wrote:\n{text}\n" if text else ""

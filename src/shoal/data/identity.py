@@ -8,7 +8,7 @@ times, so a file may be moved. A source may name its content itself (`identity()
 tensors in memory some rows, and of any other source some samples (`sample_digest.py`).
 
 Not proof against a change in the middle of a file: that is what shards are for, whose every byte
-counts. Code does not count: a mended transform is the recipe's business. Cost: milliseconds.
+counts. Code does not count: a corrected transform is the recipe's business. Cost: milliseconds.
 """
 
 from collections.abc import Iterator

@@ -16,7 +16,6 @@ import os
 import signal
 import stat
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from shoal.data.stalls import judge_wait
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
 from shoal.system.processes import die_with_parent, readable
+from shoal.system.traces import user_traceback
 
 Load = Callable[[int, Ids], tuple[Any, Any, Ids]]  # (epoch, ids) -> inputs, target, ids that count
 _MOST_DEATHS = 3
@@ -338,7 +338,7 @@ def _trace_of(error: BaseException | None) -> str:
     """Its end, if it is long: there is the line that raised."""
     if error is None:
         return ""
-    return sendable("".join(traceback.format_exception(error))[-_MOST_TRACE:])
+    return sendable(user_traceback(error)[-_MOST_TRACE:])
 
 
 def _raised(reply: _LoadReply) -> ShoalError:

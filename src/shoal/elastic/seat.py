@@ -228,6 +228,8 @@ class SupervisedSeat:
         self._send(MemberEvent(event))
 
     def finish(self, meets: bool = False) -> bool:
+        for report in self._watchdog.take_printed(self._assignment):
+            self._send(report)
         if meets:
             self._before_pause()
             faultpoint("seat.meeting", self.step)
@@ -241,6 +243,9 @@ class SupervisedSeat:
     def close(self) -> None:
         leave_group()
         self._close_store()
+        if not self._closing:
+            for report in self._watchdog.take_printed(self._assignment):
+                self._send(report)
         self._closing = True
         self._thread.join(timeout=2.0)
         while self._handled and threading.current_thread() is threading.main_thread():

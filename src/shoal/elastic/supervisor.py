@@ -58,6 +58,7 @@ from shoal.events.events import (
     MemberStartedEvent,
     NotResizedEvent,
     OnEvent,
+    PrintedEvent,
     RecoveredEvent,
     ResizedEvent,
     SeatEvent,
@@ -329,6 +330,9 @@ class Supervisor:
                 self._handle_failure(member, message)
 
     def _record_member_event(self, event: Event) -> None:
+        if isinstance(event, PrintedEvent):  # which its log has
+            self._on_event(event)
+            return
         if isinstance(event, BusyEvent | WaitingEvent):
             self._progress.explained(time.monotonic())
         elif not isinstance(event, WarningEvent):

@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +32,7 @@ from shoal.data.readers.records import SourceLost
 from shoal.data.stalls import STALLS
 from shoal.elastic.messages import Failed, MemberEvent, SeatAssignment
 from shoal.errors import sendable
-from shoal.events.events import BusyEvent, WaitingEvent, WarningEvent
+from shoal.events.events import BusyEvent, PrintedEvent, WaitingEvent, WarningEvent
 
 PAUSE_S, TIMES_LONGEST = 60.0, 10.0
 STOPPING_PAUSE_S, STOPPING_TIMES_LONGEST = 10.0, 2.0
@@ -42,6 +42,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 _WAITING_FILES = ("comm/", "data/", "elastic/seat.py", "parallel/pipeline/messages.py")
 _COLLECTIVES = "/torch/distributed/"
 _LIBRARIES = sysconfig.get_path("stdlib")
+_MOST_LINE = 1000  # characters of what is printed that are shown
 
 
 class StallTimer:
@@ -111,6 +112,7 @@ class Watchdog:
         while logs.for_the_screen:
             yield MemberEvent(WarningEvent(text=sendable(logs.for_the_screen.popleft())))
         rank = None if assignment is None else assignment.seat
+        yield from self.take_printed(assignment)
         late = STALLS.look()
         if late is not None and late.is_lost:
             yield Failed(step, str(late), "", SourceLost.exit_code)
@@ -124,6 +126,15 @@ class Watchdog:
         seconds, line = busy
         server = UNSET if assignment.server is None else assignment.server
         yield MemberEvent(BusyEvent(rank=rank, server=server, step=step, seconds=seconds, at=line))
+
+    def take_printed(self, assignment: SeatAssignment | None) -> Iterator[MemberEvent]:
+        """What was printed since the last time; only rank 0 shows it."""
+        found = []
+        with suppress(IndexError):  # none is left; another thread may take some
+            while True:
+                found.append(sendable(logs.printed.popleft())[:_MOST_LINE])
+        if found and assignment is not None and assignment.seat == 0:
+            yield MemberEvent(PrintedEvent(lines=found))
 
     def _check_stall(self, now: float, stops: bool) -> tuple[int, str] | None:
         """For how long the worker thread has computed, and where; None if that is not due."""

@@ -38,6 +38,7 @@ from shoal.plans.plan import Plan
 from shoal.plans.resize import can_recover, can_resize
 from shoal.sync.server.lookups import empty_tables
 from shoal.system.fork_server import WorkerMain, WorkerSpec, needs_no_traceback
+from shoal.system.traces import user_traceback
 from shoal.training.build import BuiltModel, build_model, why_not_resizable
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings
 from shoal.training.pretrained import InitialWeights
@@ -159,6 +160,7 @@ def set_single_thread() -> None:
 
 def run_in_seat(spec: WorkerSpec, recovers: bool, work: Callable[[SupervisedSeat], None]) -> int:
     """Run `work` in a member's seat; report an error to the supervisor. Returns the exit code."""
+    sys.stdout = logs.PrintedLines()
     logs.set_up(f"member {spec.number} ")
     os.environ.update(spec.variables)
     faults.arm(spec.number)
@@ -188,7 +190,7 @@ def _report_failure(spec: WorkerSpec, step: int, error: Exception) -> int:
     step = error.step if isinstance(error, AllWorkersLost) else step
     own = isinstance(error, ShoalError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    trace = "" if needs_no_traceback(error) else traceback.format_exc()
+    trace = "" if needs_no_traceback(error) else _trace_of(error, spec)
     code = error.exit_code if isinstance(error, ShoalError) else 1
     ranks = error.ranks if isinstance(error, NotFinite) else ()
     failed = Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code, ranks)
@@ -197,6 +199,13 @@ def _report_failure(spec: WorkerSpec, step: int, error: Exception) -> int:
     with suppress(OSError):  # the disk may be what failed
         traceback.print_exc()
     return code
+
+
+def _trace_of(error: Exception, spec: WorkerSpec) -> str:
+    """What the user sees; the log has all of it."""
+    log = Path(spec.log)
+    place = f"{log.parent.name}/{log.name}"
+    return f"{user_traceback(error)}(Frames of Shoal are left out; {place} has all.)\n"
 
 
 def _train(

@@ -11,13 +11,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class BaseEvent(msgspec.Struct, tag_field="event", kw_only=True):
+class TimedEvent(msgspec.Struct, tag_field="event", kw_only=True):
     """What all have. `time` is in seconds since 1970, of the supervisor's clock."""
 
     time: float = 0.0
 
 
-class SeatedEvent(BaseEvent, kw_only=True):
+class SeatedEvent(TimedEvent, kw_only=True):
     """Of one seat: `rank` is None of a member without one, `server` is that of a server's seat."""
 
     rank: int | None = None
@@ -27,7 +27,7 @@ class SeatedEvent(BaseEvent, kw_only=True):
 # ---- members and groups
 
 
-class MemberStartedEvent(BaseEvent, tag="started", kw_only=True):
+class MemberStartedEvent(TimedEvent, tag="started", kw_only=True):
     """A process of the run was started."""
 
     member: int
@@ -43,7 +43,7 @@ class SeatEvent(SeatedEvent, tag="seat", kw_only=True):
     log: str
 
 
-class FormedEvent(BaseEvent, tag="formed", kw_only=True):
+class FormedEvent(TimedEvent, tag="formed", kw_only=True):
     """All seats are filled, and all ranks agree on the state after `step`."""
 
     generation: int
@@ -74,7 +74,7 @@ class RecoveredEvent(SeatedEvent, tag="recovered", kw_only=True):
     spare: bool
 
 
-class ResizedEvent(BaseEvent, tag="resized", kw_only=True):
+class ResizedEvent(TimedEvent, tag="resized", kw_only=True):
     """The run has another size from here on."""
 
     generation: int
@@ -86,22 +86,22 @@ class ResizedEvent(BaseEvent, tag="resized", kw_only=True):
     lost: str
 
 
-class NotResizedEvent(BaseEvent, tag="not-resized", kw_only=True):
+class NotResizedEvent(TimedEvent, tag="not-resized", kw_only=True):
     """A request for another size was given up."""
 
     step: int
     why: str
 
 
-class StoppingEvent(BaseEvent, tag="stopping", kw_only=True):
-    """The run ends after the step under way; of a member that was told so, with its rank."""
+class StoppingEvent(TimedEvent, tag="stopping", kw_only=True):
+    """The run ends after the step under way; of a member that was asked to, with its rank."""
 
     signal: str
     rank: int | UnsetType | None = UNSET
     server: int | UnsetType = UNSET
 
 
-class GaveUpEvent(BaseEvent, tag="gave-up", kw_only=True):
+class GaveUpEvent(TimedEvent, tag="gave-up", kw_only=True):
     """The run ends before its last step."""
 
     cause: str
@@ -127,14 +127,14 @@ class BusyEvent(SeatedEvent, tag="busy", kw_only=True):
     at: str
 
 
-class StandstillEvent(BaseEvent, tag="standstill", kw_only=True):
+class StandstillEvent(TimedEvent, tag="standstill", kw_only=True):
     """No rank gets anything done, and none says why."""
 
     seconds: int
     step: int
 
 
-class SlowEvent(BaseEvent, tag="slow", kw_only=True):
+class SlowEvent(TimedEvent, tag="slow", kw_only=True):
     """Replicas that take several times as long as the others."""
 
     step: int
@@ -142,7 +142,7 @@ class SlowEvent(BaseEvent, tag="slow", kw_only=True):
     advice: str
 
 
-class BalancedEvent(BaseEvent, tag="balanced", kw_only=True):
+class BalancedEvent(TimedEvent, tag="balanced", kw_only=True):
     """Work has moved from slow replicas to fast ones."""
 
     step: int
@@ -154,7 +154,7 @@ class BalancedEvent(BaseEvent, tag="balanced", kw_only=True):
 # ---- checkpoints and the model
 
 
-class ResumedEvent(BaseEvent, tag="resumed", kw_only=True):
+class ResumedEvent(TimedEvent, tag="resumed", kw_only=True):
     """The run continues from a checkpoint."""
 
     step: int
@@ -164,7 +164,7 @@ class ResumedEvent(BaseEvent, tag="resumed", kw_only=True):
     pieces_now: int
 
 
-class NothingToResumeEvent(BaseEvent, tag="begun", kw_only=True):
+class NothingToResumeEvent(TimedEvent, tag="begun", kw_only=True):
     """A resume was asked for, and there was nothing to resume from."""
 
     step: int
@@ -172,14 +172,14 @@ class NothingToResumeEvent(BaseEvent, tag="begun", kw_only=True):
     num_bad: int
 
 
-class CheckpointRefusedEvent(BaseEvent, tag="checkpoint-refused", kw_only=True):
+class CheckpointRefusedEvent(TimedEvent, tag="checkpoint-refused", kw_only=True):
     """A checkpoint was passed over."""
 
     name: str
     why: str
 
 
-class SavedEvent(BaseEvent, tag="saved", kw_only=True):
+class SavedEvent(TimedEvent, tag="saved", kw_only=True):
     """A checkpoint is complete."""
 
     step: int
@@ -188,7 +188,7 @@ class SavedEvent(BaseEvent, tag="saved", kw_only=True):
     ms: float
 
 
-class SaveFailedEvent(BaseEvent, tag="save-failed", kw_only=True):
+class SaveFailedEvent(TimedEvent, tag="save-failed", kw_only=True):
     """A checkpoint could not be written; an `echo` if another rank could not."""
 
     step: int
@@ -196,27 +196,27 @@ class SaveFailedEvent(BaseEvent, tag="save-failed", kw_only=True):
     echo: bool = False
 
 
-class SaveSkippedEvent(BaseEvent, tag="save-skipped", kw_only=True):
+class SaveSkippedEvent(TimedEvent, tag="save-skipped", kw_only=True):
     """A checkpoint was not begun."""
 
     step: int
     why: str
 
 
-class RescuedEvent(BaseEvent, tag="rescued", kw_only=True):
+class RescuedEvent(TimedEvent, tag="rescued", kw_only=True):
     """The last checkpoint is elsewhere, since its place could not be written."""
 
     step: int
     place: str
 
 
-class ModelNotSavableEvent(BaseEvent, tag="unholdable", kw_only=True):
+class ModelNotSavableEvent(TimedEvent, tag="unholdable", kw_only=True):
     """No checkpoint can hold this model."""
 
     why: str
 
 
-class ModelFailedEvent(BaseEvent, tag="model-failed", kw_only=True):
+class ModelFailedEvent(TimedEvent, tag="model-failed", kw_only=True):
     """model.safetensors could not be written."""
 
     step: int
@@ -226,21 +226,21 @@ class ModelFailedEvent(BaseEvent, tag="model-failed", kw_only=True):
 # ---- results
 
 
-class EvaluatedEvent(BaseEvent, tag="evaluated", kw_only=True):
+class EvaluatedEvent(TimedEvent, tag="evaluated", kw_only=True):
     """An evaluation after a step."""
 
     step: int
     evaluation: dict[str, float]
 
 
-class BatchEmptyEvent(BaseEvent, tag="emptied", kw_only=True):
+class BatchEmptyEvent(TimedEvent, tag="emptied", kw_only=True):
     """Quarantine left out all samples of a batch."""
 
     step: int
     left_out: int
 
 
-class ConsistencyEvent(BaseEvent, kw_only=True):
+class ConsistencyEvent(TimedEvent, kw_only=True):
     """Of state that replicas share: which ranks differ, since when, in how many tensors."""
 
     step: int
@@ -262,7 +262,7 @@ class StateCorruptedEvent(ConsistencyEvent, tag="state-corrupted", kw_only=True)
     """State that one rank holds alone has changed between two steps."""
 
 
-class WarningEvent(BaseEvent, tag="warning", kw_only=True):
+class WarningEvent(TimedEvent, tag="warning", kw_only=True):
     """A sentence for people."""
 
     text: str
@@ -271,7 +271,7 @@ class WarningEvent(BaseEvent, tag="warning", kw_only=True):
 # ---- for watchers
 
 
-class ProgressEvent(BaseEvent, tag="progress", kw_only=True):
+class ProgressEvent(TimedEvent, tag="progress", kw_only=True):
     """How far the run is, several times a second. Not recorded."""
 
     step: int
@@ -280,23 +280,29 @@ class ProgressEvent(BaseEvent, tag="progress", kw_only=True):
     communication: float  # the share of time
 
 
-class TickEvent(BaseEvent, tag="tick", kw_only=True):
+class PrintedEvent(TimedEvent, tag="printed", kw_only=True):
+    """Lines that rank 0 has printed to standard output. Not recorded: its log has them."""
+
+    lines: list[str]
+
+
+class TickEvent(TimedEvent, tag="tick", kw_only=True):
     """The supervisor is alive, ten times a second. Not recorded."""
 
 
-class HostJoinedEvent(BaseEvent, tag="host-joined", kw_only=True):
+class HostJoinedEvent(TimedEvent, tag="host-joined", kw_only=True):
     """Another host joined, before the run begins. Not recorded."""
 
     name: str
 
 
-class HostLeftEvent(BaseEvent, tag="host-left", kw_only=True):
+class HostLeftEvent(TimedEvent, tag="host-left", kw_only=True):
     """A host that had joined is gone, before the run begins. Not recorded."""
 
     name: str
 
 
-class HostsMissingEvent(BaseEvent, tag="hosts-missing", kw_only=True):
+class HostsMissingEvent(TimedEvent, tag="hosts-missing", kw_only=True):
     """The run waits for hosts. Not recorded."""
 
     count: int
@@ -335,6 +341,7 @@ Event = (
     | StateCorruptedEvent
     | WarningEvent
     | ProgressEvent
+    | PrintedEvent
     | TickEvent
     | HostJoinedEvent
     | HostLeftEvent

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
@@ -30,6 +31,7 @@ from shoal.events.events import (
     ModelNotSavableEvent,
     NothingToResumeEvent,
     NotResizedEvent,
+    PrintedEvent,
     ProgressEvent,
     RecoveredEvent,
     ReplicaRepairedEvent,
@@ -59,7 +61,7 @@ class _Screen(Console):
 
 
 class Display:
-    """Shows progress and events as the supervisor tells them."""
+    """Shows progress and events of a run."""
 
     def __init__(self, num_steps: int | None = None):
         self.num_steps = num_steps
@@ -75,6 +77,8 @@ class Display:
         match event:
             case ProgressEvent():
                 self._show_progress(event)
+            case PrintedEvent():
+                self.say(escape("\n".join(event.lines)))
             case ExitedEvent() if event.status < 0:
                 self.say(f"[bold red]{_who(event)} {escape(event.how)}[/] after step {event.step}")
             case EvaluatedEvent():
@@ -93,15 +97,16 @@ class Display:
             case _ if type(event) in _SENTENCES:
                 self.say(_SENTENCES[type(event)](event))
 
-    def introduce(self, recipe: str, facts: dict[str, Any], where: str) -> None:
+    def introduce(self, recipe: str, facts: dict[str, Any], run_dir: Path) -> None:
         """Say what is about to be trained."""
+        self.num_steps = facts["num_steps"]
         members = plural(facts["num_ranks"], "rank")
         if facts["num_servers"]:
             members += f", {plural(facts['num_servers'], 'server')}"
         self.say(
             f"{escape(recipe)}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
             f"plan {facts['plan'] or 'data=1'}, {members}, "
-            f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {escape(where)}"
+            f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {escape(str(run_dir))}"
         )
         if facts["begins"]:
             self.say(escape(facts["begins"]))
@@ -212,14 +217,14 @@ def _begun(event: NothingToResumeEvent) -> str:
     store = escape(event.store)
     if event.num_bad:
         bad = f"[bold yellow]no checkpoint in {store} is good[/]"
-        return f"{bad}: the run begins anew at step {event.step}"
+        return f"{bad}: the run starts again at step {event.step}"
     return f"nothing to go on from in {store}: the run begins at step {event.step}"
 
 
 def _emptied(event: BatchEmptyEvent) -> str:
     return (
         f"[bold yellow]step {event.step} changes nothing[/]: quarantine left out all "
-        f"{event.left_out} samples of its batch. More such steps are told in events.jsonl alone"
+        f"{event.left_out} samples of its batch. More such steps are in events.jsonl alone"
     )
 
 

@@ -3,7 +3,7 @@
 A notebook, a web server, a script that has computed something: their locks and their OpenMP would
 be copied in the middle of what they do. So a new interpreter is started, which gets the recipe by
 cloudpickle through a pipe that only it inherits; the one use of pickle, never at rest and never on
-a network. Events come back as lines of JSON, with the outcome as the last one.
+a network. Events come back as messages, with the outcome as the last one.
 
 Cost: the import of torch, some two seconds. An interrupt (Ctrl-C, or the notebook's button) stops
 the run after its step, a second one at once. If this process dies, the run stops and saves itself.
@@ -28,7 +28,7 @@ import msgspec
 from shoal.cluster.backend import Facts
 from shoal.cluster.local import NotLoaded
 from shoal.errors import ShoalError, UsageError, sendable
-from shoal.events.events import Event, OnEvent
+from shoal.events.events import Event, OnEvent, StoppingEvent, TickEvent
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
 from shoal.system.fork_server import needs_no_traceback
@@ -44,10 +44,12 @@ _MAIN = (
 INTERRUPTED = 128 + signal.SIGINT
 _LENGTH = 8  # bytes before a message, which are its length
 LEAVING_S = 10.0  # that the new process may take to end if what it says is not wanted any more
+LOOK_S = 1.0  # between two looks whether it has ended
 
 
 class _Job(msgspec.Struct):
-    """What the new process is given."""
+    """What the new process is given. What is trained, pickled, follows it: a message of msgpack
+    holds no more than 4 GiB."""
 
     path: list[str]  # where modules are found
     name: str
@@ -55,7 +57,6 @@ class _Job(msgspec.Struct):
     is_named: bool
     options: Options
     run_dir: str | None
-    pickled: bytes  # what is trained, and callbacks
 
 
 class _Event(msgspec.Struct, tag=True):
@@ -84,13 +85,23 @@ _Message = _Event | _Found | _Ended | _Failed
 
 
 def can_fork() -> bool:
-    """Whether this process may fork: it has one thread, and this is it."""
-    if threading.current_thread() is not threading.main_thread():
+    """Whether this process may fork and supervise: it has one thread, this is it, and the signals
+    that a supervisor takes are free."""
+    if threading.current_thread() is not threading.main_thread() or _handles_signals():
         return False
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
         return False
+
+
+def _handles_signals() -> bool:
+    """Whether the caller has a handler or a timer that a run in this process would take."""
+    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+    return any(signal.getsignal(n) not in usual for n in taken) or any(
+        signal.getitimer(signal.ITIMER_REAL)
+    )
 
 
 def train_fresh(
@@ -109,10 +120,10 @@ def train_fresh(
         is_named=recipe.is_named,
         options=options,
         run_dir=None if run_dir is None else str(run_dir),
-        pickled=_pickle(recipe),
     )
+    pickled = _pickle(recipe)
     last: _Ended | _Failed | None = None
-    with _started(job) as child, _passing_on_signals(child.process):
+    with _started(job, pickled) as child, _passing_on_signals(child.process):
         for message in child.messages():
             match message:
                 case _Event():
@@ -153,12 +164,16 @@ class _Child:
         self.process, self._answers = process, answers
 
     def messages(self) -> Iterator[_Event | _Found | _Ended | _Failed]:
-        """Those it sends, until it has closed the pipe. What it prints is printed here."""
+        """Those it sends, until the last. What it prints is printed here, until it has ended:
+        processes that the recipe has forked may keep both pipes open."""
         assert self.process.stderr is not None
         answers, printed = self._answers, self.process.stderr.fileno()
         unread, open_ones = b"", {answers, printed}
         while open_ones:
-            for descriptor in readable(open_ones):
+            ready = readable(open_ones, LOOK_S)
+            if not ready and self.process.poll() is not None:
+                return
+            for descriptor in ready:
                 content = os.read(descriptor, 1 << 16)
                 if not content:
                     open_ones.discard(descriptor)
@@ -171,11 +186,14 @@ class _Child:
                 end = _LENGTH + int.from_bytes(unread[:_LENGTH], "big")
                 if len(unread) < end:
                     break
-                yield msgspec.msgpack.decode(unread[_LENGTH:end], type=_Message)
+                message = msgspec.msgpack.decode(unread[_LENGTH:end], type=_Message)
                 unread = unread[end:]
+                yield message
+                if isinstance(message, _Ended | _Failed):
+                    open_ones.discard(answers)
 
     def end(self) -> None:
-        """At once if it has ended by itself; else it is told to stop, and killed if it does not."""
+        """At once if it has ended by itself; else asked to stop, and killed if it does not."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if sys.exc_info()[0] else None)
         if self.process.poll() is None:
@@ -188,7 +206,7 @@ class _Child:
 
 
 @contextmanager
-def _started(job: _Job) -> Iterator[_Child]:
+def _started(job: _Job, pickled: bytes) -> Iterator[_Child]:
     """The new process, which has its job. It has ended after the block."""
     reading, giving = os.pipe()
     answers, writing = os.pipe()
@@ -210,13 +228,26 @@ def _started(job: _Job) -> Iterator[_Child]:
     child = _Child(process, answers)
     try:
         with suppress(BrokenPipeError), open(giving, "wb") as pipe:
-            pipe.write(msgspec.msgpack.encode(job))
+            _give(pipe, job, pickled)
         yield child
     finally:
         child.end()
         os.close(answers)
         assert process.stderr is not None
         process.stderr.close()
+
+
+def _give(pipe: BinaryIO, job: _Job, pickled: bytes) -> None:
+    content = msgspec.msgpack.encode(job)
+    pipe.write(len(content).to_bytes(_LENGTH, "big"))
+    pipe.write(content)
+    pipe.write(pickled)
+
+
+def _take(pipe: BinaryIO) -> tuple[_Job, bytes]:
+    length = int.from_bytes(pipe.read(_LENGTH), "big")
+    job = msgspec.msgpack.decode(pipe.read(length), type=_Job)
+    return job, pipe.read()
 
 
 @contextmanager
@@ -252,7 +283,7 @@ def main(reading: int, writing: int) -> None:
     for number in stop_signals():
         signal.signal(number, interrupt)
     with open(reading, "rb") as pipe:
-        job = msgspec.msgpack.decode(pipe.read(), type=_Job)
+        job, pickled = _take(pipe)
     sys.path[:] = job.path
     answers = _Answers(writing)
 
@@ -260,8 +291,10 @@ def main(reading: int, writing: int) -> None:
         if pending:  # it was raised where Python drops exceptions, and comes again
             os.kill(os.getpid(), pending.pop())
         answers.send(_Event(event))
+        if isinstance(event, TickEvent) and answers.wants_stop():
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    recipe = Recipe(job.name, partial(cloudpickle.loads, job.pickled), job.settings, job.is_named)
+    recipe = Recipe(job.name, partial(cloudpickle.loads, pickled), job.settings, job.is_named)
     last: _Ended | _Failed
     try:
         outcome = train(
@@ -290,8 +323,11 @@ class _Answers:
 
     def __init__(self, descriptor: int):
         self._pipe: BinaryIO | None = open(descriptor, "wb", buffering=0)  # noqa: SIM115 (for the process's life)
+        self._stops = False
 
     def send(self, message: "_Event | _Found | _Ended | _Failed") -> None:
+        if isinstance(message, _Event) and isinstance(message.event, StoppingEvent):
+            self._stops = True
         if self._pipe is None:
             return
         content = msgspec.msgpack.encode(message)
@@ -301,4 +337,11 @@ class _Answers:
                 unsent = unsent[self._pipe.write(unsent) or 0 :]
         except BrokenPipeError:
             self._pipe = None
-            os.kill(os.getpid(), signal.SIGTERM)
+
+    def wants_stop(self) -> bool:
+        """Whether nobody waits for the run any more, and it does not stop yet. True once: a run
+        that is asked twice ends at once, without a checkpoint. The caller may have passed on a
+        signal just before it died, so ask after the supervisor has looked for one."""
+        wants = self._pipe is None and not self._stops
+        self._stops |= wants
+        return wants

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.elastic.supervisor import SupervisorResult as SupervisorResult
     from shoal.training.options import Recipe
 
+SLOW_DATA = 0.5  # a share of the time of rank 0, and a second at least
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run that ended, under the names that `--json` gives them."""
@@ -290,9 +292,50 @@ def _not_saved(
     reasons = dict.fromkeys(why.rstrip(".") for why in saves.why_not(result.step))
     why = "; ".join(reasons) or "no rank said why"
     way_out = where_rescued(saves.rescued) or (
-        "Mend that, and go on from the checkpoint before it (--resume), if there is one."
+        "Correct that, and go on from the checkpoint before it (--resume), if there is one."
     )
     return f"Step {result.step}, the last, could not be saved: {why}. {way_out}"
+
+
+def how_it_ended(outcome: Outcome) -> str:
+    """In a few sentences: why it ended, what is saved, where its files are and how to go on. Empty
+    if all is as it should be. Pure; both the command and `shoal.train` say this."""
+    if outcome.is_finished:
+        return outcome.problem
+    run_dir = outcome.run_dir
+    if outcome.stopped_by and not outcome.cause:
+        told = f"stopped after step {outcome.steps}, as asked. {_what_is_saved(outcome)}"
+    else:
+        newest = ""
+        if outcome.saved_step is not None:
+            again = f"the same command with --resume --run-dir {run_dir} goes on from it"
+            newest = f" The newest checkpoint is of step {outcome.saved_step}: {again}."
+        told = f"{outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}.{newest}"
+    return f"{told} {outcome.moved}".rstrip()
+
+
+def _what_is_saved(outcome: Outcome) -> str:
+    """Of a run that was stopped as asked."""
+    if outcome.is_saved:
+        again = f"--resume --run-dir {outcome.run_dir}"
+        return f"It is saved; go on with the same command and {again}."
+    reasons = outcome.why_not_saved
+    why = f": {reasons[0].rstrip('.')}" if reasons else ""
+    rescued = where_rescued(outcome.summary.rescued)
+    said = f"It could not be saved{why}. {rescued}".rstrip()
+    return f"{said} Its record is in {outcome.run_dir}."
+
+
+def advice(outcome: Outcome) -> str:
+    """What would make such a run faster, in a sentence; empty if nothing stands out. Pure."""
+    total = sum(outcome.times.values())
+    if outcome.times.get("data", 0.0) < max(1.0, SLOW_DATA * total):
+        return ""
+    return (
+        "Ranks waited for samples most of the time. Load ahead in processes of their own "
+        "(loaders=2 in the Run, or --set loaders=2), keep what is slow to make "
+        "(shoal.data.cached), or build shards of it (shoal data build)."
+    )
 
 
 def where_rescued(place: str | None) -> str:
@@ -312,5 +355,5 @@ def _nothing_trained(result: "SupervisorResult", lines: Sequence[_Line]) -> str:
         return ""
     return (
         f"Quarantine left out all {num_left_out} samples, so nothing was trained. Its file says "
-        "why each of them failed; mend that, and begin anew."
+        "why each of them failed; correct that, and start a new run."
     )

@@ -18,6 +18,7 @@ from shoal.checkpoint.dtypes import first_unsupported
 from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.manifest import Origin
 from shoal.checkpoint.retention import RetentionPolicy
+from shoal.cluster.backend import Facts
 from shoal.data.orders import order_name
 from shoal.data.transforms.normalizing import save_run_statistics
 from shoal.elastic.worker import prepare_training, set_single_thread
@@ -55,8 +56,6 @@ from shoal.training.resume import (
     refuse_used_store,
 )
 from shoal.training.run import Run, resolve
-
-Facts = dict[str, Any]
 
 
 class _Preparing(NamedTuple):

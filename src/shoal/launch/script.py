@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.find import list_steps
+from shoal.checkpoint.manifest import Origin
 from shoal.comm.mesh import LauncherSeat, Seat
 from shoal.elastic.seat import SupervisedSeat, seat_from_environment
 from shoal.errors import PlanError, UsageError
@@ -14,6 +15,7 @@ from shoal.events.step import Hook
 from shoal.numerics.precision import environment_for
 from shoal.plans.plan import Plan
 from shoal.storage.object_store import open_store
+from shoal.storage.store import Store
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings, origin_of
 from shoal.training.own_loop import CustomLoop
 from shoal.training.recipe import provenance
@@ -72,13 +74,21 @@ def trainer(
     if supervised is not None:
         supervised.stop_on_term()
     seat: Seat = supervised or LauncherSeat(world)
-    checkpointer = None
-    if store is not None:
-        if isinstance(seat, LauncherSeat):
-            seat.stop_on_term()
-        made = origin_of(sys.argv[0], fields, resolved, run)
-        checkpointer = Checkpointer(
-            CheckpointSettings(store, made, others_may_write=True, resumes=resume), seat.emit
-        )
     loop = CustomLoop(recovers=isinstance(seat, SupervisedSeat) and seat.recovers)
-    return Trainer(run, resolved, seat, hooks=hooks, checkpointer=checkpointer, loop=loop)
+    try:
+        checkpointer = None
+        if store is not None:
+            made = origin_of(sys.argv[0], fields, resolved, run)
+            checkpointer = _checkpointer(seat, store, made, resume)
+        return Trainer(run, resolved, seat, hooks=hooks, checkpointer=checkpointer, loop=loop)
+    except BaseException:
+        seat.close()  # which gives SIGTERM back
+        raise
+
+
+def _checkpointer(seat: Seat, store: Store, made: Origin, resume: bool) -> Checkpointer:
+    """What saves, also when SIGTERM stops the loop."""
+    if isinstance(seat, LauncherSeat):
+        seat.stop_on_term()
+    settings = CheckpointSettings(store, made, others_may_write=True, resumes=resume)
+    return Checkpointer(settings, seat.emit)

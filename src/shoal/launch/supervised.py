@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.backend import Backend, Facts
+from shoal.cluster.backend import Backend, Facts, StartedRun
 from shoal.cluster.invitation import remove_invitation
 from shoal.elastic.membership import Membership
 from shoal.elastic.resize_requests import open_resize_requests
@@ -20,7 +20,7 @@ def run_supervised(
     *,
     backend: Backend,
     watch: OnEvent,
-    members: Callable[[Facts], Membership],
+    members: Callable[[StartedRun], Membership],
     prepared: Callable[[Facts], None] = lambda facts: None,
     can_resize: bool = False,
     stop_timeout_s: float | None = None,
@@ -40,7 +40,7 @@ def run_supervised(
             resizes = open_resize_requests(run_dir, Plan.parse(facts["plan"]), facts["alone"])
         result = Supervisor(
             started.processes,
-            members(facts),
+            members(started),
             run_dir,
             watch,
             started.reach,

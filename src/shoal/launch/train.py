@@ -17,13 +17,12 @@ import msgspec
 
 from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
-from shoal.cluster.backend import Backend, Facts
-from shoal.cluster.hosts import HostsBackend
-from shoal.cluster.local import LocalBackend
+from shoal.cluster.backend import Facts, StartedRun
 from shoal.comm.endpoint import interface_of
 from shoal.elastic.membership import Membership
 from shoal.errors import UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
+from shoal.launch.backends import check_on, make_backend
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
@@ -35,12 +34,11 @@ from shoal.training.options import DEFAULT_KEEP, REMEMBERED, SETTABLE, Recipe, S
 if TYPE_CHECKING:
     from shoal.system.fork_server import WorkerMain
 
-JOIN_TIMEOUT_S = 600.0
-
 
 class Options(StartOptions, frozen=True, kw_only=True):
     """All that a run can be asked for; `shoal train --help` says what each is."""
 
+    on: str = "local"
     spares: Annotated[int, msgspec.Meta(ge=0)] = 1
     heartbeat_timeout_s: Annotated[float, msgspec.Meta(ge=0.5)] = 10.0
     form_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] = 30.0
@@ -115,9 +113,9 @@ def _train(
     result = run_supervised(
         prepare,
         run_dir.path,
-        backend=_backend(recipe, options),
+        backend=make_backend(recipe, options),
         watch=observe,
-        members=lambda found: _members(found, options),
+        members=lambda started: _members(started, options),
         prepared=begin,
         can_resize=True,
         stop_timeout_s=options.stop_timeout_s,
@@ -137,38 +135,21 @@ def _train(
     )
 
 
-def _members(found: Facts, options: Options) -> Membership:
+def _members(started: StartedRun, options: Options) -> Membership:
+    found = started.facts
     return Membership(
         found["num_ranks"],
         num_servers=found["num_servers"],
         num_spares=options.spares,
         heartbeat_timeout_s=options.heartbeat_timeout_s,
         form_timeout_s=options.form_timeout_s,
-        num_hosts=1 if options.listen is None else Plan.parse(found["plan"]).hosts,
-    )
-
-
-def _backend(recipe: Recipe, options: Options) -> Backend:
-    """Where the processes are to be."""
-    if options.listen is None:
-        return LocalBackend()
-    if not recipe.is_named:
-        raise UsageError(
-            "Other hosts load the recipe by its name, and this one has none that they could find. "
-            "Give it as file.py:function, in a file that all hosts see."
-        )
-    return HostsBackend(
-        address=options.listen,
-        timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        recipe=recipe.name,
-        settings=dict(recipe.settings),
-        options=options.start_options(),
+        num_hosts=started.num_hosts,
     )
 
 
 def refuse_contradictions(options: Options) -> None:
     """Refuse options that make no sense together, before anything is made."""
+    check_on(options.on)
     if options.plan is not None:
         Plan.parse(options.plan).refuse_missing()
     if options.keep is not None:

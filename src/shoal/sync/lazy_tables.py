@@ -149,7 +149,7 @@ class ExpandedSource:
         return next(of, None)
 
     def _known(self, name: str) -> str:
-        """Under which name the type is told, and what follows the number of rows."""
+        """Under which name the type is recorded, and what follows the number of rows."""
         if self._table_of(name) is None:
             return name
         stripes = (part_name(stripe, name) for stripe in range(MOST_STRIPES))

@@ -11,6 +11,7 @@ forked. Read next: `processes.py`, `cluster/local.py`.
 
 import faulthandler
 import gc
+import io
 import os
 import signal
 import socket
@@ -28,9 +29,11 @@ from shoal.system.processes import (
     describe_exit,
     die_with_parent,
     inherit_descriptors,
+    let_idle_threads_sleep,
     readable,
     stop_signals,
 )
+from shoal.system.traces import user_traceback
 
 _MOST_BYTES = 1 << 20
 _DUMP_STACK = signal.SIGURG  # ignored by a process without a handler
@@ -122,8 +125,8 @@ class ForkServer:
     def __init__(self, prepare: Prepare, log: Path):
         """Fork; `prepare` runs in the child, with its output in `log`, and returns the main."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._log, self._log_begin = log, log.stat().st_size if log.exists() else 0
+        _flush_output()
         parent = os.getpid()
         with inherit_descriptors():
             self.pid = os.fork()
@@ -159,6 +162,16 @@ class ForkServer:
     def dump_stack(self) -> None:
         """Let the fork server write its stack into its log; only before its first report."""
         os.kill(self.pid, _DUMP_STACK)
+
+    def end_of_log(self, num_bytes: int) -> str:
+        """The last that the preparation wrote, without what an earlier one left in its log."""
+        try:
+            with self._log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_begin, size - num_bytes))
+                return sendable(file.read(num_bytes).decode(errors="replace"))
+        except OSError:
+            return ""
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
         """The next report; None if none came in time. Raises EOFError when the server has ended."""
@@ -204,8 +217,7 @@ def redirect_output(log: str | Path) -> None:
 
     On a full disk the output is lost, and the worker continues.
     """
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush_output()
     try:
         output = open(log, "ab", buffering=0)  # noqa: SIM115
     except OSError:
@@ -214,7 +226,32 @@ def redirect_output(log: str | Path) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = _writing_to(sys.stdout, 1), _writing_to(sys.stderr, 2)
+
+
+def _writing_to(stream: Any, descriptor: int) -> Any:
+    """The stream, line by line, if it writes to this descriptor. One that a program put in its
+    place (a notebook's, a StringIO) is of the parent: what is written there would be lost."""
+    with suppress(ValueError, OSError):  # it is closed
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor:
+            stream.reconfigure(line_buffering=True)
+            return stream
+    return open(
+        descriptor,
+        "w",
+        buffering=1,
+        encoding="utf-8",
+        errors="backslashreplace",
+        closefd=False,
+    )
+
+
+def _flush_output() -> None:
+    """Or a forked process would write it once more. A stream may be none, or closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError):
+            if stream is not None:
+                stream.flush()
 
 
 def run_and_exit(main: Callable[..., int], *arguments: Any) -> NoReturn:
@@ -228,8 +265,7 @@ def run_and_exit(main: Callable[..., int], *arguments: Any) -> NoReturn:
         traceback.print_exc()
     finally:
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush_output()
         finally:
             os._exit(status & 0xFF)
 
@@ -244,6 +280,8 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
         signal.signal(number, lambda *_: None)
     redirect_output(log)
     faulthandler.register(_DUMP_STACK, file=2)
+    if "torch" not in sys.modules:  # or it is too late, and others would rely on it
+        let_idle_threads_sleep()
     try:
         facts, worker_main = prepare()
         _check_forkable()
@@ -251,7 +289,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
         return _report_failure(control, str(error), _trace_of(error), error.exit_code)
     except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
-        return _report_failure(control, last, traceback.format_exc(), 1)
+        return _report_failure(control, last, user_traceback(error), 1)
     faulthandler.unregister(_DUMP_STACK)
     gc.collect()
     gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
@@ -268,9 +306,9 @@ def _report_failure(control: socket.socket, message: str, trace: str, exit_code:
 
 def _trace_of(error: ShoalError) -> str:
     """The traceback, if the recipe's code is the cause of the error."""
-    if needs_no_traceback(error):
+    if needs_no_traceback(error) or error.__cause__ is None:
         return ""
-    return "".join(traceback.format_exception(error.__cause__))
+    return user_traceback(error.__cause__)
 
 
 def needs_no_traceback(error: BaseException) -> bool:

@@ -5,9 +5,13 @@
         def backend(self):
             return MyBackend()
 
-A new back end gives that one fixture and inherits the tests. They are about what the supervisor
-relies on: facts of the preparation, processes that start with their variables and log, reports of
-each start and end, signals that arrive, and that nothing runs after the block. Cost: a second each.
+        def lose(self, started):
+            started.processes.agent.kill()
+
+A new back end gives these two and inherits the tests. They are about what the supervisor relies on:
+facts of the preparation, processes that start with their variables and log, reports of each start
+and end, signals that arrive, a lost agent that is noticed, and that nothing runs after the block.
+Cost: a second each.
 """
 
 import os
@@ -24,10 +28,6 @@ from shoal.cluster.local import NotLoaded
 from shoal.system.fork_server import Report, WorkerExited, WorkerSpec, WorkerStarted
 
 LIMIT_S = 30.0
-
-
-def prepare() -> tuple[dict[str, Any], Callable[[WorkerSpec], int]]:
-    return {"plan": "", "found": 7}, _work
 
 
 def _work(spec: WorkerSpec) -> int:
@@ -61,8 +61,25 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.02)
+
+
 class BackendConformance:
-    """Inherit, and give `backend`. Its processes must be on this machine."""
+    """Inherit, and give `backend` and `lose`. Its processes must be on this machine."""
+
+    plan = ""  # what the preparation finds: one with hosts, if the back end is of several
+    host = 0  # on which processes start
+
+    def prepare(self) -> tuple[dict[str, Any], Callable[[WorkerSpec], int]]:
+        return {"plan": self.plan, "found": 7}, _work
+
+    def lose(self, started: StartedRun) -> None:
+        """Kill, without a warning, what starts processes on the host."""
+        raise NotImplementedError("kill the agent of the back end under test")
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -75,10 +92,10 @@ class BackendConformance:
 
     def spec(self, run_dir: Path, number: int, say: str = "hello", **more: str) -> WorkerSpec:
         log = run_dir / "logs" / f"rank-{number:03d}.log"
-        return WorkerSpec(number, str(log), {"SAY": say, **more})
+        return WorkerSpec(number, str(log), {"SAY": say, **more}, self.host)
 
     def test_processes_start_and_report_how_they_end(self, backend: Backend, run_dir: Path) -> None:
-        with backend.start(prepare, run_dir, lambda event: None) as started:
+        with backend.start(self.prepare, run_dir, lambda event: None) as started:
             assert started.facts["found"] == 7
             started.processes.spawn(self.spec(run_dir, 0))
             started.processes.spawn(self.spec(run_dir, 1, CODE="3"))
@@ -89,25 +106,38 @@ class BackendConformance:
             started.end(0, "done")
         assert "member 1 has hello" in (run_dir / "logs" / "rank-001.log").read_text()
 
-    def test_a_signal_arrives(self, backend: Backend, run_dir: Path) -> None:
-        with backend.start(prepare, run_dir, lambda event: None) as started:
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_a_signal_arrives(
+        self, backend: Backend, run_dir: Path, number: signal.Signals
+    ) -> None:
+        with backend.start(self.prepare, run_dir, lambda event: None) as started:
             started.processes.spawn(self.spec(run_dir, 5, "sleep"))
             first = started.processes.next_report(LIMIT_S)
             assert isinstance(first, WorkerStarted) and list(started.processes.pids) == [5]
-            started.processes.kill(5)
+            started.processes.kill(5, number)
             (last,) = reports(started, 1)
-            assert isinstance(last, WorkerExited) and last.status == -signal.SIGKILL
+            assert isinstance(last, WorkerExited) and last.status == -number
 
     def test_nothing_runs_after_the_block(self, backend: Backend, run_dir: Path) -> None:
-        with backend.start(prepare, run_dir, lambda event: None) as started:
+        with backend.start(self.prepare, run_dir, lambda event: None) as started:
             started.processes.spawn(self.spec(run_dir, 0, "sleep"))
             assert isinstance(started.processes.next_report(LIMIT_S), WorkerStarted)
             pids = list(started.processes.pids.values())
             assert all(map(is_alive, pids))
-        deadline = time.monotonic() + LIMIT_S
-        while any(map(is_alive, pids)):
-            assert time.monotonic() < deadline, "a process was left behind"
-            time.sleep(0.02)
+        wait_until_gone(pids)
+
+    def test_a_lost_agent_is_noticed_and_leaves_nothing(
+        self, backend: Backend, run_dir: Path
+    ) -> None:
+        with backend.start(self.prepare, run_dir, lambda event: None) as started:
+            started.processes.spawn(self.spec(run_dir, 0, "sleep"))
+            assert isinstance(started.processes.next_report(LIMIT_S), WorkerStarted)
+            pids = list(started.processes.pids.values())
+            self.lose(started)
+            with pytest.raises(EOFError):
+                list(reports(started, 2))  # its end may be reported before
+            assert started.processes.describe_loss()
+        wait_until_gone(pids)
 
     def test_a_preparation_that_fails_says_why(self, backend: Backend, run_dir: Path) -> None:
         starting = backend.start(_fail, run_dir, lambda event: None)

@@ -2,7 +2,7 @@
 
 `data/balance.py` decides, from seconds that every rank knows alike; here the decision is carried
 out: the strategy is attached again with other shares, and the run's record tells who is slow. Where
-work does not move, who is slow is told alone, and what would let it move.
+work does not move, only who is slow is reported, and what would let it move.
 """
 
 from collections.abc import Sequence

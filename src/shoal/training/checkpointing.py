@@ -1,7 +1,7 @@
 """When a run saves, and what it resumes from.
 
 A `Checkpointer` belongs to one rank's trainer. It saves every `save_every` steps beside training,
-and once more when the run ends or is told to stop; then it waits until the checkpoint is there. A
+and once more when the run ends or is asked to stop; then it waits until the checkpoint is there. A
 run whose ranks are all new resumes from the newest checkpoint that every one of them could read.
 
 A save needs all ranks in one group. One that a loss interrupts is not made up for: the next is

@@ -84,7 +84,7 @@ def _all_left_out(source: Any) -> str:
     files = " and ".join(map(str, quarantine_files(source)))
     return (
         f"There is nothing to evaluate: all {len(source)} samples of the source are left out as "
-        f"bad, by quarantine. {files} says why, sample by sample; mend them, or evaluate others."
+        f"bad, by quarantine. {files} says why, sample by sample; correct them, or evaluate others."
     )
 
 

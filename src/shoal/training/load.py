@@ -6,10 +6,13 @@ transformers that its configuration names. A `.pt2` file of torch.export is a pr
 torch reads it with pickle: load those that you trust.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shoal.errors import UsageError, require
@@ -20,6 +23,7 @@ from shoal.storage.object_store import local_path
 from shoal.training.options import Recipe
 from shoal.training.recipe import load_recipe
 from shoal.training.run import Run
+from shoal.training.wording import in_python
 
 if TYPE_CHECKING:
     from shoal.checkpoint.find import PathOrUrl
@@ -30,26 +34,47 @@ CONFIGURATION = "config.json"  # of a Hugging Face directory
 def load(
     path: "PathOrUrl",
     recipe: str | Run | Callable[..., Run] | Recipe | None = None,
-    **settings: Any,
+    *,
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model at a path or URL, ready to use.
 
     `path` is a run directory or a directory of checkpoints, of which the newest good one is taken,
-    one checkpoint, or weights that another program wrote: these need the `recipe`, whose `settings`
-    make the model that was trained. A directory of Hugging Face needs none, nor does a `.pt2` file
-    of torch.export, which is a program: load those that you trust.
+    one checkpoint, or weights that another program wrote: these need the `recipe`, which makes the
+    model that was trained with the same `settings`. A directory of Hugging Face needs none, nor
+    does a `.pt2` file of torch.export, which is a program: load those that you trust. The random
+    numbers of torch and `sys.path` are afterwards what they were.
     """
     if settings and (recipe is None or isinstance(recipe, Recipe)):
         raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
-    if recipe is None:
-        return _load_by_itself(path)
-    if isinstance(recipe, Recipe):
-        run, _ = recipe.load()
-    else:
-        run = load_recipe(recipe, {name: str(value) for name, value in settings.items()})
-    model = run.make_model()
-    load_weights(model, ModelWeights(open_weights(path).weights))
+    with _as_it_was():
+        if recipe is None:
+            return _load_by_itself(path)
+        model = _run_of(recipe, settings or {}).make_model()
+        load_weights(model, ModelWeights(open_weights(path).weights))
     return model.eval()
+
+
+def _run_of(recipe: str | Run | Callable[..., Run] | Recipe, settings: Mapping[str, Any]) -> Run:
+    if isinstance(recipe, Recipe):
+        return recipe.load()[0]
+    return load_recipe(recipe, {name: str(value) for name, value in settings.items()})
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Leaves torch's random numbers and the path of modules as the caller had them: a recipe is
+    found by its directory, and a model is made from the seed of its Run."""
+    path = list(sys.path)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    except UsageError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise
+    finally:
+        sys.path[:] = path
 
 
 def _load_by_itself(path: "PathOrUrl") -> nn.Module:

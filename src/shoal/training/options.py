@@ -3,11 +3,15 @@
 Loads nothing heavy: a recipe is loaded where it is trained, not where it is asked for.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
+
+from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.events.step import Hook
@@ -60,7 +64,15 @@ class Recipe:
     @classmethod
     def named(cls, spec: str, settings: Mapping[str, str]) -> Self:
         """Of `file.py:function` or `module:function`."""
-        return cls(spec, lambda: (spec, ()), settings)
+        return cls(spec, partial(_found, spec), settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a caller who pickles an Outcome, as pools of processes do: what can be imported goes
+        along by its name; a Run or a function of a notebook stays where it was made."""
+        given, _ = self.find()
+        spec = given if isinstance(given, str) else _importable(given)
+        find = partial(_left_behind, self.name) if spec is None else partial(_found, spec)
+        return type(self), (self.name, find, dict(self.settings), self.is_named)
 
     def load(self) -> "tuple[Run, Sequence[Hook]]":
         """Call it. It runs the user's code, so this belongs to the process that trains it."""
@@ -68,3 +80,21 @@ class Recipe:
 
         given, callbacks = self.find()
         return load_recipe(given, self.settings), callbacks
+
+
+def _found(spec: str) -> "tuple[Given, Sequence[Hook]]":
+    return spec, ()
+
+
+def _left_behind(name: str) -> "tuple[Given, Sequence[Hook]]":
+    raise UsageError(
+        f"The recipe {name} stayed in the process that trained it, since no other can import it. "
+        "Load the model there, or name a recipe: shoal.load(outcome.run_dir, recipe)."
+    )
+
+
+def _importable(given: Any) -> str | None:
+    """`module:function`, if that is how another process finds the same thing."""
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
+    found = getattr(sys.modules.get(str(module)), name, None)
+    return f"{module}:{name}" if found is given else None

@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,7 @@ def _with_fields(run: Run, settings: Mapping[str, str]) -> Run:
 
 def _parameters(function: Callable[..., Any], spec: str) -> dict[str, Any]:
     """The recipe's parameters and their types."""
-    try:
-        hints = typing.get_type_hints(function) if inspect.isroutine(function) else {}
-    except NameError as error:
-        raise UsageError(f"An annotation of {spec} cannot be read: {error}.") from error
+    hints = _hints(function, spec) if inspect.isroutine(function) else {}
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -113,6 +111,22 @@ def _parameters(function: Callable[..., Any], spec: str) -> dict[str, Any]:
         default = parameter.default
         guess = str if default is parameter.empty or default is None else type(default)
         found[name] = hints.get(name, guess)
+    return found
+
+
+def _hints(function: Callable[..., Any], spec: str) -> dict[str, Any]:
+    """The types of a function's parameters. One of a script or a notebook comes to another process
+    without the names that only annotations use: those are left out."""
+    try:
+        return typing.get_type_hints(function)
+    except NameError as error:
+        if function.__module__ != "__main__":
+            raise UsageError(f"An annotation of {spec} cannot be read: {error}.") from error
+    found: dict[str, Any] = {}
+    for name, hint in function.__annotations__.items():
+        one = types.SimpleNamespace(__annotations__={name: hint})
+        with suppress(NameError):
+            found |= typing.get_type_hints(one, getattr(function, "__globals__", {}))
     return found
 
 

@@ -51,7 +51,7 @@ def newest(store: Store) -> Manifest | None:
     if may_be_good:
         raise BadCheckpoint(
             f"No checkpoint in {store} can be read. {' '.join(problems)} Mend that and go on, or "
-            "move them away to begin anew."
+            "move them away to start again."
         )
     return None
 

@@ -87,9 +87,9 @@ def verify(
             run_dir,
             backend=LocalBackend(),
             watch=watch,
-            members=lambda found: Membership(
-                found["num_ranks"],
-                num_servers=found["num_servers"],
+            members=lambda started: Membership(
+                started.facts["num_ranks"],
+                num_servers=started.facts["num_servers"],
                 num_spares=0,
             ),
             stop_timeout_s=STOP_S,

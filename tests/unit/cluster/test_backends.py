@@ -1,13 +1,118 @@
-"""The back end of one machine keeps what back ends promise."""
+"""The back ends of one machine and of several hosts keep what back ends promise."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shoal.cluster.backend import Backend
+from shoal.cluster.backend import Backend, StartedRun
+from shoal.cluster.host_agent import join_run
+from shoal.cluster.hosts import HostsBackend
+from shoal.cluster.invitation import read_invitation
 from shoal.cluster.local import LocalBackend
+from shoal.errors import UsageError
+from shoal.events.events import Event, HostsMissingEvent, OnEvent
+from shoal.launch.backends import BACKENDS, make_backend
+from shoal.launch.train import Options
+from shoal.system.fork_server import ForkServer, Prepare
 from shoal.testing.backends import BackendConformance
+from shoal.testing.ranks import Command, Pool
+from shoal.training.options import Recipe, StartOptions
 
 
 class TestLocal(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
         return LocalBackend()
+
+    def lose(self, started: StartedRun) -> None:
+        assert isinstance(started.processes, ForkServer) and started.num_hosts == 1
+        os.kill(started.processes.pid, signal.SIGKILL)
+
+
+class JoinedHosts:
+    """The back end of several hosts, which another process joins over loopback as soon as it is
+    invited."""
+
+    def __init__(self, pool: Pool, directory: Path):
+        self._pool, self._directory = pool, directory
+        self.agents: list[Command] = []
+        self._backend = HostsBackend(
+            address="127.0.0.1",
+            timeout_s=30.0,
+            heartbeat_timeout_s=1.5,
+            recipe="",
+            settings={},
+            options=StartOptions(),
+        )
+
+    def start(
+        self, prepare: Prepare, run_dir: Path, watch: OnEvent
+    ) -> AbstractContextManager[StartedRun]:
+        return self._start(prepare, run_dir, watch)
+
+    @contextmanager
+    def _start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[StartedRun]:
+        def join(event: Event) -> None:
+            watch(event)
+            if isinstance(event, HostsMissingEvent) and not self.agents:
+                files = {name: self._directory / f"join.{name}" for name in ("output", "errors")}
+                self.agents.append(
+                    self._pool.start(
+                        serve_host,
+                        str(run_dir),
+                        environment={},
+                        directory=self._directory,
+                        **files,
+                    )
+                )
+
+        with self._backend.start(prepare, run_dir, join) as started:
+            yield started
+
+
+def serve_host(run_dir: str) -> int:
+    """The agent of another host, as `shoal join` runs it."""
+    ended = join_run(
+        read_invitation(Path(run_dir)), TestHosts().prepare, "127.0.0.1", lambda text: None
+    )
+    return ended.exit_code
+
+
+class TestHosts(BackendConformance):
+    """All processes are on the host that joins."""
+
+    plan, host = "data=4 sync=server hosts=2", 1
+
+    @pytest.fixture
+    def backend(self, pool: Pool, tmp_path: Path) -> Iterator[Backend]:
+        self.joined = JoinedHosts(pool, tmp_path)
+        yield self.joined
+        for agent in self.joined.agents:
+            agent.wait()
+
+    def lose(self, started: StartedRun) -> None:
+        assert started.num_hosts == 2
+        os.kill(self.joined.agents[0].pid, signal.SIGKILL)
+
+
+def made(on: str, **options: Any) -> Backend:
+    return make_backend(Recipe.named("mine.py:small", {}), Options(on=on, **options))
+
+
+def test_a_back_end_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(made("local"), LocalBackend)
+    assert isinstance(made("local", listen="127.0.0.1"), HostsBackend)
+    with pytest.raises(UsageError, match=r"no such back end\. Did you mean 'local'\?"):
+        made("locl")
+    with pytest.raises(UsageError, match="takes no address"):
+        made("local:here")
+    found: list[str] = []
+    monkeypatch.setitem(
+        BACKENDS, "mine", lambda address, *given: found.append(address) or LocalBackend()
+    )
+    assert isinstance(made("mine://a:1"), LocalBackend) and found == ["//a:1"]

@@ -15,7 +15,6 @@ from shoal.cluster.local import LocalBackend
 from shoal.data import stalls
 from shoal.data.transforms.cleaning import clean
 from shoal.data.transforms.statistics import statistics
-from shoal.errors import RecipeError
 from shoal.system.fork_server import ForkServer, ForkServerReady
 
 
@@ -46,9 +45,10 @@ def test_a_sample_that_never_comes_ends_the_preparation(
     monkeypatch.setattr(local, "LOOK_S", 0.1)
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "logs").mkdir()
-    with pytest.raises(local.NotLoaded, match="sample 2: nothing came for 2 s while"):
+    with pytest.raises(local.NotLoaded, match="sample 2: nothing came for 2 s while") as raised:
         LocalBackend().start(prepare, tmp_path, lambda record: None).__enter__()
     assert "in __getitem__" in (tmp_path / "logs" / "recipe.log").read_text()
+    assert "in __getitem__" in raised.value.trace
 
 
 def test_a_sample_that_hangs_before_ranks_start_is_told_of(
@@ -74,7 +74,7 @@ def test_a_sample_that_hangs_before_ranks_start_is_told_of(
     [
         (signal.SIGILL, "was killed by SIGILL .an instruction that this CPU does not have"),
         (signal.SIGKILL, "was killed by SIGKILL .for want of memory, perhaps"),
-        (signal.SIGSEGV, r"was killed by SIGSEGV\. Its output is in logs/recipe.log"),
+        (signal.SIGSEGV, r"was killed by SIGSEGV\.\n"),
     ],
 )
 def test_how_the_process_that_loads_a_recipe_ended_is_told(
@@ -83,8 +83,13 @@ def test_how_the_process_that_loads_a_recipe_ended_is_told(
     def prepare() -> Any:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
+        print("x" * 9000, "its last words")
         os.kill(os.getpid(), number)
 
+    (tmp_path / "recipe.log").write_text("of an earlier run\n")
     fork_server = ForkServer(prepare, tmp_path / "recipe.log")
-    with pytest.raises(RecipeError, match=f"The process that loads the recipe {words}"):
+    told = f"The process that loads the recipe {words}"
+    with pytest.raises(local.NotLoaded, match=told) as raised:
         local.await_facts(fork_server)
+    trace = raised.value.trace
+    assert trace.endswith("x its last words\n") and len(trace) < 4200

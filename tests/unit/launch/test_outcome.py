@@ -1,16 +1,20 @@
 """What is said at the end of a run, and that nothing in it steers the terminal."""
 
+import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from shoal.api import _checked
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cli.outcome import print_outcome
 from shoal.elastic.supervisor import SupervisorResult
+from shoal.errors import ShoalError, UsageError
 from shoal.events.events import RescuedEvent, SavedEvent, SaveFailedEvent
-from shoal.launch.outcome import Best, Outcome, RunFiles, Saves, outcome_of
+from shoal.launch.outcome import Best, Outcome, RunFiles, Saves, how_it_ended, outcome_of
 from shoal.sync.server.clock import Staleness
 from shoal.training.options import Recipe
 
@@ -113,3 +117,91 @@ def test_why_the_last_step_was_not_saved_is_what_ranks_said_of_it(tmp_path: Path
     outcome = outcome_in(tmp_path, ended(summaries={0: own}), saves, unholdable="")
     assert "could not be saved: no room. It is in /tmp/rescued instead" in outcome.problem
     assert outcome.checkpoint == str(tmp_path / "checkpoints/step-00000002")
+
+
+def lambda_recipe() -> Recipe:
+    return Recipe("notebook", lambda: (lambda: None, ()), {}, is_named=False)
+
+
+def test_what_is_raised_has_the_outcome(tmp_path: Path) -> None:
+    """Of a run whose last save failed, and of one that was interrupted and could not be saved."""
+    saves = Saves()
+    saves(SaveFailedEvent(step=3, why="no room."))
+    result = ended(summaries={0: OWN | {"checkpoint": None}})
+    outcome = outcome_in(tmp_path, result, saves, unholdable="")
+    with pytest.raises(ShoalError, match=r"could not be saved: no room\..*\(resume=True\)") as one:
+        _checked(outcome)
+    assert one.value.outcome is outcome and outcome.steps == 3
+    result = ended(exit_code=130, stopped_by=signal.SIGINT, trace="File mine.py, line 3")
+    outcome = outcome_in(tmp_path, result, saves, unholdable="")
+    with pytest.raises(
+        KeyboardInterrupt, match=r"as asked\. It could not be saved: no room"
+    ) as two:
+        _checked(outcome)
+    assert vars(two.value)["outcome"] is outcome
+    assert two.value.__notes__ == ["File mine.py, line 3"]
+    result = ended(exit_code=1, stopped_by=signal.SIGINT, cause="rank 0 failed: a key")
+    with pytest.raises(KeyboardInterrupt, match=r"rank 0 failed: a key\. Logs are in"):
+        _checked(outcome_in(tmp_path, result, saves, unholdable=""))
+
+
+def test_how_a_run_ended_in_words(tmp_path: Path) -> None:
+    saves = Saves()
+    saves(SavedEvent(step=3, name="step-00000003", bytes=8, ms=1.0))
+    stopped = outcome_in(tmp_path, ended(exit_code=75, stopped_by=signal.SIGTERM), saves)
+    again = f"--resume --run-dir {tmp_path}"
+    assert how_it_ended(stopped) == (
+        f"stopped after step 3, as asked. It is saved; go on with the same command and {again}."
+    )
+    failed = outcome_in(tmp_path, ended(exit_code=1, cause="all died."), saves)
+    assert how_it_ended(failed) == (
+        f"all died. Logs are in {tmp_path / 'logs'}. The newest checkpoint is of step 3: the same "
+        f"command with {again} goes on from it."
+    )
+    moved = msgspec.structs.replace(failed, moved="It was moved.")
+    assert how_it_ended(moved).endswith("goes on from it. It was moved.")
+    assert how_it_ended(outcome_in(tmp_path, ended(summaries={0: OWN}), saves)) == ""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe.named("mine.py:small", {"width": "3"}),
+        Recipe("test_outcome", lambda: (lambda_recipe, ()), {"width": "3"}, is_named=False),
+    ],
+)
+def test_an_outcome_can_be_pickled_with_a_recipe_that_can_be_imported(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    outcome = outcome_in(tmp_path, ended(summaries={0: OWN}))
+    outcome = msgspec.structs.replace(outcome, recipe=recipe)
+    again = pickle.loads(pickle.dumps(outcome))
+    assert again.summary == outcome.summary and again.recipe.settings == {"width": "3"}
+    found, _ = again.recipe.find()
+    assert found in ("mine.py:small", f"{__name__}:lambda_recipe")
+
+
+def test_an_outcome_can_be_pickled_without_its_recipe(tmp_path: Path) -> None:
+    outcome = outcome_in(tmp_path, ended(summaries={0: OWN}))
+    outcome = msgspec.structs.replace(outcome, recipe=lambda_recipe())
+    again = pickle.loads(pickle.dumps(outcome))
+    assert again.steps == 3
+    with pytest.raises(UsageError, match=r"notebook stayed in the process.*shoal\.load"):
+        again.model()
+
+
+@pytest.mark.parametrize(
+    ("times", "is_slow"),
+    [
+        ({"data": 94.0, "compute": 6.0}, True),
+        ({"data": 0.94, "compute": 0.06}, False),  # too short to say
+        ({"data": 30.0, "compute": 70.0}, False),
+        ({}, False),
+    ],
+)
+def test_a_run_that_waits_for_data_gets_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], times: dict[str, float], is_slow: bool
+) -> None:
+    result = ended(summaries={0: OWN | {"times": times}})
+    print_outcome(outcome_in(tmp_path, result), as_json=False)
+    assert ("waited for samples most of the time" in capsys.readouterr().err) == is_slow

@@ -2,11 +2,12 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.errors import RecipeError, UsageError
-from shoal.training.recipe import find_recipe, load_recipe, provenance
+from shoal.training.recipe import _parameters, find_recipe, load_recipe, provenance
 
 TEXT = '''"""A recipe for tests."""
 import shoal
@@ -123,3 +124,15 @@ def test_a_file_that_does_not_load_is_the_recipes_error(tmp_path, monkeypatch) -
     with pytest.raises(RecipeError, match="ZeroDivisionError"):
         find_recipe(f"{path}:f")
     sys.modules.pop("broken_for_tests", None)
+
+
+def test_a_recipe_of_a_notebook_lacks_the_names_of_its_annotations() -> None:
+    """It comes by cloudpickle, with the globals that its code uses and no others."""
+    text = "def small(width: 'int' = 4, like: 'Elsewhere' = None, given: 'list[float]' = ()): ..."
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(text, space)
+    types = _parameters(space["small"], "notebook:small")
+    assert types == {"width": int, "like": str, "given": list[float]}
+    space["small"].__module__ = "mine"
+    with pytest.raises(UsageError, match=r"annotation of mine:small cannot be read.*Elsewhere"):
+        _parameters(space["small"], "mine:small")

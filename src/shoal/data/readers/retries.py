@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 class PermanentFailure(SourceLost):
-    """What failed will not pass by itself; before a run it is the user's to mend."""
+    """What failed will not pass by itself; before a run it is the user's to correct."""
 
 
 def ask_with_retries(

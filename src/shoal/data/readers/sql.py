@@ -195,7 +195,7 @@ class SqlRows:
         return self._asked_first(question, f"the keys of {self} cannot be read")
 
     def _asked_first(self, question: Callable[[Any], Answer], what: str) -> Answer:
-        """Ask before the run: what will not pass by itself is for the user to mend."""
+        """Ask before the run: what will not pass by itself is for the user to correct."""
         try:
             return self._database.ask(question, what)
         except PermanentFailure as error:
