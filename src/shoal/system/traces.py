@@ -24,7 +24,7 @@ def user_traceback(error: BaseException) -> str:
     first = next(filter(None, map(_own_line, _chained(_without_ours(error, found)))), "")
     if first or not all(one.stack for one in every):  # or it came from another process, as text
         for one in every:
-            one.stack[:] = [frame for frame in one.stack if not _is_hidden(frame)]
+            one.stack[:] = _shown(one.stack)
     return f"{first}{''.join(found.format())}"
 
 
@@ -55,6 +55,13 @@ def _own_line(found: traceback.TracebackException) -> str:
             line = f": {frame.line}" if frame.line else ""
             return f"{frame.filename}:{frame.lineno}, in {frame.name}{line}\n"
     return ""
+
+
+def _shown(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """From the user's first line on: what of a library is above it only leads there."""
+    kept = [frame for frame in frames if not _is_hidden(frame)]
+    first = next((n for n, frame in enumerate(kept) if not _is_of_a_library(frame)), 0)
+    return kept[first:]
 
 
 def _is_hidden(frame: traceback.FrameSummary) -> bool:
