@@ -114,6 +114,10 @@ class BackendConformance:
             started.processes.spawn(self.spec(run_dir, 5, "sleep"))
             first = started.processes.next_report(LIMIT_S)
             assert isinstance(first, WorkerStarted) and list(started.processes.pids) == [5]
+            log, deadline = run_dir / "logs" / "rank-005.log", time.monotonic() + LIMIT_S
+            while not (log.exists() and log.read_text()):  # before that it may ignore some
+                assert time.monotonic() < deadline, "the process does not run"
+                time.sleep(0.01)
             started.processes.kill(5, number)
             (last,) = reports(started, 1)
             assert isinstance(last, WorkerExited) and last.status == -number
