@@ -358,17 +358,21 @@ class _ForkLoop:
 
     def _spawn(self, spec: WorkerSpec) -> None:
         parent = os.getpid()
+        # A signal to a worker waits until the worker's own handlers are in place.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
         with inherit_descriptors():
             pid = os.fork()
         if pid == 0:
-            run_and_exit(self._run_worker, spec, parent)
+            run_and_exit(self._run_worker, spec, parent, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers[spec.number] = (pid, os.pidfd_open(pid))
         self._control.send(msgspec.msgpack.encode(WorkerStarted(spec.number, pid)))
 
-    def _run_worker(self, spec: WorkerSpec, parent: int) -> int:
+    def _run_worker(self, spec: WorkerSpec, parent: int, mask: set[signal.Signals]) -> int:
         die_with_parent(parent)
         for number in stop_signals()[1:]:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._control.close()
         for _, pidfd in self._workers.values():
             os.close(pidfd)
