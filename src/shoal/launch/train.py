@@ -21,7 +21,7 @@ from shoal.cluster.backend import Backend, Facts
 from shoal.cluster.hosts import HostsBackend
 from shoal.cluster.local import LocalBackend
 from shoal.comm.endpoint import interface_of
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.errors import UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
@@ -140,11 +140,13 @@ def _train(
 def _members(found: Facts, options: Options) -> Membership:
     return Membership(
         found["num_ranks"],
-        num_servers=found["num_servers"],
-        num_spares=options.spares,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        form_timeout_s=options.form_timeout_s,
-        num_hosts=1 if options.listen is None else Plan.parse(found["plan"]).hosts,
+        found["num_servers"],
+        MembershipOptions(
+            num_spares=options.spares,
+            num_hosts=1 if options.listen is None else Plan.parse(found["plan"]).hosts,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            form_timeout_s=options.form_timeout_s,
+        ),
     )
 
 
