@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cluster.local import LocalBackend
 from shoal.elastic import supervisor
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.worker import prepare_script
 from shoal.errors import RUN_AGAIN, Ended
 from shoal.launch.supervised import run_supervised
@@ -311,7 +311,7 @@ def supervise_and_hang(run_dir: str) -> int:
             directory,
             backend=LocalBackend(),
             watch=watch,
-            members=lambda _: Membership(1, num_spares=0, scripts=True),
+            members=lambda _: Membership(1, 0, MembershipOptions(num_spares=0, scripts=True)),
         )
     except Ended as ended:
         return int(str(ended))

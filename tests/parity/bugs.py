@@ -15,6 +15,7 @@ from shoal.comm.buckets import GradientBuckets
 from shoal.comm.collectives import Group, Pending
 from shoal.comm.compression import CompressedMean
 from shoal.data.batches import Piece
+from shoal.numerics.fragments import FragmentSchedule
 from shoal.numerics.norms import gradient_norm
 from shoal.numerics.randomness import PieceSeeds
 from shoal.sync import rounds
@@ -311,9 +312,20 @@ def compare_no_digests() -> None:
     Consistency.check = lambda self, step: None  # type: ignore[method-assign]
 
 
+class Talkative(FragmentSchedule):
+    def ends_window(self, step: int) -> bool:
+        return True
+
+
 def talks_all_the_time() -> None:
     """Local SGD that averages after every step."""
-    LocalSGD._averages = lambda self, step: True  # type: ignore[method-assign]
+    original = LocalSGD.__init__
+
+    def init(self: LocalSGD, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        self.timetable = Talkative(*self.timetable)
+
+    LocalSGD.__init__ = init  # type: ignore[method-assign]
 
 
 def forgets_to_average() -> None:

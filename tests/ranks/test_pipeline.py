@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.pipeline import Pipeline, PipelineOptions
 from shoal.parallel.pipeline.placeholders import drop_unowned
 from shoal.parallel.pipeline.stages import record, split_stages
 from shoal.testing.ranks import Pool
@@ -84,15 +84,8 @@ class Piped:
         tape = record(self.model, forwards, num_stages, self.seeds)
         self.plan = split_stages(tape, num_stages)
         self.hooks = Taking(self.seeds, self.model)
-        self.pipeline = Pipeline(
-            self.model,
-            self.plan,
-            schedule=schedule,
-            group=group,
-            device="cpu",
-            call=call_model,
-            hooks=self.hooks,
-        )
+        options = PipelineOptions(schedule, "cpu", call_model, self.hooks)
+        self.pipeline = Pipeline(self.model, self.plan, group, options)
         self.names = self.plan.held_by(self.pipeline.own_stages)
         # While all are there: a rank may hold none of what a group of the optimizer is made for.
         self.optimizer = run.make_optimizer(self.model)
@@ -333,7 +326,7 @@ def fail(mesh: Mesh, who: str) -> str:
     model = nn.Sequential(*layers[:2], nn.Sequential(Fussy(), layers[2]), layers[3])
     inputs = [torch.randn(2, 4) for _ in range(4)]
     plan = split_stages(record(model, [partial(model, x) for x in inputs[:2]], 2), 2)
-    pipeline = Pipeline(model, plan, schedule="1f1b", group=group, device="cpu", call=call_model)
+    pipeline = Pipeline(model, plan, group, PipelineOptions("1f1b", "cpu", call_model))
     try:
         if who == "model" and group.rank == 1:
             nn.init.constant_(layers[1].bias, 1e7), nn.init.constant_(layers[2].bias, 1e7)
@@ -383,7 +376,7 @@ def made_of(layers: list[nn.Module], schedule: str, inputs: list[Tensor]) -> Pip
     plan = split_stages(
         record(model, [partial(model, x) for x in inputs[:2]], num_stages), num_stages
     )
-    return Pipeline(model, plan, schedule=schedule, group=group, device="cpu", call=call_model)
+    return Pipeline(model, plan, group, PipelineOptions(schedule, "cpu", call_model))
 
 
 def fail_in_backward(mesh: Mesh, schedule: str) -> list[str]:

@@ -32,6 +32,12 @@ def streamed(num_pieces: int) -> LocalSGD:
     return LocalSGD(num_pieces, FragmentSchedule(4, 2, NUM_STEPS), rule=rule)
 
 
+def streamed_for_long(num_pieces: int) -> LocalSGD:
+    """In fragments the last step sends more than the one like it in any other window."""
+    rule = OuterConfig(0.7, 0.9, make_codec("int8"))
+    return LocalSGD(num_pieces, FragmentSchedule(4, 2, 2 * NUM_STEPS), rule=rule)
+
+
 def zero_1(num_pieces: int) -> ZeroSharded:
     return ZeroSharded(num_pieces, scatter_each=False)
 
@@ -47,7 +53,7 @@ class TestAllReduce(StrategyConformance):
 
 
 class TestRing(StrategyConformance):
-    parity = "close"
+    parity, plan = "close", "sums=ring precision=fp16"
 
     @pytest.fixture
     def factory(self):
@@ -55,7 +61,7 @@ class TestRing(StrategyConformance):
 
 
 class TestZero1(StrategyConformance):
-    holds_all = False
+    holds_all, plan = False, "zero=1 precision=fp16"
 
     @pytest.fixture
     def factory(self):
@@ -63,7 +69,7 @@ class TestZero1(StrategyConformance):
 
 
 class TestZero2(StrategyConformance):
-    holds_all = False
+    holds_all, plan = False, "zero=2 precision=fp16"
     parity = "close"  # with accumulation its sums are taken round by round
 
     @pytest.fixture
@@ -72,7 +78,7 @@ class TestZero2(StrategyConformance):
 
 
 class TestLocalSGD(StrategyConformance):
-    parity = "none"
+    parity, plan = "none", "local_steps=2"
     agrees_every_step = False
 
     @pytest.fixture
@@ -81,12 +87,20 @@ class TestLocalSGD(StrategyConformance):
 
 
 class TestOuter(TestLocalSGD):
+    plan = "local_steps=2 outer=nesterov"
+
     @pytest.fixture
     def factory(self):
         return nesterov
 
 
 class TestStreamed(TestLocalSGD):
+    plan = "local_steps=4 outer=nesterov codec=int8 fragments=2"
+
     @pytest.fixture
     def factory(self):
         return streamed
+
+    @pytest.fixture
+    def long_factory(self):
+        return streamed_for_long

@@ -13,6 +13,14 @@ from shoal.cli.main import run_here
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.cost.explain import Explanation, explain
+from shoal.plans.plan import Plan
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.choose import strategy_class
+from shoal.sync.fsdp import FullySharded
+from shoal.sync.local import LocalSGD
+from shoal.sync.server.local import LocalServerStrategy
+from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.zero import ZeroSharded
 from shoal.testing.ranks import Pool
 from shoal.training.run import resolve
 from shoal.training.trainer import Trainer
@@ -188,6 +196,13 @@ SERVED = [
     ("gpt", "data=2 sync=server local_steps=2 outer=nesterov staleness=any", 2),
     ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int8 deadline=300", 2),
 ]
+
+
+def test_every_strategy_is_held_against_what_it_sends() -> None:
+    cells = [getattr(cell, "values", cell) for cell in (*PLANS, *WINDOWS, *SERVED)]
+    tried = {strategy_class(Plan.parse(plan)) for _, plan, *_ in cells}
+    every = {AllReduce, ZeroSharded, FullySharded, LocalSGD, LocalServerStrategy, ServerStrategy}
+    assert tried == every
 
 
 @pytest.mark.parametrize(("recipe", "plan", "times"), SERVED)

@@ -85,7 +85,7 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
 
 def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cluster.local import LocalBackend
-    from shoal.elastic.membership import Membership
+    from shoal.elastic.membership import Membership, MembershipOptions
     from shoal.elastic.worker import prepare_script
     from shoal.events.screen import Display
     from shoal.launch.supervised import run_supervised
@@ -109,10 +109,12 @@ def _run(script: Path, arguments: tuple[str, ...], given: dict[str, Any], run_di
         watch=watch,
         members=lambda _: Membership(
             num_ranks,
-            num_spares=given["spares"],
-            heartbeat_timeout_s=given["heartbeat_timeout_s"],
-            form_timeout_s=given["form_timeout_s"],
-            scripts=True,
+            options=MembershipOptions(
+                num_spares=given["spares"],
+                heartbeat_timeout_s=given["heartbeat_timeout_s"],
+                form_timeout_s=given["form_timeout_s"],
+                scripts=True,
+            ),
         ),
         stop_timeout_s=given["stop_timeout_s"],
     )

@@ -20,13 +20,19 @@ from shoal.comm.tree import Block, fold
 
 
 class Codec(Protocol):
-    """Encodes flat vectors. Vectors of whole blocks may be encoded one by one and joined."""
+    """Encodes flat vectors."""
 
     name: str  # in a plan
 
     @property
+    def is_separable(self) -> bool:
+        """Whether vectors of whole blocks may be encoded one by one and joined. Not so of what
+        looks at the whole vector: the largest elements of all, say, or a low rank."""
+        ...
+
+    @property
     def block(self) -> int:
-        """The number of elements that are encoded together."""
+        """The number of elements that are encoded together; of any number if not separable."""
         ...
 
     def num_bytes(self, num_elements: int) -> int: ...
@@ -52,13 +58,16 @@ def share_bounds(num_elements: int, block: int, num_ranks: int) -> list[int]:
 
 
 class CompressedMean:
-    """A pending mean. All ranks create it, then call `fold`, then `finish`, in the same order.
+    """A pending mean, by a codec whose blocks are separable: each rank decodes a share.
+
+    All ranks create it, then call `fold`, then `finish`, in the same order.
 
     `last_residual` is that of the last mean, of this rank's share. `residual` is that of `flat`,
     and `mean_residual`, after `fold`, that of this mean.
     """
 
     def __init__(self, group: Group, codec: Codec, flat: Tensor, last_residual: Tensor):
+        assert codec.is_separable, f"shares of what {codec.name} encodes cannot be decoded"
         self._group, self._codec, self._last_residual = group, codec, last_residual
         self._num_elements = flat.numel()
         marks = map(codec.num_bytes, share_bounds(flat.numel(), codec.block, group.num_ranks))

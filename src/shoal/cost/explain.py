@@ -1,13 +1,13 @@
 """What a plan does to a model, computed before a rank starts.
 
 `explain` builds the model once, surveys it as the ranks' parent process would
-(`training/build.py`), and computes for every rank what it holds and what it sends in a step. The
-optimizer's state is found by one step on tiny stand-ins of the parameters; messages of the tensor
-axis are counted on a dry run of one piece that sends nothing. Activations are not predicted.
+(`training/build.py`), and asks the plan's strategy what a step costs each rank. The optimizer's
+state is found by one step on tiny stand-ins of the parameters; messages of the tensor axis are
+counted on a dry run of one piece that sends nothing. Activations are not predicted.
 
 Cost: one copy of the model, a few forward passes, and one backward pass if `tensor` is above 1.
-Read next: `rank.py` for who holds what, `memory.py` and `traffic.py` for bytes and messages,
-`tensor.py` for the tensor axis, `servers.py` for parameter servers.
+Read next: `sync/rank_layout.py` for who holds what, `sync/costs.py` and each strategy's `costs` for
+bytes and messages, `traffic.py` and `tensor.py` for a model that is cut, `sync/server/costs.py`.
 """
 
 import math
@@ -19,11 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cost.lookups import count_lookups
-from shoal.cost.memory import MemoryUse, rank_memory
-from shoal.cost.rank import ModelParameter, PlanFacts, Rank, StateTensor
-from shoal.cost.servers import ServerRow, host_rows, server_rows, worker_memory, worker_messages
-from shoal.cost.tensor import TensorCuts, count_tensor_traffic, cuts_of
-from shoal.cost.traffic import Message, holders_of, rank_messages
+from shoal.cost.tensor import TensorCuts, TensorTraffic, count_tensor_traffic, cuts_of
+from shoal.cost.traffic import holders_of, mesh_messages
 from shoal.errors import RecipeError
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import ParameterPart, is_element_wise, put_parts, stepper
@@ -31,6 +28,10 @@ from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
+from shoal.sync.choose import strategy_class
+from shoal.sync.costs import MemoryUse, Message, StepCosts
+from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
+from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
 from shoal.training.run import Run, call_model, make_batches
 
@@ -79,6 +80,15 @@ class RankRow(msgspec.Struct, frozen=True):
     messages: list[Message]
 
 
+class ServerRow(msgspec.Struct, frozen=True):
+    """One server: the elements that it steps on, what it holds, what it sends in a step."""
+
+    server: int
+    num_stepped: int
+    memory: MemoryUse
+    messages: list[Message]
+
+
 class Explanation(msgspec.Struct, frozen=True):
     plan: str
     num_ranks: int
@@ -112,9 +122,11 @@ _TABLES = (
 def explain(run: Run, plan: Plan) -> Explanation:
     """What a resolved plan does to a run's model. Raises PlanError if it cannot work."""
     prepared = build_model(run, plan)
-    facts = _facts(run, plan, prepared)
-    ranks = [Rank(facts, number) for number in range(plan.num_ranks)]
-    norm_blocks = sum(rank.counted_blocks() for rank in ranks)
+    piece = make_batches(run, plan.num_pieces).at(0).piece(0)
+    facts = _facts(run, plan, prepared, piece)
+    moves: dict[int, TensorTraffic] = {}
+    if prepared.survey.tensor is not None:
+        moves = count_tensor_traffic(run, plan, prepared, piece)
     found, tensor = prepared.survey.stages, prepared.survey.tensor
     sizes = {p.name: (math.prod(p.shape), p.dtype.itemsize) for p in facts.parameters}
     total = sum(count for count, _ in sizes.values())
@@ -136,10 +148,10 @@ def explain(run: Run, plan: Plan) -> Explanation:
             if len(holders := holders_of(name, facts)) > 1
         ],
         bubble=_bubble(plan, found) if found else None,
-        cuts=cuts_of(tensor, facts, total) if tensor else None,
-        ranks=[_rank_row(rank, norm_blocks) for rank in ranks],
-        servers=server_rows(facts) if plan.num_servers else [],
-        hosts=host_rows(facts) if plan.hosts > 1 else [],
+        cuts=cuts_of(tensor, facts, moves, total) if tensor else None,
+        ranks=[_rank_row(layout, moves) for layout in facts.ranks],
+        servers=[_server_row(n, server_costs(facts, n)) for n in range(plan.num_servers)],
+        hosts=[_server_row(n, aggregator_costs(facts)) for n in range(plan.num_host_servers)],
         notes=[
             *_notes(plan, found),
             *([_TABLES] if facts.tables else []),
@@ -151,9 +163,8 @@ def explain(run: Run, plan: Plan) -> Explanation:
 # ---- facts about the model
 
 
-def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> PlanFacts:
+def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
     model, survey = prepared.model, prepared.survey
-    piece = make_batches(run, plan.num_pieces).at(0).piece(0)
     places = [
         (f"{name}.{own}".strip("."), buffer)
         for name, module in model.named_modules()
@@ -176,7 +187,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> PlanFacts:
         call_model(model, piece.inputs)
     changed = dict(zip([name for name, _ in places], held.end_piece(), strict=True))
     held.restore()
-    facts = PlanFacts(
+    return PlanFacts(
         plan=plan,
         survey=survey,
         parameters=parameters,
@@ -186,14 +197,10 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> PlanFacts:
         buffers={name: buffer.nbytes for name, buffer in places},
         changed={name: value.numel() for name, value in changed.items() if value is not None},
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
-        moves={},
         clips=run.clip is not None,
         tables=uses if plan.num_servers else {},
         is_lazy=bool(lazy),
     )
-    if survey.tensor is None:
-        return facts
-    return facts._replace(moves=count_tensor_traffic(run, plan, prepared, piece))
 
 
 def _units(prepared: BuiltModel, plan: Plan, rank: int) -> list[list[str]]:
@@ -260,17 +267,22 @@ def _kept(value: Any, tiny: nn.Parameter) -> StateTensor | None:
 # ---- rows
 
 
-def _rank_row(rank: Rank, norm_blocks: int) -> RankRow:
-    is_worker = rank.plan.num_servers > 0 and rank.plan.local_steps == 1
+def _rank_row(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> RankRow:
+    costs = strategy_class(layout.plan).costs(layout)
+    sent = (*costs.sums, *mesh_messages(layout, moves), *costs.agreement)
     return RankRow(
-        *rank.place,
-        stages=[stage.index for stage in rank.stages],
-        num_pieces=len(rank.rounds) * rank.plan.num_microbatches,
-        num_held=sum(p.num_elements for p in rank.parameters),
-        num_stepped=rank.num_stepped,
-        memory=worker_memory(rank) if is_worker else rank_memory(rank),
-        messages=worker_messages(rank) if is_worker else rank_messages(rank, norm_blocks),
+        *layout.place,
+        stages=[stage.index for stage in layout.stages],
+        num_pieces=len(layout.rounds) * layout.plan.num_microbatches,
+        num_held=sum(p.num_elements for p in layout.parameters),
+        num_stepped=costs.num_stepped,
+        memory=costs.memory,
+        messages=[message for message in sent if message.count],
     )
+
+
+def _server_row(number: int, costs: StepCosts) -> ServerRow:
+    return ServerRow(number, costs.num_stepped, costs.memory, list(costs.sums))
 
 
 def _alone(facts: PlanFacts) -> dict[str, int]:

@@ -8,7 +8,7 @@ Cost: one forward and one backward pass of a piece.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group, Pending, bytes_of_all_reduce
-from shoal.cost.rank import PlanFacts, TensorTraffic
 from shoal.numerics.precision import Precision
 from shoal.parallel.pipeline.calls import CallInterceptor
 from shoal.parallel.pipeline.stage_runner import StageRunner
@@ -25,8 +24,18 @@ from shoal.parallel.pipeline.stages import StagePlan
 from shoal.parallel.tensor.cutting import TensorForward, TensorPlan, cut_tensors
 from shoal.parallel.tensor.summary import CutRow, grouped
 from shoal.plans.plan import Plan
+from shoal.sync.rank_layout import PlanFacts
 from shoal.training.build import BuiltModel
 from shoal.training.run import Run, call_model, objective
+
+
+class TensorTraffic(msgspec.Struct):
+    """The messages over the tensor axis for one piece in one stage, counted on a dry run."""
+
+    num_forward: int = 0
+    forward_bytes: int = 0
+    num_backward: int = 0
+    backward_bytes: int = 0
 
 
 class TensorCuts(msgspec.Struct, frozen=True):
@@ -114,8 +123,10 @@ def _parts(
         yield StageRunner(gate, found.tape, spec, spec is found.stages[-1]), received
 
 
-def cuts_of(plan: TensorPlan, facts: PlanFacts, total: int) -> TensorCuts:
-    moves = list(facts.moves.values())
+def cuts_of(
+    plan: TensorPlan, facts: PlanFacts, by_stage: Mapping[int, TensorTraffic], total: int
+) -> TensorCuts:
+    moves = list(by_stage.values())
     cut = sum(math.prod(p.shape) for p in facts.parameters if p.name in plan.cuts)
     return TensorCuts(
         grouped(plan.table()),

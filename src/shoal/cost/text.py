@@ -6,9 +6,8 @@ record (`--json`) has them all.
 
 from collections.abc import Callable, Sequence
 
-from shoal.cost.explain import Explanation, RankRow
-from shoal.cost.rank import TensorTraffic
-from shoal.cost.servers import ServerRow
+from shoal.cost.explain import Explanation, RankRow, ServerRow
+from shoal.cost.tensor import TensorTraffic
 from shoal.formatting import in_units, plural, table
 from shoal.parallel.tensor.summary import cuts_in_words
 

@@ -18,6 +18,8 @@ schedules. Its rules:
 Read next: `actions.py`, then `supervisor.py`, which carries them out.
 """
 
+from typing import NamedTuple
+
 from shoal.elastic.actions import (
     Action,
     AllArrived,
@@ -38,34 +40,36 @@ from shoal.plans.resize import RunSize, host_of
 from shoal.system.processes import describe_exit
 
 
+class MembershipOptions(NamedTuple):
+    """How many processes there are beside the seats, and how long is waited for each."""
+
+    num_spares: int = 1  # of each host
+    num_hosts: int = 1
+    heartbeat_timeout_s: float = 10.0
+    form_timeout_s: float = 30.0
+    regroup_after_s: float = 2.0
+    # Members run the user's program, which may train several times or never, and are done when
+    # it exits.
+    scripts: bool = False
+
+
+_DEFAULTS = MembershipOptions()
+
+
 class Membership:
     """The seats of ranks and servers, and the members in them. A pure state machine."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        *,
-        num_servers: int = 0,
-        num_spares: int = 1,
-        heartbeat_timeout_s: float = 10.0,
-        form_timeout_s: float = 30.0,
-        regroup_after_s: float = 2.0,
-        scripts: bool = False,
-        num_hosts: int = 1,
+        self, num_ranks: int, num_servers: int = 0, options: MembershipOptions = _DEFAULTS
     ):
-        """`scripts`: members run the user's program, which may train several times or never, and
-        are done when it exits. Parameter servers have the last seats. `num_spares` is per host."""
+        """Parameter servers have the last seats."""
         self.sizes = [RunSize(num_ranks, num_servers)]  # of the run so far, the last one now
-        self.num_spares, self._num_hosts = num_spares, num_hosts
+        self.options = options
         self.recovers = True
-        self.heartbeat_timeout_s = heartbeat_timeout_s
-        self.form_timeout_s = form_timeout_s
-        self.regroup_after_s = regroup_after_s
-        self.scripts = scripts
         self.generation = -1
         self.step = 0
         self.over = False
-        self._roster = Roster(num_hosts)
+        self._roster = Roster(options.num_hosts)
         self.members = self._roster.members
         self.seats: Seats = []
         self._announced: Seats = []  # in the newest generation
@@ -97,6 +101,11 @@ class Membership:
         return self.sizes[-1]
 
     @property
+    def num_spares(self) -> int:
+        """Of each host."""
+        return self.options.num_spares if self.recovers else 0
+
+    @property
     def num_seats(self) -> int:
         return sum(self.size)
 
@@ -126,9 +135,9 @@ class Membership:
             return []
         self.members[member].ready = True
         if not recovers:
-            self.recovers, self.num_spares = False, 0
+            self.recovers = False
         if self._deadline is None and self._wants_group:
-            self._deadline = now + self.form_timeout_s
+            self._deadline = now + self.options.form_timeout_s
         return [*self._fill_seats(now), *self._continue_resize(now)]
 
     def arrived(self, member: int, generation: int) -> list[Action]:
@@ -164,9 +173,9 @@ class Membership:
     def resize(self, size: RunSize, now: float, repartitions: bool) -> list[Action]:
         """Change the size once all ranks wait after a step and, with `repartitions`, servers wrote
         their files."""
-        assert not self.is_resizing and not self.scripts
+        assert not self.is_resizing and not self.options.scripts
         self._wanted_size, self._repartitions = size, repartitions
-        self._wanted_by = now + self.form_timeout_s
+        self._wanted_by = now + self.options.form_timeout_s
         return self._continue_resize(now)
 
     def paused(self, member: int, generation: int, step: int, now: float, why: str) -> list[Action]:
@@ -189,7 +198,7 @@ class Membership:
         which is then known soon."""
         if self.over or member not in self.members:
             return []
-        if self.recovers or self.scripts:
+        if self.recovers or self.options.scripts:
             return self._give_up(cause, exit_code)
         if self._failed is None:
             self._failed = GiveUp(cause, exit_code), now
@@ -201,13 +210,13 @@ class Membership:
         self._done.add(member)
         if self._done != set(self.seats):
             return []
-        if self.scripts:  # another training may follow
+        if self.options.scripts:  # another training may follow
             self._wants_group, self.formed, self.step, self._announced = True, set(), 0, []
             self._failures.reset()
             self._spares_lost = 0
             for number in self._done:
                 self.members[number].ready = False
-        self.over = not self.scripts
+        self.over = not self.options.scripts
         return [AllDone()]
 
     def exited(self, member: int, status: int, now: float) -> list[Action]:
@@ -220,15 +229,15 @@ class Membership:
             return []
         if member not in self.seats:
             return self._spare_exited(status, now)
-        if self.scripts and status == 0 and member not in self.formed:
+        if self.options.scripts and status == 0 and member not in self.formed:
             return self._script_ended(member)
         seat = self.seats.index(member)
         cause = gone.suspected or describe_exit(status)
         if status >= 0 and not gone.suspected:
-            code = status if self.scripts and status else 1
+            code = status if self.options.scripts and status else 1
             return self._give_up(f"{self.size.name_of(seat)} {cause} before the run was done", code)
         what = f"{self.size.name_of(seat)} {cause}"
-        if self.scripts and not self.recovers:
+        if self.options.scripts and not self.recovers:
             return self._give_up(
                 f"{what}, and this plan cannot replace it: what it held existed once", 1
             )
@@ -247,7 +256,8 @@ class Membership:
         actions: list[Action] = []
         for number, member in self.members.items():
             silent_s = now - member.last_heard
-            if member.ready and not member.suspected and silent_s > self.heartbeat_timeout_s:
+            is_silent = silent_s > self.options.heartbeat_timeout_s
+            if member.ready and not member.suspected and is_silent:
                 member.suspected = f"was silent for {silent_s:.1f} s and was killed"
                 actions.append(Kill(number))
         if self._deadline is not None and now > self._deadline:
@@ -256,12 +266,13 @@ class Membership:
             return self._give_up(*self._failed[0])
         resizes = self._wanted_size is not None and not self._barrier.is_requested
         if resizes and now > self._wanted_by:
-            late = f"newcomers were not ready within {self.form_timeout_s:g} s"
+            late = f"newcomers were not ready within {self.options.form_timeout_s:g} s"
             actions += self._cancel_resize(late)
-        broken = self._broken_at is not None and now - self._broken_at > self.regroup_after_s
+        waited_s = 0.0 if self._broken_at is None else now - self._broken_at
+        broken = self._broken_at is not None and waited_s > self.options.regroup_after_s
         if broken and None not in self.seats and not actions and not self._roster.suspects():
             what = f"the group broke: {self._why_broken}"
-            if self.scripts and not self.recovers:
+            if self.options.scripts and not self.recovers:
                 return self._give_up(f"{what}; this plan cannot form it again", 1)
             self._wants_group = True
             if given_up := self._count_failure(what, now):
@@ -279,7 +290,7 @@ class Membership:
         return [Kill(number) for number in doomed]
 
     def _host_of(self, seat: int) -> int:
-        return host_of(seat, self.size, self._num_hosts)
+        return host_of(seat, self.size, self.options.num_hosts)
 
     @property
     def _taken(self) -> set[int | None]:
@@ -358,7 +369,7 @@ class Membership:
         if self._wants_group and self._all_seated_ready() and self.seats != self._announced:
             actions += self._announce(now)
         elif empty and self._deadline is None:
-            self._deadline = now + self.form_timeout_s
+            self._deadline = now + self.options.form_timeout_s
         return actions
 
     def _all_seated_ready(self) -> bool:
@@ -376,7 +387,7 @@ class Membership:
         self._arrived, self.formed, self._done = set(), set(), set()
         self._broken_at, self._formed_at, self._announced = None, -1, [*self.seats]
         self._barrier = ResizeBarrier()
-        self._deadline = now + self.form_timeout_s
+        self._deadline = now + self.options.form_timeout_s
         return [Announce(self.generation, tuple(n for n in self.seats if n is not None))]
 
     def _advance(self, step: int) -> None:
@@ -408,4 +419,4 @@ class Membership:
             return self.generation >= 0 and number not in self._arrived
 
         missing = [seat for seat, number in enumerate(self.seats) if waited_for(number)]
-        return describe_missing(self.size, missing, self.form_timeout_s)
+        return describe_missing(self.size, missing, self.options.form_timeout_s)

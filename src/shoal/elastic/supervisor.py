@@ -134,7 +134,7 @@ class Supervisor:
         self._logs: dict[int, Path] = {}
         self._lines: dict[int, str] = {}  # that members are at, once they were asked to stop
         self._resizes = resizes
-        self._forming = FormingMonitor(members.form_timeout_s)
+        self._forming = FormingMonitor(members.options.form_timeout_s)
         self._progress, self._last_turn_at = ProgressMonitor(stop_timeout_s), time.monotonic()
 
     def run(self) -> SupervisorResult:
@@ -176,13 +176,13 @@ class Supervisor:
     def _report_late(self) -> None:
         seated = self.members.generation, self.members.seats, self.members.formed
         if not self._over and (late := self._forming.late(*seated, time.monotonic())):
-            text = describe_late(self.members.size, late, self.members.form_timeout_s)
+            text = describe_late(self.members.size, late, self.members.options.form_timeout_s)
             self._record(WarningEvent(text=text))
 
     def _report_standstill(self) -> None:
         """Report that no rank makes progress; they may wait for each other."""
         now, members = time.monotonic(), self.members
-        works = bool(members.formed) and not members.scripts  # a script may pause at will
+        works = bool(members.formed) and not members.options.scripts  # a script may pause at will
         if self._over or not works:
             return
         if (seconds := self._progress.standstill_s(now)) is not None:
@@ -191,7 +191,7 @@ class Supervisor:
 
     def _request_stacks(self) -> None:
         """Let each member write the stacks of its threads into its log."""
-        for member in self.members.seats if not self.members.scripts else ():
+        for member in self.members.seats if not self.members.options.scripts else ():
             if member in self.processes.pids:
                 self.processes.kill(member, signal.SIGUSR1)
 
@@ -216,7 +216,8 @@ class Supervisor:
         if len(self._signals) > 1:
             self._give_up("it was interrupted twice", 128 + self._signals[-1])
         if self._stop_signal and not self._over:
-            if self.members.generation < 0 or (self.members.scripts and not self.members.formed):
+            scripts = self.members.options.scripts
+            if self.members.generation < 0 or (scripts and not self.members.formed):
                 when = "while a group formed" if self.members.step > 0 else "before the first step"
                 self._give_up(f"it was interrupted {when}", 128 + self._stop_signal)
             self._broadcast(self.members.seats, StopAfterStep())
@@ -228,7 +229,7 @@ class Supervisor:
         late_s = self._progress.late_s(now)
         if late_s is None:
             return
-        if not self.members.scripts:  # which handle the signal as they like
+        if not self.members.options.scripts:  # which handle the signal as they like
             self._request_stacks()
             time.sleep(0.5)
         members = self.members
@@ -410,9 +411,9 @@ class Supervisor:
         variables = {
             "SHOAL_CONTROL": self._address,
             "SHOAL_MEMBER": f"{member}:{self._token}",
-            "SHOAL_FORM_TIMEOUT_S": str(self.members.form_timeout_s),
+            "SHOAL_FORM_TIMEOUT_S": str(self.members.options.form_timeout_s),
             **self._reach.environment(),
-            **(self._master_address if self.members.scripts else {}),
+            **(self._master_address if self.members.options.scripts else {}),
             "RANK": str(member),
             "LOCAL_RANK": str(member),
             "WORLD_SIZE": str(self.members.num_seats),
@@ -480,7 +481,8 @@ class Supervisor:
         """Let every member exit; those that do not are killed with the fork server."""
         self.outcome.step = self.members.step
         cut_short = any(summary.get("stopped") for summary in self.outcome.summaries.values())
-        if self._stop_signal and (cut_short or self.members.scripts) and not self.outcome.exit_code:
+        stops = cut_short or self.members.options.scripts
+        if self._stop_signal and stops and not self.outcome.exit_code:
             saved = self.outcome.summaries.get(0, {}).get("checkpoint") == self.members.step
             self.outcome.exit_code = RUN_AGAIN if saved and cut_short else 128 + self._stop_signal
         deadline = time.monotonic() + GRACE_S

@@ -19,7 +19,7 @@ from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts, StartedRun
 from shoal.comm.endpoint import interface_of
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.errors import UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
 from shoal.launch.backends import check_on, make_backend
@@ -139,11 +139,13 @@ def _members(started: StartedRun, options: Options) -> Membership:
     found = started.facts
     return Membership(
         found["num_ranks"],
-        num_servers=found["num_servers"],
-        num_spares=options.spares,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        form_timeout_s=options.form_timeout_s,
-        num_hosts=started.num_hosts,
+        found["num_servers"],
+        MembershipOptions(
+            num_spares=options.spares,
+            num_hosts=started.num_hosts,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            form_timeout_s=options.form_timeout_s,
+        ),
     )
 
 

@@ -21,7 +21,7 @@ _SCALE_BYTES = 4
 class HalfPrecisionCodec:
     """Two bytes for each element."""
 
-    block = 1
+    is_separable, block = True, 1
 
     def __init__(self, name: str, dtype: torch.dtype):
         self.name, self._dtype = name, dtype
@@ -39,7 +39,7 @@ class HalfPrecisionCodec:
 class BlockCodec:
     """Whole numbers of 8 or 4 bits, and a scale before each block of them."""
 
-    block = BLOCK
+    is_separable, block = True, BLOCK
 
     def __init__(self, bits: int):
         self.name = f"int{bits}"

@@ -20,7 +20,7 @@ from shoal.numerics.optimizers import ParameterPart, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
 from shoal.parallel.layout import LocalLayout, Slice, part_of, slices
-from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.pipeline import Pipeline, PipelineOptions
 from shoal.parallel.pipeline.placeholders import drop_unowned
 from shoal.parallel.pipeline.scheduled_stage import PipelineHooks, StageContext
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, split_stages
@@ -127,13 +127,15 @@ class ParallelModel:
             self.pipeline = Pipeline(
                 self.model,
                 self.stages,
-                schedule=self.plan.schedule,
-                group=mesh.pipeline,
-                device=mesh.device,
-                call=self._call,
-                hooks=hooks,
-                stage_context=StageContext(
-                    self._around_stage, self._whole, partial(fsdp.without_fsdp, self.model)
+                mesh.pipeline,
+                PipelineOptions(
+                    self.plan.schedule,
+                    mesh.device,
+                    self._call,
+                    hooks,
+                    StageContext(
+                        self._around_stage, self._whole, partial(fsdp.without_fsdp, self.model)
+                    ),
                 ),
             )
 

@@ -16,30 +16,46 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.buckets import GradientBucket, GradientBuckets, assign_parameters, make_bucket
+from shoal.comm.buckets import (
+    WINDOW_BYTES,
+    GradientBucket,
+    GradientBuckets,
+    assign_parameters,
+    make_bucket,
+)
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, total
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.parallel.striping import tables_of, weights_of
+from shoal.sync.costs import (
+    Amount,
+    Message,
+    StepCosts,
+    added_up,
+    agreement,
+    all_reduce_message,
+    any_order,
+    as_parameters,
+    memory_of_parts,
+    partial_sums,
+    sums_in_step,
+    tree_message,
+)
+from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import AttachedModel, RoundContext
-from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
+from shoal.sync.rank_layout import RankLayout
+from shoal.sync.rounds import RoundContext
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class AllReduce:
-    """`round_size` pieces are in a pipeline together and count as one term of the sum."""
-
-    in_lockstep, begins_at = True, 0
-    late_mark: int | None = None
-    servers: ServerLink | None = None
-
+class AllReduce(LockstepStrategy):
     def __init__(self, num_pieces: int, exact: bool = True, round_size: int = 1):
-        self.num_pieces, self.round_size, self.exact = num_pieces, round_size, exact
+        super().__init__(num_pieces, round_size)
+        self.exact = exact
 
     def attach(
         self,
@@ -48,14 +64,7 @@ class AllReduce:
         mesh: Mesh,
         holding: LocalLayout = WHOLE,
     ) -> None:
-        self.attached = AttachedModel(
-            model, optimizer, mesh, holding, self.num_pieces, self.round_size
-        )
-        self.mesh, self.rounds, self.buffers = (
-            mesh,
-            self.attached.rounds,
-            self.attached.rounds.buffers,
-        )
+        super().attach(model, optimizer, mesh, holding)
         self.named = {n: p for n, p in model.named_parameters() if is_summed(p)}
         self.parameters = list(self.named.values())
         self.gradient_sum = PieceSum(self.rounds.own) if self.exact else None
@@ -121,11 +130,11 @@ class AllReduce:
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.attached.holding)
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        return self.attached.state().state_dict()
-
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
-        self.attached.load_state_dict(source)
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        is_cut = layout.plan.cuts_model  # else every rank has the whole gradient, and its norm
+        memory = memory_of_parts(layout, _held_gradients(layout), _held_meanwhile(layout))
+        return StepCosts(layout.num_trained, memory, _sent(layout), agreement(layout, is_cut))
 
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed; the last one's gradients are sent from where they are."""
@@ -184,3 +193,39 @@ def _coalesce(table: Tensor) -> None:
 
 def _present(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
     return (p.grad for p in parameters if p.grad is not None)
+
+
+def _sent(layout: RankLayout) -> list[Message]:
+    if layout.num_replicas == 1:
+        return []
+    if layout.plan.sums == "ring":
+        sizes = [sum(p.num_bytes for p in bucket) for bucket in layout.buckets]
+        return [all_reduce_message("gradients", "data", sizes, layout)]
+    rows = [(sum(p.num_elements for p in b), b[0].dtype.itemsize) for b in layout.buckets]
+    return [tree_message("gradients", rows, layout.tree, layout)]
+
+
+def _held_gradients(layout: RankLayout) -> Amount:
+    """In buckets, which have a row for each subtree of this rank's rounds."""
+    if layout.num_replicas == 1:
+        return as_parameters(layout)
+    rows = len(layout.tree[layout.place.data]) if layout.plan.sums == "exact" else 1
+    words = "buckets" + (f" x {rows} subtrees" if rows > 1 else "")
+    return Amount(layout.gradient_bytes * rows, words)
+
+
+def _held_meanwhile(layout: RankLayout) -> Amount:
+    """Sums over rounds; messages in flight; without sums, a bucket's gradients before they are
+    put into it."""
+    num_sums = sums_in_step(layout, alone=layout.num_replicas == 1)
+    sums = partial_sums(layout, num_sums)
+    if layout.num_replicas == 1:
+        return added_up(sums)
+    scatters = layout.plan.sums == "exact" and not any_order(layout.tree)
+    rows = len(layout.tree[layout.place.data])
+    window = min(WINDOW_BYTES, rows * layout.gradient_bytes) if scatters else 0
+    in_flight = Amount(window, "what is under way" if window else "")
+    if num_sums:
+        return added_up(sums, in_flight)
+    largest = max((sum(p.num_bytes for p in bucket) for bucket in layout.buckets), default=0)
+    return added_up(sums, in_flight, Amount(largest, "the largest bucket's gradients"))

@@ -13,47 +13,50 @@ from shoal.sync.local import LocalSGD
 from shoal.sync.outer import OuterConfig
 from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.outer_client import OuterClient
-from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
 from shoal.sync.state import ShardedState
 from shoal.sync.strategy import Strategy
 from shoal.sync.zero import ZeroSharded
+
+
+def strategy_class(plan: Plan) -> type[Strategy]:
+    """What a plan trains with; its `costs` can be asked without making one."""
+    if plan.sync == "server":
+        return LocalServerStrategy if plan.has_anchor else ServerStrategy
+    if plan.local_steps > 1:
+        return LocalSGD
+    if plan.zero == 3:
+        return FullySharded
+    return ZeroSharded if plan.zero else AllReduce
 
 
 def make_strategy(
     plan: Plan, num_steps: int, meets_after: Callable[[int], bool] = lambda step: True
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted."""
-    exact, round_size = plan.sums == "exact", plan.num_microbatches
+    chosen, exact, round_size = strategy_class(plan), plan.sums == "exact", plan.num_microbatches
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
     rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
-    rates = plan.rate_factors if plan.rates != "even" else ()  # even for any number of replicas
-    if plan.sync == "server" and rule is not None:
-        outer_client = OuterClient(
-            plan.staleness_bound,
-            rule,
-            timetable,
-            damps=plan.damping == "inverse",
-            rates=rates,
-            closes_early=plan.deadline_s is not None,
-            meets_after=meets_after,
-        )
+    options = WorkerOptions(
+        damps=plan.damping == "inverse",
+        rates=plan.rate_factors if plan.rates != "even" else (),  # even for any number of replicas
+        meets_after=meets_after,
+    )
+    if chosen is LocalServerStrategy:
+        assert rule is not None
+        closes_early = plan.deadline_s is not None
+        outer_client = OuterClient(plan.staleness_bound, rule, timetable, options, closes_early)
         return LocalServerStrategy(plan.num_pieces, outer_client, exact)
-    if plan.sync == "server":
-        return ServerStrategy(
-            plan.num_pieces,
-            plan.staleness_bound,
-            checks=plan.precision == "fp16",
-            codec=plan.codec,
-            hosts=plan.hosts,
-            damps=plan.damping == "inverse",
-            rates=rates,
-            meets_after=meets_after,
+    if chosen is ServerStrategy:
+        options = options._replace(
+            checks=plan.precision == "fp16", codec=plan.codec, hosts=plan.hosts
         )
-    if plan.local_steps > 1:
+        return ServerStrategy(plan.num_pieces, plan.staleness_bound, options)
+    if chosen is LocalSGD:
         return LocalSGD(plan.num_pieces, timetable, exact, rule)
-    if plan.zero == 3:
+    if chosen is FullySharded:
         return FullySharded(plan.num_pieces, round_size)
-    if plan.zero:
+    if chosen is ZeroSharded:
         return ZeroSharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
     return AllReduce(plan.num_pieces, exact, round_size)
 
@@ -69,6 +72,11 @@ def current_requests(strategy: Strategy) -> RankRequests:
     return NO_REQUESTS if strategy.servers is None else strategy.servers.requests()
 
 
+def late_mark(strategy: Strategy) -> int | None:
+    """The mark of the last step's samples, if only servers know it, and only after the update."""
+    return None if strategy.servers is None else strategy.servers.late_mark
+
+
 def served_tables(strategy: Strategy, dense: bool = False) -> dict[str, list[Slice]]:
     """This rank's share of what servers alone hold of the model; if `dense`, of lazy tables all
     rows. What the model itself holds is complete then. Every rank must call it."""
@@ -81,5 +89,5 @@ def state_types(strategy: Strategy) -> ShardedState:
     served = None if strategy.servers is None else strategy.servers.types()
     if served is None:
         return strategy.state_dict()
-    own = strategy.state_dict(served=False)
+    own = strategy.newcomer_state()
     return ShardedState(served.tensors | own.tensors, {})

@@ -7,7 +7,7 @@ backward has ended on every rank. Sums are taken in FSDP2's order, so the result
 process's, not equal bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,19 +21,26 @@ from shoal.comm.mesh import Mesh
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import ParameterPart, swap_parameters
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
+from shoal.sync.costs import (
+    Amount,
+    Message,
+    StepCosts,
+    agreement,
+    all_reduce_message,
+    as_parameters,
+    memory_of_parts,
+)
+from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import AttachedModel, RoundContext
-from shoal.sync.state import ParameterRun, ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
+from shoal.sync.rank_layout import RankLayout
+from shoal.sync.rounds import RoundContext
+from shoal.sync.state import ParameterRun
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 
-class FullySharded:
-    in_lockstep, begins_at = True, 0
-    late_mark: int | None = None
-    servers: ServerLink | None = None
-
+class FullySharded(LockstepStrategy):
     def __init__(self, num_pieces: int, round_size: int = 1):
-        self.num_pieces, self.round_size = num_pieces, round_size
+        super().__init__(num_pieces, round_size)
         self.stepped: dict[str, nn.Parameter] = {}
 
     def attach(
@@ -43,10 +50,7 @@ class FullySharded:
         mesh: Mesh,
         holding: LocalLayout = WHOLE,
     ) -> None:
-        self.attached = AttachedModel(
-            model, optimizer, mesh, holding, self.num_pieces, self.round_size
-        )
-        self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
+        super().attach(model, optimizer, mesh, holding)
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._touched: set[nn.Parameter] = set()
         if not self.stepped:  # else it was done in an earlier attach, in the same seat
@@ -93,18 +97,18 @@ class FullySharded:
         found = {n: p.grad for n, p in self.stepped.items() if p.grad is not None}
         return slices(found, self.attached.holding)
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        return self.attached.state().state_dict()
-
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
-        self.attached.load_state_dict(source)
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        gathered, held = _held_meanwhile(layout), "a shard of each parameter"
+        memory = memory_of_parts(layout, as_parameters(layout), gathered, held)
+        return StepCosts(layout.num_trained, memory, _sent(layout), agreement(layout, apart=True))
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts what it holds: each rank has its own shards, the rest is
         replicated."""
         if not self.attached.holding.counts(name):
             return False
-        return isinstance(self.named[name], DTensor) or self.attached.mesh.data.rank == 0
+        return isinstance(self.named[name], DTensor) or self.mesh.data.rank == 0
 
     def _sum_rest(self) -> None:
         """Sum the gradients of parameters that FSDP2 left whole: few and small."""
@@ -114,7 +118,7 @@ class FullySharded:
             flat = torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).view(-1) for p in alike]
             )
-            self.attached.mesh.data.all_reduce(flat).wait()
+            self.mesh.data.all_reduce(flat).wait()
             for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
                 p.grad = part.view(p.shape)
 
@@ -150,3 +154,35 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     if isinstance(parameter, DTensor):
         return nn.Parameter(parameter._local_tensor.detach())
     return parameter
+
+
+def _sent(layout: RankLayout) -> list[Message]:
+    """FSDP2 gathers a unit for forward, and again for backward unless it was kept."""
+    units, n = layout.gathered_units(), layout.num_replicas
+    if n == 1:
+        return []
+    units_sent = [size for size in units if size]
+    pieces = len(layout.rounds) * layout.plan.num_microbatches
+    again = [] if layout.stages else [size for size in units[:-1] if size]
+    rest = [p for p in layout.trained if not p.is_sharded]
+    kinds = [sum(p.num_bytes for p in rest if p.dtype == d) for d in {p.dtype for p in rest}]
+    return [
+        Message("parameters", "data", "all-gather", *_times(pieces, [*units_sent, *again], n)),
+        Message("gradients", "data", "reduce-scatter", *_times(pieces, units_sent, n)),
+        all_reduce_message("gradients left whole", "data", kinds, layout),
+    ]
+
+
+def _times(pieces: int, units: Sequence[int], n: int) -> tuple[int, int]:
+    return pieces * len(units), pieces * sum(size // n * (n - 1) for size in units)
+
+
+def _held_meanwhile(layout: RankLayout) -> Amount:
+    units = layout.gathered_units()
+    largest = max(units, default=0)
+    if layout.stages:
+        # Without a module around them all, FSDP2 keeps each unit until its backward pass.
+        return Amount(sum(units) + largest, "all units gathered, the largest one's gradients")
+    root, blocks = units[-1], sorted(units[:-1])[-2:]
+    words = "two largest units and the rest of the model gathered, the largest one's gradients"
+    return Amount(root + sum(blocks) + largest, words)

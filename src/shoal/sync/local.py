@@ -18,7 +18,7 @@ memory the weights once more. Read next: `outer.py`, where an outer optimizer ta
 average.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -35,9 +35,25 @@ from shoal.numerics.fragments import FragmentSchedule
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.averaging import StagedAverage
-from shoal.sync.outer import OuterConfig, OuterOptimizer
+from shoal.sync.costs import (
+    DOUBLE,
+    SINGLE,
+    Amount,
+    MemoryUse,
+    Message,
+    StepCosts,
+    added_up,
+    all_reduce_message,
+    as_parameters,
+    memory_of_parts,
+    partial_sums,
+    sums_in_step,
+    tree_message,
+)
+from shoal.sync.outer import OuterConfig, OuterOptimizer, anchor_memory, outer_message
+from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
-from shoal.sync.rounds import AttachedModel
+from shoal.sync.rounds import AttachedModel, blocks_by_rank
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
@@ -48,12 +64,11 @@ _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has 
 class LocalSGD:
     """Without a `rule` weights are averaged, all at once.
 
-    `in_lockstep` is about steps, of which each replica takes its own; `begins_at` is the last one
-    after which any replica of the group counts an agreement.
+    `in_lockstep` is about steps, of which each replica takes its own.
     """
 
-    in_lockstep, begins_at = False, 0
-    late_mark: int | None = None
+    in_lockstep = False
+    _seat_step = 0  # the last one after which any replica of the group counts an agreement
 
     @property
     def attached(self) -> AttachedModel:
@@ -74,9 +89,8 @@ class LocalSGD:
         self.outer = None if rule is None else OuterOptimizer(rule, timetable)
         self.step = 0
         self.agreed = 0  # the last step after which this replica counts an agreement
-        self._agreed_weights: dict[
-            str, Tensor
-        ] = {}  # weights as of then, if no outer optimizer has them
+        # Weights as of then, if no outer optimizer has them.
+        self._agreed_weights: dict[str, Tensor] = {}
         self._last_made = 0  # the step that is made, and perhaps not agreed on
         self._means: StagedAverage | None = None  # that came, and may not count yet
         self._is_alike = True  # whether weights are the same on all replicas
@@ -116,7 +130,7 @@ class LocalSGD:
     def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
         own = self.inner.exchange(local, want_norm)._replace(num_samples=None)
         self._mark = add_marks((self._marked, local.mark))
-        if not self._averages(self.step + 1):
+        if not self.timetable.ends_window(self.step + 1):
             busy_s = [local.busy_s] * self.group.num_ranks
             # Heard with the others: all stop, or meet, after the same step.
             return own._replace(busy_s=busy_s, mark=None, asked=NO_REQUESTS)
@@ -147,7 +161,7 @@ class LocalSGD:
         """Raises AgreementLost if the step is made and replicas could not agree after it: then
         call it again, in a new group."""
         step = self.step + 1
-        ends = self._averages(step)
+        ends = self.timetable.ends_window(step)
         if self._last_made != step:
             if not self.inner.update(scale, check):
                 return False
@@ -162,11 +176,29 @@ class LocalSGD:
     def gradients(self) -> dict[str, list[Slice]]:
         return self.inner.gradients()
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        """What replicas do not share carries the replica's number. A newcomer gets what they do,
-        as of the last agreement, and of one of them what none trains."""
-        if not served:
-            return ShardedState(self._untrained() | self._agreed_state(), {})
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        """Of a window; without fragments, all is sent in its last step."""
+        plan, n = layout.plan, layout.num_replicas
+        times = f"once in {plan.local_steps} steps"
+        told = [window_message(layout)]
+        if plan.fragments == 1:
+            told.append(all_reduce_message("that all have it", "data", [n * DOUBLE], layout))
+        if plan.has_anchor:
+            sums = [
+                outer_message(layout, f"outer gradients, {times}"),
+                mean_message(layout, f"buffers, {times}"),
+            ]
+            memory = replica_memory(layout, anchor_memory(layout))
+        else:
+            weights = [p for p in layout.parameters if p.dtype.is_floating_point]
+            sums = [mean_message(layout, f"weights, {times}", weights)]
+            kept = Amount(sum(p.num_bytes for p in weights), "the weights of the last agreement")
+            memory = replica_memory(layout, kept)
+        return StepCosts(layout.num_trained, memory, sums, told)
+
+    def state_dict(self) -> ShardedState:
+        """What replicas do not share carries the replica's number."""
         state = self.inner.state_dict()
         own = replica_name("", self.group.rank)
         tensors = {
@@ -177,18 +209,8 @@ class LocalSGD:
             tensors |= self.outer.state_dict(own)
         return ShardedState(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
-        self.step, self._last_made = step, 0
-        self._marked, self._knows_marks = 0, self._averages(step)
-        if not served:
-            self._join(source, step)
-            self.agreed, self._is_alike = step, True
-            warn_on_screen(
-                f"Replica {self.group.rank} continues from step {step}, where replicas agreed "
-                "last, with an optimizer that has seen nothing yet. "
-                "The others keep their progress."
-            )
-            return
+    def load_state_dict(self, source: StateSource, step: int) -> None:
+        self._continue_after(step)
         same = source.plain.get(REPLICAS) == self.group.num_ranks
         own = MergedReplicas(source, self.group.rank if same else None)
         self.inner.load_state_dict(own, step)
@@ -196,10 +218,31 @@ class LocalSGD:
         self._is_alike = not same or first in source
         self.agreed = self._load_agreed(own, MergedReplicas(source), step)
 
+    def newcomer_step(self) -> int:
+        return self._seat_step
+
+    def newcomer_state(self) -> ShardedState:
+        """What replicas share, as of the last agreement, and of one of them what none trains."""
+        if self.outer is not None:
+            return ShardedState(self._untrained() | self.outer.shared_state(), {})
+        agreed = self._agreed_weights.items()
+        shared = {f"model.{n}": slices_of(n, tensor, self.holding) for n, tensor in agreed}
+        return ShardedState(self._untrained() | shared, {})
+
+    def join(self, source: StateSource, step: int) -> None:
+        self._continue_after(step)
+        self._take_shared(source, step)
+        self.agreed, self._is_alike = step, True
+        warn_on_screen(
+            f"Replica {self.group.rank} continues from step {step}, where replicas agreed "
+            "last, with an optimizer that has seen nothing yet. "
+            "The others keep their progress."
+        )
+
     @property
     def is_ending(self) -> bool:
         """Whether replicas agree after the step under way, and hold the agreement before alike."""
-        return self._knows_marks and self._averages(self.step + 1)
+        return self._knows_marks and self.timetable.ends_window(self.step + 1)
 
     @property
     def is_alike(self) -> bool:
@@ -217,15 +260,15 @@ class LocalSGD:
         if self.outer is not None:
             self.outer.attach(self.model, self.group)
         elif not self._agreed_weights:
-            self._agreed_weights = self._copy_weights()
-        self.begins_at = int(max(row[0] for row in self.group.all_gather_numbers([self.agreed])))
+            self._agreed_weights = _copy_weights(self.model)
+        self._seat_step = int(max(row[0] for row in self.group.all_gather_numbers([self.agreed])))
 
     def _agree(self, step: int, ends: bool) -> None:
         """Receive the replicas' average, staged. Every rank must call it."""
-        if step <= self.begins_at:
+        if step <= self._seat_step:
             return  # some count it, so all had it before the group broke
-        if ends:
-            self._gather_again()
+        if ends and self._gathered_in is not self.group:
+            self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
         if self.outer is not None:
             self.outer.exchange(step)
         if ends:
@@ -244,8 +287,9 @@ class LocalSGD:
             self.outer.commit(step)
         if self._means is not None:
             self._means.apply()
+            named = self.model.named_parameters()
             self._agreed_weights = {
-                n: self._means[p] for n, p in self._weights() if n in self._agreed_weights
+                n: self._means[p] for n, p in named if n in self._agreed_weights
             }
             self._means = None
             self.buffers.hold()
@@ -259,18 +303,17 @@ class LocalSGD:
         self._gathered_in = self.group
         return self.group.all_gather_numbers(self._own_numbers)
 
-    def _gather_again(self) -> None:
-        """In a new group some replicas, and a newcomer, do not have the numbers yet."""
-        if self._gathered_in is not self.group:
-            self._gather_numbers()
+    def _continue_after(self, step: int) -> None:
+        self.step, self._last_made = step, 0
+        self._marked, self._knows_marks = 0, self.timetable.ends_window(step)
 
-    def _join(self, source: StateSource, step: int) -> None:
+    def _take_shared(self, source: StateSource, step: int) -> None:
         """As a newcomer, take what the others share."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.buffers.hold()
         if self.outer is None:
-            self._agreed_weights = self._copy_weights()
+            self._agreed_weights = _copy_weights(self.model)
         else:
             self.outer.load_state_dict(source, source, step)
 
@@ -282,32 +325,13 @@ class LocalSGD:
         if self.outer is not None:
             has_anchor = self.outer.load_state_dict(own, mean, step)
             return step - step % self.timetable.local_steps if has_anchor else step
-        self._agreed_weights = self._copy_weights()
+        self._agreed_weights = _copy_weights(self.model)
         return step
-
-    def _agreed_state(self) -> dict[str, list[Slice]]:
-        """What was agreed on last."""
-        if self.outer is not None:
-            return self.outer.shared_state()
-        return {
-            f"model.{n}": slices_of(n, t, self.holding) for n, t in self._agreed_weights.items()
-        }
 
     def _untrained(self) -> dict[str, list[Slice]]:
         """Buffers, and weights that are not averaged."""
         others = (*self.model.named_parameters(), *self.model.named_buffers())
         return {f"model.{n}": slices_of(n, t, self.holding) for n, t in others}
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are averaged."""
-        return ((n, p) for n, p in self.model.named_parameters() if p.is_floating_point())
-
-    def _copy_weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self._weights()}
-
-    def _averages(self, step: int) -> bool:
-        """Whether replicas agree on losses and buffers, and without fragments on weights."""
-        return self.timetable.ends_window(step)
 
 
 def _combine_requests(flags: Sequence[int]) -> RankRequests:
@@ -317,3 +341,31 @@ def _combine_requests(flags: Sequence[int]) -> RankRequests:
     return RankRequests(
         stop=any(flag & 1 for flag in flagged), meet=any(flag & _MEET for flag in flagged)
     )
+
+
+def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are averaged."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
+
+
+def mean_message(
+    layout: RankLayout, what: str, parameters: Iterable[LocalParameter] = ()
+) -> Message:
+    """Buffers that are averaged where a window ends, and some parameters with them."""
+    n, kinds = layout.num_replicas, {SINGLE: layout.facts.averaged_buffers}
+    for p in parameters:
+        kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
+    rows = [(count, size) for size, count in kinds.items() if count]
+    return tree_message(what, rows, blocks_by_rank(n, n), layout)
+
+
+def window_message(layout: RankLayout) -> Message:
+    """What replicas tell each other of a window."""
+    size = NUM_WINDOW_NUMBERS * layout.num_replicas * DOUBLE
+    return all_reduce_message("losses and flags", "data", [size], layout)
+
+
+def replica_memory(layout: RankLayout, agreed: Amount) -> MemoryUse:
+    """Of a replica that steps alone; `agreed` is what it keeps for the others."""
+    sums = partial_sums(layout, sums_in_step(layout, alone=True))
+    return memory_of_parts(layout, as_parameters(layout), added_up(sums, agreed))

@@ -27,8 +27,11 @@ from torch import Tensor, nn
 from shoal.comm.collectives import Group, drain_deadline
 from shoal.comm.compression import Codec, CompressedMean, share_bounds
 from shoal.comm.reduce import Reduction, TreeReduce
+from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
 from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole_slice
+from shoal.sync.costs import Amount, Message, tree_message
+from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.rounds import blocks_by_rank
 from shoal.sync.state import StateSource
 
@@ -354,3 +357,54 @@ def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _fill(source: StateSource, name: str, places: list[Slice]) -> None:
     if name in source:
         source.fill(name, places)
+
+
+# ---- costs
+
+
+def outer_message(layout: RankLayout, what: str) -> Message:
+    """The outer gradients of all fragments, each of which is sent in another step.
+
+    Packed, the shares go to their owners, and the mean of the own share to all.
+    """
+    n, codec = layout.num_replicas, make_codec(layout.plan.codec)
+    buckets = _outer_buckets(layout)
+    if codec is None:
+        return tree_message(what, buckets, blocks_by_rank(n, n), layout)
+    num_bytes = 0
+    for count, _ in buckets:
+        cuts = share_bounds(count, codec.block, n)
+        first, last = (codec.num_bytes(cuts[layout.place.data + i]) for i in range(2))
+        num_bytes += codec.num_bytes(count) - (last - first) + (last - first) * (n - 1)
+    return Message(what, "data", "all-to-all, gather", 2 * len(buckets), num_bytes)
+
+
+def anchor_memory(layout: RankLayout) -> Amount:
+    """What a replica holds beside its weights and its own optimizer's state."""
+    words, wide = ["the anchor"], wide_bytes(layout)
+    num_bytes = sum(p.num_bytes for p in layout.trained if p.dtype.is_floating_point)
+    if layout.plan.outer_rates[1]:
+        words.append("the outer momentum")
+        num_bytes += wide
+    if layout.plan.codec != "none":
+        words.append("what packing dropped")
+        num_bytes += wide + wide // layout.num_replicas
+    return Amount(num_bytes, ", ".join(words))
+
+
+def wide_bytes(layout: RankLayout) -> int:
+    """Of all outer gradients, in the type of the arithmetic."""
+    return sum(count * size for count, size in _outer_buckets(layout))
+
+
+def _outer_buckets(layout: RankLayout) -> list[tuple[int, int]]:
+    """The elements of each flat fragment, and the bytes of one."""
+    named = [p for p in layout.trained if p.dtype.is_floating_point]
+    found = []
+    for run in split_fragments([p.num_bytes for p in named], layout.plan.fragments):
+        kinds: dict[object, list[LocalParameter]] = {}
+        for p in named[run.start : run.stop]:
+            kinds.setdefault(p.dtype, []).append(p)
+        for own in kinds.values():
+            found.append((sum(p.num_elements for p in own), max(4, own[0].dtype.itemsize)))
+    return found

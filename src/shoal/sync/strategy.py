@@ -24,6 +24,8 @@ from shoal.sync.buffers import BufferMeans
 from shoal.sync.state import ShardedState, StateSource
 
 if TYPE_CHECKING:
+    from shoal.sync.costs import StepCosts
+    from shoal.sync.rank_layout import RankLayout
     from shoal.sync.rounds import AttachedModel
 
 
@@ -100,6 +102,11 @@ class ServerLink(Protocol):
         """By server, the versions of the last step: pulled, made by it, pulled next."""
         ...
 
+    @property
+    def late_mark(self) -> int | None:
+        """Replaces that of `GlobalStep`, if it is known only after `update`."""
+        ...
+
     def wait_for_parameters(self) -> None:
         """Until all parameters are here."""
         ...
@@ -121,7 +128,33 @@ class ServerLink(Protocol):
         ...
 
 
-class Strategy(Protocol):
+class StatefulStrategy(Protocol):
+    """The state that a strategy holds: as checkpoints have it, and as a newcomer takes it."""
+
+    def state_dict(self) -> ShardedState:
+        """What this rank holds of the job's state, by canonical names, and what servers hold of
+        it. Every rank must call it."""
+        ...
+
+    def load_state_dict(self, source: StateSource, step: int) -> None:
+        """Take over the state after `step`, and give servers theirs. Every rank must call it."""
+        ...
+
+    def newcomer_step(self) -> int:
+        """The step after which a newcomer in this seat continues, as far as the group or servers
+        know since `attach`. In lockstep it takes the leader's, and this is 0 without servers."""
+        ...
+
+    def newcomer_state(self) -> ShardedState:
+        """What a newcomer takes from this rank, without what servers hold."""
+        ...
+
+    def join(self, source: StateSource, step: int) -> None:
+        """As a newcomer, take a peer's `newcomer_state`, and continue after `step`."""
+        ...
+
+
+class Strategy(StatefulStrategy, Protocol):
     @property
     def attached(self) -> "AttachedModel":
         """The model as it was attached."""
@@ -134,8 +167,6 @@ class Strategy(Protocol):
 
     buffers: BufferMeans  # `microbatch`, or a pipeline, calls it around each forward
     in_lockstep: bool  # whether no rank commits a step before all have computed it
-    begins_at: int  # the step after which a newcomer in this seat continues, as far as servers know
-    late_mark: int | None  # replaces that of `GlobalStep`, if known only after `update`
 
     def attach(
         self,
@@ -173,11 +204,8 @@ class Strategy(Protocol):
         """What this rank holds of the gradient after an update: as it was scaled and stepped on."""
         ...
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        """What this rank holds of the job's state, by canonical names; if `served`, that is also
-        what it takes to or from servers. Every rank must call it."""
-        ...
-
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
-        """Take over the state after `step`; if not `served`, servers have theirs already."""
+    @staticmethod
+    def costs(layout: "RankLayout") -> "StepCosts":
+        """What a step costs a rank of this layout: bytes and messages that it sends, bytes that it
+        holds. Pure: no strategy is made."""
         ...

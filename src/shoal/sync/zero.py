@@ -23,24 +23,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import GradientBucket, GradientBuckets, make_bucket
+from shoal.comm.buckets import WINDOW_BYTES, GradientBucket, GradientBuckets, make_bucket
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import ReduceScatter, TreeReduce
-from shoal.comm.tree import PieceSum
+from shoal.comm.tree import PieceSum, blocks_of
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import ParameterPart, is_element_wise, swap_parameters
 from shoal.parallel import zero_layout
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of_run
-from shoal.sync.norm import SharedNorm
-from shoal.sync.rounds import (
-    AttachedModel,
-    ReplicaRounds,
-    RoundContext,
-    blocks_by_rank,
-    most_rounds,
+from shoal.sync.costs import (
+    Amount,
+    MemoryUse,
+    Message,
+    StepCosts,
+    added_up,
+    agreement,
+    buffers_held,
+    optimizer_state,
+    partial_sums,
+    sums_in_round,
+    sums_in_step,
 )
-from shoal.sync.state import ParameterRun, ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
+from shoal.sync.lockstep import LockstepStrategy
+from shoal.sync.norm import SharedNorm
+from shoal.sync.rank_layout import RankLayout
+from shoal.sync.rounds import ReplicaRounds, RoundContext, blocks_by_rank, most_rounds
+from shoal.sync.state import ParameterRun
+from shoal.sync.strategy import GlobalStep, LocalStep
 
 
 class ScatterSchedule(NamedTuple):
@@ -65,13 +74,9 @@ class ScatterSchedule(NamedTuple):
         return cls(tree, None, PieceSum(range(most)), num_remaining=most - len(rounds.own))
 
 
-class ZeroSharded:
-    in_lockstep, begins_at = True, 0
-    late_mark: int | None = None
-    servers: ServerLink | None = None
-
+class ZeroSharded(LockstepStrategy):
     def __init__(self, num_pieces: int, scatter_each: bool, round_size: int = 1):
-        self.num_pieces, self.round_size = num_pieces, round_size
+        super().__init__(num_pieces, round_size)
         self._schedule_of = ScatterSchedule.each_round if scatter_each else ScatterSchedule.once
         self.flat_buffers: list[zero_layout.FlatBuffer] = []
         self.shards: list[Tensor] = []  # of the summed gradient, by flat buffer
@@ -83,10 +88,7 @@ class ZeroSharded:
         mesh: Mesh,
         holding: LocalLayout = WHOLE,
     ) -> None:
-        self.attached = AttachedModel(
-            model, optimizer, mesh, holding, self.num_pieces, self.round_size
-        )
-        self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
+        super().attach(model, optimizer, mesh, holding)
         self.group = mesh.data
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self.named]
@@ -148,11 +150,10 @@ class ZeroSharded:
                 found.setdefault(name, []).extend(parts)
         return found
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        return self.attached.state().state_dict()
-
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
-        self.attached.load_state_dict(source)
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        num_stepped = sum(s.length for s in layout.segments)
+        return StepCosts(num_stepped, _held(layout), _sent(layout), agreement(layout, apart=True))
 
     def _flatten_parameters(self) -> None:
         """Move the parameters into flat buffers."""
@@ -249,3 +250,62 @@ def _flatten(flat_buffer: zero_layout.FlatBuffer, parameters: Sequence[nn.Parame
 
 def _run_of(segment: zero_layout.FlatSegment, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[segment.start : segment.stop]
+
+
+def _sent(layout: RankLayout) -> list[Message]:
+    """zero=1 sends once, zero=2 after every round; parameters come back once."""
+    times, tree, n = 1, layout.tree, layout.num_replicas
+    if n == 1:
+        return []
+    if layout.plan.zero == 2:
+        times, tree = most_rounds(layout.num_rounds, n), blocks_by_rank(n, n)
+    own = sum(shard for _, shard in layout.flat_buffer_bytes)
+    elsewhere = sum(size for size, _ in layout.flat_buffer_bytes) - own
+    most = max(len(blocks) for blocks in tree)
+    return [
+        Message(
+            "gradients",
+            "data",
+            "all-to-all",
+            times * most * len(layout.flat_buffers),
+            times * len(tree[layout.place.data]) * elsewhere,
+        ),
+        Message("parameters", "data", "gather", len(layout.flat_buffers), own * (n - 1)),
+    ]
+
+
+def _held(layout: RankLayout) -> MemoryUse:
+    padding = sum(size for size, _ in layout.flat_buffer_bytes) - layout.gradient_bytes
+    own, terms = sum(shard for _, shard in layout.flat_buffer_bytes), _num_terms(layout)
+    stepped = [(layout.trained[s.parameter], s.length) for s in layout.segments]
+    return MemoryUse(
+        Amount(sum(p.num_bytes for p in layout.parameters) + padding, "all, in flat buffers"),
+        Amount(own * terms, "own shards" + (f" x {terms} terms" if terms > 1 else "")),
+        optimizer_state(layout, [(p.name, p.shape_of_run(length)) for p, length in stepped]),
+        buffers_held(layout),
+        _held_meanwhile(layout),
+    )
+
+
+def _num_terms(layout: RankLayout) -> int:
+    """The sums of shards that zero=2 keeps until the last piece is done."""
+    if layout.plan.zero == 1:
+        return 1
+    return len(blocks_of(range(most_rounds(layout.num_rounds, layout.num_replicas))))
+
+
+def _held_meanwhile(layout: RankLayout) -> Amount:
+    """Sums over rounds, which zero=2 does without; messages in flight; a bucket before that."""
+    num_sums = sums_in_round(layout)
+    if layout.plan.zero == 1:
+        num_sums = sums_in_step(layout, alone=layout.num_replicas == 1)
+    sums = partial_sums(layout, num_sums)
+    if layout.num_replicas == 1:
+        return added_up(sums)
+    sizes = [size for size, _ in layout.flat_buffer_bytes]
+    window = 2 * min(WINDOW_BYTES, sum(sizes))
+    return added_up(
+        sums,
+        Amount(window, "what is under way" if window else ""),
+        Amount(max(sizes, default=0), "the largest bucket's gradients"),
+    )

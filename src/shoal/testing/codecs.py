@@ -6,8 +6,9 @@
             return MyCodec()
 
 A new codec gives that one fixture and inherits the tests. They are about what strategies rely on:
-sizes that follow from the number of elements, blocks that may be encoded apart, the same bytes on
-every rank, and a residual that brings back in time what a step drops. Cost: milliseconds.
+sizes that follow from the number of elements, the same bytes on every rank, a residual that brings
+back in time what a step drops and, if the codec says `is_separable`, blocks that may be encoded
+apart. Cost: milliseconds.
 """
 
 from itertools import pairwise
@@ -19,6 +20,7 @@ from torch import Tensor
 from shoal.comm.compression import Codec, encode_with_residual, share_bounds
 
 LENGTHS = (1, 7, 64, 257, 1000)
+NUM_STEPS = 60
 
 
 def vector(num_elements: int, seed: int = 0) -> Tensor:
@@ -53,6 +55,8 @@ class CodecConformance:
     def test_shares_of_whole_blocks_are_encoded_alike_apart(
         self, codec: Codec, num_ranks: int
     ) -> None:
+        if not codec.is_separable:
+            pytest.skip("the codec looks at the whole vector, and says so")
         flat = vector(1000)
         bounds = share_bounds(len(flat), codec.block, num_ranks)
         shares = [flat[a:b] for a, b in pairwise(bounds)]
@@ -66,12 +70,14 @@ class CodecConformance:
     @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
     def test_what_is_dropped_comes_with_later_steps(self, codec: Codec, scale: float) -> None:
         """The sum over steps of what arrives strays from that of what was sent by one step's error
-        at the most, however many steps there are."""
-        residual, sent, came, worst = torch.zeros(300), torch.zeros(300), torch.zeros(300), 0.0
-        for step in range(20):
-            flat = scale * vector(300, step)
+        at the most, and that error does not grow: what is never sent would add up."""
+        sent, came = torch.zeros(300).double(), torch.zeros(300).double()
+        residual, sizes = torch.zeros(300), []
+        for step in range(2 * NUM_STEPS):
+            flat = scale * (1 + vector(300, step))
             encoded, residual = encode_with_residual(codec, flat + residual)
             sent, came = sent + flat, came + codec.decode(encoded, 300)
-            worst = max(worst, float(residual.abs().max()))
-        assert float((sent - came).abs().max()) <= worst + 1e-4 * scale
-        assert worst < 4 * scale, "the residual grows"
+            sizes.append(float(residual.abs().max()))
+        assert float((sent - came).abs().max()) <= max(sizes) + 1e-3 * scale
+        early, late = max(sizes[:NUM_STEPS]), max(sizes[NUM_STEPS:])
+        assert late <= 1.5 * early + 1e-6 * scale, "the residual grows"

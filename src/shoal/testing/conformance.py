@@ -11,7 +11,8 @@
 A new strategy gives that one fixture, a function of a module, and inherits the tests. They drive
 it as the trainer does, on a small network with everything that goes wrong easily: dropout,
 BatchNorm, a parameter that is never used, one that a single piece uses, a frozen one and tied
-weights. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
+weights. `plan` are the plan keys that its `costs` go by; what it declares is held against what a
+real step sends. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.split import share
+from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds
+from shoal.parallel.apply import Survey
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
+from shoal.plans.plan import Plan
+from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
 from shoal.testing.ranks import Pool, import_function, importable_name
@@ -239,16 +245,96 @@ def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> list[str]:
     return found
 
 
+def _costs(mesh: Mesh, factory: str, sizes: list[int], keys: str) -> dict[str, Any]:
+    """What a strategy declares, and what it sends and holds: in a step, or a window of them."""
+    plan = Plan.parse(f"data={mesh.num_ranks} pieces={len(sizes)} {keys}")
+    drive = Drive(mesh, factory, sizes)
+    declared = drive.strategy.costs(RankLayout(_facts(plan), mesh.rank))
+    for step in range(plan.local_steps):
+        assert drive.step(step)
+    with pytest.MonkeyPatch.context() as monkey:
+        counter, before = _MessageCounter(monkey), mesh.bytes_sent
+        for step in range(plan.local_steps, 2 * plan.local_steps):
+            assert drive.step(step)
+        sent, count = mesh.bytes_sent - before, counter.count
+    storages = {s.data_ptr(): s for s in (p.untyped_storage() for p in drive.model.parameters())}
+    groups = drive.optimizer.param_groups
+    drive.strategy.detach()
+    return {
+        "declared": {
+            "bytes": sum(message.num_bytes for message in declared.messages),
+            "messages": sum(message.count for message in declared.messages),
+            "parameters": declared.memory.parameters.num_bytes,
+            "stepped": declared.num_stepped,
+        },
+        "real": {
+            "bytes": sent,
+            "messages": count,
+            "parameters": sum(storage.nbytes() for storage in storages.values()),
+            "stepped": sum(p.numel() for group in groups for p in group["params"]),
+        },
+    }
+
+
+class _MessageCounter:
+    """Counts the collectives of all groups."""
+
+    def __init__(self, monkey: pytest.MonkeyPatch):
+        self.count = 0
+        for name in ("all_reduce", "all_to_all", "all_gather_shards"):
+            monkey.setattr(Group, name, self._counted(getattr(Group, name)))
+
+    def _counted(self, method: Any) -> Any:
+        def counted(group: Group, *args: Any) -> Any:
+            self.count += group.num_ranks > 1
+            return method(group, *args)
+
+        return counted
+
+
+def _facts(plan: Plan) -> PlanFacts:
+    """What `explain` would find out about the network."""
+    model, draws = Network(), torch.Generator().manual_seed(0)
+    buffers = dict(model.named_buffers())
+    held = PieceBuffers(model)
+    model(torch.randn(4, 6, generator=draws), True)
+    changed = zip(buffers, held.end_piece(), strict=True)
+    parameters = [
+        ModelParameter(name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    adam = [StateTensor(None, 4), StateTensor(None, 4), StateTensor((), 4)]
+    return PlanFacts(
+        plan=plan,
+        survey=Survey(),
+        parameters=parameters,
+        units=[],
+        state={p.name: adam for p in parameters if p.is_trained},
+        is_element_wise=True,
+        buffers={name: buffer.nbytes for name, buffer in buffers.items()},
+        changed={name: value.numel() for name, value in changed if value is not None},
+        averaged_buffers=sum(b.numel() for b in buffers.values() if b.is_floating_point()),
+        clips=True,
+    )
+
+
 class StrategyConformance:
     """Inherit, give `factory`, and say how near to one rank the strategy is meant to come."""
 
     parity: Literal["bits", "close", "none"] = "bits"  # none: it trains something else on purpose
     agrees_every_step = True  # whether all ranks agree on gradients in every exchange
     holds_all = True  # whether every rank holds the whole state
+    # Of a plan that chooses it, beside data and pieces. Every update is checked here, as by fp16.
+    plan = "precision=fp16"
 
     @pytest.fixture
     def factory(self) -> Factory:
         raise NotImplementedError("give a function of a module that makes the strategy")
+
+    @pytest.fixture
+    def long_factory(self, factory: Factory) -> Factory:
+        """For a run that does not end with the second window of local steps."""
+        return factory
 
     @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, WITH_EMPTY], ids=["even", "uneven", "empty"])
     @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -320,6 +406,14 @@ class StrategyConformance:
             assert "head.weight" in names
             if self.agrees_every_step:  # the rank that has the piece, and all the others
                 assert "rare" in names
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    def test_a_step_sends_and_holds_what_was_declared(
+        self, pool: Pool, long_factory: Factory, num_ranks: int
+    ) -> None:
+        name = importable_name(long_factory)
+        for rank, found in enumerate(pool.run(_costs, num_ranks, name, EVEN, self.plan)):
+            assert found["declared"] == found["real"], f"rank {rank} of {num_ranks}"
 
     def _compare_with_undisturbed(
         self,

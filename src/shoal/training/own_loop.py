@@ -249,12 +249,12 @@ class CustomLoop:
         """Let newcomers take what the others hold after the body that all have run."""
         group, strategy = trainer.mesh.data, trainer.strategy
         leader = next(rank for rank in range(group.num_ranks) if rank not in new)
-        state = self._with(trainer, strategy.state_dict(served=False), None)
+        state = self._with(trainer, strategy.newcomer_state(), None)
         rows = group.all_gather_numbers([_digest_of_state(state)])
         if any(rows[rank] != rows[leader] for rank in new):
             shared = MemorySource(broadcast_state(group, leader, state))
             if self.is_new:
-                strategy.load_state_dict(shared, trainer.step, served=False)
+                strategy.join(shared, trainer.step)
                 self._take(trainer, shared)
                 self.begin(trainer)
         self.is_new, self.is_sure = False, True

@@ -44,7 +44,7 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
     """
     group, strategy, own = trainer.mesh.data, trainer.strategy, trainer.progress
     is_sure = trainer.loop is None or trainer.loop.is_sure
-    told = [own.step, len(own.evaluations), own.writes_record, strategy.begins_at, is_sure]
+    told = [own.step, len(own.evaluations), own.writes_record, strategy.newcomer_step(), is_sure]
     rows = group.all_gather_numbers(told)
     places = [row[:2] for row in rows]
     furthest = max(places)
@@ -70,7 +70,7 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
     faultpoint("handover.sharing", theirs.step)
     furthest_ranks = [rank for rank, place in enumerate(places) if place[0] == furthest[0]]
     trainer.consistency.agree_on_state(furthest_ranks, theirs.step)
-    own_state = strategy.state_dict(served=False)
+    own_state = strategy.newcomer_state()
     if trainer.loop is not None:
         own_state = trainer.loop.for_newcomer(trainer, own_state)
     state = broadcast_state(group, leader, own_state)
@@ -78,7 +78,7 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
         return _join(trainer, own, theirs, MemorySource(state))
     is_behind = own.step < theirs.step
     if is_behind:
-        strategy.load_state_dict(MemorySource(state), theirs.step, served=False)
+        strategy.join(MemorySource(state), theirs.step)
         if trainer.loop is not None:
             trainer.loop.join(trainer, MemorySource(state))
     return msgspec.structs.replace(theirs, writes_record=writes, served=served), is_behind
@@ -102,8 +102,8 @@ def _join(
     """Out of lockstep each goes on from its own step; a newcomer from where its seat had come."""
     is_new = not own.step
     if is_new:
-        step = trainer.strategy.begins_at
-        trainer.strategy.load_state_dict(state, step, served=False)
+        step = trainer.strategy.newcomer_step()
+        trainer.strategy.join(state, step)
         info = None if theirs.last_info is None else theirs.last_info._replace(step=step)
         own = msgspec.structs.replace(own, step=step, last_info=info)
     if is_new and own.step > theirs.step:

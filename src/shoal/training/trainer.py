@@ -29,7 +29,7 @@ from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
-from shoal.sync.choose import make_strategy, served_tables
+from shoal.sync.choose import late_mark, make_strategy, served_tables
 from shoal.sync.consistency import Consistency
 from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.system.memory import give_back_freed_memory
@@ -311,7 +311,7 @@ class Trainer:
         self.progress.pauses = agreed.asked.meet and self.mesh is asked_in
         rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
         shown = None if agreed.norm is None else norm
-        mark = self.strategy.late_mark if agreed.mark is None else agreed.mark
+        mark = late_mark(self.strategy) if agreed.mark is None else agreed.mark
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.progress.last_info = StepInfo(
             self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out

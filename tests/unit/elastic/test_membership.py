@@ -27,7 +27,7 @@ from shoal.elastic.actions import (
     Resized,
     Spawn,
 )
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.plans.resize import RunSize, host_of
 from shoal.system.processes import describe_exit
 
@@ -71,10 +71,10 @@ class Cluster:
         self.now = 0.0
         self.members = Membership(
             num_seats,
-            num_servers=num_servers,
-            num_spares=num_spares,
-            heartbeat_timeout_s=heartbeat_s,
-            num_hosts=num_hosts,
+            num_servers,
+            MembershipOptions(
+                num_spares=num_spares, heartbeat_timeout_s=heartbeat_s, num_hosts=num_hosts
+            ),
         )
         self.answers: list[Action] = []  # to requests for another size
         self.parts = False  # whether servers are to write before seats are dealt
@@ -470,7 +470,7 @@ def test_one_kill_is_always_repaired(seed: int, victim: int, num_hosts: int) -> 
 
 def formed(num_seats: int = 3, **options: object) -> Membership:
     """A membership whose first group works, with a spare that is ready."""
-    members = Membership(num_seats, **options)  # type: ignore[arg-type]
+    members = Membership(num_seats, 0, MembershipOptions(**options))  # type: ignore[arg-type]
     members.start(0.0)
     for number in range(num_seats):
         members.ready(number, 0.0)
@@ -504,7 +504,7 @@ def test_a_spare_takes_the_seat_and_another_is_started() -> None:
 
 def test_a_spare_of_the_same_host_takes_the_seat() -> None:
     """Seats 0 and 1 and the server 4 are on one host, 2, 3 and 5 on the other."""
-    members = Membership(4, num_servers=2, num_hosts=2)
+    members = Membership(4, 2, MembershipOptions(num_hosts=2))
     assert [action.host for action in members.start(0.0)] == [0, 0, 1, 1, 0, 1]  # type: ignore[union-attr]
     for number in range(6):
         members.ready(number, 0.0)
@@ -680,11 +680,11 @@ def test_a_suspect_gets_no_seat() -> None:
 
 
 def test_a_group_that_does_not_form_names_the_missing() -> None:
-    members = Membership(3, form_timeout_s=30.0)
+    options = MembershipOptions(form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
+    members = Membership(3, 0, options)
     members.start(0.0)
     for number in (0, 2):
         members.ready(number, 1.0)
-    members.heartbeat_timeout_s = 1000.0
     assert members.tick(30.0) == []
     (end,) = members.tick(31.5)
     assert "did not form within 30 s: rank 1 did not come" in end.cause
@@ -701,11 +701,11 @@ def test_who_came_to_a_group_that_does_not_form_again_is_not_missing() -> None:
 
 
 def test_a_server_is_called_one() -> None:
-    members = Membership(2, num_servers=2, form_timeout_s=30.0)
+    options = MembershipOptions(form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
+    members = Membership(2, 2, options)
     members.start(0.0)
     for number in (0, 1, 2):
         members.ready(number, 1.0)
-    members.heartbeat_timeout_s = 1000.0
     assert [members.size.name_of(seat) for seat in range(4)] == [
         "rank 0",
         "rank 1",
@@ -714,7 +714,7 @@ def test_a_server_is_called_one() -> None:
     ]
     (end,) = members.tick(31.5)
     assert "the group of 2 ranks and 2 servers did not form within 30 s: server 1" in end.cause
-    members = Membership(1, num_servers=1)
+    members = Membership(1, 1)
     members.start(0.0)
     (end,) = members.exited(1, 3, 1.0)
     assert end.cause == "server 0 exited with code 3 before the run was done"
@@ -722,7 +722,7 @@ def test_a_server_is_called_one() -> None:
 
 def cut(**settings: object) -> Membership:
     """Two ranks at work, of which neither can do without the other."""
-    members = Membership(2, **settings)
+    members = Membership(2, 0, MembershipOptions(**settings))
     members.start(0.0)
     for number in (0, 1):
         members.ready(number, 0.0, recovers=False)
@@ -806,7 +806,8 @@ def test_an_error_ends_a_run_of_replicas_at_once() -> None:
 
 
 def test_loading_a_checkpoint_is_not_forming() -> None:
-    members = Membership(1, form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
+    options = MembershipOptions(form_timeout_s=30.0, heartbeat_timeout_s=1000.0)
+    members = Membership(1, 0, options)
     members.start(0.0)
     members.ready(0, 1.0)
     assert members.arrived(0, 0) == [AllArrived(0)]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.compression import Codec
+from shoal.comm.collectives import Group
+from shoal.comm.compression import Codec, CompressedMean
 from shoal.numerics.codecs import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
 from shoal.plans.keys import ROUNDING_CODECS
 from shoal.testing.codecs import CodecConformance
@@ -126,3 +127,50 @@ class TestBlocks(CodecConformance):
     @pytest.fixture(params=[8, 4])
     def codec(self, request: pytest.FixtureRequest) -> Codec:
         return BlockCodec(request.param)
+
+
+class Largest:
+    """The twentieth part of a vector that is largest, wherever it is: not separable."""
+
+    name, is_separable, block = "largest", False, 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        return 12 * self._count(num_elements)
+
+    def encode(self, flat: Tensor) -> Tensor:
+        places = flat.abs().topk(self._count(flat.numel())).indices
+        values = flat[places].float()
+        return torch.cat([places.view(torch.uint8), values.view(torch.uint8)])
+
+    def decode(self, encoded: Tensor, num_elements: int) -> Tensor:
+        count = self._count(num_elements)
+        places, values = encoded.split([8 * count, 4 * count])
+        flat = torch.zeros(num_elements)
+        flat[places.clone().view(torch.int64)] = values.clone().view(torch.float32)
+        return flat
+
+    def _count(self, num_elements: int) -> int:
+        return -(-num_elements // 20)
+
+
+class Forgetful(Largest):
+    """It never sends the second half."""
+
+    def encode(self, flat: Tensor) -> Tensor:
+        return super().encode(torch.cat([flat[: len(flat) // 2], torch.zeros(-(-len(flat) // 2))]))
+
+
+class TestLargest(CodecConformance):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return Largest()
+
+
+def test_a_codec_that_looks_at_the_whole_vector_is_not_used_share_by_share() -> None:
+    with pytest.raises(AssertionError, match="largest encodes cannot be decoded"):
+        CompressedMean(Group(), Largest(), torch.zeros(100), torch.zeros(100))
+
+
+def test_the_suite_sees_what_is_never_sent() -> None:
+    with pytest.raises(AssertionError, match="the residual grows"):
+        CodecConformance().test_what_is_dropped_comes_with_later_steps(Forgetful(), 1.0)

@@ -18,4 +18,4 @@ def test_rates_mean_the_same_on_servers_with_and_without_local_steps(
     if isinstance(strategy, LocalServerStrategy):
         strategy = strategy.outer_client
     assert isinstance(strategy, ServerStrategy)
-    assert list(strategy._rates) == expected
+    assert list(strategy.options.rates) == expected

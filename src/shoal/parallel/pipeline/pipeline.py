@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,26 +56,25 @@ class _Form:
         self.steps: dict[int, list[Step]] = {}
 
 
+class PipelineOptions(NamedTuple):
+    """How microbatches go through the stages, and what is done around them."""
+
+    schedule: str
+    device: str
+    call: Callable[[nn.Module, Any], Any]
+    hooks: PipelineHooks = NoHooks()
+    stage_context: StageContext = StageContext()
+
+
 class Pipeline:
     """One rank's part of a pipeline. Every rank of `group` calls `run` and `forward` alike."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: StagePlan,
-        *,
-        schedule: str,
-        group: Group,
-        device: str,
-        call: Callable[[nn.Module, Any], Any],
-        hooks: PipelineHooks | None = None,
-        stage_context: StageContext | None = None,
-    ):
-        self.model, self.plan, self.schedule, self.group = model, plan, schedule, group
-        self.device = torch.device(device)
+    def __init__(self, model: nn.Module, plan: StagePlan, group: Group, options: PipelineOptions):
+        self.model, self.plan, self.group = model, plan, group
+        self.schedule, self.device = options.schedule, torch.device(options.device)
         self.messages = Messages(group, self.device)
         self.round = RoundState(
-            model, self.messages, call, hooks or NoHooks(), stage_context or StageContext()
+            model, self.messages, options.call, options.hooks, options.stage_context
         )
         self.num_stages = len(plan.stages)
         if self.num_stages % group.num_ranks:

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.randomness import PieceSeeds, generator_of
+from shoal.numerics.storage_address import storage_address
 from shoal.parallel.pipeline.calls import (
     HOOKS,
     TAG,
@@ -57,7 +58,6 @@ from shoal.parallel.pipeline.trackers import (
     UnitTensor,
     UnitTensors,
     UnitTracker,
-    address,
     versions,
 )
 
@@ -434,14 +434,15 @@ class _Recorder(CallObserver):
 
     def refuse_unreturned(self, tree: Any) -> None:
         """What is computed and carries no number would not be carried to later stages."""
-        written = {address(t) for t in self.written}
+        written = {storage_address(t) for t in self.written}
         for x in leaves(tree, []):
             if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or self.is_computed(x):
                 continue
-            if address(x) in written:
+            where = storage_address(x)
+            if where in written:
                 reason = "it reads a view of a tensor that computed numbers were written into"
                 raise CannotRecord(self.open_now[-1], reason)
-            if unit_tensor := self.unit_tensors.of_object(x) or self.unit_tensors.at(address(x)):
+            if unit_tensor := self.unit_tensors.of_object(x) or self.unit_tensors.at(where):
                 reason = (
                     f"it uses {self._described(x)}, which its submodule {unit_tensor.unit} made "
                     "and did not return (let it return what others use)"
@@ -464,7 +465,7 @@ class _Recorder(CallObserver):
         """
         event, found = len(self.tape.events), set()
         makers: list[UnitTensor | None] = []
-        known = {address(x) for x in find_tensors(given)}
+        known = {storage_address(x) for x in find_tensors(given)}
         for x in inside.used.values():
             tag, unit_tensor = self.tag(x), self.unit_tensors.of_object(x)
             if tag is not None:
@@ -473,7 +474,7 @@ class _Recorder(CallObserver):
                 makers.append(unit_tensor)
             else:
                 continue
-            known.add(address(x))
+            known.add(storage_address(x))
         for where in touched - known:  # as compiled code reaches them
             found |= self._values_at(where)
             makers.append(self.unit_tensors.at(where))
@@ -484,11 +485,11 @@ class _Recorder(CallObserver):
 
     def _values_at(self, where: int) -> set[int]:
         alive = ((number, tensor) for number, ref in self.known if (tensor := ref()) is not None)
-        return {number for number, tensor in alive if address(tensor) == where}
+        return {number for number, tensor in alive if storage_address(tensor) == where}
 
     def _reaches_computed(self, touched: set[int], given: Any) -> bool:
         """Whether memory that holds parameters or computed numbers was touched out of `given`."""
-        known = {address(x) for x in find_tensors(given)}
+        known = {storage_address(x) for x in find_tensors(given)}
         return any(
             where in self.parameters_at or self.unit_tensors.at(where) or self._values_at(where)
             for where in touched
@@ -504,7 +505,7 @@ class _Recorder(CallObserver):
 
     def _read_in(self, touched: set[int], given: Any) -> set[str]:
         """The buffers among these; one that was written into is a value, which stages are sent."""
-        values = {address(x) for x in find_tensors(given) if self.tag(x) is not None}
+        values = {storage_address(x) for x in find_tensors(given) if self.tag(x) is not None}
         return self._named(self.buffers_at, touched - values)
 
     def _named(self, at: dict[int, list[str]], touched: set[int]) -> set[str]:
@@ -548,6 +549,6 @@ def _by_address(named: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
     """Names by where the memory of their tensors is; several may share one."""
     found: dict[int, list[str]] = {}
     for name, tensor in named:
-        if where := address(tensor):
+        if where := storage_address(tensor):
             found.setdefault(where, []).append(name)
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.numerics.storage_address import storage_address
 from shoal.parallel.pipeline.calls import leaves
 
 
@@ -34,8 +35,8 @@ class UnitTensors:
     def add(self, made: UnitTensor, given: Iterable[Tensor]) -> None:
         """`given` are the inputs: a view has the memory of one of them."""
         self._by_object.setdefault(id(made.tensor), made)
-        where = address(made.tensor)
-        if where and all(address(x) != where for x in given):
+        where = storage_address(made.tensor)
+        if where and all(storage_address(x) != where for x in given):
             self._by_address.setdefault(where, made)
 
     def of_object(self, tensor: Tensor) -> UnitTensor | None:
@@ -86,20 +87,12 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tensors = (x for x in leaves((args, kwargs), []) if isinstance(x, Tensor))
-        touched = {where for x in tensors if (where := address(x))}
+        touched = {where for x in tensors if (where := storage_address(x))}
         if self._noted is not None:
             self._noted |= touched
         else:
             self._out_of_sight(func.overloadpacket.__name__, touched)
         return func(*args, **(kwargs or {}))
-
-
-def address(tensor: Tensor) -> int:
-    """Of its memory; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, or wrapped by a transform
-        return 0
 
 
 def versions(tree: Any) -> list[tuple[Tensor, int]]:

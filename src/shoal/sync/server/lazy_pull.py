@@ -26,6 +26,7 @@ from torch import Tensor, jit, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from shoal.numerics.storage_address import storage_address
 from shoal.sync.server.client import ServerClient
 from shoal.sync.server.layout import ServerLayout
 from shoal.sync.server.messages import Fetch
@@ -122,7 +123,7 @@ class LazyPull(TorchFunctionMode):
         parameters = [p for _, p in served_parameters(model)]
         for key in range(len(layout.keys)):
             for s in layout.segments(key):
-                self._keys.setdefault(_memory_of(parameters[s.parameter]), set()).add(key)
+                self._keys.setdefault(storage_address(parameters[s.parameter]), set()).add(key)
         self._has_addresses = 0 not in self._keys  # which parameter is read: each has an address
         self.is_complete = True  # all parameters are of one step
         self._lock = threading.RLock()  # a model may have threads of its own
@@ -183,7 +184,7 @@ class LazyPull(TorchFunctionMode):
     def _wait_for_values(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._wait_for(self._keys.get(_memory_of(value)))
+                self._wait_for(self._keys.get(storage_address(value)))
             elif isinstance(value, list | tuple):
                 self._wait_for_values(value)
             elif isinstance(value, dict):
@@ -194,14 +195,6 @@ class LazyPull(TorchFunctionMode):
             with self._lock:
                 while not self._fetcher.missing.isdisjoint(keys):
                     self._fetcher.take(self._memory.put)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Where its storage begins; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _is_plain(module: nn.Module) -> bool:

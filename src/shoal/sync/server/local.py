@@ -23,15 +23,19 @@ from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
-from shoal.sync.local import LocalSGD
+from shoal.sync.costs import StepCosts
+from shoal.sync.local import LocalSGD, mean_message, replica_memory, window_message
+from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
-from shoal.sync.server.outer_client import OuterClient
+from shoal.sync.server.outer_client import OuterClient, push_message, pushed_memory
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
 
 class LocalServerStrategy(LocalSGD):
-    """`begins_at` is what servers say of this replica's seat."""
+    """A newcomer continues where servers say that its seat is."""
+
+    late_mark: int | None = None
 
     def __init__(self, num_pieces: int, outer_client: OuterClient, exact: bool = True):
         super().__init__(num_pieces, outer_client.timetable, exact)
@@ -44,7 +48,8 @@ class LocalServerStrategy(LocalSGD):
 
     def _join_group(self, mesh: Mesh) -> None:
         self.outer_client.open(self.model, mesh)
-        self.begins_at = self.outer_client.last_step_before(self.outer_client.begins_at)
+        window = self.outer_client.newcomer_step()
+        self._seat_step = self.outer_client.last_step_before(window)
 
     def detach(self) -> None:
         super().detach()
@@ -110,14 +115,22 @@ class LocalServerStrategy(LocalSGD):
         self._mark = add_marks((self._marked, local.mark))
         self._pending_samples = self._num_samples + local.num_samples
         asked = NO_REQUESTS
-        if self._averages(step):
+        if self.timetable.ends_window(step):
             asked = self.outer_client.requests_after(step, local.asked)
         return own._replace(busy_s=[local.busy_s] * self.group.num_ranks, asked=asked)
 
-    def state_dict(self, served: bool = True) -> ShardedState:
-        """What a newcomer gets of a peer is what servers do not have."""
-        if not served:
-            return super().state_dict(served)
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        """Of a window. Where replicas do not wait for each other, they tell each other nothing."""
+        times = f"once in {layout.plan.local_steps} steps"
+        memory = replica_memory(layout, pushed_memory(layout))
+        pushed = push_message(layout, f"outer gradients, {times}")
+        if not layout.plan.waits_for_all:
+            return StepCosts(layout.num_trained, memory, [pushed])
+        sums = [pushed, mean_message(layout, f"buffers, {times}")]
+        return StepCosts(layout.num_trained, memory, sums, [window_message(layout)])
+
+    def state_dict(self) -> ShardedState:
         state = self.inner.state_dict()
         own = replica_name("", self.group.rank)
         tensors = {
@@ -133,8 +146,9 @@ class LocalServerStrategy(LocalSGD):
     def _agree(self, step: int, ends: bool) -> None:
         if not ends:
             return
-        if self._meets and self.begins_at < step:  # a server misses some of this window's pushes
-            self._gather_again()
+        if self._meets and self._seat_step < step:  # a server misses some of this window's pushes
+            if self._gathered_in is not self.group:
+                self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
             self._means = StagedAverage(self.group, list(self.model.buffers()))
         self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
         if self.outer_client.closes_early:
@@ -157,20 +171,21 @@ class LocalServerStrategy(LocalSGD):
         self._marked = 0 if counts else self._mark
         self.late_mark = self.late_mark if ends else None
 
-    def _join(self, source: StateSource, step: int) -> None:
+    def newcomer_state(self) -> ShardedState:
+        """What servers do not have."""
+        return ShardedState(self._untrained(), {})
+
+    def _take_shared(self, source: StateSource, step: int) -> None:
         for name, places in self._untrained().items():
             source.fill(name, places)
         self.buffers.hold()
         self._num_samples = 0
-        self.outer_client.join(step)
+        self.outer_client.begin_after(step)
 
     def _load_agreed(self, own: StateSource, mean: StateSource, step: int) -> int:
         self.outer_client.load_outer(own, mean, step)
         self._num_samples = 0
         return step
-
-    def _agreed_state(self) -> dict[str, list[Slice]]:
-        return {}  # servers have it
 
     def _untrained(self) -> dict[str, list[Slice]]:
         served = {f"model.{name}" for name, _ in self.outer_client.anchor.named_parameters()}

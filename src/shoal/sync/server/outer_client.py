@@ -15,7 +15,7 @@ Cost: per worker and window the packed weights' bytes out and the weights' in; i
 anchor, the row that is pushed and, with a codec, what is not sent yet. Read next: `local.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,17 @@ from torch import Tensor, nn
 from shoal.comm.compression import encode_with_residual
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
+from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.parallel.layout import Slice, whole_slice
-from shoal.sync.outer import RESIDUAL, OuterConfig
+from shoal.sync.costs import Amount, Message
+from shoal.sync.outer import RESIDUAL, OuterConfig, wide_bytes
+from shoal.sync.rank_layout import RankLayout
 from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_name
-from shoal.sync.server.messages import CheckRows, JoinRound, Push, RoundClosed, ServerWelcome
+from shoal.sync.server.costs import layout_on_servers
+from shoal.sync.server.messages import CheckRows, JoinRound, Push, RoundClosed
 from shoal.sync.server.shard import ChangedSettings
-from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
 from shoal.sync.state import StateSource
 
 
@@ -43,12 +47,10 @@ class OuterClient(ServerStrategy):
         bound: int | None,
         rule: OuterConfig,
         timetable: FragmentSchedule,
-        *,
-        damps: bool = False,
-        rates: Sequence[float] = (),
+        options: WorkerOptions,
         closes_early: bool = False,
-        meets_after: Callable[[int], bool] = lambda step: True,
     ):
+        """`options` speak of steps, and a server of windows."""
         self.rule, self.timetable, self.closes_early = rule, timetable, closes_early
         self.last_round: RoundClosed | None = None  # that was heard of
         self._packed: dict[int, Tensor] = {}  # what this window pushes, by key
@@ -57,9 +59,9 @@ class OuterClient(ServerStrategy):
         super().__init__(
             1,  # piece of each replica, of whom there are as many as `open` says
             bound,
-            damps=damps,
-            rates=rates,
-            meets_after=lambda window: meets_after(self.last_step_before(window)),
+            options._replace(
+                meets_after=lambda window: options.meets_after(self.last_step_before(window))
+            ),
         )
 
     def open(self, model: nn.Module, mesh: Mesh) -> None:
@@ -171,7 +173,7 @@ class OuterClient(ServerStrategy):
                 own.fill(RESIDUAL + name, [whole_slice(flat.view(p.shape))])
         self.residual = {} if self.rule.codec is None else self._by_key(flats)
 
-    def join(self, step: int) -> None:
+    def begin_after(self, step: int) -> None:
         """As a newcomer: begin the window after `step` from the servers' anchor."""
         self.batch, self._attempt = self.window_of(step + 1), 0
         faultpoint("local.joining", step)
@@ -184,9 +186,9 @@ class OuterClient(ServerStrategy):
         if was_early:
             self.load_anchor()
 
-    def _where_to_begin(self, welcomes: list[ServerWelcome]) -> int:
+    def newcomer_step(self) -> int:
         """The first window of which not all servers have this replica's piece."""
-        return min(welcome.next_batch for welcome in welcomes)
+        return min(welcome.next_batch for welcome in self._welcomes)
 
     def _push(self, key: int) -> None:
         codec = self.rule.codec
@@ -233,3 +235,23 @@ class OuterClient(ServerStrategy):
 
 def _wide(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
+
+
+def push_message(layout: RankLayout, what: str) -> Message:
+    """What a replica sends of a window, a message for each key."""
+    codec, keys = make_codec(layout.plan.codec), layout_on_servers(layout).keys
+    sizes = [
+        key.num_bytes if codec is None else codec.num_bytes(key.stop - key.start) for key in keys
+    ]
+    return Message(what, "servers", "push", len(keys), sum(sizes))
+
+
+def pushed_memory(layout: RankLayout) -> Amount:
+    """What a replica holds beside its weights and its own optimizer's state."""
+    words = ["the anchor", "what is pushed"]
+    num_bytes = sum(p.num_bytes for p in layout.trained if p.dtype.is_floating_point)
+    num_bytes += layout_on_servers(layout).row_places(1)[-1]
+    if layout.plan.codec != "none":
+        words.append("what packing dropped")
+        num_bytes += wide_bytes(layout)
+    return Amount(num_bytes, ", ".join(words))

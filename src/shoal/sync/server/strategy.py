@@ -14,9 +14,9 @@ Cost: the gradients' bytes out and the parameters' in, per worker and step.
 Li et al. 2014, "Scaling distributed machine learning with the parameter server"; Ho et al. 2013.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,27 @@ from shoal.data.split import share
 from shoal.errors import GroupLost
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
+from shoal.sync.costs import (
+    Amount,
+    MemoryUse,
+    Message,
+    StepCosts,
+    buffers_held,
+    changed_buffers,
+    metadata_message,
+    most_sums,
+)
+from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import MergedReplicas
 from shoal.sync.rounds import AttachedModel, RoundContext
 from shoal.sync.server.aggregator import AggregatorClient, worker_route
 from shoal.sync.server.client import RequestSender, SentRequest, ServerClient
 from shoal.sync.server.clock import Staleness
+from shoal.sync.server.costs import layout_on_servers, pushed_blocks
 from shoal.sync.server.halt_schedule import HaltSchedule
+from shoal.sync.server.layout import ParameterKey
 from shoal.sync.server.lazy_pull import LazyPull
+from shoal.sync.server.lookup_costs import sent_by_worker
 from shoal.sync.server.lookups import WorkerLookups
 from shoal.sync.server.messages import (
     Apply,
@@ -49,6 +63,7 @@ from shoal.sync.server.messages import (
 )
 from shoal.sync.server.migration import layout_after
 from shoal.sync.server.packing import PACKED_BYTES, GradientPacker, is_packed
+from shoal.sync.server.parameter_views import parameter_addresses
 from shoal.sync.server.served_state import ServedState
 from shoal.sync.server.shard import ChangedSettings, served_parameters
 from shoal.sync.server.worker_memory import PushedBucket, WorkerMemory
@@ -58,30 +73,33 @@ from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 SMALL_BYTES = 1 << 16  # of rows that may leave later, with others
 
 
-class ServerStrategy:
-    """`meets_after` says after which steps all workers wait for one another."""
+class WorkerOptions(NamedTuple):
+    """How a worker trains through servers, beside how far it may be ahead."""
 
+    checks: bool = False  # whether servers look for gradients that are not finite
+    codec: str = "none"
+    damps: bool = False  # whether stale gradients count less
+    hosts: int = 1  # above 1, each has a server of its own that adds up its workers' gradients
+    rates: Sequence[float] = ()  # factors of the learning rate, by worker; none if all are 1
+    # After which steps all workers wait for one another.
+    meets_after: Callable[[int], bool] = lambda step: True
+
+
+_DEFAULTS = WorkerOptions()
+
+
+class ServerStrategy:
     streams = True  # whether a step may be over while parameters are on their way
     hold_parameters = True
+    late_mark: int | None = None
 
-    def __init__(
-        self,
-        num_pieces: int,
-        bound: int | None,
-        *,
-        checks: bool = False,
-        codec: str = "none",
-        damps: bool = False,
-        hosts: int = 1,
-        rates: Sequence[float] = (),
-        meets_after: Callable[[int], bool] = lambda step: True,
-    ):
-        self.num_pieces, self.bound, self.checks = num_pieces, bound, checks
-        self.in_lockstep, self.halts = bound == 0, HaltSchedule(meets_after)
-        self._damps, self._hosts, self._rates = damps, hosts, rates
-        self._packing = None if codec == "none" else GradientPacker(codec, checks)
-        self.batch, self._attempt, self._finite, self.begins_at = 0, 0, True, 0
-        self.late_mark: int | None = None
+    def __init__(self, num_pieces: int, bound: int | None, options: WorkerOptions = _DEFAULTS):
+        self.num_pieces, self.bound, self.options = num_pieces, bound, options
+        self.in_lockstep, self.halts = bound == 0, HaltSchedule(options.meets_after)
+        codec = options.codec
+        self._packing = None if codec == "none" else GradientPacker(codec, options.checks)
+        self.batch, self._attempt, self._finite = 0, 0, True
+        self._welcomes: list[ServerWelcome] = []  # of the servers of this group
         self.staleness = Staleness()  # of the batches that were begun
         self._memory: WorkerMemory | None = None
         self._counts: list[float] = []  # of pieces that do not all count alike
@@ -111,23 +129,23 @@ class ServerStrategy:
         self.named = served_parameters(model)
         self.parameters = [p for _, p in self.named]
         self.gradient_sum = PieceSum(self.rounds.own)
-        self._route = worker_route(mesh.servers, self.group, self.num_pieces, self._hosts)
+        self._route = worker_route(mesh.servers, self.group, self.num_pieces, self.options.hosts)
         # Of pieces that are counted from zero, and in a host from its first one.
         first = self.own.start - self.rounds.own.start - self._route.pieces.start
         self.blocks = [Block(b.first + first, b.num_pieces) for b in self.gradient_sum.blocks]
         layout = layout_after(model, optimizer, self._route.counts(mesh.sizes))
-        self.layout = layout if self._hosts == 1 else layout.on_one_server()
+        self.layout = layout if self.options.hosts == 1 else layout.on_one_server()
         self._segments = [self.layout.segments(key) for key in range(len(self.layout.keys))]
         self.client = state_client = ServerClient(self._route.local_servers, self.group.rank)
         self._cleanup.callback(self.client.close)
         self._requests = RequestSender(self.client, self._push)
-        if self._hosts > 1:  # a host's own server holds no state
+        if self.options.hosts > 1:  # a host's own server holds no state
             state_client = AggregatorClient(layout, self._route).client
             self._cleanup.callback(state_client.close)
         self._served = ServedState(model, layout, state_client, self.group)
         if len(self._versions) != len(self.client):  # all have made the same updates when all met
             self._versions = [max(self._versions, default=0)] * len(self.client)
-        welcomes = self._greet()
+        self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
         self.buckets = GradientBuckets(
@@ -135,7 +153,7 @@ class ServerStrategy:
         )
         self._cleanup.callback(self.buckets.close)
         self.lookups = WorkerLookups(
-            model, self.client, len(self.layout.keys), self.rounds.own, welcomes
+            model, self.client, len(self.layout.keys), self.rounds.own, self._welcomes
         )
         self.lookups.batch = self.batch
         self._cleanup.callback(self.lookups.close)
@@ -185,7 +203,7 @@ class ServerStrategy:
             self.client.flush(SMALL_BYTES)  # what is small goes with the question
         pieces = self._all_pieces if self.in_lockstep else self.own
         # Else there is nothing to ask: servers wait for all rows before they step.
-        asked = self._ask_sums(pieces, want_norm) if want_norm or self.checks else []
+        asked = self._ask_sums(pieces, want_norm) if want_norm or self.options.checks else []
         if self.in_lockstep:
             agreed, _ = self.rounds.agree(local, self.buckets.touched)
         else:
@@ -204,7 +222,8 @@ class ServerStrategy:
         pieces = self._all_pieces if self.in_lockstep else self.own
         part = 1.0 if self.in_lockstep else len(pieces) / self.num_pieces
         meets = self.halts.meets_after(self.batch + 1)
-        rate = self._rates[self.group.rank] if self._rates else 1.0
+        rates, damps = self.options.rates, self.options.damps
+        rate = rates[self.group.rank] if rates else 1.0
         what = {
             **self._which(pieces),
             "scale": scale,
@@ -214,7 +233,7 @@ class ServerStrategy:
             "meets": meets,
         }
         asked = [
-            self._requests.ask(server, Apply, **what, pulled=version if self._damps else None)
+            self._requests.ask(server, Apply, **what, pulled=version if damps else None)
             for server, version in enumerate(self._versions)
         ]
         pulled = self._versions
@@ -229,38 +248,68 @@ class ServerStrategy:
     def gradients(self) -> dict[str, list[Slice]]:
         return self._served.fetch(gradients=True).tensors
 
-    def state_dict(self, served: bool = True) -> ShardedState:
+    @staticmethod
+    def costs(layout: RankLayout) -> StepCosts:
+        """Gradients out, each subtree of the worker's pieces apart; optimizer state is elsewhere.
+
+        Gradients and parameters count as sent also where they are read in memory that a host
+        shares; the few bytes of the requests around them do not count.
+        """
+        blocks, plan = pushed_blocks(layout), layout.plan
+        keys = layout_on_servers(layout).keys
+        num_bytes = len(blocks) * sum(_pushed_bytes(key, plan.codec) for key in keys)
+        sums = [Message("gradients", "servers", "push", len(keys), num_bytes)]
+        sums += sent_by_worker(layout, blocks)
+        told = []
+        if plan.staleness_bound == 0:  # else workers send each other nothing
+            told = [metadata_message(layout), changed_buffers(layout)]
+        return StepCosts(0, _held(layout, len(blocks)), sums, told)
+
+    def state_dict(self) -> ShardedState:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
-        (self.wait_for_parameters if served else self._lazy_pull.wait)()
-        # A newcomer needs the settings that hooks have changed: it sends them with its steps.
-        settings = TrainState({}, self.attached.optimizer, {})
-        state = self._served.fetch() if served else settings.state_dict()
-        if served and not self.in_lockstep and self.group.rank:
+        self.wait_for_parameters()
+        state = self._served.fetch()
+        if not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
-        for name, tensor in self._served.others() if served else self._all_held():
+        for name, tensor in self._served.others():
             state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, source: StateSource, step: int, served: bool = True) -> None:
+    def load_state_dict(self, source: StateSource, step: int) -> None:
         """The ranks in turn send the servers what is theirs; then all pull it."""
-        assert self._memory is not None
-        self._lazy_pull.wait()
-        self._memory.take_back()
-        source = MergedReplicas(source)
+        source = self._begin_load(source)
         # Of a checkpoint one rank may read what is damaged, and another what is not.
-        with self.group.raise_on_all() if served else nullcontext():
-            if source.plain:  # else its own weights come from elsewhere, and no server's through it
-                TrainState({}, self.attached.optimizer, {}).load_groups(source)
-            for name, tensor in self._served.others() if served else self._all_held():
-                source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
-            if served:
-                self._served.send(source, step)
+        with self.group.raise_on_all():
+            _load_held(self.attached, source, self._served.others())
+            self._served.send(source, step)
         self._advance_to(step)
-        if served:
-            self._route.announce_state(self.client, self.group, step)
-        if served or not self.in_lockstep:  # in lockstep a peer's parameters are those of now
-            self._pull(step, meets=served, waits=served)
+        self._route.announce_state(self.client, self.group, step)
+        self._pull(step, meets=True)
+        self.buffers.hold()
+
+    def newcomer_step(self) -> int:
+        """The first batch of which not all servers have this seat's pieces."""
+        if self.in_lockstep:
+            return max(welcome.committed for welcome in self._welcomes)
+        return min(welcome.next_batch for welcome in self._welcomes)
+
+    def newcomer_state(self) -> ShardedState:
+        """Parameters and buffers; and the settings that hooks have changed, since a worker sends
+        them with its steps."""
+        self._lazy_pull.wait()
+        state = TrainState({}, self.attached.optimizer, {}).state_dict()
+        for name, tensor in _all_held(self.attached.model):
+            state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
+        return state
+
+    @torch.no_grad()
+    def join(self, source: StateSource, step: int) -> None:
+        """Servers have what is theirs already."""
+        _load_held(self.attached, self._begin_load(source), _all_held(self.attached.model))
+        self._advance_to(step)
+        if not self.in_lockstep:  # in lockstep a peer's parameters are those of now
+            self._pull(step, meets=False, waits=False)
         self.buffers.hold()
 
     @property
@@ -286,11 +335,18 @@ class ServerStrategy:
         """The names and types of what servers hold for this rank, without a value."""
         return self._served.types()
 
+    def _begin_load(self, source: StateSource) -> StateSource:
+        """Hold the parameters here again, to write to them; the source as that of one replica."""
+        assert self._memory is not None
+        self._lazy_pull.wait()
+        self._memory.take_back()
+        return MergedReplicas(source)
+
     def _advance_to(self, batch: int) -> None:
         self.batch, self._attempt = batch, 0
         self.lookups.batch = batch
 
-    def _greet(self) -> list[ServerWelcome]:
+    def _greet(self) -> None:
         num_rows, memory = len(self.blocks), self._memory
         if memory is None or (memory.num_rows, memory.layout) != (num_rows, self.layout):
             memory = self._memory = WorkerMemory(self.layout, num_rows, self.attached.model)
@@ -313,19 +369,12 @@ class ServerStrategy:
         except NotShared as error:  # it died in between
             raise GroupLost(f"a server is gone: {error}") from error
         self.client.connect_locally([welcome.listener for welcome in welcomes])
-        self.begins_at = self._where_to_begin(welcomes)
-        return welcomes
+        self._welcomes = welcomes
 
     @property
     def _all_pieces(self) -> range:
         """Those that are stepped on together in lockstep, as the receiving server counts them."""
         return range(len(self._route.pieces))
-
-    def _where_to_begin(self, welcomes: list[ServerWelcome]) -> int:
-        """The first batch of which not all servers have this seat's pieces."""
-        if self.in_lockstep:
-            return max(welcome.committed for welcome in welcomes)
-        return min(welcome.next_batch for welcome in welcomes)
 
     def _agree_alone(self, local: LocalStep) -> GlobalStep:
         self.halts.ask(self.client, self.batch, local.asked)
@@ -390,7 +439,7 @@ class ServerStrategy:
 
     def _ask_sums(self, pieces: range, want_norm: bool) -> list[SentRequest]:
         return self._requests.ask_all(
-            Sum, **self._which(pieces), want_norms=want_norm, want_finite=self.checks
+            Sum, **self._which(pieces), want_norms=want_norm, want_finite=self.options.checks
         )
 
     def _read_sums(self, asked: list[SentRequest]) -> Iterator[memoryview]:
@@ -418,10 +467,6 @@ class ServerStrategy:
         self.halts.halt = answers[0][0].halt
         return [values for values, _ in answers]
 
-    def _all_held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.attached.model.named_parameters()
-        yield from self.attached.model.named_buffers()
-
 
 def _attach_model(
     model: nn.Module,
@@ -442,3 +487,48 @@ def _attach_model(
     if mesh.data.num_ranks > 1:
         attached.rounds.agree_in_memory(len(served_parameters(model)))
     return attached
+
+
+def _all_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _load_held(
+    attached: AttachedModel, source: StateSource, held: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Take the optimizer's settings, and what this worker holds itself."""
+    if source.plain:  # else its own weights come from elsewhere, and no server's through it
+        TrainState({}, attached.optimizer, {}).load_groups(source)
+    for name, tensor in held:
+        source.fill(f"model.{name}", slices_of(name, tensor, attached.holding))
+
+
+def _pushed_bytes(key: ParameterKey, codec: str) -> int:
+    if codec == "none" or not is_packed(key.itemsize):
+        return key.num_bytes
+    return PACKED_BYTES * (key.stop - key.start)
+
+
+def _held(layout: RankLayout, num_rows: int) -> MemoryUse:
+    """A worker's gradients are in memory that servers read.
+
+    In lockstep a parameter that one server holds is read in shared memory, without a copy.
+    """
+    places = layout_on_servers(layout)
+    sums = most_sums(len(layout.rounds)) if len(layout.rounds) > 1 else 0
+    sizes = zip(places.flat_buffers, places.itemsizes, strict=True)
+    largest = max((flat.starts[-1] * size for flat, size in sizes), default=0)
+    rows = "for the servers" + (f", {num_rows} subtrees" if num_rows > 1 else "")
+    held = sum(p.num_bytes for p in layout.parameters)
+    read = 0
+    if layout.plan.staleness_bound == 0:
+        read = sum(layout.trained[number].num_bytes for number in parameter_addresses(places))
+    words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
+    return MemoryUse(
+        Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
+        Amount(places.row_places(num_rows)[-1], rows),
+        Amount(0, "on the servers"),
+        buffers_held(layout),
+        Amount(sums * layout.gradient_bytes or largest, words),
+    )

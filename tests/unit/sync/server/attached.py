@@ -18,7 +18,7 @@ from shoal.sync.server import worker_memory
 from shoal.sync.server.loop import ServerLoop
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import ServerShard, layout_of
-from shoal.sync.server.strategy import ServerStrategy
+from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
 from shoal.sync.strategy import LocalStep
 
 SIZES = (2_000, 300, 40)
@@ -68,7 +68,7 @@ def trained_at(
             servers.append(server)
             addresses.append(loop.address)
         stack.callback(is_over.set)
-        model, strategy = Model(shares), ServerStrategy(1, bound, **options)
+        model, strategy = Model(shares), ServerStrategy(1, bound, WorkerOptions(**options))
         reached = Servers(tuple(addresses), 0, "x", lambda: False)
         mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=reached)
         with ExitStack() as attaching:

@@ -28,8 +28,8 @@ def saved(rate: float, is_newcomer: bool) -> ShardedState:
     return TrainState(named, optimizer, runs).state_dict()
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_a_rate_that_a_hook_changed_outlives_the_worker(is_newcomer: bool) -> None:
     """From a checkpoint, and from a peer."""
     server, model = make_server(kind="adam"), make_model()
     optimizer, strategy = make_optimizer(model, "adam"), ServerStrategy(1, 0)
@@ -38,9 +38,11 @@ def test_a_rate_that_a_hook_changed_outlives_the_worker(served: bool) -> None:
         mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=servers)
         strategy.attach(model, optimizer, mesh)
         try:
-            strategy.load_state_dict(MemorySource(saved(0.25, not served)), 0, served=served)
+            load = strategy.join if is_newcomer else strategy.load_state_dict
+            load(MemorySource(saved(0.25, is_newcomer)), 0)
             assert optimizer.param_groups[0]["lr"] == 0.25
-            told = strategy.state_dict(served=served).plain["groups"]
+            state = strategy.newcomer_state() if is_newcomer else strategy.state_dict()
+            told = state.plain["groups"]
             assert ["lr", 0.25] in told["list"][0]["dict"]
             with strategy.microbatch(True, True):
                 for p in model.parameters():

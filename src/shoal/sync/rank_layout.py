@@ -1,33 +1,32 @@
 """What one rank of a plan holds and computes, by arithmetic. No rank is started.
 
-It calls the same pure functions that the strategies run (`comm/buckets.py`, `sync/rounds.py`,
+It calls the same pure functions that the strategies run (`comm/buckets.py`, `rounds.py`,
 `parallel/zero_layout.py`, `data/split.py`), so the counts are those of a real step, not of a second
 formula.
 
-Read next: `memory.py` and `traffic.py` for the cost, `explain.py`, which puts the ranks together.
+Read next: `costs.py`, for what a `RankLayout` is asked for; `cost/explain.py`, which makes them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 
 from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
 from shoal.data.split import share
 from shoal.numerics.norms import num_blocks
 from shoal.parallel import zero_layout
-from shoal.parallel.apply import Survey
 from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plans.plan import Plan
 from shoal.sync.rounds import blocks_by_rank
 
 if TYPE_CHECKING:
-    from shoal.cost.lookups import TableLookups
+    from shoal.parallel.apply import Survey
+    from shoal.sync.server.lookup_costs import TableLookups
 
 
 class RankCoordinates(NamedTuple):
@@ -83,26 +82,22 @@ class LocalParameter(NamedTuple):
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    def shape_of_run(self, length: int) -> tuple[int, ...]:
+        """Of so many neighbouring elements: a part that is stepped on is flat."""
+        return self.shape if length == self.num_elements else (length,)
+
     @property
     def filled_bytes(self) -> int:
         """The bytes of this rank's shard as it is sent."""
         return self.rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class TensorTraffic(msgspec.Struct):
-    """The messages over the tensor axis for one piece in one stage, counted on a dry run."""
-
-    num_forward: int = 0
-    forward_bytes: int = 0
-    num_backward: int = 0
-    backward_bytes: int = 0
-
-
-class PlanFacts(NamedTuple):
+@dataclass(frozen=True)
+class PlanFacts:
     """Facts about a model and a plan that are the same for every rank."""
 
     plan: Plan
-    survey: Survey
+    survey: "Survey"
     parameters: list[ModelParameter]
     units: list[list[list[str]]]  # of zero=3, by pipeline rank: the parameters of each unit
     state: Mapping[str, list[StateTensor]]  # of the optimizer, by parameter
@@ -110,14 +105,23 @@ class PlanFacts(NamedTuple):
     buffers: Mapping[str, int]  # bytes
     changed: Mapping[str, int]  # elements of the buffers that a forward changes
     averaged_buffers: int  # elements of those that local steps average
-    moves: Mapping[int, TensorTraffic]  # over the tensor axis, by stage
     clips: bool
-    tables: Mapping[str, "TableLookups"] = MappingProxyType({})  # whose rows are on servers
+    # Those whose rows are on servers.
+    tables: Mapping[str, "TableLookups"] = field(default_factory=dict)
     is_lazy: bool = False  # whether there are tables that take memory as rows are touched
 
+    @cached_property
+    def ranks(self) -> list["RankLayout"]:
+        return [RankLayout(self, rank) for rank in range(self.plan.num_ranks)]
 
-class Rank:
-    """One rank of a plan."""
+    @cached_property
+    def norm_blocks(self) -> int:
+        """The blocks of the gradient norm, of all ranks."""
+        return sum(rank.counted_blocks() for rank in self.ranks)
+
+
+class RankLayout:
+    """One rank of a plan: its place, its rounds, its part of the model."""
 
     def __init__(self, facts: PlanFacts, rank: int):
         self.facts, self.plan = facts, facts.plan
@@ -156,13 +160,14 @@ class Rank:
         return [p for p in self.parameters if p.is_trained]
 
     @property
-    def num_stepped(self) -> int:
-        """Elements that this rank's optimizer steps on."""
-        if self.plan.num_servers and self.plan.local_steps == 1:
-            return 0
-        if self.plan.zero in (1, 2):
-            return sum(s.length for s in self.segments)
+    def num_trained(self) -> int:
+        """Elements of the parameters that are trained."""
         return sum(p.num_elements for p in self.trained)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the whole gradient of what this rank holds."""
+        return sum(p.num_bytes for p in self.trained)
 
     @cached_property
     def buckets(self) -> list[list[LocalParameter]]:

@@ -1,0 +1,53 @@
+"""What strategies share in which all ranks commit every step together: AllReduce and the ZeROs.
+
+A newcomer takes the whole state of the rank that leads, in the form that a checkpoint has, so what
+is saved and what is handed over are one. Each strategy adds its own way to sum gradients.
+"""
+
+import torch
+from torch import nn
+
+from shoal.comm.mesh import Mesh
+from shoal.parallel.layout import WHOLE, LocalLayout
+from shoal.sync.rounds import AttachedModel
+from shoal.sync.state import ShardedState, StateSource
+from shoal.sync.strategy import ServerLink
+
+
+class LockstepStrategy:
+    """`round_size` pieces are in a pipeline together and count as one term of the sum."""
+
+    in_lockstep = True
+    servers: ServerLink | None = None
+
+    def __init__(self, num_pieces: int, round_size: int = 1):
+        self.num_pieces, self.round_size = num_pieces, round_size
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        holding: LocalLayout = WHOLE,
+    ) -> None:
+        """A strategy calls it first in its own."""
+        self.mesh = mesh
+        self.attached = AttachedModel(
+            model, optimizer, mesh, holding, self.num_pieces, self.round_size
+        )
+        self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
+
+    def state_dict(self) -> ShardedState:
+        return self.attached.state().state_dict()
+
+    def load_state_dict(self, source: StateSource, step: int) -> None:
+        self.attached.load_state_dict(source)
+
+    def newcomer_step(self) -> int:
+        return 0
+
+    def newcomer_state(self) -> ShardedState:
+        return self.state_dict()
+
+    def join(self, source: StateSource, step: int) -> None:
+        self.load_state_dict(source, step)
