@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.events.step import every as every
     from shoal.launch.outcome import Outcome as Outcome
     from shoal.launch.script import trainer as trainer
+    from shoal.numerics import losses as losses
     from shoal.numerics import schedules as schedules
     from shoal.numerics.optimizers import Optimizers as Optimizers
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
@@ -41,7 +42,11 @@ _HOME = {
     "train": "shoal.api",
     "trainer": "shoal.launch.script",
 }
-_MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
+_MODULES = {
+    "data": "shoal.data",
+    "losses": "shoal.numerics.losses",
+    "schedules": "shoal.numerics.schedules",
+}
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

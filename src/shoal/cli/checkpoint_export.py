@@ -148,12 +148,15 @@ def _some(what: str, names: Any) -> str:
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
     from shoal.data.batches import LoadOptions
     from shoal.data.pieces import pieces_in_order
+    from shoal.data.sources import stream_of
     from shoal.formats import exported_program
     from shoal.formats.weights import ModelWeights
 
     model = run.make_model()
     exported_program.load_weights(model, ModelWeights(source))
-    piece = pieces_in_order(run.data, exported_program.NUM_SAMPLES, LoadOptions(run.collate))[0]
+    count, data = exported_program.NUM_SAMPLES, run.data
+    some = data if stream_of(data) is None else [data[index] for index in range(count)]
+    piece = pieces_in_order(some, count, LoadOptions(run.collate))[0]
     inputs = exported_program.example_inputs(piece.inputs, piece.num_samples)
     write = exported_program.export_pt2 if form == "pt2" else exported_program.export_onnx
     return _told_of_program(write(model, inputs, out), inputs.num_samples, out)

@@ -142,6 +142,23 @@ class BlockShuffled:
         return blocks, np.append(starts[: -1 : self._window], starts[-1])
 
 
+class WindowShuffled:
+    """The samples of a stream, shuffled among each `window` of neighbours."""
+
+    def __init__(self, num_samples: int, window: int):
+        self._num_samples, self._window = num_samples - num_samples % window, window
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        found = positions - positions % self._window
+        for number, here in _groups(positions // self._window):
+            offsets = positions[here] % self._window
+            found[here] += permute(offsets, self._window, _key(seed, number), epoch)
+        return found
+
+
 class Weighted:
     """Samples drawn with replacement, each as often as its weight says; `num_draws` make a pass."""
 

@@ -20,6 +20,7 @@ from shoal.checkpoint.manifest import Origin
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts
 from shoal.data.orders import order_name
+from shoal.data.sources import as_source
 from shoal.data.transforms.normalizing import save_run_statistics
 from shoal.elastic.worker import prepare_training, set_single_thread
 from shoal.errors import UsageError
@@ -184,6 +185,7 @@ def _on_new_data(
 ) -> tuple[Run, Facts]:
     """The run on the samples that earlier ones have not seen; and what to record of them."""
     assert options.new_data is not None
+    as_source(run.data)  # no stream: which samples it will give is not known
     named = Path(options.new_data)
     resumes = options.begun is not None
     before = read_parent_record(str(named), run_dir) if resumes else read_record(named)

@@ -5,7 +5,7 @@ ranks it has, and a plan that does not suit the model is refused before any of t
 """
 
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -75,7 +75,8 @@ def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
         return [getattr(leaf, "shape", None) for leaf in inputs]
 
     steps, pieces = range(batches.steps_per_epoch), range(plan.num_pieces)
-    loaded = ((place, form) for place in product(steps, pieces) if (form := shapes(*place)))
+    places = ((step, piece) for step in steps for piece in pieces)
+    loaded = ((place, form) for place in places if (form := shapes(*place)))
     some = list(islice(loaded, 2 * plan.num_pieces))
     if not some:
         raise RecipeError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.data.batches import Batches, LoadOptions, Piece
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch, check_end
-from shoal.data.sources import SkipsBad, as_source
+from shoal.data.sources import SkipsBad, as_source, stream_of
 from shoal.data.validate import require_function, require_whole
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
@@ -35,7 +35,7 @@ class Run:
     model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, or (sum, weight)
     optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
-    data: Any  # anything with len() and indexing; a sample is (inputs, target)
+    data: Any  # anything with len() and indexing, or a stream; a sample is (inputs, target)
     batch_size: int  # of the whole job
     steps: int | None = None
     epochs: int | None = None
@@ -63,6 +63,7 @@ class Run:
                 )
         if self.collate is not None:
             require_function(self.collate, "Run(collate=...)")
+            _refuse_own_seed(self.collate)
         if not isinstance(self.metrics, Mapping):
             raise UsageError(
                 f"Run.metrics is a {type(self.metrics).__name__}. It maps names to functions of "
@@ -72,7 +73,7 @@ class Run:
             require_function(self.metrics[name], f"Run(metrics={{{name!r}: ...}})")
         self._check_counts()
         check_end(self.end)
-        as_source(self.data)
+        object.__setattr__(self, "data", as_source(self.data, streams=True))
         if self.evaluate is not None and not len(as_source(self.evaluate, "evaluate")):
             raise UsageError(
                 "evaluate is empty: len(evaluate) is 0. Give at least 1 sample, or leave it out."
@@ -81,6 +82,7 @@ class Run:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
             )
+        self._check_stream()
         if self.schedule is not None:
             as_schedule(self.schedule)
 
@@ -107,10 +109,33 @@ class Run:
         if self.clip is not None and not (is_number and self.clip > 0):
             raise UsageError(f"clip={self.clip!r} must be above 0. Leave it out to clip nothing.")
 
+    def _check_stream(self) -> None:
+        stream = stream_of(self.data)
+        if stream is None:
+            return
+        if self.steps is None and stream.length is None:
+            raise UsageError(
+                f"epochs={self.epochs} does not go with a stream whose length is not known. Give "
+                "the Run steps=, or tell the length of a pass: shoal.data.stream(data, length=...)."
+            )
+        if self.loaders:
+            raise UsageError(
+                f"loaders={self.loaders} does not go with a stream: each of them would read all of "
+                "it. Leave loaders out; what is slow for a sample belongs into shoal.data.mapped("
+                "stream, function), and then each rank does it for its own samples alone."
+            )
+        if not self.num_steps():
+            raise UsageError(
+                f"A pass of the stream has {stream.length} samples, and batch_size is "
+                f"{self.batch_size}, so no step can be made. Use a smaller batch."
+            )
+
     def num_steps(self) -> int:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
+        if (stream := stream_of(self.data)) is not None:  # passes follow without a gap
+            return self.epochs * int(stream.length) // self.batch_size
         return self.epochs * batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
 
     def meets_after(self, step: int) -> bool:
@@ -165,6 +190,17 @@ class Run:
             )
         use_fused_kernels(optimizer, weights_of(tables_of(model).values()))
         return optimizer
+
+
+def _refuse_own_seed(collate: Callable[..., Any]) -> None:
+    """A collator of transformers may have a generator, which goes on from batch to batch."""
+    seed = getattr(collate, "seed", None)
+    if seed is not None and hasattr(collate, "create_rng"):
+        raise UsageError(
+            f"{type(collate).__name__}(seed={seed}) draws from a generator of its own, so its "
+            "draws would depend on how many batches a process has made, and with that on the plan. "
+            "Leave its seed out: what it draws then follows from the Run's seed and the samples."
+        )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from shoal.numerics.precision import ScaleState
 from shoal.sync.choose import current_requests
 from shoal.sync.state import MemorySource, broadcast_bytes, broadcast_state
 from shoal.training.progress import RankProgress
+from shoal.training.stream_state import take_stream_position, with_stream_position
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -73,12 +74,13 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
     own_state = strategy.newcomer_state()
     if trainer.loop is not None:
         own_state = trainer.loop.for_newcomer(trainer, own_state)
-    state = broadcast_state(group, leader, own_state)
+    state = broadcast_state(group, leader, with_stream_position(trainer, own_state))
     if not strategy.in_lockstep:
         return _join(trainer, own, theirs, MemorySource(state))
     is_behind = own.step < theirs.step
     if is_behind:
         strategy.join(MemorySource(state), theirs.step)
+        take_stream_position(trainer, MemorySource(state))
         if trainer.loop is not None:
             trainer.loop.join(trainer, MemorySource(state))
     return msgspec.structs.replace(theirs, writes_record=writes, served=served), is_behind
@@ -104,6 +106,7 @@ def _join(
     if is_new:
         step = trainer.strategy.newcomer_step()
         trainer.strategy.join(state, step)
+        take_stream_position(trainer, state)
         info = None if theirs.last_info is None else theirs.last_info._replace(step=step)
         own = msgspec.structs.replace(own, step=step, last_info=info)
     if is_new and own.step > theirs.step:

@@ -43,6 +43,7 @@ from shoal.training.diagnostics import (
     no_weight_error,
     not_finite_error,
     ranks_that_computed,
+    refuse_other_samples,
     weights_are_finite,
 )
 from shoal.training.evaluate import measure
@@ -274,7 +275,7 @@ class Trainer:
             asked = perf_counter()
             pieces = [batch.piece(index) for index in indices]
             data_s += perf_counter() - asked
-            tally.count_samples(pieces)
+            tally.count_samples(pieces, self.batches.source)
             WORK.done += 1
             with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
                 self.runner.round(self.step, indices, pieces, batch.num_samples, tally)
@@ -285,6 +286,7 @@ class Trainer:
         agreed = check_agreed(exchange(tally, self.run.clip is not None), self.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", self.step)
+        refuse_other_samples(self.batches.source, batch, agreed, self.plan)
         if self.consistency.verify(agreed.digests, self.step):
             return  # what the step was computed with was corrupted here or elsewhere
         norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
