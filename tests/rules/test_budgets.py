@@ -19,7 +19,7 @@ PACKAGE_LINES = {
     "cluster": 1400,
     "comm": 2800,
     "cost": 1100,
-    "data": 14350,
+    "data": 14800,
     "doctor": 500,
     "elastic": 2950,
     "events": 1350,
