@@ -147,11 +147,12 @@ def masked() -> shoal.Run:
     return tuned(lambda: BertForMaskedLM(config()), shoal.losses.labels, data, collate)
 
 
-def classified() -> shoal.Run:
+def classified(buffer: int = 0) -> shoal.Run:
     """A stream of Hugging Face, padded."""
     from transformers import BertForSequenceClassification, DataCollatorWithPadding
 
     data = tokenized("input_ids", "attention_mask", "label").to_iterable_dataset(num_shards=3)
+    data = data.shuffle(seed=1, buffer_size=buffer) if buffer else data
     return tuned(
         lambda: BertForSequenceClassification(config(num_labels=2)),
         shoal.losses.labels,

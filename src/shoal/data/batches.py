@@ -141,11 +141,13 @@ class Batches:
         return Batch(self, step, epoch, position, num_samples)
 
     def close(self) -> None:
-        """End what loads and fetches ahead, if there is anything."""
+        """End what loads and fetches ahead, and close a stream."""
         if self._loaders is not None:
             self._loaders.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
+        if (stream := stream_of(self.source)) is not None:
+            stream.close()
 
     def _piece(self, batch: Batch, index: int) -> Piece:
         piece = self._own_piece(batch, index)

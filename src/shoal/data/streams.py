@@ -26,12 +26,13 @@ import base64
 import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal.data.orders import Order, Sequential, WindowShuffled
 from shoal.data.packing import BadSample, pack, unpack
@@ -80,6 +81,7 @@ class StreamSource:
         self.order: Order = WindowShuffled(LENGTH, shuffle) if shuffle > 1 else Sequential(LENGTH)
         self._make, self._window = make, max(1, shuffle)
         self._given: _Bookmark | None = None  # from a checkpoint or a peer
+        self._reader: _StreamReader | None = None
         self.close()
 
     def __len__(self) -> int:
@@ -144,8 +146,10 @@ class StreamSource:
             ) from None
 
     def close(self) -> None:
-        """Let go of all; the next sample opens the stream again."""
-        self._reader: _StreamReader | None = None
+        """Let go of all, and of what the stream has opened; the next sample opens it again."""
+        if self._reader is not None and self._pid == os.getpid():
+            self._reader.close()
+        self._reader = None
         self._kept: dict[int, tuple[Any, int]] = {}  # by position: the sample and its key
         self._places: list[_Bookmark] = []  # before the samples that are kept
         self._first: int = 0  # of those that are kept
@@ -223,6 +227,13 @@ class _StreamReader:
         self._make, self._length = make, length
         self.position, self._number, self._began = place.position, place.number, place.began
         self._open(place.state)
+
+    def close(self) -> None:
+        """End what the iterator has open: files, connections, threads."""
+        end = getattr(self._iterator, "close", None)
+        if end is not None:
+            with suppress(Exception):  # what it gave is there
+                end()
 
     def place(self) -> _Bookmark:
         """Where it is, in the stream's own words if it has some."""
@@ -325,11 +336,21 @@ def stream(data: Any, *, shuffle: int = 0, length: int | None = None) -> StreamS
 
 
 def _opener(data: Any) -> Callable[[], Any]:
-    """What opens the stream: a dataset is copied, so that none begins where another stopped."""
+    """What opens the stream: of a dataset a copy, so that none begins where another stopped."""
     if not is_iterable(data):
         made: Callable[[], Any] = data
         return made
-    return lambda: copy.copy(data) if _tells(data) else data
+    return lambda: _copied(data) if _tells(data) else data
+
+
+def _copied(data: Any) -> Any:
+    """With attributes of its own. Those of Hugging Face share theirs with a plain copy, and the
+    number of the pass with other processes."""
+    made = copy.copy(data)
+    if hasattr(data, "__dict__"):
+        own = data.__dict__.items()
+        made.__dict__ = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own}
+    return made
 
 
 _SAYS_NOTHING = (

@@ -62,7 +62,9 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
 
     places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
     forwards = [partial(forward, *place) for place in places]
-    return BuiltModel(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+    found = survey(model, plan, forwards, seeds, run.cuts)
+    batches.close()  # a stream may have threads, and ranks are forked from here
+    return BuiltModel(model, seeds, found)
 
 
 def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:

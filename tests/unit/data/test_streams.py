@@ -1,5 +1,6 @@
 """Streams: positions, passes, bookmarks, and what is said when they cannot be trusted."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,12 @@ from shoal.data.sample_digest import NUM_OF_STREAM
 from shoal.data.streams import LENGTH, StreamSource, stream
 from shoal.errors import BadCheckpoint, RecipeError, ShoalError, UsageError
 from shoal.logs import for_the_screen
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.logs._said", set())
+    for_the_screen.clear()
 
 
 def numbers(count: int = 10, start: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
@@ -146,7 +153,6 @@ def test_a_stream_that_comes_back_wrong_is_read_from_its_beginning() -> None:
     for step in range(5):
         batches.at(step).piece(0)
     text = first.bookmark(batches.at(5).ids)
-    for_the_screen.clear()
     resumed = stream(Counting(50, slip=1))
     resumed.go_to(text)
     assert targets(resumed, 5) == [20, 21, 22, 23]
@@ -154,7 +160,6 @@ def test_a_stream_that_comes_back_wrong_is_read_from_its_beginning() -> None:
 
 
 def test_reading_and_skipping_is_said_with_its_count() -> None:
-    for_the_screen.clear()
     assert targets(stream(lambda: numbers(1000)), 137) == [548, 549, 550, 551]
     assert any("548 samples are skipped" in said for said in for_the_screen)
 
@@ -325,3 +330,26 @@ def test_a_stream_is_known_by_its_first_samples() -> None:
     assert name == content_name(stream(lambda: numbers(100)))
     assert name != content_name(stream(lambda: numbers(100, start=1)))
     assert len(name.split()) == NUM_OF_STREAM + 1
+
+
+@pytest.mark.parametrize("buffer", [0, 5], ids=["as it stands", "with a shuffle buffer"])
+def test_a_stream_of_hugging_face_comes_back_or_is_read_again(buffer: int) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def open_stream() -> StreamSource:
+        rows = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(30)]})
+        rows = rows.to_iterable_dataset(num_shards=3)
+        return stream(rows.shuffle(seed=1, buffer_size=buffer) if buffer else rows)
+
+    first = open_stream()
+    ids = np.arange(72, 76)  # in its third pass
+    for start in range(0, 72, 4):
+        first.hold(np.arange(start, start + 4))
+    text = first.bookmark(ids)
+    resumed = open_stream()
+    resumed.go_to(text)
+    assert [resumed[i] for i in ids] == [first[i] for i in ids]
+    assert bool(for_the_screen) == bool(buffer), "its buffer is not in its state_dict"
+    first.close()
+    resumed.close()
+    gc.collect()  # threads of its own
