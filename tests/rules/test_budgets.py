@@ -25,13 +25,13 @@ PACKAGE_LINES = {
     "events": 1350,
     "formats": 1700,
     "launch": 1400,
-    "numerics": 1900,
+    "numerics": 1950,
     "parallel": 6800,
     "plans": 1200,
     "storage": 1450,
     "sync": 11150,
     "system": 850,
-    "training": 4450,
+    "training": 4550,
     "verify": 1750,
 }
 ALL_LINES = 62_000  # of src without `testing/`

@@ -82,7 +82,7 @@ class Run:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
             )
-        self._check_stream()
+        _refuse_on_stream(self)
         if self.schedule is not None:
             as_schedule(self.schedule)
 
@@ -108,27 +108,6 @@ class Run:
         is_number = isinstance(self.clip, int | float)
         if self.clip is not None and not (is_number and self.clip > 0):
             raise UsageError(f"clip={self.clip!r} must be above 0. Leave it out to clip nothing.")
-
-    def _check_stream(self) -> None:
-        stream = stream_of(self.data)
-        if stream is None:
-            return
-        if self.steps is None and stream.length is None:
-            raise UsageError(
-                f"epochs={self.epochs} does not go with a stream whose length is not known. Give "
-                "the Run steps=, or tell the length of a pass: shoal.data.stream(data, length=...)."
-            )
-        if self.loaders:
-            raise UsageError(
-                f"loaders={self.loaders} does not go with a stream: each of them would read all of "
-                "it. Leave loaders out; what is slow for a sample belongs into shoal.data.mapped("
-                "stream, function), and then each rank does it for its own samples alone."
-            )
-        if not self.num_steps():
-            raise UsageError(
-                f"A pass of the stream has {stream.length} samples, and batch_size is "
-                f"{self.batch_size}, so no step can be made. Use a smaller batch."
-            )
 
     def num_steps(self) -> int:
         if self.steps is not None:
@@ -190,6 +169,29 @@ class Run:
             )
         use_fused_kernels(optimizer, weights_of(tables_of(model).values()))
         return optimizer
+
+
+def _refuse_on_stream(run: Run) -> None:
+    """What a Run cannot have if its data is a stream."""
+    stream = stream_of(run.data)
+    if stream is None:
+        return
+    if run.steps is None and stream.length is None:
+        raise UsageError(
+            f"epochs={run.epochs} does not go with a stream whose length is not known. Give "
+            "the Run steps=, or tell the length of a pass: shoal.data.stream(data, length=...)."
+        )
+    if run.loaders:
+        raise UsageError(
+            f"loaders={run.loaders} does not go with a stream: each of them would read all of "
+            "it. Leave loaders out; what is slow for a sample belongs into shoal.data.mapped("
+            "stream, function), and then each rank does it for its own samples alone."
+        )
+    if not run.num_steps():
+        raise UsageError(
+            f"A pass of the stream has {stream.length} samples, and batch_size is "
+            f"{run.batch_size}, so no step can be made. Use a smaller batch."
+        )
 
 
 def _refuse_own_seed(collate: Callable[..., Any]) -> None:
