@@ -16,7 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from shoal.data.permutation import Ids, normalize_weights, permute, uniform
+from shoal.data.permutation import (
+    Ids,
+    normalize_weights,
+    permute,
+    permute_by,
+    round_keys,
+    uniform,
+)
 from shoal.data.sources import recorded_name
 from shoal.errors import UsageError
 
@@ -152,11 +159,13 @@ class WindowShuffled:
         return self._num_samples
 
     def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
-        found = positions - positions % self._window
-        for number, here in _groups(positions // self._window):
-            offsets = positions[here] % self._window
-            found[here] += permute(offsets, self._window, _key(seed, number), epoch)
-        return found
+        numbers, offsets = np.divmod(positions, self._window)
+        windows, which = np.unique(numbers, return_inverse=True)
+        of_windows = [round_keys(_key(seed, int(number)), epoch) for number in windows]
+        if not of_windows:
+            return positions
+        keys = np.array(of_windows, dtype=np.uint32)[which].T
+        return positions - offsets + permute_by(offsets, self._window, list(keys))
 
 
 class Weighted:
