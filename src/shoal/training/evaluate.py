@@ -27,13 +27,20 @@ PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on 
 
 
 def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
-    """`loss`, the metrics, and the named parts of the loss. Every rank must call it."""
+    """`loss`, if the run has one, the metrics, and the named parts of the loss.
+
+    Every rank must call it.
+    """
     check_evaluated(runner.plan, source)
+    if not (names := run.judges()):
+        raise UsageError(
+            "There is nothing to measure: the run has a step of its own, and neither loss(output, "
+            "target) nor metrics, which an evaluation judges model(inputs) by."
+        )
     loading = LoadOptions(run.collate, mesh.device, run.loaders)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
-    names = ["loss", *run.metrics]
     table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
     parts: dict[int, Mapping[str, LossPart]] = {}
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
@@ -50,14 +57,16 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
             output = runner.output(piece.inputs)
             if output is None or turn >= len(own) or mesh.tensor.rank:
                 continue
-            with runner.arithmetic():
-                goal = objective(run, output, piece)
-            loss, weight = goal.tensor.item(), float(goal.weight)
-            table[index, 0, 0] = loss * weight if goal.is_mean else loss
-            table[index, 0, 1] = weight
-            parts[index] = goal.parts
             table[index, -1] = piece.num_samples
-            for column, (name, metric) in enumerate(run.metrics.items(), start=1):
+            if run.loss is not None:
+                with runner.arithmetic():
+                    goal = objective(run, output, piece)
+                loss, weight = goal.tensor.item(), float(goal.weight)
+                table[index, 0, 0] = loss * weight if goal.is_mean else loss
+                table[index, 0, 1] = weight
+                parts[index] = goal.parts
+            first = len(names) - len(run.metrics)
+            for column, (name, metric) in enumerate(run.metrics.items(), start=first):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
     table = mesh.world.merge(table)

@@ -35,7 +35,8 @@ MINIMISED = "loss"  # the name of what is minimised, where a loss has named part
 @dataclass(frozen=True, kw_only=True)
 class Run:
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, (sum, weight), or named parts
+    loss: Callable[[Any, Any], Any] | None = None  # a mean, (sum, weight), or named parts
+    step: Callable[[Any], None] | None = None  # step(batch): one of your own, instead of loss
     optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
     data: Any  # anything with len() and indexing; a sample is (inputs, target)
     batch_size: int  # of the whole job
@@ -56,7 +57,9 @@ class Run:
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        wanted = ["model", "optimizer"]
+        wanted += [n for n in ("loss", "step") if getattr(self, n) is not None] or ["loss"]
+        for name in wanted:
             made = name == "model" and isinstance(self.model, nn.Module)
             if made or not callable(getattr(self, name)):
                 raise UsageError(
@@ -82,6 +85,11 @@ class Run:
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
+            )
+        if self.evaluate is not None and not self.measures():
+            raise UsageError(
+                "evaluate has nothing to measure. An evaluation calls model(inputs), also with a "
+                "step of your own, and loss(output, target) or metrics judge it. Give one of them."
             )
         if self.schedule is not None:
             as_schedule(self.schedule)
@@ -135,7 +143,11 @@ class Run:
 
     def measures(self) -> list[str]:
         """The names of what is measured: of each step its loss, of evaluations the metrics too."""
-        return ["loss", *(self.metrics if self.evaluate is not None else ())]
+        return ["loss"] if self.evaluate is None else self.judges()
+
+    def judges(self) -> list[str]:
+        """The names of what an evaluation measures: the loss, if there is one, and the metrics."""
+        return [*(["loss"] if self.loss is not None else []), *self.metrics]
 
     def make_schedule(self) -> Schedule | None:
         return as_schedule(self.schedule) if self.schedule is not None else None
@@ -205,6 +217,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     if waiting and isinstance(run.data, SkipsBad):
         raise PlanError(_left_out(waiting, "data"))
     _refuse_between_windows(chosen, run)
+    _refuse_custom_step(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
@@ -221,6 +234,27 @@ def _refuse_between_windows(plan: Plan, run: Run) -> None:
                 f"replicas meet only after every {plan.local_steps} steps. Use {name}="
                 f"{-(-every // plan.local_steps) * plan.local_steps}, or leave sync=server out."
             )
+
+
+def _refuse_custom_step(plan: Plan, run: Run) -> None:
+    """A step of the recipe's own calls parts of the model as it likes, and updates in phases."""
+    unfit = {
+        "tensor": (1, "runs layers as parts that it finds in the model's own forward"),
+        "pipeline": (1, "runs the model's own forward as stages"),
+        "local_steps": (1, "updates between agreements of replicas"),
+        "sync": ("allreduce", "steps on servers, once for each batch"),
+    }
+    found = {k: why for k, (usual, why) in unfit.items() if getattr(plan, k) != usual}
+    if plan.zero == 3:
+        found["zero"] = "gathers a block's parameters only while its own forward runs"
+    if plan.precision == "fp16":
+        found["precision"] = "tries a step again when its gradient overflows"
+    for key, why in found.items() if run.step is not None else ():
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with a step of the recipe's own "
+            f"(Run(step=...)): it {why}, and such a step uses the model as it likes, in phases. "
+            "Use data=N, with zero=1 or zero=2, precision=bf16, pieces and recompute as you like."
+        )
 
 
 def check_evaluated(plan: Plan, source: Any) -> None:
@@ -272,7 +306,13 @@ class Objective(NamedTuple):
 
 def objective(run: Run, output: Any, piece: Piece) -> Objective:
     """Ask the run's loss and check what it says."""
-    answer, parts = _named_parts(run.loss(output, piece.target), piece)
+    assert run.loss is not None, "a plain step and an evaluation with a loss have one"
+    return objective_of(run.loss(output, piece.target), piece)
+
+
+def objective_of(given: Any, piece: Piece) -> Objective:
+    """What a loss said of a piece, checked."""
+    answer, parts = _named_parts(given, piece)
     is_mean = not isinstance(answer, tuple)
     loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
     if not isinstance(loss, Tensor) or loss.dim():
