@@ -6,8 +6,9 @@
 What it shows: `Run(step=...)` makes a step of two phases, each with a loss, an optimizer and an
 update of its own; draws of noise that are the same on any number of ranks; BatchNorm and dropout in
 parts of the model that are called in both phases; and an evaluation by metrics alone. The digits
-are 14x14, so that it takes some seconds on a CPU; afterwards `distance`, how far the mean drawn
-digit is from the mean real one, has fallen from 10 to about 1.
+are 14x14, so that it takes some seconds on a CPU: `distance`, how far the mean drawn digit is from
+the mean real one, falls from 5.7 to about 1, and `spread`, how much drawn ones differ from each
+other, rises from 0.02 to above 0.1 (real ones: 0.17).
 """
 
 import torch
@@ -23,14 +24,14 @@ class GAN(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.generator = nn.Sequential(
-            nn.Linear(NOISE, width),
-            nn.BatchNorm1d(width),
-            nn.ReLU(),
-            nn.Linear(width, SIDE * SIDE),
-            nn.Sigmoid(),
+            *(nn.Linear(NOISE, width), nn.BatchNorm1d(width), nn.ReLU()),
+            *(nn.Linear(width, 2 * width), nn.BatchNorm1d(2 * width), nn.ReLU()),
+            *(nn.Linear(2 * width, SIDE * SIDE), nn.Sigmoid()),
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(SIDE * SIDE, width), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(width, 1)
+            *(nn.Linear(SIDE * SIDE, 2 * width), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
+            *(nn.Linear(2 * width, width), nn.LeakyReLU(0.2)),
+            nn.Linear(width, 1),
         )
         self.register_buffer("examples", torch.randn(64, NOISE))
 
@@ -38,9 +39,10 @@ class GAN(nn.Module):
         drawn: Tensor = self.generator(torch.randn(count, NOISE))
         return drawn
 
-    def forward(self, digits: Tensor) -> tuple[Tensor, Tensor]:
-        """For evaluations: what is thought of real digits, and some drawn ones."""
-        return self.discriminator(digits), self.generator(self.examples)
+    def forward(self, digits: Tensor) -> Tensor:
+        """For evaluations: some drawn digits, always of the same noise."""
+        drawn: Tensor = self.generator(self.examples)
+        return drawn
 
 
 def judged(logits: Tensor, as_real: bool) -> Tensor:
@@ -64,17 +66,18 @@ def step(batch: shoal.StepBatch) -> None:
 
 def optimizer(named: list[tuple[str, nn.Parameter]]) -> shoal.Optimizers:
     def adam(part: str) -> torch.optim.Adam:
-        return torch.optim.Adam([(n, p) for n, p in named if n.startswith(part)], lr=2e-3)
+        own = [(n, p) for n, p in named if n.startswith(part)]
+        return torch.optim.Adam(own, lr=1e-3, betas=(0.5, 0.999))
 
     return shoal.Optimizers(generator=adam("generator"), discriminator=adam("discriminator"))
 
 
-def distance(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    return (output[1].mean(0) - MEAN).norm()
+def distance(drawn: Tensor, target: Tensor) -> Tensor:
+    return (drawn.mean(0) - MEAN).norm()
 
 
-def thought_real(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    return output[0].sigmoid().mean()
+def spread(drawn: Tensor, target: Tensor) -> Tensor:
+    return drawn.std(0).mean()
 
 
 images, labels = shoal.data.catalog.digits()
@@ -82,15 +85,15 @@ DIGITS = F.avg_pool2d(images, 2).flatten(1)
 MEAN = DIGITS.mean(0)
 
 
-def small(width: int = 64, steps: int = 200) -> shoal.Run:
+def small(width: int = 64, steps: int = 400) -> shoal.Run:
     return shoal.Run(
         model=lambda: GAN(width),
         step=step,
         optimizer=optimizer,
         data=shoal.data.tensors(DIGITS, labels),
-        evaluate=shoal.data.tensors(DIGITS[::50], labels[::50]),
-        metrics={"distance": distance, "thought_real": thought_real},
-        evaluate_every=50,
+        evaluate=shoal.data.tensors(DIGITS[:1], labels[:1]),  # one call of the model
+        metrics={"distance": distance, "spread": spread},
+        evaluate_every=100,
         batch_size=64,
         steps=steps,
     )
