@@ -42,11 +42,10 @@ def test_a_kill_within_a_step(start, undisturbed_phases, point: str, rank: int, 
     assert trained.result["recoveries"] == 1
 
 
-def test_a_group_that_is_lost_between_two_phases_costs_no_process(
-    start, undisturbed_phases
-) -> None:
-    """All survive: one has made the phase, the others may not have."""
-    trained = start("phase.committed:lose:member=1:step=8", recipe="in_phases").wait()
+@pytest.mark.parametrize("point", ["step.exchanged", "phase.committed"])
+def test_a_group_that_is_lost_costs_no_process(start, undisturbed_phases, point: str) -> None:
+    """All survive: lost after the exchange, rank 1 is behind the others by a phase."""
+    trained = start(f"{point}:lose:member=1:step=8", recipe="in_phases").wait()
     check(trained, undisturbed_phases)
 
 
