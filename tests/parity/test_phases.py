@@ -111,6 +111,8 @@ def test_a_name_that_comes_twice_counts_by_its_mean(pool: Pool) -> None:
         ("gan", "data=2 precision=bf16", "SAME"),
         pytest.param("clipped", "data=2", "SAME", marks=pytest.mark.full),
         pytest.param("whole", "data=2 zero=2", "SAME", marks=pytest.mark.full),
+        pytest.param("wasserstein", "data=2", "SAME", marks=pytest.mark.full),
+        pytest.param("wasserstein", "data=2 offload=optimizer", "SAME", marks=pytest.mark.full),
         pytest.param("bandit", "data=3 sums=ring", "", marks=pytest.mark.full),
     ],
 )
@@ -120,7 +122,14 @@ def test_verify(verify: Any, recipe: str, plan: str, verdict: str) -> None:
     assert found.verdict["verdict"] == verdict or not verdict
 
 
-@pytest.mark.parametrize("recipe", ["gan", pytest.param("bandit", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gan",
+        pytest.param("bandit", marks=pytest.mark.full),
+        pytest.param("wasserstein", marks=pytest.mark.full),
+    ],
+)
 def test_rounding_is_no_error(verify: Any, recipe: str) -> None:
     found = verify(f"{PHASED}:{recipe}", "data=2", bug="last bits off")
     assert found.exit_code == 0, found.errors

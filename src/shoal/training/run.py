@@ -57,9 +57,12 @@ class Run:
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
 
     def __post_init__(self) -> None:
-        wanted = ["model", "optimizer"]
-        wanted += [n for n in ("loss", "step") if getattr(self, n) is not None] or ["loss"]
-        for name in wanted:
+        given = [name for name in ("loss", "step") if getattr(self, name) is not None]
+        if not given:
+            raise UsageError(
+                "A run needs loss, a function of (output, target), or step, one of your own."
+            )
+        for name in ("model", *given, "optimizer"):
             made = name == "model" and isinstance(self.model, nn.Module)
             if made or not callable(getattr(self, name)):
                 raise UsageError(

@@ -122,6 +122,7 @@ class StepRecord:
         self.loss = content.pop("loss")
         self.bytes_sent = int(content.pop("bytes_sent"))
         self.num_stepped = int(content.pop("stepped"))  # elements the optimizer steps on
+        self.answers: list[float] = content.pop("answers", torch.zeros(0)).tolist()  # of phases
         # Out of lockstep: the versions that were pulled, made by the step's push, pulled next.
         trace: list[list[int]] = content.pop("trace", torch.zeros(3, 0)).tolist()
         self.pulled, self.applied, self.next = trace
@@ -295,6 +296,8 @@ class RoundingJudge:
     ) -> None:
         """Do the step from the plan's last state, compare, and copy the plan's new state."""
         self._theirs = [assemble_tensors(ranks.values(), "gradient") for ranks in replicas]
+        for follower, ranks in zip(self.followers, replicas):
+            follower.follow(next(iter(ranks.values())).answers)
         snapshots = next(self._steps)
         for follower, ranks, own in zip(self.followers, replicas, snapshots, strict=True):
             own = own._replace(gradients=reference.by_key(follower.gradients))

@@ -50,6 +50,7 @@ class RecordingReplica(Replica):
         super().__init__(run, plan, pieces)
         self.gradients = []  # its own
         self.made: dict[Key, Tensor] = {}  # of a step: loss, gradients, buffers
+        self.answers: Sequence[float] = ()  # of the plan's phases, so that a step decides alike
         self.optimize: Callable[[], object] = self.optimizer.step
         self.optimizer.step = self._keep_and_step  # type: ignore[method-assign, assignment]
 
@@ -57,6 +58,13 @@ class RecordingReplica(Replica):
         super().note_gradients()
         self.gradients[-1] = {n: gradient.clone() for n, gradient in self.gradients[-1].items()}
         self.optimize()
+
+    def follow(self, answers: Sequence[float]) -> None:
+        """Answer in the next step as the plan's phases did."""
+        self.answers = answers
+
+    def answer(self, phase: Phase, loss: float) -> float:
+        return self.answers[phase.number] if phase.number < len(self.answers) else loss
 
     def note_gradients(self) -> None:
         """They were noted before the step, which may be one on others."""
@@ -178,6 +186,7 @@ class Follower(RecordingReplica):
         num_ulps = TOLERANCE[self.precision] // 2 if self._num_twins else 1
         self._num_twins += 1
         seed = 1000 * self._batch.step + self._num_twins
+        self._twin.follow(self.answers)
         made = self._twin.try_step(self._batch, self._before, num_ulps, seed)
         for key in made.keys() & self.made.keys():
             spread = largest_difference(made[key], self.made[key]) / num_ulps

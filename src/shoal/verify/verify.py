@@ -170,9 +170,11 @@ class StepRecorder:
         self._trainer = trainer
         self._directory = directory
         self._phases: dict[str, list[Slice]] = {}  # gradients of a step that is made in phases
+        self._answers: list[float] = []  # losses of these phases
 
     def on_phase(self, number: int) -> None:
         """Keep the gradients of a phase, which the next one replaces."""
+        self._answers.append(self._trainer.progress.phases[number].loss)
         for name, parts in self._trainer.strategy.gradients().items():
             copies = [part._replace(tensor=part.tensor.clone()) for part in parts]
             self._phases[gradient_key(name, number)] = copies
@@ -195,6 +197,8 @@ class StepRecorder:
         else:
             content |= name_slices("gradient", self._phases or strategy.gradients())
             self._phases = {}
+        content["answers"] = torch.tensor(self._answers, dtype=torch.float64)
+        self._answers = []
         path = step_path(self._directory, info.step, rank)
         whole = {name: tensor.contiguous().clone() for name, tensor in content.items()}
         with atomic_replace(path) as partial:

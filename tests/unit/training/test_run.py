@@ -250,7 +250,7 @@ def test_plans_that_make_a_custom_step(plan: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"step": None}, "Run.loss is a NoneType. It must be a function"),
+        ({"step": None}, "A run needs loss, a function of .output, target., or step"),
         ({"step": 3}, "Run.step is a int. It must be a function"),
         ({"evaluate": [(torch.ones(2), torch.tensor(1.0))]}, "evaluate has nothing to measure"),
     ],
