@@ -60,13 +60,13 @@ LARGE_CLASSES = {
     "ZeroSharded": (16, 17),
     "Checkpointer": (21, 18),
     "CustomLoop": (24, 11),
-    "Trainer": (25, 26),
+    "Trainer": (22, 26),
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (9, 20),
+    "Run": (10, 21),
     "Summary": (0, 19),
 }
 
