@@ -28,8 +28,8 @@ def check(trained: Trained, undisturbed: Trained) -> None:
     ("point", "rank", "step"),
     [
         ("phase.committed", 0, 8),
-        ("phase.committed", 1, 0),
-        ("step.exchanged", 2, 8),
+        pytest.param("phase.committed", 1, 0, marks=pytest.mark.full),
+        pytest.param("step.exchanged", 2, 8, marks=pytest.mark.full),
         pytest.param("phase.committed", 2, NUM_STEPS - 1, marks=pytest.mark.full),
         pytest.param("step.computed", 1, 8, marks=pytest.mark.full),
         pytest.param("step.committed", 0, 8, marks=pytest.mark.full),
@@ -42,13 +42,16 @@ def test_a_kill_within_a_step(start, undisturbed_phases, point: str, rank: int, 
     assert trained.result["recoveries"] == 1
 
 
-@pytest.mark.parametrize("point", ["step.exchanged", "phase.committed"])
+@pytest.mark.parametrize(
+    "point", ["step.exchanged", pytest.param("phase.committed", marks=pytest.mark.full)]
+)
 def test_a_group_that_is_lost_costs_no_process(start, undisturbed_phases, point: str) -> None:
     """All survive: lost after the exchange, rank 1 is behind the others by a phase."""
     trained = start(f"{point}:lose:member=1:step=8", recipe="in_phases").wait()
     check(trained, undisturbed_phases)
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on(start, undisturbed_phases, tmp_path) -> None:
     place = tmp_path / "again"
     training = start(recipe="in_phases", run_dir=place, pause=0.02, save_every=5)

@@ -250,7 +250,7 @@ def _refuse_custom_step(plan: Plan, run: Run) -> None:
     found = {k: why for k, (usual, why) in unfit.items() if getattr(plan, k) != usual}
     if plan.zero == 3:
         found["zero"] = "gathers a block's parameters only while its own forward runs"
-    if plan.precision == "fp16":
+    if "fp16" in plan.precision:
         found["precision"] = "tries a step again when its gradient overflows"
     for key, why in found.items() if run.step is not None else ():
         raise PlanError(
