@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.numerics.table import Table as Table
     from shoal.plans.plan import Plan as Plan
+    from shoal.training.custom_step import StepBatch as StepBatch
     from shoal.training.load import load as load
     from shoal.training.run import Run as Run
 
@@ -34,6 +35,7 @@ _HOME = {
     "Run": "shoal.training.run",
     "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
+    "StepBatch": "shoal.training.custom_step",
     "StepInfo": "shoal.events.step",
     "Table": "shoal.numerics.table",
     "UsageError": "shoal.errors",

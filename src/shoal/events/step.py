@@ -4,7 +4,7 @@
 is any function of a `StepInfo`.
 """
 
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Protocol, runtime_checkable
 
 
 class Times(NamedTuple):
@@ -37,9 +37,17 @@ class StepInfo(NamedTuple):
     left_out: int = 0  # of the samples, by quarantine; if all are, the step changes nothing
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
     ranks: tuple[float, ...] = ()  # the seconds that each rank was busy
+    parts: dict[str, float] = {}  # named parts of the loss, weighted as each of them is
 
 
 Hook = Callable[[StepInfo], None]
+
+
+@runtime_checkable
+class PhaseHook(Protocol):
+    """A hook that is also called after each phase of a step of the recipe's own, by its number."""
+
+    def on_phase(self, number: int) -> None: ...
 
 
 def every(num_steps: int, hook: Hook) -> Hook:

@@ -48,7 +48,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     _refuse_compiled(plan, model)
     _lay_flat(plan, model)
     model.train()
-    seeds = PieceSeeds(model, run.seed)
+    seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
 
     def forward(step: int, piece: int) -> Any:
         inputs = batches.at(step).piece(piece).inputs

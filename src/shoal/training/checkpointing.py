@@ -122,8 +122,8 @@ class Checkpointer:
         world = trainer.mesh.world
         self._look_at(trainer)
         self._has_looked = False
-        if any(row[0] for row in world.all_gather_numbers([trainer.step])):
-            return
+        if any(any(row) for row in world.all_gather_numbers(trainer.progress.place)):
+            return  # also if it is only the first phase of the first step
         names = list_steps(self.store) if world.rank == 0 else []
         shared = broadcast_bytes(world, 0, msgspec.msgpack.encode(names))
         found = msgspec.msgpack.decode(shared, type=list[str])

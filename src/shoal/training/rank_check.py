@@ -117,7 +117,7 @@ def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
         f"Run.{f.name}": describe_value(getattr(run, f.name)) for f in dataclasses.fields(run)
     }
     facts |= _of_data(run) | _of_model(model) | _of_optimizer(run.make_optimizer(model))
-    for name in ("loss", "schedule", "collate", "optimizer", *run.metrics):
+    for name in ("loss", "step", "schedule", "collate", "optimizer", *run.metrics):
         used = run.metrics[name] if name in run.metrics else getattr(run, name)
         facts |= dict(_of_function(used, f"Run.{name}", _DEPTH))
     return facts

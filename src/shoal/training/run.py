@@ -25,15 +25,18 @@ from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
+from shoal.sync.named_parts import LossPart
 from shoal.world import cores
 
 MOST_LOADERS = 256  # of a rank
+MINIMISED = "loss"  # the name of what is minimised, where a loss has named parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, or (sum, weight)
+    loss: Callable[[Any, Any], Any] | None = None  # a mean, (sum, weight), or named parts
+    step: Callable[[Any], None] | None = None  # step(batch): one of your own, instead of loss
     optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
     data: Any  # anything with len() and indexing, or a stream; a sample is (inputs, target)
     batch_size: int  # of the whole job
@@ -54,7 +57,12 @@ class Run:
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        given = [name for name in ("loss", "step") if getattr(self, name) is not None]
+        if not given:
+            raise UsageError(
+                "A run needs loss, a function of (output, target), or step, one of your own."
+            )
+        for name in ("model", *given, "optimizer"):
             made = name == "model" and isinstance(self.model, nn.Module)
             if made or not callable(getattr(self, name)):
                 raise UsageError(
@@ -83,6 +91,11 @@ class Run:
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
             )
         _refuse_on_stream(self)
+        if self.evaluate is not None and not self.measures():
+            raise UsageError(
+                "evaluate has nothing to measure. An evaluation calls model(inputs), also with a "
+                "step of your own, and loss(output, target) or metrics judge it. Give one of them."
+            )
         if self.schedule is not None:
             as_schedule(self.schedule)
 
@@ -137,7 +150,11 @@ class Run:
 
     def measures(self) -> list[str]:
         """The names of what is measured: of each step its loss, of evaluations the metrics too."""
-        return ["loss", *(self.metrics if self.evaluate is not None else ())]
+        return ["loss"] if self.evaluate is None else self.judges()
+
+    def judges(self) -> list[str]:
+        """The names of what an evaluation measures: the loss, if there is one, and the metrics."""
+        return [*(["loss"] if self.loss is not None else []), *self.metrics]
 
     def make_schedule(self) -> Schedule | None:
         return as_schedule(self.schedule) if self.schedule is not None else None
@@ -241,6 +258,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     if waiting and isinstance(run.data, SkipsBad):
         raise PlanError(_left_out(waiting, "data"))
     _refuse_between_windows(chosen, run)
+    _refuse_custom_step(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
@@ -257,6 +275,27 @@ def _refuse_between_windows(plan: Plan, run: Run) -> None:
                 f"replicas meet only after every {plan.local_steps} steps. Use {name}="
                 f"{-(-every // plan.local_steps) * plan.local_steps}, or leave sync=server out."
             )
+
+
+def _refuse_custom_step(plan: Plan, run: Run) -> None:
+    """A step of the recipe's own calls parts of the model as it likes, and updates in phases."""
+    unfit = {
+        "tensor": (1, "runs layers as parts that it finds in the model's own forward"),
+        "pipeline": (1, "runs the model's own forward as stages"),
+        "local_steps": (1, "updates between agreements of replicas"),
+        "sync": ("allreduce", "steps on servers, once for each batch"),
+    }
+    found = {k: why for k, (usual, why) in unfit.items() if getattr(plan, k) != usual}
+    if plan.zero == 3:
+        found["zero"] = "gathers a block's parameters only while its own forward runs"
+    if "fp16" in plan.precision:
+        found["precision"] = "tries a step again when its gradient overflows"
+    for key, why in found.items() if run.step is not None else ():
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with a step of the recipe's own "
+            f"(Run(step=...)): it {why}, and such a step uses the model as it likes, in phases. "
+            "Use data=N, with zero=1 or zero=2, precision=bf16, pieces and recompute as you like."
+        )
 
 
 def check_evaluated(plan: Plan, source: Any) -> None:
@@ -303,18 +342,65 @@ class Objective(NamedTuple):
     tensor: Tensor
     weight: float | Tensor
     is_mean: bool  # over `weight`; otherwise it is the sum
+    parts: Mapping[str, LossPart] = {}  # by name: measured beside it, and not minimised
 
 
 def objective(run: Run, output: Any, piece: Piece) -> Objective:
     """Ask the run's loss and check what it says."""
-    answer = run.loss(output, piece.target)
+    assert run.loss is not None, "a plain step and an evaluation with a loss have one"
+    return objective_of(run.loss(output, piece.target), piece)
+
+
+def objective_of(given: Any, piece: Piece) -> Objective:
+    """What a loss said of a piece, checked."""
+    answer, parts = _named_parts(given, piece)
     is_mean = not isinstance(answer, tuple)
     loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
     if not isinstance(loss, Tensor) or loss.dim():
         loss = _scalar(loss)
     if not loss.requires_grad and torch.is_grad_enabled():
         raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
-    return Objective(loss, weight.detach() if isinstance(weight, Tensor) else weight, is_mean)
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    return Objective(loss, weight, is_mean, parts)
+
+
+def _named_parts(answer: Any, piece: Piece) -> tuple[Any, dict[str, LossPart]]:
+    """What is minimised, and the named parts beside it if the loss answers with a dict."""
+    if not isinstance(answer, Mapping):
+        return answer, {}
+    if MINIMISED not in answer:
+        known = ", ".join(map(str, answer)) or "nothing"
+        raise RecipeError(
+            f"The loss returned a dict of {known}, without {MINIMISED!r}. That one is minimised, "
+            "and the others are recorded under their names."
+        )
+    parts = {}
+    for name, value in answer.items():
+        if not isinstance(name, str) or not name:
+            raise RecipeError(f"The loss returned a part named {name!r}. A name is text.")
+        if name != MINIMISED:
+            parts[name] = _part(name, value, float(piece.num_samples))
+    return answer[MINIMISED], parts
+
+
+def _part(name: str, value: Any, num_samples: float) -> LossPart:
+    """Like a loss: a mean over the samples, or a pair (sum, weight); a tensor or a number."""
+    is_mean = not isinstance(value, tuple)
+    found = (value, num_samples) if is_mean else value
+    if len(found) != 2 or not all(map(_is_single_number, found)):
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RecipeError(
+            f"The part {name!r} of the loss is not a single number ({what}). It must be a number "
+            "or a scalar tensor, the mean over the samples it was given, or a pair (sum, weight)."
+        )
+    kept = [part.detach() if isinstance(part, Tensor) else float(part) for part in found]
+    return LossPart(kept[0], kept[1], is_mean)
+
+
+def _is_single_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -323,7 +409,7 @@ def _scalar(loss: Any) -> Tensor:
     what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise RecipeError(
         f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
-        "the samples it was given, or a pair (sum, weight)."
+        "the samples it was given, a pair (sum, weight), or a dict of these with 'loss' in it."
     )
 
 

@@ -26,6 +26,7 @@ from shoal.events.events import OnEvent
 from shoal.events.step import StepInfo
 from shoal.launch.supervised import run_supervised
 from shoal.numerics.reserved import ReservedParameter
+from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
@@ -34,6 +35,7 @@ from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.verify.compare import PATIENCE_S, VerifyResult, compare, finished, name_slices, step_path
+from shoal.verify.reference import gradient_key
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
@@ -167,6 +169,15 @@ class StepRecorder:
     def __init__(self, trainer: Trainer, directory: Path):
         self._trainer = trainer
         self._directory = directory
+        self._phases: dict[str, list[Slice]] = {}  # gradients of a step that is made in phases
+        self._answers: list[float] = []  # losses of these phases
+
+    def on_phase(self, number: int) -> None:
+        """Keep the gradients of a phase, which the next one replaces."""
+        self._answers.append(self._trainer.progress.phases[number].loss)
+        for name, parts in self._trainer.strategy.gradients().items():
+            copies = [part._replace(tensor=part.tensor.clone()) for part in parts]
+            self._phases[gradient_key(name, number)] = copies
 
     def __call__(self, info: StepInfo) -> None:
         rank, strategy = self._trainer.mesh.rank, self._trainer.strategy
@@ -184,7 +195,10 @@ class StepRecorder:
             if link.trace:  # before the first window ends there is none
                 content["trace"] = torch.tensor(link.trace)
         else:
-            content |= name_slices("gradient", strategy.gradients())
+            content |= name_slices("gradient", self._phases or strategy.gradients())
+            self._phases = {}
+        content["answers"] = torch.tensor(self._answers, dtype=torch.float64)
+        self._answers = []
         path = step_path(self._directory, info.step, rank)
         whole = {name: tensor.contiguous().clone() for name, tensor in content.items()}
         with atomic_replace(path) as partial:
