@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shoal.plans.plan import Plan as Plan
     from shoal.training.load import load as load
     from shoal.training.run import Run as Run
+    from shoal.tuning.results import StudyOutcome as StudyOutcome
+    from shoal.tuning.tune import tune as tune
 
 __version__ = "0.1.0"
 
@@ -34,12 +36,14 @@ _HOME = {
     "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
     "StepInfo": "shoal.events.step",
+    "StudyOutcome": "shoal.tuning.results",
     "Table": "shoal.numerics.table",
     "UsageError": "shoal.errors",
     "every": "shoal.events.step",
     "load": "shoal.training.load",
     "train": "shoal.api",
     "trainer": "shoal.launch.script",
+    "tune": "shoal.tuning.tune",
 }
 _MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
 
