@@ -25,7 +25,7 @@ PACKAGE_LINES = {
     "events": 1350,
     "formats": 1700,
     "launch": 1500,
-    "numerics": 1950,
+    "numerics": 2000,
     "parallel": 6800,
     "plans": 1200,
     "storage": 1450,
