@@ -2,6 +2,7 @@
 
     shoal train recipes/digits.py:small
     shoal verify recipes/digits.py:small --plan "data=2"
+    shoal tune recipes/digits.py:small --space "lr=log:1e-3..0.3 channels=4|8|16" --trials 8
 
 BatchNorm, whose buffers are state beside the parameters, and a residual connection. Of the 5,000
 digits every tenth is held out; about 96 % of those are read correctly after 3 passes.
@@ -47,13 +48,13 @@ def accuracy(logits: Tensor, target: Tensor) -> Tensor:
     return (logits.argmax(dim=1) == target).float().mean()
 
 
-def small(channels: int = 16) -> shoal.Run:
+def small(channels: int = 16, lr: float = 0.02, decay: float = 1e-4) -> shoal.Run:
     images, labels = shoal.data.catalog.digits()
     held_out = torch.arange(len(labels)) % 10 == 0  # the digits come sorted: 50 of each kind
     return shoal.Run(
         model=lambda: Network(channels),
         loss=F.cross_entropy,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9, weight_decay=1e-4),
+        optimizer=lambda named: torch.optim.SGD(named, lr=lr, momentum=0.9, weight_decay=decay),
         schedule=shoal.schedules.cosine(warmup=10),
         data=shoal.data.tensors(images[~held_out], labels[~held_out]),
         evaluate=shoal.data.tensors(images[held_out], labels[held_out]),

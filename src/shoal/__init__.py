@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shoal.training.custom_step import StepBatch as StepBatch
     from shoal.training.load import load as load
     from shoal.training.run import Run as Run
+    from shoal.tuning.results import StudyOutcome as StudyOutcome
+    from shoal.tuning.tune import tune as tune
 
 __version__ = "0.1.0"
 
@@ -37,12 +39,14 @@ _HOME = {
     "ShoalError": "shoal.errors",
     "StepBatch": "shoal.training.custom_step",
     "StepInfo": "shoal.events.step",
+    "StudyOutcome": "shoal.tuning.results",
     "Table": "shoal.numerics.table",
     "UsageError": "shoal.errors",
     "every": "shoal.events.step",
     "load": "shoal.training.load",
     "train": "shoal.api",
     "trainer": "shoal.launch.script",
+    "tune": "shoal.tuning.tune",
 }
 _MODULES = {
     "data": "shoal.data",

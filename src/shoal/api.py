@@ -84,7 +84,7 @@ def train(
             raise TypeError(f"train() has no argument {option!r}. {known}")
     if callbacks and "listen" in options:
         raise UsageError("callbacks stay on this host: other hosts load the recipe by its name.")
-    name, is_named = _name_of(run_or_recipe)
+    name, is_named = name_of(run_or_recipe)
     texts = {key: str(value) for key, value in (settings or {}).items()}
     recipe = Recipe(name, lambda: (run_or_recipe, tuple(callbacks)), texts, is_named)
     asked = _asked(on=on, plan=None if plan is None else str(plan), resume=resume, **options)
@@ -95,7 +95,7 @@ def train(
         refuse_contradictions(asked)
         outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
     except NotLoaded as error:
-        raise _error(error.exit_code, str(error), error.trace) from None
+        raise error_of(error.exit_code, str(error), error.trace) from None
     except KeyboardInterrupt as error:
         vars(error).setdefault("outcome", None)  # before the first step
         raise
@@ -107,7 +107,7 @@ def train(
     return _checked(outcome)
 
 
-def _name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
+def name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
     """What records call it, and whether another process can find it by that name."""
     if isinstance(given, str):
         return given, True
@@ -144,12 +144,12 @@ def _checked(outcome: Outcome) -> Outcome:
         if outcome.trace:
             error.add_note(outcome.trace)
     else:
-        error = _error(outcome.exit_code, how_it_ended(outcome), outcome.trace)
+        error = error_of(outcome.exit_code, how_it_ended(outcome), outcome.trace)
     vars(error).update(outcome=outcome)
     raise error
 
 
-def _error(exit_code: int, message: str, trace: str) -> ShoalError:
+def error_of(exit_code: int, message: str, trace: str) -> ShoalError:
     """By whose doing it failed: the caller's, the recipe's, or neither's."""
     kind = RecipeError if trace else ShoalError
     message = in_python(message)

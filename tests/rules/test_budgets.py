@@ -15,8 +15,8 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 2300,
-    "cluster": 1400,
+    "cli": 2450,
+    "cluster": 1500,
     "comm": 2800,
     "cost": 1150,
     "data": 15000,
@@ -24,7 +24,7 @@ PACKAGE_LINES = {
     "elastic": 2950,
     "events": 1350,
     "formats": 1700,
-    "launch": 1400,
+    "launch": 1500,
     "numerics": 1950,
     "parallel": 6800,
     "plans": 1200,
@@ -32,9 +32,10 @@ PACKAGE_LINES = {
     "sync": 11250,
     "system": 850,
     "training": 5100,
+    "tuning": 2400,
     "verify": 1850,
 }
-ALL_LINES = 62_000  # of src without `testing/`
+ALL_LINES = 64_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 220}
 # "path" or "path:name" -> why it may be larger.

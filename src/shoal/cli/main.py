@@ -16,6 +16,7 @@ _GROUPS = {
     "Train": {
         "train": "Train a recipe under a plan.",
         "run": "Run a script of your own on several ranks.",
+        "tune": "Search the settings of a recipe, several trials side by side.",
         "resize": "Give a run more or fewer ranks and servers while it trains.",
     },
     "Understand": {
@@ -36,7 +37,7 @@ _GROUPS = {
 }
 _VERBS = {verb: what for group in _GROUPS.values() for verb, what in group.items()}
 
-_WARM = ("train", "run", "verify", "explain")
+_WARM = ("train", "tune", "run", "verify", "explain")
 
 # Of a disk or a directory: a traceback says no more.
 _OF_THE_MACHINE = {

@@ -12,6 +12,7 @@ the run after its step, a second one at once. If this process dies, the run stop
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,14 @@ from shoal.errors import ShoalError, UsageError, sendable
 from shoal.events.events import Event, OnEvent, StoppingEvent, TickEvent
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
-from shoal.system.fork_server import needs_no_traceback
+from shoal.system.fork_server import (
+    Ends,
+    Prepare,
+    Start,
+    needs_no_traceback,
+    run_and_exit,
+    run_fork_server,
+)
 from shoal.system.processes import describe_exit, readable, stop_signals
 from shoal.system.streams import steady
 from shoal.training.options import Recipe
@@ -41,6 +49,7 @@ _MAIN = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
     "from shoal.launch.fresh import main; main(*map(int, sys.argv[1:]))"
 )
+_FORK_SERVER = _MAIN.replace("import main; main", "import fork_server_main as main; main")
 INTERRUPTED = 128 + signal.SIGINT
 _LENGTH = 8  # bytes before a message, which are its length
 LEAVING_S = 10.0  # that the new process may take to end if what it says is not wanted any more
@@ -345,3 +354,62 @@ class _Answers:
         wants = self._pipe is None and not self._stops
         self._stops |= wants
         return wants
+
+
+class _ForkServerJob(msgspec.Struct):
+    """What a fork server in a fresh process is given."""
+
+    path: list[str]
+    log: str
+    parent: int
+    when_lost: int
+    pickled: bytes  # its `prepare`
+
+
+def fork_server_afresh(when_lost: int = signal.SIGKILL) -> Start:
+    """Start a fork server in a fresh process, from one that could not fork safely."""
+
+    def start(ends: Ends, prepare: Prepare, log: Path) -> int:
+        try:
+            pickled: bytes = cloudpickle.dumps(prepare)
+        except Exception as error:
+            raise UsageError(
+                f"The recipe cannot be sent to the process that trains it: {error}. A Run must not "
+                "hold open files, connections or locks: give the recipe as file.py:function."
+            ) from error
+        path = [entry or os.getcwd() for entry in sys.path]
+        job = _ForkServerJob(path, str(log), os.getpid(), when_lost, pickled)
+        reading, giving = os.pipe()
+        control = os.dup(ends[1].fileno())
+        try:
+            for descriptor in (reading, control):
+                os.set_inheritable(descriptor, True)
+            command = [sys.executable, "-P", "-c", _FORK_SERVER, str(control), str(reading)]
+            pid = os.posix_spawn(sys.executable, command, os.environ, setsid=True)
+        except BaseException:
+            os.close(giving)
+            raise
+        finally:
+            os.close(reading)
+            os.close(control)
+        with suppress(BrokenPipeError), open(giving, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(job))
+        return pid
+
+    return start
+
+
+def fork_server_main(control: int, reading: int) -> None:
+    """Of the fresh process: become the fork server that is asked for."""
+    os.set_inheritable(control, False)
+    with open(reading, "rb") as pipe:
+        job = msgspec.msgpack.decode(pipe.read(), type=_ForkServerJob)
+    sys.path[:] = job.path
+    prepare = partial(_unpickled, job.pickled)
+    ends = socket.socket(fileno=control)
+    run_and_exit(run_fork_server, ends, prepare, Path(job.log), job.parent, job.when_lost)
+
+
+def _unpickled(pickled: bytes) -> Any:
+    """What the pickled `prepare` returns; a failure to load it is told as one of the recipe."""
+    return cloudpickle.loads(pickled)()
