@@ -71,14 +71,14 @@ class TrialReport(NamedTuple):
     value: float
 
 
-class RecordedStep(msgspec.Struct, frozen=True):
+class TrialStep(msgspec.Struct, frozen=True):
     """What is read of a line of metrics.jsonl."""
 
     step: int = 0
     loss: float | None = None
 
 
-class RecordedEvaluation(msgspec.Struct, frozen=True):
+class TrialEvaluation(msgspec.Struct, frozen=True):
     """What is read of a line of events.jsonl."""
 
     event: str = ""
@@ -86,7 +86,7 @@ class RecordedEvaluation(msgspec.Struct, frozen=True):
     evaluation: dict[str, float | None] = {}
 
 
-def reports_of_losses(steps: Iterable[RecordedStep], num_steps: int) -> list[TrialReport]:
+def reports_of_losses(steps: Iterable[TrialStep], num_steps: int) -> list[TrialReport]:
     """The mean loss of every whole window of steps; a window without a loss has none."""
     size = max(1, num_steps // NUM_WINDOWS)
     windows: dict[int, list[float]] = {}
@@ -114,24 +114,24 @@ class RecordReader:
         self._goal, self._evaluates, self._num_steps = goal, evaluates, num_steps
         self._steps = _LinesOf(run_dir / "metrics.jsonl")
         self._events = _LinesOf(run_dir / "events.jsonl")
-        self._losses: dict[int, RecordedStep] = {}
+        self._losses: dict[int, TrialStep] = {}
         self._evaluations: dict[int, float] = {}
-        self.last = RecordedStep()
+        self.last = TrialStep()
 
     def reports(self) -> list[TrialReport]:
         """All reports so far, in the order of their steps."""
         lines, is_anew = self._steps.more()
         if is_anew:
-            self._losses, self.last = {}, RecordedStep()
+            self._losses, self.last = {}, TrialStep()
         for line in lines:
-            if (step := try_decode_json(line, RecordedStep)) and step.step:
+            if (step := try_decode_json(line, TrialStep)) and step.step:
                 self.last = step
                 if not self._evaluates:
                     self._losses[step.step] = step
         if not self._evaluates:
             return reports_of_losses(self._losses.values(), self._num_steps)
         for line in self._events.more()[0]:
-            found = try_decode_json(line, RecordedEvaluation)
+            found = try_decode_json(line, TrialEvaluation)
             if found and found.event == "evaluated" and self._goal.metric in found.evaluation:
                 value = found.evaluation[self._goal.metric]
                 self._evaluations[found.step] = math.nan if value is None else value

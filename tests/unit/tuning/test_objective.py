@@ -13,8 +13,8 @@ from shoal.tuning.objective import (
     NUM_WINDOWS,
     Goal,
     RecordReader,
-    RecordedStep,
     TrialReport,
+    TrialStep,
     reports_of_losses,
 )
 
@@ -54,7 +54,7 @@ def test_the_best_so_far(values: list[float], is_max: bool) -> None:
 
 @given(st.integers(1, 300), st.integers(0, 300))
 def test_windows_of_losses_are_whole_and_end_at_the_last_step(num_steps: int, made: int) -> None:
-    steps = [RecordedStep(i, float(i)) for i in range(1, min(made, num_steps) + 1)]
+    steps = [TrialStep(i, float(i)) for i in range(1, min(made, num_steps) + 1)]
     found = reports_of_losses(steps, num_steps)
     assert len(found) <= NUM_WINDOWS * 2
     assert all(report.step <= len(steps) for report in found)
@@ -81,7 +81,7 @@ def test_evaluations_are_read_as_they_come(tmp_path: Path) -> None:
         {"event": "evaluated", "step": 5, "evaluation": {"loss": 2.0, "accuracy": 0.5}},
     )
     assert reader.reports() == [TrialReport(5, 0.5)]
-    assert reader.last == RecordedStep(5, 1.0)
+    assert reader.last == TrialStep(5, 1.0)
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"evaluated","step":10,"evalu')  # being written
     assert reader.reports() == [TrialReport(5, 0.5)]
