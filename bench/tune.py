@@ -14,11 +14,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import commands, harness
+from bench.digits_by_hand import told, train_by_hand
 from bench.harness import Row
 
 RECIPE = harness.ROOT / "recipes" / "digits.py"
@@ -57,55 +57,6 @@ def drawn(trial: Any) -> dict[str, Any]:
     }
 
 
-@cache
-def _data() -> tuple[Any, ...]:
-    import torch
-
-    from shoal.data import catalog
-
-    torch.set_num_threads(1)
-    images, labels = catalog.digits()
-    held_out = torch.arange(len(labels)) % 10 == 0
-    return images[~held_out], labels[~held_out], images[held_out], labels[held_out]
-
-
-def train_by_hand(settings: Mapping[str, Any], num_steps: int) -> float:
-    """The recipe as one would write it without Shoal: the loss of the held-out digits."""
-    import torch
-    from torch.nn import functional as F
-
-    from recipes.digits import Network
-    from shoal.numerics.schedules import cosine
-
-    images, labels, held_out, held_out_labels = _data()
-    torch.manual_seed(0)
-    model, rate_of = Network(settings["channels"]), cosine(warmup=10)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=settings["lr"], momentum=0.9, weight_decay=1e-4, fused=True
-    )
-    batches: list[Any] = []
-    for step in range(num_steps):
-        if not batches:
-            batches = list(torch.randperm(len(labels)).split(64))[: len(labels) // 64]
-        chosen = batches.pop()
-        for group in optimizer.param_groups:
-            group["lr"] = settings["lr"] * rate_of(step, num_steps)
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        sums = [
-            F.cross_entropy(model(part), target, reduction="sum").item()
-            for part, target in zip(held_out.split(64), held_out_labels.split(64))
-        ]
-    return sum(sums) / len(held_out_labels)
-
-
-def _told(number: int, settings: Mapping[str, Any], num_steps: int) -> tuple[int, float]:
-    return number, train_by_hand(settings, num_steps)
-
-
 def by_joblib(size: Size) -> Study:
     """Optuna asked and told here, trials in two processes that joblib keeps warm."""
     import joblib
@@ -115,13 +66,13 @@ def by_joblib(size: Size) -> Study:
     workers = joblib.Parallel(
         n_jobs=NUM_PARALLEL, pre_dispatch=NUM_PARALLEL, return_as="generator_unordered"
     )
-    list(workers(joblib.delayed(_told)(-1, {"lr": 0.1, "channels": 8}, 2) for _ in range(4)))
+    list(workers(joblib.delayed(told)(-1, {"lr": 0.1, "channels": 8}, 2) for _ in range(4)))
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
 
     def asked() -> Iterator[Any]:
         for _ in range(size.num_trials):
             trial = study.ask()
-            yield joblib.delayed(_told)(trial.number, drawn(trial), size.num_steps)
+            yield joblib.delayed(told)(trial.number, drawn(trial), size.num_steps)
 
     started, ends = time.monotonic(), []
     for number, value in workers(asked()):

@@ -117,6 +117,7 @@ def test_a_driver_that_is_killed_again_and_again(start: Start) -> None:
     check_whole(study, found)
 
 
+@pytest.mark.full
 def test_a_killed_trial_is_resumed_from_its_checkpoint(start: Start) -> None:
     """Its supervisor first, then its rank: one is the study's to mend, the other the run's."""
     study = start(trials=2)
@@ -174,9 +175,8 @@ def test_the_process_that_trials_are_forked_from_is_killed(start: Start) -> None
     check_whole(study, found)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_study_and_the_same_command_goes_on(start: Start, number: int) -> None:
     study = start()
     study.wait_for_step(0, 10)

@@ -40,14 +40,22 @@ class _StudyScreen(Console):
 class StudyDisplay:
     """Shows a study as its driver tells of it."""
 
-    def __init__(self, goal: Goal, num_trials: int, *, is_shown: bool = True):
+    def __init__(
+        self,
+        goal: Goal,
+        num_trials: int,
+        best: tuple[float, int] | None = None,
+        *,
+        is_shown: bool = True,
+    ):
+        """`best` is the best value so far, and its trial."""
         self._goal, self._num_trials = goal, num_trials
         self._console = _StudyScreen(
             stderr=True, highlight=False, soft_wrap=True, quiet=not is_shown
         )
         self._live: Live | None = None
         self._settings: dict[int, Mapping[str, Value]] = {}
-        self._best: tuple[float, int] | None = None
+        self._best = best
         self._shown_at = 0.0
 
     def open(self) -> None:
@@ -101,7 +109,7 @@ class StudyDisplay:
 
     def _picture(self, running: Sequence[TrialProgress], num_finished: int) -> Group:
         table = Table(box=None, pad_edge=False)
-        for name in ("trial", "ranks", "step", "loss", self._goal.metric, "settings"):
+        for name in ("trial", "ranks", "step", "batch loss", self._goal.metric, "settings"):
             table.add_column(name, justify="left" if name == "settings" else "right")
         for one in running:
             report = "" if one.report is None else figure(one.report.value)

@@ -104,6 +104,11 @@ class TrialRun:
         before, self.reports = len(self.reports), self._record.reports()
         return len(self.reports) != before
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has reported on its last step."""
+        return bool(self.reports) and self.reports[-1].step >= self._record.num_steps() > 0
+
     def pruned(self) -> None:
         self.is_pruned = True
 
@@ -183,11 +188,16 @@ class Driver:
                     self._read_records()
                     self._forward_stop()
                     self._tick()
+            except (EOFError, BrokenPipeError):
+                raise StudyInterrupted(
+                    "The process that trials are forked from is gone; those under way save "
+                    "themselves. The same command goes on with the study."
+                ) from None
             finally:
                 self._end_all()
-        if len(self._signals) > 1:
-            return 128 + self._signals[-1]
-        return RUN_AGAIN if self._signals else 0
+        if self._num_finished == self._num_drawn and not self._num_to_draw():
+            return 0  # whatever was asked for meanwhile
+        return RUN_AGAIN if len(self._signals) == 1 else 128 + self._signals[-1]
 
     def _start_trials(self) -> None:
         """Start what fits. Values are drawn as late as can be, from all that is known by then."""
@@ -236,14 +246,8 @@ class Driver:
             self._directory.run_dir(number),
             self._search.goal,
             evaluates=self._facts.evaluates,
-            num_steps=self._num_steps(settings),
         )
         return TrialRun(number, settings, record)
-
-    def _num_steps(self, settings: Mapping[str, Value]) -> int:
-        """Of a trial; its own if the space draws them."""
-        steps = settings.get("steps")
-        return steps if isinstance(steps, int) else self._facts.num_steps
 
     def _start(self, trial: TrialRun, cores: Cores) -> None:
         facts, number = self._facts, trial.number
@@ -268,13 +272,7 @@ class Driver:
         """Until a trial's process has ended, or it is time to look at the records."""
         deadline = time.monotonic() + POLL_S
         while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                report = self._server.next_report(timeout_s=left_s)
-            except EOFError:
-                raise StudyInterrupted(
-                    "The process that trials are forked from is gone; those under way save "
-                    "themselves. The same command goes on with the study."
-                ) from None
+            report = self._server.next_report(timeout_s=left_s)
             if isinstance(report, WorkerExited):
                 self._handle_exit(report.number, report.status)
                 return
@@ -330,11 +328,11 @@ class Driver:
                 self._watcher.grown(trial.number, len(trial.cores))
 
     def _read(self, trial: TrialRun) -> None:
-        if trial.read() and self._search.report(trial.number, trial.reports):
-            is_over = trial.reports[-1].step >= self._num_steps(trial.settings)
-            if not trial.is_pruned and not is_over and trial.number in self._server.pids:
-                trial.pruned()
-                self._server.kill(trial.number, signal.SIGTERM)
+        falls_behind = trial.read() and self._search.report(trial.number, trial.reports)
+        runs = not trial.is_pruned and not trial.is_over and trial.number in self._server.pids
+        if falls_behind and runs:
+            trial.pruned()
+            self._server.kill(trial.number, signal.SIGTERM)
 
     def _tick(self) -> None:
         running = [trial.progress() for trial in self._running.values()]

@@ -9,6 +9,7 @@ the last twentieth the value. Pure, but for `RecordReader`, which reads a trial'
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -16,6 +17,7 @@ import msgspec
 
 from shoal.errors import UsageError, nearest
 from shoal.storage.decoding import try_decode_json
+from shoal.storage.run_dir import RUN
 
 NUM_WINDOWS = 20  # reports of a trial that does not evaluate
 _DIRECTIONS = ("min", "max")
@@ -110,8 +112,9 @@ class RecordReader:
     Its files may be cut when a run is resumed from an earlier step; then they are read anew.
     """
 
-    def __init__(self, run_dir: Path, goal: Goal, *, evaluates: bool, num_steps: int):
-        self._goal, self._evaluates, self._num_steps = goal, evaluates, num_steps
+    def __init__(self, run_dir: Path, goal: Goal, *, evaluates: bool):
+        self._goal, self._evaluates, self._run_json = goal, evaluates, run_dir / RUN
+        self._num_steps = 0  # until the run has begun
         self._steps = _LinesOf(run_dir / "metrics.jsonl")
         self._events = _LinesOf(run_dir / "events.jsonl")
         self._losses: dict[int, TrialStep] = {}
@@ -129,13 +132,28 @@ class RecordReader:
                 if not self._evaluates:
                     self._losses[step.step] = step
         if not self._evaluates:
-            return reports_of_losses(self._losses.values(), self._num_steps)
+            num_steps = self.num_steps() if self._losses else 0
+            return reports_of_losses(self._losses.values(), num_steps) if num_steps else []
         for line in self._events.more()[0]:
             found = try_decode_json(line, TrialEvaluation)
             if found and found.event == "evaluated" and self._goal.metric in found.evaluation:
                 value = found.evaluation[self._goal.metric]
                 self._evaluations[found.step] = math.nan if value is None else value
         return [TrialReport(step, value) for step, value in sorted(self._evaluations.items())]
+
+    def num_steps(self) -> int:
+        """That the run was asked for, as it says itself; 0 as long as it has not begun."""
+        if not self._num_steps:
+            with suppress(OSError):
+                found = try_decode_json(self._run_json.read_bytes(), _StepsOf)
+                self._num_steps = 0 if found is None else found.num_steps
+        return self._num_steps
+
+
+class _StepsOf(msgspec.Struct, frozen=True):
+    """What is read of run.json."""
+
+    num_steps: int = 0
 
 
 class _LinesOf:

@@ -69,11 +69,10 @@ def study_outcome(
     over = [trial for trial in trials if trial.state != "running"]
     if exit_code == 0 and over and all(trial.state == "failed" for trial in over):
         exit_code = 1
-    number, best = search.best(), None
-    if number is not None:
-        row = trials[number]
-        assert row.value is not None
-        best = BestTrial(row.trial, row.value, row.settings, row.run_dir)
+    best = None
+    if (found := search.best()) is not None:
+        value, number = found
+        best = BestTrial(number, value, trials[number].settings, trials[number].run_dir)
     importances = search.importances()
     plot, why = _plotted(trials, importances, search.goal, directory.path / PLOT)
     outcome = StudyOutcome(

@@ -24,7 +24,7 @@ import msgspec
 from shoal.errors import UsageError, require
 from shoal.storage.object_client import redact_password
 from shoal.tuning.objective import Goal, TrialReport
-from shoal.tuning.space import AnySpace, Space, Value
+from shoal.tuning.space import AnySpace, Space, SpaceFunction, Value
 
 SAMPLERS = ("tpe", "random", "grid", "gp", "cmaes")
 PRUNERS = ("none", "asha", "hyperband", "median")
@@ -32,6 +32,7 @@ EXTRA = "tune"
 _NEEDS = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 _RECORD = "shoal"  # the attribute of a study that says what it is of
 _REASON = "reason"  # of a trial that failed
+_SETTINGS = "settings"  # of a trial whose space is a function
 
 
 class FinishedTrial(msgspec.Struct, frozen=True):
@@ -180,6 +181,8 @@ class Search:
                 trial_id = self._frozen()[number]._trial_id
                 trial = optuna.trial.Trial(self._study, trial_id)
             drawn = self._space.draw(trial)
+            if isinstance(self._space, SpaceFunction):  # it may have made others of what it drew
+                trial.set_user_attr(_SETTINGS, drawn)
         self._trials[trial.number] = trial
         return trial.number, drawn
 
@@ -217,13 +220,14 @@ class Search:
         """All trials so far."""
         return [_row(trial, str(run_dir_of(trial.number))) for trial in self._frozen()]
 
-    def best(self) -> int | None:
-        """The number of the best trial among those that made their last step."""
+    def best(self) -> tuple[float, int] | None:
+        """The best value among trials that made their last step, and the trial's number."""
         done = [t for t in self._frozen() if t.state.name == "COMPLETE"]
         if not done:
             return None
         sign = -1.0 if self.goal.is_max else 1.0
-        return int(min(done, key=lambda t: (sign * t.value, t.number)).number)
+        found = min(done, key=lambda t: (sign * t.value, t.number))
+        return float(found.value), int(found.number)
 
     def importances(self) -> dict[str, float]:
         """The share of each parameter in what made trials good (PED-ANOVA); empty if too few."""
@@ -248,7 +252,7 @@ def _row(trial: Any, run_dir: str) -> FinishedTrial:
         trial=trial.number,
         state=names.get(trial.state.name, "running"),
         value=value,
-        settings=dict(trial.params),
+        settings=dict(trial.user_attrs.get(_SETTINGS, trial.params)),
         run_dir=run_dir,
         steps=max(trial.intermediate_values, default=0),
         reason=str(trial.user_attrs.get(_REASON, "")),
@@ -265,6 +269,7 @@ def _sampler(options: SearchOptions, space: AnySpace, number: int) -> Any:
     if name == "random":
         return samplers.RandomSampler(seed=seed)
     if name == "gp":
+        require("torch", extra=EXTRA).set_num_threads(1)  # trials have the cores
         return samplers.GPSampler(seed=seed, deterministic_objective=False)
     if name == "cmaes":
         return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
-from shoal.errors import UsageError, nearest
+from shoal.errors import RecipeError, ShoalError, UsageError, nearest
 
 Value = str | int | float | bool | None
 _WORD = re.compile(r"[^\s,]+")
@@ -137,7 +137,13 @@ class SpaceFunction(NamedTuple):
     function: Callable[[Any], Any]
 
     def draw(self, trial: Draws) -> dict[str, Value]:
-        drawn = self.function(trial)
+        try:
+            drawn = self.function(trial)
+        except ShoalError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RecipeError(f"The space {self.name} failed: {what}") from error
         if not isinstance(drawn, Mapping) or not drawn:
             what = "nothing" if not drawn else f"a {type(drawn).__name__}"
             raise SpaceError(

@@ -166,12 +166,17 @@ def _search(
     num_trials: int,
     is_shown: bool,
 ) -> StudyOutcome:
-    parallel = options.parallel or max(1, cores() // facts.least_ranks)
+    parallel = num_parallel(options.parallel, facts)
     search.configure(
         SearchOptions(options.sampler, options.pruner, options.seed, parallel, facts.num_steps)
     )
-    display = StudyDisplay(search.goal, num_trials, is_shown=is_shown)
+    display = StudyDisplay(search.goal, num_trials, search.best(), is_shown=is_shown)
     display.say(_introduced(search, directory, facts, options, num_trials))
+    if parallel < (options.parallel or 1):
+        log.warning(
+            "--parallel %d: %d run at a time, since %d cores hold no more under %r.",
+            *(options.parallel, parallel, cores(), facts.plan),
+        )
     if options.pruner != "none" and facts.evaluates and not facts.evaluates_within:
         log.warning(
             "--pruner %s has nothing to go by: the recipe evaluates at its end only. Let it "
@@ -186,6 +191,12 @@ def _search(
         display.close()
     storage = options.storage or str(directory.journal)
     return study_outcome(search, directory, redact_password(storage), code)
+
+
+def num_parallel(asked: int | None, facts: StudyFacts) -> int:
+    """How many trials run at a time: as many as asked for, and as the cores hold."""
+    most = max(1, cores() // facts.least_ranks)
+    return min(asked or most, most)
 
 
 def _read_space(given: Any) -> AnySpace | str:
@@ -260,7 +271,7 @@ def _introduced(
     done = search.num_finished()
     begins = f"goes on after {done} of {num_trials} trials" if done else f"{num_trials} trials"
     goal = f"the {'largest' if search.goal.is_max else 'least'} {search.goal.metric}"
-    parallel = options.parallel or max(1, cores() // facts.least_ranks)
+    parallel = num_parallel(options.parallel, facts)
     return (
         f"study {directory.path}: {begins}, {parallel} at a time under {facts.plan!r}, for {goal} "
         f"({options.sampler}, pruner {options.pruner}, seed {options.seed})"

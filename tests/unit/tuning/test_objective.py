@@ -72,7 +72,7 @@ def write(path: Path, *records: object) -> None:
 
 
 def test_evaluations_are_read_as_they_come(tmp_path: Path) -> None:
-    reader = RecordReader(tmp_path, Goal("accuracy", True), evaluates=True, num_steps=10)
+    reader = RecordReader(tmp_path, Goal("accuracy", True), evaluates=True)
     assert reader.reports() == []
     write(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0})
     write(tmp_path / "events.jsonl", {"event": "saved", "step": 5})
@@ -92,7 +92,8 @@ def test_evaluations_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_a_record_that_was_cut_is_read_anew(tmp_path: Path) -> None:
-    reader = RecordReader(tmp_path, Goal(), evaluates=False, num_steps=40)
+    reader = RecordReader(tmp_path, Goal(), evaluates=False)
+    (tmp_path / "run.json").write_text('{"num_steps": 40}')
     write(tmp_path / "metrics.jsonl", *({"step": i, "loss": 1.0} for i in range(1, 9)))
     assert [report.step for report in reader.reports()] == [2, 4, 6, 8]
     cut = tmp_path / "cut"

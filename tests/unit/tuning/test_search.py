@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import RecipeError, UsageError
 from shoal.tuning.objective import Goal, TrialReport
 from shoal.tuning.search import Search, SearchOptions, grid_size, require_packages, storage_of
-from shoal.tuning.space import Space, SpaceFunction
+from shoal.tuning.space import AnySpace, Space, SpaceFunction
 
 pytest.importorskip("optuna")
 
@@ -21,7 +21,7 @@ def opened(
     sampler: str = "tpe",
     pruner: str = "none",
     seed: int = 0,
-    space: Space = SPACE,
+    space: AnySpace = SPACE,
     record: str = "r.py:small",
 ) -> Search:
     """As the driver opens it, again and again."""
@@ -95,7 +95,7 @@ def test_what_was_not_drawn_yet_is_drawn_then(tmp_path: Path) -> None:
         is_new=False,
     )
     search.configure(SearchOptions("random", "none", 0, 1, 20))
-    with pytest.raises(Killed):
+    with pytest.raises(RecipeError, match="The space stops failed: Killed"):
         search.propose()
     again = opened(tmp_path, "random")
     number, drawn = again.propose(again.left_running()[0])
@@ -134,7 +134,7 @@ def test_states_and_reasons_are_kept(tmp_path: Path) -> None:
     assert [row.state for row in rows] == ["complete", "failed", "pruned", "running"]
     assert [row.reason for row in rows] == ["", "the loss is nan", "", ""]
     assert rows[2].value == 3.0 and rows[2].steps == 5
-    assert search.best() == 0
+    assert search.best() == (rows[0].value, 0)
     assert search.num_finished() == 3
 
 
@@ -226,3 +226,12 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def refuse(module: str, extra: str) -> None:
     raise UsageError(f"{module} {extra}")
+
+
+def test_what_a_function_made_of_its_draws_is_kept(tmp_path: Path) -> None:
+    made = SpaceFunction("made", lambda trial: {"width": 8 * trial.suggest_int("eighth", 1, 4)})
+    search = opened(tmp_path, "random", space=made)
+    number, drawn = search.propose()
+    search.complete(number, 1.0)
+    (row,) = search.trials(str)
+    assert row.settings == drawn == {"width": drawn["width"]}
