@@ -6,7 +6,7 @@ are drawn and reports kept by `search.py`. The driver holds nothing that is not 
 a trial's run directory, so the same command goes on wherever it was killed.
 
 When nothing waits for cores, a trial whose plan allows it grows into those that are free, by the
-request that `shoal resize` makes. Cost: a look at each trial's record every 50 ms.
+request that `shoal resize` makes. Cost: a look at each trial's record every 100 ms.
 """
 
 import os
@@ -40,7 +40,7 @@ from shoal.tuning.trial_process import (
 )
 from shoal.tuning.verdicts import TrialEnd, TrialVerdict, is_final, judge
 
-POLL_S = 0.05
+POLL_S = 0.1
 KILL_S = 10.0  # for trials to end that were killed
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,9 @@ from shoal.training.options import SETTABLE, Recipe
 from shoal.tuning.objective import Goal
 from shoal.tuning.space import AnySpace, FirstValues, Space, SpaceFunction, setting
 from shoal.tuning.verdicts import TrialEnd
+
+if TYPE_CHECKING:
+    from shoal.training.run import Run
 
 VARIABLE = "SHOAL_TRIAL"
 _LOST_EARLY = "The process that loads the recipe"
@@ -105,6 +108,7 @@ def _refuse_set_twice(recipe: Recipe, drawn: Mapping[str, str]) -> None:
 
 def _inspect(recipe: Recipe, goal: Goal, plan: str | None, num_cores: int) -> StudyFacts:
     run, _ = recipe.load()
+    _warm_up(run)
     goal.refuse_unknown(run.measures())
     evaluates = run.evaluate is not None
     text = plan if plan is not None else run.plan or "data=1"
@@ -119,6 +123,18 @@ def _inspect(recipe: Recipe, goal: Goal, plan: str | None, num_cores: int) -> St
         least_ranks=least,
         most_ranks=most,
     )
+
+
+def _warm_up(run: "Run") -> None:
+    """Load what a trial would before its first step: most of it is imported when first used."""
+    import torch.distributed.tensor  # noqa: F401
+    import zmq  # noqa: F401
+
+    from shoal.launch import prepare  # noqa: F401
+    from shoal.training.recipe import provenance
+
+    provenance(run, {})
+    run.make_optimizer(run.make_model())
 
 
 def _refuse_unknown(recipe: Recipe, space: AnySpace) -> None:
