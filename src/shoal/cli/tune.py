@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say, tell
-from shoal.cli.train import tell_not_loaded
+from shoal.cli.output import say, tell, tell_failure
 from shoal.errors import RUN_AGAIN
 
 
@@ -112,7 +111,7 @@ def tune(
     try:
         outcome = run_study(Recipe.named(recipe, settings), space, StudyOptions(**given), run_dir)
     except NotLoaded as error:
-        sys.exit(tell_not_loaded(error))
+        sys.exit(tell_failure(error))
     if as_json:
         tell(in_text(outcome))
         click.echo(encoded(outcome).decode())

@@ -24,6 +24,7 @@ from shoal.plans.plan import Plan
 from shoal.storage.object_client import redact_password
 from shoal.system.fork_server import ForkServer, fork_here
 from shoal.training.options import Recipe
+from shoal.training.wording import in_python
 from shoal.tuning.directory import LOG, STUDY, StudyDir, StudyRecord, find_study, open_study
 from shoal.tuning.display import StudyDisplay
 from shoal.tuning.driver import Driver, DriverOptions
@@ -111,6 +112,9 @@ def tune(
         outcome = run_study(recipe, space, asked, directory, is_shown=progress)
     except NotLoaded as error:
         raise error_of(error.exit_code, str(error), error.trace) from None
+    except ShoalError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise
     if outcome.exit_code in (RUN_AGAIN, 128 + signal.SIGINT):
         raise KeyboardInterrupt(f"stopped; the study is in {outcome.study}")
     if outcome.exit_code:
