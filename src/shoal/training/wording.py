@@ -1,7 +1,7 @@
 """Messages for the way that a run was asked for: options of the command as arguments of Python.
 
-Messages name options as `shoal train` and `shoal tune` have them. Who calls `shoal.train` reads `run_dir=DIR` where a
-shell reads `--run-dir DIR`.
+Messages name options as `shoal train` and `shoal tune` have them. Who calls `shoal.train` reads
+`run_dir=DIR` where a shell reads `--run-dir DIR`.
 """
 
 import re
