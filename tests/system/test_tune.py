@@ -99,7 +99,7 @@ def test_the_same_seed_draws_the_same_trials(tune: Tune) -> None:
 
 @pytest.mark.full
 def test_a_trial_that_fails_does_not_end_the_study(tune: Tune, tmp_path: Path) -> None:
-    done = tune(f"{TUNABLE}:moody", "--space", "mood=good|bad", "--sampler", "grid")
+    done = tune(f"{TUNABLE}:moody", "--space", "mood=bad|good", "--sampler", "grid")
     assert done.exit_code == 0, done.errors
     states = {t["settings"]["mood"]: t for t in done.result["trials"]}
     assert states["good"]["state"] == "complete"

@@ -165,23 +165,27 @@ class SpaceFunction(NamedTuple):
 AnySpace = Space | SpaceFunction
 
 
-class FirstValues:
-    """Draws the first value of every range, to see what a space sets before anything runs."""
+class EdgeValues:
+    """Draws the first value of every range, or the last, to see what a space sets before anything
+    runs."""
 
     number = 0
+
+    def __init__(self, *, is_last: bool = False):
+        self._is_last = is_last
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        return low
+        return high if self._is_last else low
 
     def suggest_int(
         self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
     ) -> int:
-        return low
+        return high - (high - low) % step if self._is_last else low
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
-        return next(iter(choices))
+        return list(choices)[-1 if self._is_last else 0]
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Kept by a trial of Optuna; there is none yet."""

@@ -1,10 +1,11 @@
 """The process of a trial: a run through `launch`, in a fork of one that has loaded everything.
 
 The fork server imports torch and the recipe's module, and calls the recipe once with the first
-values of the space: so a parameter that it does not have, a metric that it does not measure and a
-plan that does not fit are refused before anything runs, and what the recipe's module keeps (a data
-set it has read, a cache) is shared by all trials without a copy. Each trial is a fork that takes
-the cores it was given and trains; how that ended is its last word, a file beside the run directory.
+values of the space, or the last, if those fail: so a parameter that it does not have, a metric that
+it does not measure and a plan that does not fit are refused before anything runs, and what the
+recipe's module keeps (a data set it has read, a cache) is shared by all trials without a copy. Each
+trial is a fork that takes the cores it was given and trains; how that ended is its last word, a
+file beside the run directory.
 
 If the driver dies, the kernel asks each trial to stop, and it saves itself. Read next: `driver.py`.
 """
@@ -29,7 +30,7 @@ from shoal.system.fork_server import LOST, WorkerMain, WorkerSpec
 from shoal.system.processes import stop_signals
 from shoal.training.options import SETTABLE, Recipe
 from shoal.tuning.objective import Goal
-from shoal.tuning.space import AnySpace, FirstValues, Space, SpaceFunction, setting
+from shoal.tuning.space import AnySpace, EdgeValues, Space, SpaceFunction, setting
 from shoal.tuning.verdicts import TrialEnd
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class TrialJob(msgspec.Struct, frozen=True):
 
 
 class StudyFacts(msgspec.Struct, frozen=True):
-    """What the recipe says of itself, called with the first values of the space."""
+    """What the recipe says of itself, called with an edge of the space."""
 
     evaluates: bool
     evaluates_within: bool  # and before its last step
@@ -68,12 +69,24 @@ def prepare_trials(
     set_single_thread()
     recipe = _found(recipe)
     found = found_space(space) if isinstance(space, str) else space
-    drawn = {name: setting(value) for name, value in found.draw(FirstValues()).items()}
-    _refuse_set_twice(recipe, drawn)
-    first = replace(recipe, settings={**recipe.settings, **drawn})
-    _refuse_unknown(first, found)
-    facts = _inspect(first, goal, plan, num_cores)
+    try:
+        facts = _inspect(_at_edge(recipe, found, is_last=False), goal, plan, num_cores)
+    except ShoalError as first:  # one value may be wrong, and others right
+        try:
+            facts = _inspect(_at_edge(recipe, found, is_last=True), goal, plan, num_cores)
+        except ShoalError:
+            raise first from first.__cause__
     return msgspec.to_builtins(facts), partial(run_trial, recipe)
+
+
+def _at_edge(recipe: Recipe, space: AnySpace, *, is_last: bool) -> Recipe:
+    """The recipe with the first or the last values of the space; its names are checked."""
+    values = space.draw(EdgeValues(is_last=is_last))
+    drawn = {name: setting(value) for name, value in values.items()}
+    _refuse_set_twice(recipe, drawn)
+    edge = replace(recipe, settings={**recipe.settings, **drawn})
+    _refuse_unknown(edge, space)
+    return edge
 
 
 def found_space(name: str) -> AnySpace:

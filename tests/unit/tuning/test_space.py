@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.errors import UsageError
 from shoal.tuning.space import (
     Dimension,
-    FirstValues,
+    EdgeValues,
     Space,
     SpaceError,
     SpaceFunction,
@@ -49,12 +49,23 @@ def test_a_space_is_read_as_it_prints(space: Space) -> None:
 
 @given(spaces())
 def test_first_values_are_in_the_ranges(space: Space) -> None:
-    drawn = space.draw(FirstValues())
+    drawn = space.draw(EdgeValues())
     assert list(drawn) == [one.name for one in space.dimensions]
     for one in space.dimensions:
         value = drawn[one.name]
-        assert value in one.choices if one.choices else value == one.low
+        assert value == (one.choices[0] if one.choices else one.low)
         assert "=" not in setting(value)
+
+
+@given(spaces())
+def test_last_values_are_in_the_ranges(space: Space) -> None:
+    drawn = space.draw(EdgeValues(is_last=True))
+    for one in space.dimensions:
+        value = drawn[one.name]
+        if one.choices:
+            assert value == one.choices[-1]
+        else:
+            assert isinstance(value, int | float) and one.low <= value <= one.high
 
 
 @given(st.text(max_size=40))
@@ -154,4 +165,4 @@ def test_names_of_functions_are_told_from_spaces() -> None:
 @pytest.mark.parametrize("answer", [None, {}, [1], {"a": [1]}, {1: 2}])
 def test_a_function_must_return_settings(answer: object) -> None:
     with pytest.raises(UsageError, match="The space f returned"):
-        SpaceFunction("f", lambda trial: answer).draw(FirstValues())
+        SpaceFunction("f", lambda trial: answer).draw(EdgeValues())
