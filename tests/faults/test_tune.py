@@ -83,7 +83,7 @@ def check_gone(pids: set[int]) -> None:
 
 def test_a_killed_driver_loses_nothing(start: Start) -> None:
     """Its trials save themselves and end; the same command resumes them."""
-    study = start()
+    study = start(trials=2)
     study.wait_for_step(0, 10)
     study.wait_for_step(1, 10)
     pids = descendants(study.command.pid)
@@ -94,10 +94,10 @@ def test_a_killed_driver_loses_nothing(start: Start) -> None:
     for run_dir in saved:
         assert events(run_dir, "stopping"), "it was not asked to stop"
         assert any((run_dir / "checkpoints").iterdir())
-    again = start(pause=0.02)
+    again = start(trials=2)
     code, found = again.end()
     assert code == 0, again.said()
-    check_whole(again, found)
+    check_whole(again, found, 2)
     for run_dir in saved:
         (resumed,) = events(run_dir, "resumed")
         assert resumed["step"] >= 10

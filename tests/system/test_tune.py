@@ -177,8 +177,10 @@ def test_the_last_trial_grows_into_the_free_cores(tune: Tune, tmp_path: Path) ->
     [
         ((LINE, "--space", "lr=1..x", "--trials", "2"), "character 7: 'x'"),
         ((LINE, "--space", " ", "--trials", "2"), "The space is empty"),
-        ((LINE, "--space", "rate=0.1|0.2", "--trials", "2"), "has no parameter 'rate'"),
-        ((LINE, "--space", "widht=2|4", "--trials", "2"), "Did you mean 'width'?"),
+        (
+            (LINE, "--space", "widht=2|4", "--trials", "2"),
+            "has no parameter 'widht', and a Run has none that can be set. Did you mean 'width'?",
+        ),
         pytest.param(
             (LINE, "--space", "width=2..4", "--trials", "2"),
             "Did you mean width=int:2..4?",

@@ -210,6 +210,7 @@ def test_a_database_keeps_a_study(tmp_path: Path) -> None:
         of(is_new=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/none/x.db", "mysql://u:pw@h/x"])
 def test_a_database_that_cannot_be_opened_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(UsageError, match="cannot be opened") as refused:
