@@ -35,7 +35,7 @@ PACKAGE_LINES = {
     "tuning": 2400,
     "verify": 1850,
 }
-ALL_LINES = 64_000  # of src without `testing/`
+ALL_LINES = 66_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 220}
 # "path" or "path:name" -> why it may be larger.
