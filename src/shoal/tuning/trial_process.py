@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shoal.training.run import Run
 
 VARIABLE = "SHOAL_TRIAL"
+MOST_LOOKED_AT = 100_000  # steps
 _LOST_EARLY = "The process that loads the recipe"
 
 
@@ -128,14 +129,18 @@ def _inspect(recipe: Recipe, goal: Goal, plan: str | None, num_cores: int) -> St
     template, least, most = trial_plan(text, num_cores, run.batch_size)
     return StudyFacts(
         evaluates=evaluates,
-        evaluates_within=evaluates
-        and run.evaluate_every is not None
-        and run.evaluate_every < run.num_steps(),
+        evaluates_within=evaluates and _evaluates_within(run),
         num_steps=run.num_steps(),
         plan=template,
         least_ranks=least,
         most_ranks=most,
     )
+
+
+def _evaluates_within(run: "Run") -> bool:
+    """Whether it evaluates before its last step; looked for among the first ones."""
+    steps = range(1, min(run.num_steps(), MOST_LOOKED_AT))
+    return run.evaluate_every is not None and any(map(run.evaluates_after, steps))
 
 
 def _warm_up(run: "Run") -> None:
