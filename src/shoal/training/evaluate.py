@@ -21,9 +21,22 @@ from shoal.errors import GroupLost, RecipeError, UsageError
 from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
 from shoal.training.compute import PieceRunner
+from shoal.training.options import WhichData
 from shoal.training.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
+
+
+def data_of(run: Run, which: WhichData) -> Any:
+    """What a trained model is to be measured on, or used on."""
+    if which == "train":
+        return run.data
+    if run.evaluate is None:
+        raise UsageError(
+            "The recipe has no data to evaluate on. Give its Run evaluate=a source of samples, or "
+            'add --on-data train (on_data="train") for the data that it trains on.'
+        )
+    return run.evaluate
 
 
 def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
