@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 220
 RECIPE = "recipes/charlm.py:small"
-SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
+MODEL = ["--set", "length=64"]
+SETTINGS = ["--set", f"steps={STEPS}", *MODEL]
 PROMPT = "HAMLET. "
 WORDS = ["shoal", "train", RECIPE, "--plan", "data=2", *SETTINGS]
 COLOURS = {"rank ": "bold red", "a spare ": "bold green"}  # of lines in the picture, as they begin
@@ -126,7 +127,7 @@ What to try next:
 
 def write_some(run_dir: Path) -> int:
     """Let the model that was trained write a few lines."""
-    words = ["shoal", "generate", RECIPE, "--from", os.path.relpath(run_dir, ROOT), *SETTINGS]
+    words = ["shoal", "generate", RECIPE, "--from", os.path.relpath(run_dir, ROOT), *MODEL]
     words += ["--prompt", PROMPT, "--tokens", "160", "--temperature", "0.7"]
     print(f"\n$ {shlex.join(words)}\n", flush=True)
     command = [Path(sys.executable).parent / words[0], *words[1:]]

@@ -205,6 +205,53 @@ def test_a_language_model_writes(written: Path, capsys: pytest.CaptureFixture[st
     assert greedy["text"] == write("--temperature", "5", "--top-p", "0.0001")["text"]
 
 
+def make_directory(path: Path) -> None:
+    """As save_pretrained leaves it: a tiny Llama, and a tokenizer of words that are characters."""
+    import tokenizers
+    import transformers
+
+    run = used.llama()
+    run.make_model().save_pretrained(path)
+    words = {character: place for place, character in enumerate(run.tokenizer.alphabet)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="."))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("wrapped", [0, 1])
+def test_from_a_directory_of_hugging_face_to_another(
+    command: Command, tmp_path: Path, wrapped: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()  # whose thread stays
+    make_directory(tmp_path / "first")
+    settings = ("--set", f"wrapped={wrapped}", "--set", "has_tokenizer=0")
+    recipe, run_dir, last = f"{USED}:llama", tmp_path / "run", tmp_path / "last"
+    words = ("--from", tmp_path / "first", "--run-dir", run_dir, "--plan", "data=2")
+    trained = command("train", recipe, *settings, *words)
+    assert trained.code == 0, trained.errors
+    assert ("'inner.' was put before its names" in trained.errors) == bool(wrapped)
+    exported = command(
+        *("checkpoint", "export", run_dir, last, "--to", "huggingface", "--like", recipe, *settings)
+    )
+    assert exported.code == 0, exported.errors
+    texts = []
+    for source in (run_dir, last, run_dir / "model.safetensors"):
+        words = ("--from", source, "--prompt", "she sells", "--tokens", "9", "--temperature", "0")
+        said = command("generate", recipe, *settings, *words, "--json")
+        assert said.code == 0, said.errors
+        texts.append(said.answer["text"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(last)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(last)
+    given = tokenizer("she sells", return_tensors="pt", return_token_type_ids=False)
+    written = model.generate(**given, max_new_tokens=9, do_sample=False)
+    texts.append(tokenizer.decode(written[0], skip_special_tokens=True))
+    assert len(set(texts)) == 1 and len(texts[0]) == len("she sells") + 9, texts
+
+
 # ---- what is refused
 
 

@@ -87,7 +87,19 @@ def no_language_model() -> shoal.Run:
     return shoal.Run(**{**vars(classifier()), "tokenizer": shoal.data.Characters("abc")})
 
 
-def llama(tied: bool = False) -> shoal.Run:
+class Wrapped(nn.Module):
+    """A model of transformers inside of another: its names have a prefix."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.inner(tokens).logits
+        return logits
+
+
+def llama(wrapped: bool = False, has_tokenizer: bool = True) -> shoal.Run:
     """A tiny model of transformers, whose own `generate` writes."""
     import transformers
 
@@ -99,18 +111,22 @@ def llama(tied: bool = False) -> shoal.Run:
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
+
+    def model() -> nn.Module:
+        made = transformers.LlamaForCausalLM(config)
+        return Wrapped(made) if wrapped else made
+
     return shoal.Run(
-        model=lambda: transformers.LlamaForCausalLM(config),
+        model=model,
         loss=language_loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
         data=shoal.data.windows(torch.tensor(tokenizer.encode(TEXT)), 12),
         batch_size=8,
         steps=4,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if has_tokenizer else None,
     )
 
 
