@@ -209,7 +209,7 @@ def import_(
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.errors import BadCheckpoint
     from shoal.formats.import_weights import import_weights, target_all, target_model
-    from shoal.formats.match import non_persistent_buffers
+    from shoal.formats.match import match_tensors, non_persistent_buffers
     from shoal.formats.open_weights import fetch_to_disk, open_import
     from shoal.formats.weights import ModelWeights
 
@@ -225,5 +225,7 @@ def import_(
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
     again = set[str]() if model is None else non_persistent_buffers(model)
     left = [*found.left_out, *(name for name in weights.names if name in again)]
-    told = _some("converted to the model's types", changed) + _some("left out", left)
+    rule = "" if model is None else str(match_tensors(weights, model).rule)
+    told = rule and f"; {rule}"
+    told += _some("converted to the model's types", changed) + _some("left out", left)
     say(f"{out}: {len(wanted)} tensors{told}.")

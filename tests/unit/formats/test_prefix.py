@@ -1,9 +1,17 @@
 """Names that differ by a prefix are found to, from either side; others are left alone."""
 
+from pathlib import Path
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
 
+from shoal.errors import UsageError
 from shoal.formats.prefix import AS_THEY_ARE, PrefixRule, find_prefix
+from shoal.training.pretrained import find_initial_weights
 
 words = st.sampled_from(["bert", "layer", "0", "1", "weight", "bias", "model", "_orig_mod"])
 names = st.lists(words, min_size=1, max_size=4).map(".".join)
@@ -46,6 +54,18 @@ def test_more_than_the_model_in_the_source_and_the_other_way_round() -> None:
     assert cut.rename("head.weight", bert) == "head.weight"
     assert str(cut) == "'bert.' was cut off its names"
     assert str(add) == "'bert.' was put before its names"
+
+
+def test_a_run_begins_with_a_part_of_another_model_and_says_so(tmp_path: Path) -> None:
+    """As BertModel does with weights of BertForPreTraining."""
+    tensors = {"bert.weight": torch.ones(2, 3), "bert.bias": torch.ones(2), "head": torch.ones(4)}
+    save_file(tensors, tmp_path / "whole.safetensors")
+    where, model = tmp_path / "whole.safetensors", nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"'bert\.' was cut off its names; not in the model: head"):
+        find_initial_weights(where, model, everything=False, partial=False)
+    found = find_initial_weights(where, model, everything=False, partial=True)
+    assert found.match.source_names == {"weight": "bert.weight", "bias": "bert.bias"}
+    assert "2 tensors of" in str(found) and "'bert.' was cut off its names" in str(found)
 
 
 def test_shapes_count() -> None:
