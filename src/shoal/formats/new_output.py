@@ -6,7 +6,7 @@ Both are written beside their place and moved there at the end. An export never 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -43,6 +43,7 @@ def _beside(path: Path) -> Iterator[Path]:
     """A temporary directory beside a free path; always removed at the end."""
     refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    missing = [folder for folder in path.parents if not os.path.lexists(folder)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
@@ -53,6 +54,9 @@ def _beside(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # the first that is not empty, as after a success
+            for folder in missing:
+                folder.rmdir()
 
 
 def refuse_existing(path: Path) -> None:

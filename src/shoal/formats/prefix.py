@@ -22,10 +22,9 @@ class PrefixRule(NamedTuple):
     add: str = ""
 
     def rename(self, name: str, known: Collection[str]) -> str:
-        """The model's name for a source's; a name that the model knows stays as it is."""
-        if name in known or not name.startswith(self.cut):
-            return name
-        return self.add + name.removeprefix(self.cut)
+        """The model's name for a source's; one that the rule makes nothing known of stays."""
+        renamed = self.add + name.removeprefix(self.cut)
+        return renamed if renamed in known and name.startswith(self.cut) else name
 
     def __str__(self) -> str:
         if self.cut:

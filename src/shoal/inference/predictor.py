@@ -66,15 +66,14 @@ class Predictor:
     ):
         if type(batch_size) is not int or batch_size < 1:
             raise UsageError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
-        self._collate = None
-        if recipe is not None:
-            texts = {name: str(value) for name, value in (settings or {}).items()}
-            run = load_recipe(recipe, texts)
-            self._collate = run.collate
-            found = model if isinstance(model, nn.Module) else load(model, run)
-        else:
-            found = model if isinstance(model, nn.Module) else load(model, **settings or {})
-        self.model = found.to(device)
+        if recipe is None and settings:
+            raise UsageError(f"{', '.join(settings)}: settings are for a recipe. Name it.")
+        texts = {name: str(value) for name, value in (settings or {}).items()}
+        run = None if recipe is None else load_recipe(recipe, texts)
+        self._collate = None if run is None else run.collate
+        if not isinstance(model, nn.Module):  # and a program has its weights in it
+            model = load(model, None if str(model).endswith(".pt2") else run)
+        self.model = model.to(device)
         self.batch_size, self.device = batch_size, device
 
     def __call__(self, inputs: Iterable[Any]) -> Iterator[Any]:

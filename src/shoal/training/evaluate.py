@@ -6,7 +6,7 @@ steps each replica judges its pieces with its own weights. A run's `loaders` loa
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -102,7 +102,8 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode comes back afterwards."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    with suppress(NotImplementedError):  # of a program of torch.export, which has one mode
+        model.eval()
     try:
         with torch.no_grad():
             yield

@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setitem(FORMATS, suffix, Full)
     with (
         pytest.raises(UsageError, match=r"No space left on device\. Nothing was left there"),
-        new_files(tmp_path / f"out{suffix}") as partial,
+        new_files(tmp_path / "new" / "folders" / f"out{suffix}") as partial,
     ):
         write(open_output(partial), [batch(0, 2)])
     assert not list(tmp_path.iterdir())

@@ -68,6 +68,18 @@ def test_samples_that_fail_are_named() -> None:
         shoal.Predictor(Net(), batch_size=0)
 
 
+def test_a_program_of_torch_export_has_one_mode(tmp_path) -> None:
+    model = nn.Linear(2, 3)
+    sizes = {"input": {0: torch.export.Dim.AUTO}}
+    program = torch.export.export(model.eval(), (torch.ones(4, 2),), dynamic_shapes=sizes)
+    torch.export.save(program, tmp_path / "model.pt2")
+    inputs = torch.randn(5, 2)
+    found = list(shoal.Predictor(tmp_path / "model.pt2", batch_size=3)(inputs))
+    torch.testing.assert_close(torch.stack(found), model(inputs))
+    with pytest.raises(UsageError, match=r"model\.pt2 is a program.*shoal predict"):
+        shoal.load(tmp_path / "model.pt2", used.classifier)
+
+
 def test_a_source_gives_numbers_of_samples() -> None:
     source = used.classifier().evaluate
     model = nn.Linear(4, 1)
