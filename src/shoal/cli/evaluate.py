@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import print_json, say
-from shoal.cli.train import tell_not_loaded
+from shoal.cli.output import print_json, say, tell_failure
 
 
 @click.command(epilog=options.plan_help())
@@ -46,7 +45,7 @@ def evaluate(
             Recipe.named(recipe, settings), launch.EvaluateOptions(**given), run_dir, watch=display
         )
     except (NotLoaded, RunFailed) as error:
-        sys.exit(tell_not_loaded(error))
+        sys.exit(tell_failure(error))
     finally:
         display.close()
     if as_json:

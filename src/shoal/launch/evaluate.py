@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.cluster.backend import Facts
 from shoal.cluster.local import LocalBackend
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.events.events import Event, OnEvent, StoppingEvent
 from shoal.launch.supervised import RunFailed, run_supervised
 from shoal.plans.plan import Plan
@@ -102,8 +102,10 @@ def _evaluate(
         run_dir.path,
         backend=LocalBackend(),
         watch=observe,
-        members=lambda found: Membership(
-            found["num_ranks"], num_servers=found["num_servers"], num_spares=0
+        members=lambda started: Membership(
+            started.facts["num_ranks"],
+            started.facts["num_servers"],
+            MembershipOptions(num_spares=0),
         ),
         prepared=begin,
     )

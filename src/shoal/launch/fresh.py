@@ -144,9 +144,7 @@ def evaluate_fresh(
     prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
 ) -> Evaluation:
     """`launch.evaluate` in a fresh process."""
-    last = _done(
-        _job(recipe, run_dir, evaluation=options), _pickle(recipe), watch, prepared
-    )
+    last = _done(_job(recipe, run_dir, evaluation=options), _pickle(recipe), watch, prepared)
     assert isinstance(last, _Evaluated)
     return last.evaluation
 
