@@ -140,7 +140,7 @@ def evaluate(
     except (NotLoaded, RunFailed) as error:
         if error.exit_code == fresh.INTERRUPTED:
             raise KeyboardInterrupt(str(error)) from None
-        raise _error(error.exit_code, str(error), error.trace) from None
+        raise error_of(error.exit_code, str(error), error.trace) from None
     except ShoalError as error:
         error.args = (in_python(str(error)), *error.args[1:])
         raise

@@ -51,6 +51,6 @@ def evaluate(
     if as_json:
         print_json(found)
         return
-    numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.metrics.items())
+    numbers = {} if found.loss is None else {"loss": found.loss}
     say(f"{found.samples} samples with {found.weights}, plan {found.plan or 'data=1'}:")
-    say(f"loss {found.loss:.6g}  {numbers}".rstrip())
+    say("  ".join(f"{name} {value:.6g}" for name, value in (numbers | found.metrics).items()))

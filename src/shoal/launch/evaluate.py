@@ -45,8 +45,8 @@ class EvaluateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured: under the names that `shoal evaluate --json` gives them."""
 
-    loss: float
-    metrics: dict[str, float]
+    loss: float | None  # None if the recipe has no loss(output, target)
+    metrics: dict[str, float]  # and the named parts of the loss
     samples: int
     plan: str
     weights: str  # the place they are from
@@ -116,7 +116,7 @@ def _evaluate(
         raise RunFailed(result)
     found: dict[str, Any] = dict(result.summaries[0]["evaluation"])
     return Evaluation(
-        loss=found.pop("loss"),
+        loss=found.pop("loss", None),
         metrics=found,
         samples=facts["num_measured"],
         plan=facts["plan"],

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
+from shoal.data.sources import stream_of
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
@@ -30,6 +31,11 @@ PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on 
 def data_of(run: Run, which: WhichData) -> Any:
     """What a trained model is to be measured on, or used on."""
     if which == "train":
+        if stream_of(run.data) is not None:
+            raise UsageError(
+                "The recipe trains on a stream, of which no sample is found again. Give its Run "
+                "evaluate=a source with a length."
+            )
         return run.data
     if run.evaluate is None:
         raise UsageError(
