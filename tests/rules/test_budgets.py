@@ -68,7 +68,7 @@ LARGE_CLASSES = {
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (10, 21),
+    "Run": (10, 22),
     "Summary": (0, 19),
 }
 

@@ -18,7 +18,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
+from shoal.data.sources import stream_of
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest, require
 from shoal.formats.companions import origin_directory
 from shoal.training.load import load
@@ -202,7 +204,9 @@ def _write_by_transformers(model: Any, tokens: list[int], sampling: Sampling) ->
 
 def _example(run: Run) -> Tensor:
     """The tokens of one sample, which say how long a text may be, and of which type."""
-    inputs = pieces_in_order(run.data, 1)[0].inputs
+    has_stream = stream_of(run.data) is not None and run.evaluate is not None
+    source = run.evaluate if has_stream else run.data
+    inputs = pieces_in_order(source, 1, LoadOptions(run.collate))[0].inputs
     if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point():
         form = type(inputs).__name__
         if isinstance(inputs, Tensor):
