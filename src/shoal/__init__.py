@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import data as data
+    from shoal.api import evaluate as evaluate
     from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import UsageError as UsageError
     from shoal.events.step import StepInfo as StepInfo
     from shoal.events.step import every as every
+    from shoal.inference.predictor import Predictor as Predictor
+    from shoal.inference.predictor import predict as predict
+    from shoal.inference.text import generate as generate
+    from shoal.launch.evaluate import Evaluation as Evaluation
     from shoal.launch.outcome import Outcome as Outcome
     from shoal.launch.script import trainer as trainer
     from shoal.numerics import losses as losses
@@ -31,9 +36,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Evaluation": "shoal.launch.evaluate",
     "Optimizers": "shoal.numerics.optimizers",
     "Outcome": "shoal.launch.outcome",
     "Plan": "shoal.plans.plan",
+    "Predictor": "shoal.inference.predictor",
     "Run": "shoal.training.run",
     "RowwiseAdagrad": "shoal.numerics.rowwise",
     "ShoalError": "shoal.errors",
@@ -42,8 +49,11 @@ _HOME = {
     "StudyOutcome": "shoal.tuning.results",
     "Table": "shoal.numerics.table",
     "UsageError": "shoal.errors",
+    "evaluate": "shoal.api",
     "every": "shoal.events.step",
+    "generate": "shoal.inference.text",
     "load": "shoal.training.load",
+    "predict": "shoal.inference.predictor",
     "train": "shoal.api",
     "trainer": "shoal.launch.script",
     "tune": "shoal.tuning.tune",

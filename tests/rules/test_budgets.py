@@ -15,7 +15,7 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 2450,
+    "cli": 2700,
     "cluster": 1500,
     "comm": 2800,
     "cost": 1150,
@@ -23,8 +23,9 @@ PACKAGE_LINES = {
     "doctor": 500,
     "elastic": 2950,
     "events": 1350,
-    "formats": 1700,
-    "launch": 1500,
+    "formats": 1850,
+    "inference": 700,
+    "launch": 1750,
     "numerics": 2000,
     "parallel": 6800,
     "plans": 1200,
@@ -67,7 +68,7 @@ LARGE_CLASSES = {
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (10, 21),
+    "Run": (10, 22),
     "Summary": (0, 19),
 }
 

@@ -52,7 +52,8 @@ def export(
 
     \b
     safetensors  one file
-    huggingface  a directory that from_pretrained loads; --like adds its config.json
+    huggingface  a directory that from_pretrained loads; --like adds its config.json. What stood
+                 beside the weights that the run began with (a tokenizer, say) comes along
     state_dict   one file for torch.load(weights_only=True); --like adds names of tied weights
     dcp          a directory of torch.distributed.checkpoint
     pt2          the model as a program, for torch.export.load; needs --like
@@ -73,6 +74,7 @@ def export(
     path = local_path(out)
     if path is None:
         raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")
+    from shoal.formats.companions import origin_directory
     from shoal.formats.open_weights import open_weights
 
     source = open_weights(checkpoint)
@@ -83,7 +85,8 @@ def export(
         assert run is not None
         say(_export_program(source.weights, run, form, path))
         return
-    say(_export_tensors(source.weights, run, form, path, shard_bytes))
+    origin = origin_directory(checkpoint) if form == "huggingface" else None
+    say(_export_tensors(source.weights, run, form, path, shard_bytes, origin))
 
 
 def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
@@ -95,13 +98,20 @@ def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
 
 
 def _export_tensors(
-    source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
+    source: "Weights",
+    run: "Run | None",
+    form: str,
+    out: Path,
+    shard_bytes: int | None,
+    origin: Path | None,
 ) -> str:
     from shoal.checkpoint.dtypes import canonical_names
     from shoal.formats import dcp, huggingface, safetensors, state_dict
+    from shoal.formats.companions import write_companions
     from shoal.formats.weights import ModelWeights
 
     model = run.make_model() if run is not None else None
+    tokenizer = None if run is None else run.tokenizer
     tied: dict[str, str] = {}
     if model is not None:
         tied = {name: first for name, first in canonical_names(model).items() if name != first}
@@ -115,7 +125,13 @@ def _export_tensors(
         safetensors.export_safetensors(weights, out)
     elif form == "huggingface":
         most = huggingface.SHARD_BYTES if shard_bytes is None else shard_bytes
-        huggingface.export_huggingface(weights, out, most, config)
+        huggingface.export_huggingface(
+            weights,
+            out,
+            most,
+            config,
+            lambda beside: write_companions(beside, origin, tokenizer, weights),
+        )
     elif form == "state_dict":
         more = {name: first for name, first in tied.items() if name not in weights.names}
         state_dict.export_state_dict(weights, out, more)
@@ -193,7 +209,7 @@ def import_(
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.errors import BadCheckpoint
     from shoal.formats.import_weights import import_weights, target_all, target_model
-    from shoal.formats.match import non_persistent_buffers
+    from shoal.formats.match import match_tensors, non_persistent_buffers
     from shoal.formats.open_weights import fetch_to_disk, open_import
     from shoal.formats.weights import ModelWeights
 
@@ -209,5 +225,7 @@ def import_(
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
     again = set[str]() if model is None else non_persistent_buffers(model)
     left = [*found.left_out, *(name for name in weights.names if name in again)]
-    told = _some("converted to the model's types", changed) + _some("left out", left)
+    rule = "" if model is None else str(match_tensors(weights, model).rule)
+    told = rule and f"; {rule}"
+    told += _some("converted to the model's types", changed) + _some("left out", left)
     say(f"{out}: {len(wanted)} tensors{told}.")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.data import split as split
     from shoal.data import transforms as transforms
     from shoal.data.cache.cached import cached as cached
+    from shoal.data.characters import Characters as Characters
     from shoal.data.padding import pad as pad
     from shoal.data.readers.csv import csv as csv
     from shoal.data.readers.huggingface import huggingface as huggingface
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _MODULES = ("batches", "catalog", "permutation", "sources", "split", "transforms")
 _NAMES = {  # by the module that has them
     "cache.cached": ("cached",),
+    "characters": ("Characters",),
     "readers.csv": ("csv",),
     "readers.huggingface": ("huggingface",),
     "readers.images": ("images",),

@@ -30,6 +30,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shoal.data.characters import Characters
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
 from shoal.storage.files import write_atomic
@@ -56,6 +57,11 @@ class Text(NamedTuple):
 
     tokens: Tensor  # uint8, [number of characters]
     alphabet: str
+
+    @property
+    def tokenizer(self) -> Characters:
+        """For a Run's `tokenizer`."""
+        return Characters(self.alphabet)
 
 
 SHAKESPEARE = Package(

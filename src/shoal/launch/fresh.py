@@ -1,4 +1,4 @@
-"""Train in a fresh process, where this one could not fork safely: it has threads, or is one.
+"""Train or evaluate in a fresh process, where this one could not fork safely: it has threads.
 
 A notebook, a web server, a script that has computed something: their locks and their OpenMP would
 be copied in the middle of what they do. So a new interpreter is started, which gets the recipe by
@@ -30,6 +30,7 @@ from shoal.cluster.backend import Facts
 from shoal.cluster.local import NotLoaded
 from shoal.errors import ShoalError, UsageError, sendable
 from shoal.events.events import Event, OnEvent, StoppingEvent, TickEvent
+from shoal.launch.evaluate import EvaluateOptions, Evaluation, evaluate
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
 from shoal.system.fork_server import (
@@ -64,7 +65,8 @@ class _Job(msgspec.Struct):
     name: str
     settings: dict[str, str]
     is_named: bool
-    options: Options
+    options: Options | None  # of a training; else it is an evaluation
+    evaluation: EvaluateOptions | None
     run_dir: str | None
 
 
@@ -84,13 +86,18 @@ class _Ended(msgspec.Struct, tag=True):
     settings: dict[str, str]  # of the recipe, with those that a resumed run remembered
 
 
+class _Evaluated(msgspec.Struct, tag=True):
+    evaluation: Evaluation
+
+
 class _Failed(msgspec.Struct, tag=True):
     message: str
     trace: str
     exit_code: int
 
 
-_Message = _Event | _Found | _Ended | _Failed
+_Result = _Ended | _Evaluated
+_Message = _Event | _Found | _Result | _Failed
 
 
 def can_fork() -> bool:
@@ -122,16 +129,48 @@ def train_fresh(
     prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
 ) -> Outcome:
     """`launch.train` in a fresh process. `watch` and `prepared` are called in this one."""
-    job = _Job(
+    last = _done(_job(recipe, run_dir, options=options), _pickle(recipe), watch, prepared)
+    assert isinstance(last, _Ended)
+    recipe = dataclasses.replace(recipe, settings=last.settings)
+    return msgspec.structs.replace(last.outcome, recipe=recipe)
+
+
+def evaluate_fresh(
+    recipe: Recipe,
+    options: EvaluateOptions,
+    run_dir: Path | None = None,
+    *,
+    watch: OnEvent = lambda event: None,
+    prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
+) -> Evaluation:
+    """`launch.evaluate` in a fresh process."""
+    last = _done(_job(recipe, run_dir, evaluation=options), _pickle(recipe), watch, prepared)
+    assert isinstance(last, _Evaluated)
+    return last.evaluation
+
+
+def _job(
+    recipe: Recipe,
+    run_dir: Path | None,
+    options: Options | None = None,
+    evaluation: EvaluateOptions | None = None,
+) -> _Job:
+    return _Job(
         path=[entry or os.getcwd() for entry in sys.path],
         name=recipe.name,
         settings=dict(recipe.settings),
         is_named=recipe.is_named,
         options=options,
+        evaluation=evaluation,
         run_dir=None if run_dir is None else str(run_dir),
     )
-    pickled = _pickle(recipe)
-    last: _Ended | _Failed | None = None
+
+
+def _done(
+    job: _Job, pickled: bytes, watch: OnEvent, prepared: Callable[[Facts, Path], None]
+) -> _Result:
+    """What came of a job; raises what was raised where it was done."""
+    last: _Result | _Failed | None = None
     with _started(job, pickled) as child, _passing_on_signals(child.process):
         for message in child.messages():
             match message:
@@ -139,11 +178,10 @@ def train_fresh(
                     watch(message.event)
                 case _Found():
                     prepared(message.facts, Path(message.run_dir))
-                case _Ended() | _Failed():
+                case _Ended() | _Evaluated() | _Failed():
                     last = message
-    if isinstance(last, _Ended):
-        recipe = dataclasses.replace(recipe, settings=last.settings)
-        return msgspec.structs.replace(last.outcome, recipe=recipe)
+    if isinstance(last, _Ended | _Evaluated):
+        return last
     if last is None:
         code = child.process.returncode
         raise NotLoaded(f"The process of the run {describe_exit(code)}.", "", 1)
@@ -172,7 +210,7 @@ class _Child:
     def __init__(self, process: subprocess.Popen[bytes], answers: int):
         self.process, self._answers = process, answers
 
-    def messages(self) -> Iterator[_Event | _Found | _Ended | _Failed]:
+    def messages(self) -> Iterator[_Message]:
         """Those it sends, until the last. What it prints is printed here, until it has ended:
         processes that the recipe has forked may keep both pipes open."""
         assert self.process.stderr is not None
@@ -198,7 +236,7 @@ class _Child:
                 message = msgspec.msgpack.decode(unread[_LENGTH:end], type=_Message)
                 unread = unread[end:]
                 yield message
-                if isinstance(message, _Ended | _Failed):
+                if isinstance(message, _Ended | _Evaluated | _Failed):
                     open_ones.discard(answers)
 
     def end(self) -> None:
@@ -304,17 +342,9 @@ def main(reading: int, writing: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     recipe = Recipe(job.name, partial(cloudpickle.loads, pickled), job.settings, job.is_named)
-    last: _Ended | _Failed
+    last: _Result | _Failed
     try:
-        outcome = train(
-            recipe,
-            job.options,
-            None if job.run_dir is None else Path(job.run_dir),
-            watch=watch,
-            prepared=lambda facts, run_dir: answers.send(_Found(facts, str(run_dir))),
-        )
-        settings = dict(outcome.recipe.settings)
-        last = _Ended(msgspec.structs.replace(outcome, recipe=None), settings)
+        last = _do(job, recipe, watch, answers)
     except KeyboardInterrupt:  # before there were ranks to stop
         last = _Failed("stopped before the first step", "", INTERRUPTED)
     except Exception as error:  # noqa: BLE001 (it is raised again where the run was asked for)
@@ -327,6 +357,21 @@ def main(reading: int, writing: int) -> None:
     answers.send(last)
 
 
+def _do(job: _Job, recipe: Recipe, watch: OnEvent, answers: "_Answers") -> _Result:
+    run_dir = None if job.run_dir is None else Path(job.run_dir)
+
+    def found(facts: Facts, run_dir: Path) -> None:
+        answers.send(_Found(facts, str(run_dir)))
+
+    if job.options is None:
+        assert job.evaluation is not None
+        options = job.evaluation
+        return _Evaluated(evaluate(recipe, options, run_dir, watch=watch, prepared=found))
+    outcome = train(recipe, job.options, run_dir, watch=watch, prepared=found)
+    settings = dict(outcome.recipe.settings)
+    return _Ended(msgspec.structs.replace(outcome, recipe=None), settings)
+
+
 class _Answers:
     """Messages to the process that asked for the run. If it has died, the run stops and saves."""
 
@@ -334,7 +379,7 @@ class _Answers:
         self._pipe: BinaryIO | None = open(descriptor, "wb", buffering=0)  # noqa: SIM115 (for the process's life)
         self._stops = False
 
-    def send(self, message: "_Event | _Found | _Ended | _Failed") -> None:
+    def send(self, message: _Message) -> None:
         if isinstance(message, _Event) and isinstance(message.event, StoppingEvent):
             self._stops = True
         if self._pipe is None:

@@ -10,7 +10,7 @@ Read next: `elastic/worker.py`, for what each rank does with it.
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from shoal.training.checkpointing import (
     origin_of,
     refuse_unmeasured,
 )
+from shoal.training.evaluate import data_of
 from shoal.training.lineage import (
     missed_samples,
     read_parent_record,
@@ -43,6 +44,7 @@ from shoal.training.lineage import (
     refuse_other_marks,
     select_new,
 )
+from shoal.training.load import take_weights
 from shoal.training.options import DEFAULT_KEEP, Recipe, StartOptions
 from shoal.training.pretrained import InitialWeights, find_initial_weights
 from shoal.training.recipe import provenance
@@ -57,6 +59,9 @@ from shoal.training.resume import (
     refuse_used_store,
 )
 from shoal.training.run import Run, resolve
+
+if TYPE_CHECKING:
+    from shoal.launch.evaluate import EvaluateOptions
 
 
 class _Preparing(NamedTuple):
@@ -126,6 +131,26 @@ def prepare_run(
     if not joins:
         save_run_statistics(run.data, run_dir)  # once nothing can be refused
     return facts | found | {"run": fields}, rank_main
+
+
+def prepare_evaluation(
+    recipe: Recipe, options: "EvaluateOptions", run_dir: Path
+) -> tuple[Facts, WorkerMain]:
+    """In the process that ranks are forked from: the recipe's model with weights from elsewhere,
+    which ranks only measure."""
+    if options.plan is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(options.plan).precision))
+    set_single_thread()
+    run, _ = recipe.load()
+    source = data_of(run, options.on_data)
+    plan = resolve(run, options.plan, options.ranks)
+    found: Facts = {"num_measured": len(source)}
+
+    def take(model: nn.Module) -> None:
+        found["weights"] = take_weights(model, options.begin_from)
+
+    facts, rank_main = prepare_training(run, plan, run_dir, begin=take, evaluates=source)
+    return facts | found, rank_main
 
 
 def _plan_of(given: _Preparing) -> tuple[Plan, bool]:

@@ -167,6 +167,7 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
     keep: str | None = None
     checkpoints: str | None = None
     tensorboard: bool = False
+    begin_from: str | None = None
     new_data: str | None = None
     new_data_steps: Count | None = None
     new_data_missed: tuple[Count, ...] | None = None

@@ -6,7 +6,7 @@ steps each replica judges its pieces with its own weights. A run's `loaders` loa
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,15 +15,34 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
+from shoal.data.sources import stream_of
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
 from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
 from shoal.training.compute import PieceRunner
+from shoal.training.options import WhichData
 from shoal.training.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
+
+
+def data_of(run: Run, which: WhichData) -> Any:
+    """What a trained model is to be measured on, or used on."""
+    if which == "train":
+        if stream_of(run.data) is not None:
+            raise UsageError(
+                "The recipe trains on a stream, of which no sample is found again. Give its Run "
+                "evaluate=a source with a length."
+            )
+        return run.data
+    if run.evaluate is None:
+        raise UsageError(
+            "The recipe has no data to evaluate on. Give its Run evaluate=a source of samples, or "
+            'add --on-data train (on_data="train") for the data that it trains on.'
+        )
+    return run.evaluate
 
 
 def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
@@ -89,7 +108,8 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode comes back afterwards."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    with suppress(NotImplementedError):  # of a program of torch.export, which has one mode
+        model.eval()
     try:
         with torch.no_grad():
             yield

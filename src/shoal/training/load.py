@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.errors import UsageError, require
+from shoal.errors import BadCheckpoint, UsageError, require
 from shoal.formats.exported_program import load_program, load_weights
 from shoal.formats.open_weights import open_weights
 from shoal.formats.weights import ModelWeights
@@ -51,7 +51,7 @@ def load(
         if recipe is None:
             return _load_by_itself(path)
         model = _run_of(recipe, settings or {}).make_model()
-        load_weights(model, ModelWeights(open_weights(path).weights))
+        take_weights(model, path)
     return model.eval()
 
 
@@ -75,6 +75,16 @@ def _as_it_was() -> Iterator[None]:
         raise
     finally:
         sys.path[:] = path
+
+
+def take_weights(model: nn.Module, path: "PathOrUrl") -> str:
+    """Copy the weights at a path or URL into a model; returns what was taken, in words."""
+    found = open_weights(path)
+    try:
+        renamed = load_weights(model, ModelWeights(found.weights))
+    except BadCheckpoint as bad:
+        raise BadCheckpoint(f"{found.place}: {bad}") from bad
+    return "; ".join(filter(None, (found.place, renamed)))
 
 
 def _load_by_itself(path: "PathOrUrl") -> nn.Module:

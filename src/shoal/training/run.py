@@ -55,6 +55,7 @@ class Run:
     check_every: int = 10  # steps in which all that replicas hold is compared; 0 for never
     plan: str = ""
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
+    tokenizer: Any = None  # of a language model: encode(text) to token ids, decode(ids) to text
 
     def __post_init__(self) -> None:
         given = [name for name in ("loss", "step") if getattr(self, name) is not None]
@@ -86,6 +87,12 @@ class Run:
             raise UsageError(
                 "evaluate is empty: len(evaluate) is 0. Give at least 1 sample, or leave it out."
             )
+        for name in ("encode", "decode") if self.tokenizer is not None else ():
+            if not callable(getattr(self.tokenizer, name, None)):
+                raise UsageError(
+                    f"Run.tokenizer is a {type(self.tokenizer).__name__} without {name}(). It has "
+                    "encode(text), which gives token ids, and decode(ids), which gives text."
+                )
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."

@@ -58,15 +58,18 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         checkpointer: Checkpointer | NoCheckpoints | None = None,
         loop: CustomLoop | None = None,
+        num_steps: int | None = None,
     ):
-        """`loop` is for a script's own, which acts between steps."""
+        """`loop` is for a script's own, which acts between steps. `num_steps` is the run's by
+        default; with 0 there is a group that holds the state, to evaluate it, and no step."""
         self.run, self.plan, self.seat, self.loop = run, plan, seat, loop
         self.state = LoopState()  # that the script keeps
         self.checkpointer, self.hooks = checkpointer or NoCheckpoints(), list(hooks)
         self.built = build_model(run, plan) if built is None else built
         self.model = self.built.model
-        self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
-        self.strategy = make_strategy(plan, self.num_steps, run.meets_after)
+        self.num_steps = run.num_steps() if num_steps is None else num_steps
+        self.schedule = run.make_schedule()
+        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after)
         self.consistency = Consistency(run.check_every, seat.emit)
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         self._num_heard = 0  # answers that this rank's caller has

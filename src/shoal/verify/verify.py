@@ -21,10 +21,10 @@ from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
 from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
-from shoal.errors import PlanError, ShoalError
+from shoal.errors import PlanError
 from shoal.events.events import OnEvent
 from shoal.events.step import StepInfo
-from shoal.launch.supervised import run_supervised
+from shoal.launch.supervised import RunFailed, run_supervised, why_it_ended
 from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
@@ -41,14 +41,6 @@ from shoal.verify.replay import compare_replay
 MOST_LAZY_BYTES = 256 << 20
 STOP_S = 5.0  # for ranks to stop: they have nothing to save
 AHEAD = 4  # steps that a rank may be ahead of the comparison
-
-
-class RunFailed(ShoalError):
-    """The plan's run failed before a difference was found; `trace` is that of the failed rank."""
-
-    def __init__(self, outcome: SupervisorResult):
-        super().__init__(_why(outcome))
-        self.trace, self.exit_code = outcome.trace, outcome.exit_code
 
 
 def verify(
@@ -123,7 +115,7 @@ def _verdict_of(beside: ForkServer, outcome: SupervisorResult) -> VerifyResult:
     if outcome.exit_code:
         if verdict.passed:
             raise RunFailed(outcome)
-        verdict.complaint = f"the run failed: {_why(outcome)}"
+        verdict.complaint = f"the run failed: {why_it_ended(outcome)}"
     return verdict
 
 
@@ -153,10 +145,6 @@ def _refuse_replay(run: Run, plan: Plan) -> None:
             f"staleness={plan.staleness} others change its rows meanwhile: which ones a worker saw "
             "is not written down, so the run cannot be played again. Verify without staleness."
         )
-
-
-def _why(outcome: SupervisorResult) -> str:
-    return outcome.cause or f"it was stopped after step {outcome.step}"
 
 
 def _start_no_rank(spec: WorkerSpec) -> int:
