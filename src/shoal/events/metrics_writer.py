@@ -103,6 +103,8 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
         record["ranks"] = [round(seconds, 6) for seconds in info.ranks]
     if info.mark is not None:
         record["mark"] = info.mark
+    if info.parts:
+        record["parts"] = info.parts
     if info.norm is not None:
         record["norm"] = info.norm
     if info.evaluation is not None:

@@ -37,6 +37,7 @@ class StepInfo(NamedTuple):
     left_out: int = 0  # of the samples, by quarantine; if all are, the step changes nothing
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
     ranks: tuple[float, ...] = ()  # the seconds that each rank was busy
+    parts: dict[str, float] = {}  # named parts of the loss, weighted as each of them is
 
 
 Hook = Callable[[StepInfo], None]

@@ -20,6 +20,7 @@ average.
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ from shoal.sync.costs import (
     sums_in_step,
     tree_message,
 )
+from shoal.sync.named_parts import PartSums, gather_parts
 from shoal.sync.outer import OuterConfig, OuterOptimizer, anchor_memory, outer_message
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
@@ -57,8 +59,15 @@ from shoal.sync.rounds import AttachedModel, blocks_by_rank
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
 
-NUM_WINDOW_NUMBERS = 6  # numbers that each replica sends as a window ends
+NUM_WINDOW_NUMBERS = 7  # numbers that each replica sends as a window ends
 _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
+
+
+class _WindowReport(NamedTuple):
+    """What a replica tells the others as a window ends."""
+
+    numbers: list[float]
+    parts: bytes  # of its loss, by name
 
 
 class LocalSGD:
@@ -96,7 +105,7 @@ class LocalSGD:
         self._is_alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
-        self._own_numbers: list[float] = []  # what this rank told the others of a window
+        self._told = _WindowReport([], b"")  # by this rank to the others, of a window
         self._gathered_in: Group | None = None  # who they were
 
     def attach(
@@ -137,17 +146,22 @@ class LocalSGD:
         stop, meet = local.asked
         mark = self._mark if self._knows_marks else -1
         asked = stop + _MEET * meet
-        self._own_numbers = [
-            sum(own.sums),
-            sum(own.weights),
-            local.busy_s,
-            asked,
-            mark,
-            local.digest,
-        ]
-        rows = self._gather_numbers()
+        parts = local.packed_parts(self.pieces.start)
+        self._told = _WindowReport(
+            [
+                sum(own.sums),
+                sum(own.weights),
+                local.busy_s,
+                asked,
+                mark,
+                local.digest,
+                len(parts),
+            ],
+            parts,
+        )
+        rows, named = self._gather_numbers()
         heard = _combine_requests([int(row[3]) for row in rows])
-        self._own_numbers[3] = heard.stop + _BOUND
+        self._told.numbers[3] = heard.stop + _BOUND
         return own._replace(
             sums=[row[0] for row in rows],
             weights=[row[1] for row in rows],
@@ -155,6 +169,7 @@ class LocalSGD:
             asked=heard,
             mark=None if any(row[4] < 0 for row in rows) else add_marks(row[4] for row in rows),
             digests=[row[5] for row in rows],
+            parts=named,
         )
 
     def update(self, scale: float, check: bool = True) -> bool:
@@ -299,9 +314,12 @@ class LocalSGD:
         self._knows_marks |= ends
         self._is_alike = self.timetable.are_replicas_equal(step)
 
-    def _gather_numbers(self) -> list[list[float]]:
+    def _gather_numbers(self) -> tuple[list[list[float]], PartSums]:
+        """The numbers of all replicas, and the named parts of their losses."""
         self._gathered_in = self.group
-        return self.group.all_gather_numbers(self._own_numbers)
+        rows = self.group.all_gather_numbers(self._told.numbers)
+        lengths = [int(row[6]) for row in rows]
+        return rows, gather_parts(self.group, lengths, self._told.parts) if any(lengths) else {}
 
     def _continue_after(self, step: int) -> None:
         self.step, self._last_made = step, 0

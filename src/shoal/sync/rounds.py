@@ -22,6 +22,7 @@ from shoal.numerics.optimizers import stepper
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import LocalLayout
 from shoal.sync.buffers import BufferMeans
+from shoal.sync.named_parts import add_up
 from shoal.sync.replicas import MergedReplicas
 from shoal.sync.state import OptimizedPart, ParameterRun, StateSource, TrainState
 from shoal.sync.step_metadata import StepMetadata, metadata_lengths
@@ -93,7 +94,8 @@ class ReplicaRounds:
         self.buffers.agree(self.buffers.num_changes, self.device)
         weight, busy_s = sum(weights), [local.busy_s]
         flags, known = (local.asked, local.is_mean), (local.mark, local.num_samples)
-        return GlobalStep(sums, weights, weight, None, busy_s, *flags, *known)
+        parts = add_up([local.packed_parts()])
+        return GlobalStep(sums, weights, weight, None, busy_s, *flags, *known, parts=parts)
 
 
 class AttachedModel:

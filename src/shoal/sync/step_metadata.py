@@ -4,7 +4,8 @@ Losses and weights by piece; seconds, marks and digests by rank; samples; reques
 among the ranks that hold the same part of the model, which parameters got a gradient and which
 buffers changed. Each entry has one contributor or is a count, so the sum is exact in any order. A
 mesh whose replicas take several ranks needs two messages, since the second half concerns one data
-line only.
+line only. Named parts of losses follow in a message of their own, if there are any
+(`named_parts.py`).
 """
 
 from functools import partial
@@ -17,6 +18,7 @@ from shoal.comm.collectives import Pending
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.comm.shared_all_gather import SharedAllGather
 from shoal.data.ledger import add_marks
+from shoal.sync.named_parts import gather_parts
 from shoal.sync.strategy import GlobalStep, LocalStep
 
 
@@ -24,7 +26,7 @@ def metadata_lengths(
     num_pieces: int, num_ranks: int, num_parameters: int, num_buffers: int
 ) -> tuple[list[int], list[int]]:
     """How many numbers of each kind there are: of all ranks, and of one line of them. Pure."""
-    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, num_ranks, 4]
+    of_all = [num_pieces, num_pieces, num_ranks, num_ranks, num_ranks, num_ranks, 4]
     return of_all, [num_parameters, num_buffers]
 
 
@@ -47,12 +49,15 @@ class StepMetadata:
         self, pieces: range, local: LocalStep, touched: list[bool], num_changes: list[float]
     ) -> None:
         parts = [[0.0] * length for length in self._of_all]
-        sums, weights, busy, marks, digests, flags = parts
+        sums, weights, busy, marks, digests, lengths, flags = parts
+        self._parts = b""
         if local.losses and self._mesh.tensor.rank == 0:  # one of those who know them
             own = slice(pieces.start, pieces.stop)
             sums[own], weights[own] = local.sums_and_weights()
             marks[self._mesh.rank] = local.mark
             flags[3] = local.num_samples
+            self._parts = local.packed_parts(pieces.start)
+            lengths[self._mesh.rank] = len(self._parts)
         busy[self._mesh.rank], digests[self._mesh.rank] = local.busy_s, local.digest
         flags[:3] = *local.asked, local.is_mean
         self._numbers = [*chain(*parts), *touched, *num_changes]
@@ -76,12 +81,19 @@ class StepMetadata:
         self._numbers = flat.tolist()
 
     def read(self) -> tuple[GlobalStep, list[bool], list[float]]:
-        """What all know now; the touched parameters, and the pieces that changed each buffer."""
+        """What all know now; the touched parameters, and the pieces that changed each buffer.
+        Every rank must call it."""
         numbers = iter(self._numbers)
-        sums, weights, busy, marks, digests, (stop, meet, is_mean, count), used, moved = (
+        sums, weights, busy, marks, digests, lengths, flags, used, moved = (
             list(islice(numbers, length)) for length in self._of_all + self._of_part
         )
-        flags = RankRequests(stop > 0, meet > 0), is_mean > 0
+        stop, meet, is_mean, count = flags
+        asked = RankRequests(stop > 0, meet > 0)
         known = add_marks(marks), int(count)
-        agreed = GlobalStep(sums, weights, sum(weights), None, busy, *flags, *known, digests)
+        agreed = GlobalStep(
+            sums, weights, sum(weights), None, busy, asked, is_mean > 0, *known, digests
+        )
+        if any(lengths):
+            told = [*map(int, lengths)]
+            agreed = agreed._replace(parts=gather_parts(self._mesh.world, told, self._parts))
         return agreed, [count > 0 for count in used], moved

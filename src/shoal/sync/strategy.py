@@ -8,7 +8,7 @@ gradients with. A step that `update` answers with False was not made, and is tri
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from shoal.data.batches import Piece
 from shoal.data.ledger import add_marks, mark
 from shoal.parallel.layout import LocalLayout, Slice
 from shoal.sync.buffers import BufferMeans
+from shoal.sync.named_parts import LossPart, PartSums, pack_parts
 from shoal.sync.state import ShardedState, StateSource
 
 if TYPE_CHECKING:
@@ -41,13 +42,22 @@ class LocalStep:
     mark: int = 0  # of the samples in its pieces (`data/ledger.py`)
     num_samples: int = 0  # in them, without those that were left out
     digest: float = 0.0  # of state that replicas hold alike, before the step (`consistency.py`)
+    parts: dict[int, Mapping[str, LossPart]] = field(default_factory=dict)  # named, by piece
 
     def count_samples(self, pieces: Sequence[Piece]) -> None:
         """Mark and count the samples that were really loaded."""
         self.mark = add_marks([self.mark, *(mark(piece.ids) for piece in pieces)])
         self.num_samples += sum(piece.num_samples for piece in pieces)
 
-    def add(self, loss: Tensor, weight: float | Tensor, is_mean: bool) -> None:
+    def add(
+        self,
+        loss: Tensor,
+        weight: float | Tensor,
+        is_mean: bool,
+        parts: Mapping[str, LossPart] | None = None,
+    ) -> None:
+        if parts:
+            self.parts[len(self.losses)] = parts
         self.losses.append(loss)
         self.weights.append(weight)
         self.is_mean = is_mean
@@ -59,6 +69,10 @@ class LocalStep:
             weights.append(float(weight))
             sums.append(loss.item() * weights[-1] if self.is_mean else loss.item())
         return sums, weights
+
+    def packed_parts(self, first: int = 0) -> bytes:
+        """Its named parts, to be sent; its pieces count from `first`."""
+        return pack_parts(self.parts, first)
 
 
 class GlobalStep(NamedTuple):
@@ -74,6 +88,7 @@ class GlobalStep(NamedTuple):
     mark: int | None  # of all samples since the last one; None if only own ones are known
     num_samples: int | None  # of the step, loaded by all; None if only own ones are known
     digests: Sequence[float] = ()  # by rank, of state before the step; empty without comparison
+    parts: PartSums = {}  # named, of the pieces that `sums` has
 
     @property
     def loss(self) -> float:

@@ -89,7 +89,7 @@ class PieceRunner:
                 goal = objective(self.run, self.spread.forward(piece.inputs), piece)
             goal.tensor.backward(self.start(goal, piece, num_samples))
         self._is_first = False
-        tally.add(goal.tensor.detach(), goal.weight, goal.is_mean)
+        tally.add(goal.tensor.detach(), goal.weight, goal.is_mean, goal.parts)
 
     @as_raised()
     def output(self, inputs: Any) -> Any:

@@ -5,7 +5,7 @@ together and summed in order, so the answer has the same bits at any number of r
 steps each replica judges its pieces with its own weights. A run's `loaders` load ahead here, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.data.pieces import pieces_in_order
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
+from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
 from shoal.training.compute import PieceRunner
 from shoal.training.run import Run, check_evaluated, objective
@@ -26,7 +27,7 @@ PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on 
 
 
 def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
-    """`loss` and each of the run's metrics. Every rank must call it."""
+    """`loss`, the metrics, and the named parts of the loss. Every rank must call it."""
     check_evaluated(runner.plan, source)
     loading = LoadOptions(run.collate, mesh.device, run.loaders)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
@@ -34,6 +35,7 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
         raise UsageError("There is nothing to evaluate: the source has no samples.")
     names = ["loss", *run.metrics]
     table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
+    parts: dict[int, Mapping[str, LossPart]] = {}
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
     # Where replicas share parameters, all of them must run the model equally often.
     num_turns = -(-len(pieces) // mesh.data.num_ranks) if runner.plan.zero == 3 else len(own)
@@ -53,18 +55,25 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
             loss, weight = goal.tensor.item(), float(goal.weight)
             table[index, 0, 0] = loss * weight if goal.is_mean else loss
             table[index, 0, 1] = weight
+            parts[index] = goal.parts
             table[index, -1] = piece.num_samples
             for column, (name, metric) in enumerate(run.metrics.items(), start=1):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
     table = mesh.world.merge(table)
+    named = means(gather_all_parts(mesh.world, pack_parts(parts)))
     if not table[:, -1].any():
         raise RecipeError(_all_left_out(source))
     columns = table[:, : len(names)].unbind(1)
     sums = [(sum(column[:, 0].tolist()), sum(column[:, 1].tolist())) for column in columns]
     if not all(weight for _, weight in sums):
         raise RecipeError("An evaluation's weights add up to 0: no sample of the source counts.")
-    return {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
+    for name in named.keys() & run.metrics.keys():
+        raise RecipeError(
+            f"{name!r} is a metric of this run and a part of its loss. Give one another name."
+        )
+    found = {name: total / weight for name, (total, weight) in zip(names, sums, strict=True)}
+    return found | named
 
 
 @contextmanager

@@ -25,15 +25,17 @@ from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
+from shoal.sync.named_parts import LossPart
 from shoal.world import cores
 
 MOST_LOADERS = 256  # of a rank
+MINIMISED = "loss"  # the name of what is minimised, where a loss has named parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, or (sum, weight)
+    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, (sum, weight), or named parts
     optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
     data: Any  # anything with len() and indexing; a sample is (inputs, target)
     batch_size: int  # of the whole job
@@ -265,18 +267,59 @@ class Objective(NamedTuple):
     tensor: Tensor
     weight: float | Tensor
     is_mean: bool  # over `weight`; otherwise it is the sum
+    parts: Mapping[str, LossPart] = {}  # by name: measured beside it, and not minimised
 
 
 def objective(run: Run, output: Any, piece: Piece) -> Objective:
     """Ask the run's loss and check what it says."""
-    answer = run.loss(output, piece.target)
+    answer, parts = _named_parts(run.loss(output, piece.target), piece)
     is_mean = not isinstance(answer, tuple)
     loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
     if not isinstance(loss, Tensor) or loss.dim():
         loss = _scalar(loss)
     if not loss.requires_grad and torch.is_grad_enabled():
         raise RecipeError("The loss does not depend on the model's parameters: nothing to train.")
-    return Objective(loss, weight.detach() if isinstance(weight, Tensor) else weight, is_mean)
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    return Objective(loss, weight, is_mean, parts)
+
+
+def _named_parts(answer: Any, piece: Piece) -> tuple[Any, dict[str, LossPart]]:
+    """What is minimised, and the named parts beside it if the loss answers with a dict."""
+    if not isinstance(answer, Mapping):
+        return answer, {}
+    if MINIMISED not in answer:
+        known = ", ".join(map(str, answer)) or "nothing"
+        raise RecipeError(
+            f"The loss returned a dict of {known}, without {MINIMISED!r}. That one is minimised, "
+            "and the others are recorded under their names."
+        )
+    parts = {}
+    for name, value in answer.items():
+        if not isinstance(name, str) or not name:
+            raise RecipeError(f"The loss returned a part named {name!r}. A name is text.")
+        if name != MINIMISED:
+            parts[name] = _part(name, value, float(piece.num_samples))
+    return answer[MINIMISED], parts
+
+
+def _part(name: str, value: Any, num_samples: float) -> LossPart:
+    """Like a loss: a mean over the samples, or a pair (sum, weight); a tensor or a number."""
+    is_mean = not isinstance(value, tuple)
+    found = (value, num_samples) if is_mean else value
+    if len(found) != 2 or not all(map(_is_single_number, found)):
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RecipeError(
+            f"The part {name!r} of the loss is not a single number ({what}). It must be a number "
+            "or a scalar tensor, the mean over the samples it was given, or a pair (sum, weight)."
+        )
+    kept = [part.detach() if isinstance(part, Tensor) else float(part) for part in found]
+    return LossPart(kept[0], kept[1], is_mean)
+
+
+def _is_single_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -285,7 +328,7 @@ def _scalar(loss: Any) -> Tensor:
     what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise RecipeError(
         f"The loss is not a single number ({what}). It must be a scalar tensor, the mean over "
-        "the samples it was given, or a pair (sum, weight)."
+        "the samples it was given, a pair (sum, weight), or a dict of these with 'loss' in it."
     )
 
 

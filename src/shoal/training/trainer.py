@@ -31,6 +31,7 @@ from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
 from shoal.sync.choose import late_mark, make_strategy, served_tables
 from shoal.sync.consistency import Consistency
+from shoal.sync.named_parts import means
 from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.system.memory import give_back_freed_memory
 from shoal.system.processes import WORK
@@ -315,7 +316,7 @@ class Trainer:
         out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
         self._unseen = self.progress.last_info = StepInfo(
             self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
-        )._replace(ranks=tuple(agreed.busy_s))
+        )._replace(ranks=tuple(agreed.busy_s), parts=means(agreed.parts))
         rebalance(self, agreed.busy_s)
 
     def _update(self, agreed: GlobalStep, unit: float) -> float | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.transforms.quarantine import quarantine
@@ -158,3 +159,60 @@ def test_a_model_is_the_same_whatever_was_drawn_before() -> None:
 def test_steps_in_which_all_is_compared_are_a_number(every: Any) -> None:
     with pytest.raises(UsageError, match=f"check_every={every} must be a whole number of steps"):
         dataclasses.replace(run_on(Broken(range(0))), check_every=every)
+
+
+def with_parts(output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    error = (output[:, 0] - target).square()
+    return {"loss": error.mean(), "mse": error.mean(), "far": (error.gt(1).sum(), 4), "one": 1}
+
+
+def test_named_parts_are_recorded_and_only_the_loss_is_minimised() -> None:
+    run = dataclasses.replace(
+        run_on([(torch.ones(2) * i, torch.tensor(1.0)) for i in range(8)]),
+        loss=with_parts,
+        evaluate=[(torch.ones(2), torch.tensor(1.0))],
+        metrics={"mean": lambda output, target: output.mean()},
+    )
+    plain = dataclasses.replace(run, loss=lambda *given: with_parts(*given)["loss"])
+    found = []
+    for one in (run, plain):
+        with shoal.trainer(one) as trainer:
+            (info,) = list(trainer)
+            found.append((info, [p.detach() for p in trainer.model.parameters()]))
+    (info, weights), (without, same) = found
+    assert info.loss == without.loss and all(map(torch.equal, weights, same))
+    assert info.parts.keys() == {"mse", "far", "one"} and not without.parts
+    assert info.parts["mse"] == pytest.approx(info.loss) and info.parts["one"] == 1
+    assert info.evaluation is not None and info.evaluation.keys() >= {"loss", "mean", "mse", "far"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"mse": 1.0}, "a dict of mse, without 'loss'"),
+        ({}, "a dict of nothing, without 'loss'"),
+        ({"loss": None}, "The loss is not a single number .NoneType."),
+        ({1: 2.0}, "a part named 1"),
+        ({"kl": torch.ones(3)}, "The part 'kl' of the loss is not a single number .shape .3,.."),
+        ({"kl": "much"}, "The part 'kl' of the loss is not a single number .str."),
+        ({"kl": (1.0, 2.0, 3.0)}, "The part 'kl'"),
+    ],
+)
+def test_parts_that_are_no_numbers_are_named(answer: Any, said: str) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return {"loss": output.mean(), **answer} if {1, "kl"} & answer.keys() else answer
+
+    run = dataclasses.replace(run_on([(torch.ones(2), torch.tensor(1.0))] * 8), loss=loss)
+    with pytest.raises(RecipeError, match=said), shoal.trainer(run) as trainer:
+        list(trainer)
+
+
+def test_a_part_with_the_name_of_a_metric_is_refused() -> None:
+    run = dataclasses.replace(
+        run_on([(torch.ones(2), torch.tensor(1.0))] * 8),
+        loss=with_parts,
+        metrics={"mse": lambda output, target: output.mean()},
+        evaluate=[(torch.ones(2), torch.tensor(1.0))],
+    )
+    with pytest.raises(RecipeError, match="'mse' is a metric"), shoal.trainer(run) as trainer:
+        list(trainer)
