@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal import callbacks as callbacks
     from shoal import data as data
     from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.numerics.table import Table as Table
     from shoal.plans.plan import Plan as Plan
+    from shoal.training.callbacks import Callback as Callback
     from shoal.training.load import load as load
     from shoal.training.run import Run as Run
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "shoal.training.callbacks",
     "Optimizers": "shoal.numerics.optimizers",
     "Outcome": "shoal.launch.outcome",
     "Plan": "shoal.plans.plan",
@@ -41,7 +44,11 @@ _HOME = {
     "train": "shoal.api",
     "trainer": "shoal.launch.script",
 }
-_MODULES = {"data": "shoal.data", "schedules": "shoal.numerics.schedules"}
+_MODULES = {
+    "callbacks": "shoal.callbacks",
+    "data": "shoal.data",
+    "schedules": "shoal.numerics.schedules",
+}
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

@@ -36,7 +36,7 @@ PACKAGE_LINES = {
 }
 ALL_LINES = 62_000  # of src without `testing/`
 # Files with a budget of their own.
-LINES_OF = {"src/shoal/verify/reference.py": 160}
+LINES_OF = {"src/shoal/verify/reference.py": 170}
 # "path" or "path:name" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {}
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and

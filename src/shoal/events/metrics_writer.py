@@ -103,8 +103,9 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
         record["ranks"] = [round(seconds, 6) for seconds in info.ranks]
     if info.mark is not None:
         record["mark"] = info.mark
-    if info.parts:
-        record["parts"] = info.parts
+    for name in ("parts", "logged", "texts", "images"):
+        if value := getattr(info, name):
+            record[name] = value
     if info.norm is not None:
         record["norm"] = info.norm
     if info.evaluation is not None:

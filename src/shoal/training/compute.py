@@ -8,11 +8,10 @@ each piece's gradient is kept apart until the tree adds them up.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
@@ -20,7 +19,7 @@ from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.batches import Piece
 from shoal.data.split import shares
 from shoal.errors import GroupLost, ShoalError, found_in
-from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
@@ -55,13 +54,13 @@ class PieceRunner:
     ):
         self.run, self.plan, self.spread = run, plan, spread
         self.seeds, self.loss_scale = seeds, loss_scale
+        self._precisions, self._step = PrecisionSchedule.parse(plan.precision), 0
         self._is_first = True  # of this rank's pieces, which is watched
         self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
 
     def settle(self, mesh: Mesh, strategy: Strategy) -> None:
         self._strategy = strategy
-        kind = mesh.device.split(":")[0]
-        self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
+        self._device_kind = mesh.device.split(":")[0]
         size = self.plan.num_microbatches
         num_rounds = self.plan.num_pieces // size
         own = shares(num_rounds, mesh.data.num_ranks, mesh.counts)[mesh.data.rank]
@@ -69,11 +68,24 @@ class PieceRunner:
         self._pieces = _PiecesInPipeline(self, mesh, strategy)
         self.spread.settle(mesh, self._pieces, self.arithmetic)
 
+    @property
+    def model(self) -> nn.Module:
+        return self.spread.model
+
+    def follow(self, step: int) -> None:
+        """Compute from now on as after so many steps."""
+        self._step = step
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context of a forward, in the precision of the step."""
+        return self._precisions.at(self._step).autocast(self._device_kind)
+
     @as_raised()
     def round(
         self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
     ) -> None:
         """Compute the pieces `indices` of a batch of `num_samples`; their losses go to `tally`."""
+        self.follow(step)
         if self.spread.pipeline is not None:
             self._pieces.round(step, indices, pieces, num_samples, tally)
             return

@@ -18,7 +18,7 @@ from torch import nn
 from shoal.errors import UsageError, require
 from shoal.formats.exported_program import load_program, load_weights
 from shoal.formats.open_weights import open_weights
-from shoal.formats.weights import ModelWeights
+from shoal.formats.weights import AveragedWeights, ModelWeights, Weights
 from shoal.storage.object_store import local_path
 from shoal.training.options import Recipe
 from shoal.training.recipe import load_recipe
@@ -36,22 +36,29 @@ def load(
     recipe: str | Run | Callable[..., Run] | Recipe | None = None,
     *,
     settings: Mapping[str, Any] | None = None,
+    weights: str = "model",
 ) -> nn.Module:
     """The model at a path or URL, ready to use.
 
     `path` is a run directory or a directory of checkpoints, of which the newest good one is taken,
     one checkpoint, or weights that another program wrote: these need the `recipe`, which makes the
-    model that was trained with the same `settings`. A directory of Hugging Face needs none, nor
-    does a `.pt2` file of torch.export, which is a program: load those that you trust. The random
-    numbers of torch and `sys.path` are afterwards what they were.
+    model that was trained with the same `settings`; `weights="ema"` takes the average that a
+    callback kept. A directory of Hugging Face needs none, nor does a `.pt2` file of torch.export,
+    which is a program: load those that you trust. The random numbers of torch and `sys.path` are
+    afterwards what they were.
     """
     if settings and (recipe is None or isinstance(recipe, Recipe)):
         raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
+    if weights != "model" and recipe is None:
+        raise UsageError(f"weights={weights!r} are in checkpoints: name the recipe as well.")
     with _as_it_was():
         if recipe is None:
             return _load_by_itself(path)
         model = _run_of(recipe, settings or {}).make_model()
-        load_weights(model, ModelWeights(open_weights(path).weights))
+        found: Weights = open_weights(path).weights
+        if weights != "model":
+            found = AveragedWeights(found, weights)
+        load_weights(model, ModelWeights(found))
     return model.eval()
 
 

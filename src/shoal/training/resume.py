@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "loaders",
     "plan",
     "cuts",
+    "callbacks",
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.errors import RecipeError
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import PrecisionSchedule
 from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
@@ -145,7 +145,10 @@ class StepRecord:
 
 def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
     """Run the reference and compare every rank with it, up to the first divergence."""
-    verdict, following = VerifyResult(allowed=TOLERANCE[Precision(plan.precision)]), None
+    verdict, following = (
+        VerifyResult(allowed=TOLERANCE[PrecisionSchedule.parse(plan.precision).lowest]),
+        None,
+    )
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, run.num_steps())
     try:
         whole = uncut_parameters(run, plan)

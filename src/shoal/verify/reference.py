@@ -20,11 +20,13 @@ from shoal.errors import NotFinite
 from shoal.numerics import schedules
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
-from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plans.plan import Plan
+from shoal.sync.named_parts import LossPart
 from shoal.training.diagnostics import no_weight_error
 from shoal.training.run import Run, call_model, make_batches, objective
+from shoal.verify.reference_loop import ReferenceLoop
 from shoal.verify.reference_outer import (
     ReferenceOuter,
     RoundedPushes,
@@ -55,7 +57,10 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
     moves_anchor = plan.local_steps > 1 and plan.has_anchor
     models = [r.model for r in replicas]
     outer = ReferenceOuter(models, plan, run.num_steps()) if moves_anchor else None
+    loop = ReferenceLoop(run, plan, replicas[0])
     for step in range(run.num_steps()):
+        if loop.is_stopped:
+            return
         batch = batches.at(step)
         results = [replica.step(batch) for replica in replicas]
         losses = [loss / weight for loss, weight in results]
@@ -66,6 +71,7 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
             for replica in replicas:
                 replica.buffers.hold()
             losses = [sum(t[0] for t in results) / sum(t[1] for t in results)] * num_replicas
+        loop.after(step + 1, losses[0])
         yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
 
 
@@ -77,7 +83,9 @@ class Replica:
         self.optimizer = run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
         self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
-        self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
+        self.precisions = PrecisionSchedule.parse(plan.precision)
+        self.precision, self.loss_scale = self.precisions.lowest, LossScale(plan.precision)
+        self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.rule, self.is_share = plan.combine, len(pieces) < plan.num_pieces
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
@@ -91,6 +99,7 @@ class Replica:
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.losses: list[tuple[float, float]] = []  # sum and weight, by piece
+            self.parts: dict[int, Mapping[str, LossPart]] = {}  # named, by piece
             sums = self.combined(functools.partial(self.piece, batch))
             if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
@@ -119,13 +128,14 @@ class Replica:
         piece = batch.piece(index)
         if piece.num_samples:
             self.seeds.enter(batch.step, index)
-            with self.precision.autocast("cpu"):
+            with self.precisions.at(batch.step).autocast("cpu"):
                 goal = objective(self.run, call_model(self.model, piece.inputs), piece)
             # A mean counts by its share of the batch; a sum is divided once, at the end.
             self.unit = batch.num_samples if goal.is_mean else 1.0
             part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
             goal.tensor.backward(goal.tensor.new_tensor(part * self.loss_scale.value))
             weight = float(goal.weight)
+            self.parts[index] = goal.parts
             self.losses.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
@@ -137,7 +147,8 @@ class Replica:
         if not all(torch.isfinite(values_of(g)).all() for g in present):
             return False
         if self.run.clip is not None:
-            scale *= clip_factor(gradient_norm(present) * scale, self.run.clip)
+            self.norm = gradient_norm(present) * scale
+            scale *= clip_factor(self.norm, self.run.clip)
         for p, g in zip(self.parameters, gradients, strict=True):
             p.grad = g
         for g in present:

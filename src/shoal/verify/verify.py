@@ -31,6 +31,7 @@ from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
 from shoal.sync.choose import served_tables
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
+from shoal.training.callbacks import has_callbacks
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.verify.compare import PATIENCE_S, VerifyResult, compare, finished, name_slices, step_path
@@ -100,6 +101,12 @@ def verify(
         if outcome.exit_code:
             finished(directory).touch()  # the reference must not wait for more steps
         verdict = _verdict_of(beside, outcome)
+        ends = {verdict.num_steps, outcome.step}
+        if verdict.passed and len(ends) > 1 and min(ends) < facts["num_steps"]:
+            verdict.complaint = (
+                f"it ended after step {outcome.step}, and one process after step "
+                f"{verdict.num_steps}: a callback stopped one of them"
+            )
     finally:
         beside.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -143,6 +150,12 @@ def _refuse_replay(run: Run, plan: Plan) -> None:
             f"deadline={plan.deadline} makes the result depend on which replicas are in time, so "
             "there is no other to compare it with. Verify the plan without deadline: while no "
             "replica is late, the weights are the same."
+        )
+    if plan.local_steps > 1 and has_callbacks(run):
+        raise PlanError(
+            f"Callbacks under local_steps={plan.local_steps} cannot be verified: each replica has "
+            "a model of its own for them to act on. Verify without callbacks, or without "
+            "local_steps."
         )
     stale = plan.sync == "server" and plan.staleness_bound != 0
     if stale and (tables := tables_of(run.make_model())):

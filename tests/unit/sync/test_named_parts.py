@@ -32,7 +32,10 @@ def test_who_computed_which_piece_changes_no_bit(pieces, cut: int) -> None:
 
 def test_a_mean_counts_by_its_weight_and_a_sum_as_it_is() -> None:
     pieces = {
-        0: {"mse": LossPart(torch.tensor(2.0), 3.0, True), "kl": LossPart(6.0, torch.tensor(4), False)},
+        0: {
+            "mse": LossPart(torch.tensor(2.0), 3.0, True),
+            "kl": LossPart(6.0, torch.tensor(4), False),
+        },
         1: {"mse": LossPart(6.0, 1.0, True)},
     }
     packed = pack_parts(pieces)
