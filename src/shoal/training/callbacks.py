@@ -19,6 +19,7 @@ from shoal.errors import GroupLost, RecipeError, StopNow, UsageError, found_in, 
 from shoal.events.step import Hook, StepInfo
 
 if TYPE_CHECKING:
+    from shoal.plans.plan import Plan
     from shoal.training.controls import TrainingControl
     from shoal.training.run import Run
 
@@ -45,6 +46,9 @@ class Callback:
 
     def check_run(self, run: "Run") -> None:
         """Refuse a Run that it cannot work with, before anything starts."""
+
+    def check_plan(self, plan: "Plan") -> None:
+        """Refuse a plan that it cannot work with, before anything starts."""
 
     def on_start(self, trainer: "TrainingControl", info: TrainingInfo) -> None:
         """Before the first step of a start: also when a run is resumed, and on a newcomer."""
@@ -131,6 +135,13 @@ def _check_signature(name: str, method: str, function: Callable[..., Any]) -> No
 def has_callbacks(run: "Run") -> bool:
     """Whether a run has more than plain functions to call."""
     return any(map(is_object, run.callbacks))
+
+
+def check_plan(run: "Run", plan: "Plan") -> None:
+    """Ask each callback whether it goes with a plan."""
+    for callback in run.callbacks:
+        if hasattr(callback, "check_plan"):
+            callback.check_plan(plan)
 
 
 def plain_hooks(run: "Run") -> list[Hook]:

@@ -215,9 +215,11 @@ class CustomLoop:
                 )
         can_freeze = not (trainer.mesh.is_cut or _is_own(trainer))
         for name in [] if can_freeze else self._frozen(since_start=True):
-            raise _not_trained(
+            raise RecipeError(
                 f"{name} was frozen after the trainer began (requires_grad=False), and under "
-                f"{str(trainer.plan)!r} ranks exchange its gradient in every step"
+                f"{str(trainer.plan)!r} ranks exchange its gradient in every step. Parameters can "
+                "be frozen and trained again without tensor, pipeline, zero=3 and local_steps. Or "
+                "give those a group of their own, with lr=0 for as long."
             )
         now = _parameters_of(trainer.optimizer)
         if self._stepped is not None and list(map(len, now)) != list(map(len, self._stepped)):

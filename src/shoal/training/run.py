@@ -26,7 +26,7 @@ from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart
-from shoal.training.callbacks import check_callbacks, has_callbacks
+from shoal.training.callbacks import check_callbacks, check_plan, has_callbacks
 from shoal.world import cores
 
 MOST_LOADERS = 256  # of a rank
@@ -270,6 +270,7 @@ def _refuse_between_windows(plan: Plan, run: Run) -> None:
 
 def _refuse_callbacks(plan: Plan, run: Run) -> None:
     """Callbacks act after a step that all ranks have made."""
+    check_plan(run, plan)
     if plan.sync != "server" or not has_callbacks(run):
         return
     unfit = {"staleness": 0, "local_steps": 1, "deadline": "none"}

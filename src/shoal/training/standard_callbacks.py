@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import UsageError, nearest
+from shoal.errors import PlanError, UsageError, nearest
+from shoal.plans.plan import Plan
 from shoal.training.callbacks import Callback, TrainingInfo
 from shoal.training.controls import TrainingControl
 from shoal.training.loop_state import ParameterTensors
@@ -172,14 +173,15 @@ class EMA(Callback):
         self.name = name
         self.average: ParameterTensors | None = None
 
-    def on_start(self, trainer: TrainingControl, info: TrainingInfo) -> None:
-        plan = trainer.plan
+    def check_plan(self, plan: Plan) -> None:
         for key, usual in {"local_steps": 1, "sync": "allreduce"}.items():
             if getattr(plan, key) != usual:
-                raise UsageError(
+                raise PlanError(
                     f"EMA does not go with {key}={getattr(plan, key)}: a rank does not hold the "
                     "weights that all agree on after every step. Leave one of them out."
                 )
+
+    def on_start(self, trainer: TrainingControl, info: TrainingInfo) -> None:
         if self.average is None:
             held = {name: p.clone() for name, p in trainer.held_parameters().items()}
             self.average = ParameterTensors(self.name, held)
@@ -222,6 +224,17 @@ class Freeze(Callback):
         self.until = None if until is None else _count("Freeze", "until", until)
         if self.until is not None and self.until <= self.since:
             raise UsageError(f"Freeze(since={since}, until={until}): nothing would be frozen.")
+
+    def check_plan(self, plan: Plan) -> None:
+        unfit = {"tensor": plan.tensor > 1, "pipeline": plan.pipeline > 1, "zero": plan.zero == 3}
+        for key, is_unfit in (unfit | {"local_steps": plan.local_steps > 1}).items():
+            if is_unfit:
+                raise PlanError(
+                    f"Freeze does not go with {key}={getattr(plan, key)}, under which ranks "
+                    "exchange the gradient of every parameter in every step. Use data, zero=1, "
+                    "zero=2 or sync=server; or give those parameters a group of their own, and "
+                    "lr=0 for as long."
+                )
 
     def on_start(self, trainer: TrainingControl, info: TrainingInfo) -> None:
         self._apply(trainer, info.step)
