@@ -64,7 +64,7 @@ def test_a_newcomer_has_what_callbacks_keep(
 def test_all_go_back_to_a_checkpoint_with_what_they_kept(start, undisturbed_under) -> None:
     plan = "data=2 zero=1"
     trained = start("step.computed:kill:member=1:step=27", recipe="called", plan=plan).wait()
-    assert trained.result["steps_again"]
+    assert trained.result["recoveries"] == 1
     check(trained, undisturbed_under(plan, "called"))
 
 

@@ -22,17 +22,17 @@ PACKAGE_LINES = {
     "data": 14350,
     "doctor": 500,
     "elastic": 2950,
-    "events": 1350,
+    "events": 1500,
     "formats": 1700,
     "launch": 1400,
-    "numerics": 1900,
+    "numerics": 1950,
     "parallel": 6800,
-    "plans": 1200,
+    "plans": 1250,
     "storage": 1450,
-    "sync": 11150,
+    "sync": 11250,
     "system": 850,
-    "training": 4450,
-    "verify": 1750,
+    "training": 5600,
+    "verify": 1900,
 }
 ALL_LINES = 62_000  # of src without `testing/`
 # Files with a budget of their own.
@@ -59,15 +59,15 @@ LARGE_CLASSES = {
     "ServerStrategy": (31, 42),
     "ZeroSharded": (16, 17),
     "Checkpointer": (21, 18),
-    "CustomLoop": (24, 11),
-    "Trainer": (25, 26),
-    "Replica": (7, 16),
+    "CustomLoop": (24, 12),
+    "Trainer": (25, 28),
+    "Replica": (7, 19),
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (9, 20),
+    "Run": (12, 23),
     "Summary": (0, 19),
 }
 
@@ -249,7 +249,7 @@ def test_the_rules_catch_what_they_are_for() -> None:
     code += "class Wide(Protocol[T]):\n" + "".join(method.format(i) for i in range(9))
     found = [name for name, _ in over_budget("file.py", ast.parse(code), 601)]
     assert found == ["file.py", "file.py:long", "file.py:long", "file.py:Wide"]
-    assert list(over_budget("src/shoal/verify/reference.py", ast.parse(""), 161))
+    assert list(over_budget("src/shoal/verify/reference.py", ast.parse(""), 171))
     assert not list(over_budget("file.py", ast.parse("def f(self, a): ..."), 600))
     record = "class R(Struct):\n    a: int\n    b: int = 0\n    C: ClassVar[int] = 0\n"
     record += "    def m(self):\n        self.b = self.c = 1\n"

@@ -93,10 +93,6 @@ def prepare_training(
     if plan.hosts > 1:  # whose first weights must be equal
         facts["first_weights"] = _digest(model)
 
-    # Under local steps a newcomer would not get what callbacks keep: all go back to a checkpoint.
-    is_apart = plan.local_steps > 1 and has_callbacks(run)
-    recovers = can_recover(plan, run.meets_every) and not is_apart
-
     def rank_main(spec: WorkerSpec) -> int:
         def train(seat: SupervisedSeat) -> None:
             checkpointer = None
@@ -117,9 +113,16 @@ def prepare_training(
             else:
                 ServerProcess(number, seat, run, plan, model, run_dir / "servers").serve()
 
-        return run_in_seat(spec, recovers, work)
+        return run_in_seat(spec, _recovers(run, plan), work)
 
     return facts, rank_main
+
+
+def _recovers(run: Run, plan: Plan) -> bool:
+    """Whether a lost rank is replaced alone. Under local steps a newcomer would not get what
+    callbacks keep, so all go back to a checkpoint."""
+    is_apart = plan.local_steps > 1 and has_callbacks(run)
+    return can_recover(plan, run.meets_every) and not is_apart
 
 
 def _digest(model: nn.Module) -> str:
@@ -241,30 +244,7 @@ def _train(
 
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 
-    def keep_model() -> None:
-        try:
-            tensors = trainer.whole_model()
-            if trainer.mesh.rank == 0:
-                run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
-                write_safetensors(tensors, run_dir / "model.safetensors")
-        except (OSError, SafetensorError, FailedElsewhere) as error:
-            # The checkpoint may be elsewhere.
-            if trainer.mesh.rank == 0:
-                seat.emit(ModelFailedEvent(step=trainer.step, why=str(error)))
-
-    def keep_last_model(info: StepInfo) -> None:
-        if info.step == trainer.num_steps:
-            keep_model()
-
-    def end_callbacks() -> None:
-        """With callbacks the last step is done when they are, and may be an earlier one."""
-        if trainer.stopped:
-            return
-        keep_model()
-        if trainer.step < trainer.num_steps and trainer.writes_record:
-            why = trainer.callbacks.control.reason
-            seat.emit(EndedEarlyEvent(step=trainer.step, why=why))
-
+    end = _EndOfTraining(trainer, seat, run_dir)
     seat.report_by(
         summarise=lambda: {
             **_summary(totals),
@@ -278,10 +258,10 @@ def _train(
     own: list[Hook] = [totals.add, scribe, report_empty_step, evaluations]
     own += more_hooks(trainer, run_dir)
     if trainer.loop is None:
-        trainer.add_hooks([*own, keep_last_model])
+        trainer.add_hooks([*own, end.after_step])
     else:
         trainer.callbacks.control.keep_images_in(run_dir / "images")
-        trainer.add_hooks(own, at_end=[end_callbacks])
+        trainer.add_hooks(own, at_end=[end.after_callbacks])
     try:
         with trainer:
             if trainer.writes_record:
@@ -290,6 +270,39 @@ def _train(
                 pass
     finally:
         scribe.close()
+
+
+class _EndOfTraining:
+    """Writes the model when the training is over."""
+
+    def __init__(self, trainer: Trainer, seat: SupervisedSeat, run_dir: Path):
+        self._trainer, self._seat, self._run_dir = trainer, seat, run_dir
+
+    def after_step(self, info: StepInfo) -> None:
+        if info.step == self._trainer.num_steps:
+            self._keep_model()
+
+    def after_callbacks(self) -> None:
+        """With callbacks the last step is done when they are, and may be an earlier one."""
+        trainer = self._trainer
+        if trainer.stopped:
+            return
+        self._keep_model()
+        if trainer.step < trainer.num_steps and trainer.writes_record:
+            why = trainer.callbacks.control.reason
+            self._seat.emit(EndedEarlyEvent(step=trainer.step, why=why))
+
+    def _keep_model(self) -> None:
+        trainer = self._trainer
+        try:
+            tensors = trainer.whole_model()
+            if trainer.mesh.rank == 0:
+                self._run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+                write_safetensors(tensors, self._run_dir / "model.safetensors")
+        except (OSError, SafetensorError, FailedElsewhere) as error:
+            # The checkpoint may be elsewhere.
+            if trainer.mesh.rank == 0:
+                self._seat.emit(ModelFailedEvent(step=trainer.step, why=str(error)))
 
 
 class _EvaluationReports:

@@ -78,6 +78,10 @@ class _PutAside(list[Tensor]):
         super().__init__()
         self.names: dict[int, tuple[str, str]] = {}
 
+    def name_next(self, tensors: ParameterTensors) -> None:
+        """Those that are put aside next are these."""
+        self.names |= {len(self) + i: (tensors.name, n) for i, n in enumerate(tensors)}
+
 
 class _Object(NamedTuple):
     """The state of an object that the script must make."""
@@ -179,8 +183,7 @@ def _put(value: Any, path: str, tensors: "_PutAside") -> Any:
         tensors.append(_own_part(value, path))
         return {TENSOR: [len(tensors) - 1, value.device.type]}
     if isinstance(value, ParameterTensors):
-        first = len(tensors)
-        tensors.names |= {first + i: (value.name, n) for i, n in enumerate(value)}
+        tensors.name_next(value)
         return {PARAMETERS: [value.name, _put_items(dict(value), path, tensors)]}
     if type(value) is dict:
         return {DICT: _put_items(value, path, tensors)}

@@ -248,7 +248,7 @@ class CustomLoop:
         has_schedule = trainer.schedule is not None
         rates = describe_groups(trainer.optimizer, has_schedule)
         rates |= {f"{name}.requires_grad": "False" for name in self._frozen(since_start=True)}
-        if tags := trainer.callbacks.control.tags:
+        if trainer.can_save and (tags := trainer.callbacks.control.tags):
             rates["trainer.save"] = repr(tags)
         if _is_own(trainer):
             return rates, {}

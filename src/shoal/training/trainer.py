@@ -109,6 +109,11 @@ class Trainer:
         """Whether this rank writes the run's record; one of all does."""
         return self.progress.writes_record
 
+    @property
+    def can_save(self) -> bool:
+        """Whether all made the last step in this group, and so know whether it was saved."""
+        return self._is_fresh
+
     def __enter__(self) -> Self:
         try:
             self._enter()

@@ -145,10 +145,8 @@ class StepRecord:
 
 def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
     """Run the reference and compare every rank with it, up to the first divergence."""
-    verdict, following = (
-        VerifyResult(allowed=TOLERANCE[PrecisionSchedule.parse(plan.precision).lowest]),
-        None,
-    )
+    precisions = PrecisionSchedule.parse(plan.precision)
+    verdict, following = VerifyResult(allowed=TOLERANCE[precisions.at(0)]), None
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, run.num_steps())
     try:
         whole = uncut_parameters(run, plan)
@@ -166,6 +164,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
                 idle = shapes.keys() - snapshots[0].gradients.keys()
                 broken = find_violation(plan, steps, shapes, speaks, idle, whole)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
+            verdict.allowed = TOLERANCE[precisions.at(step - 1)]
             if not verdict.identical and verdict.passed:
                 following = following or RoundingJudge(run, plan, step - 1)
                 following.judge(verdict, step, replicas)

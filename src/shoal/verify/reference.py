@@ -23,7 +23,6 @@ from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_o
 from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plans.plan import Plan
-from shoal.sync.named_parts import LossPart
 from shoal.training.diagnostics import no_weight_error
 from shoal.training.run import Run, call_model, make_batches, objective
 from shoal.verify.reference_loop import ReferenceLoop
@@ -84,7 +83,7 @@ class Replica:
         schedules.remember_rates(self.optimizer)
         self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
         self.precisions = PrecisionSchedule.parse(plan.precision)
-        self.precision, self.loss_scale = self.precisions.lowest, LossScale(plan.precision)
+        self.precision, self.loss_scale = self.precisions.at(0), LossScale(plan.precision)
         self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.rule, self.is_share = plan.combine, len(pieces) < plan.num_pieces
@@ -96,10 +95,11 @@ class Replica:
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; returns the sum of its loss, and its weight."""
+        self.precision = self.precisions.at(batch.step)
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.losses: list[tuple[float, float]] = []  # sum and weight, by piece
-            self.parts: dict[int, Mapping[str, LossPart]] = {}  # named, by piece
+            self.parts: dict[int, Any] = {}  # named, of the loss, by piece
             sums = self.combined(functools.partial(self.piece, batch))
             if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
@@ -128,7 +128,7 @@ class Replica:
         piece = batch.piece(index)
         if piece.num_samples:
             self.seeds.enter(batch.step, index)
-            with self.precisions.at(batch.step).autocast("cpu"):
+            with self.precision.autocast("cpu"):
                 goal = objective(self.run, call_model(self.model, piece.inputs), piece)
             # A mean counts by its share of the batch; a sum is divided once, at the end.
             self.unit = batch.num_samples if goal.is_mean else 1.0

@@ -101,17 +101,21 @@ def verify(
         if outcome.exit_code:
             finished(directory).touch()  # the reference must not wait for more steps
         verdict = _verdict_of(beside, outcome)
-        ends = {verdict.num_steps, outcome.step}
-        if verdict.passed and len(ends) > 1 and min(ends) < facts["num_steps"]:
-            verdict.complaint = (
-                f"it ended after step {outcome.step}, and one process after step "
-                f"{verdict.num_steps}: a callback stopped one of them"
-            )
     finally:
         beside.close()
         shutil.rmtree(directory, ignore_errors=True)
     verdict.plan = facts["plan"]
+    ends = {verdict.num_steps, outcome.step}
+    if verdict.passed and len(ends) > 1 and min(ends) < facts["num_steps"]:
+        verdict.complaint = _ended_apart(verdict.num_steps, outcome.step)
     return verdict
+
+
+def _ended_apart(own: int, theirs: int) -> str:
+    return (
+        f"it ended after step {theirs}, and one process after step {own}: a callback stopped one "
+        "of them"
+    )
 
 
 def _verdict_of(beside: ForkServer, outcome: SupervisorResult) -> VerifyResult:
