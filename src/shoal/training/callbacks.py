@@ -57,7 +57,7 @@ class Callback:
         """After each step."""
 
     def on_evaluate(self, trainer: "TrainingControl", info: TrainingInfo) -> None:
-        """After each evaluation of the run, before `on_step` of the same step."""
+        """After each evaluation of the run, when `on_step` of that step was called."""
 
     def on_save(self, trainer: "TrainingControl", info: TrainingInfo) -> None:
         """After a checkpoint of this step was begun. What it changes is not in that one."""
@@ -172,11 +172,11 @@ class CallbackRunner:
         if not self._named:
             return info
         self._last = info
+        self._call("on_step")
         if info.evaluation is not None:
             self.control.metrics = dict(info.evaluation)
             self._call("on_evaluate")
-            info = self._last = info._replace(evaluation=self.control.metrics)
-        self._call("on_step")
+            info = info._replace(evaluation=self.control.metrics)
         logged = self.control.take_logged()
         return info._replace(logged=logged.scalars, texts=logged.texts, images=logged.images)
 
