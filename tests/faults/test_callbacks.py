@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.checkpoint.find import list_steps
 from shoal.checkpoint.load import CheckpointReader
 from shoal.storage.object_store import open_store
-from tests.support.faults import Trained, check_same, check_survivors
+from tests.support.faults import Trained, check_same, check_survivors, resize
 
 KEPT = ("loss", "rate", "evaluation", "logged")
 
@@ -58,6 +58,15 @@ def test_a_newcomer_has_what_callbacks_keep(
     trained = start(f"{point}:kill:member={rank}:step={step}", recipe="called").wait()
     check(trained, undisturbed_under("data=3", "called"))
     check_survivors(trained, [rank])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", ["data=3", "data=1"])
+def test_ranks_that_come_and_go_have_it_too(start, undisturbed_under, size: str) -> None:
+    training = start(recipe="called", pause=0.03, plan="data=2 pieces=3")
+    training.wait_for_step(12)
+    resize(training, size)
+    check(training.wait(), undisturbed_under("data=3", "called"))
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Runs with callbacks on the pool's ranks: averages, rates that follow a metric, parts of a loss."""
+"""Runs with callbacks on the ranks of the pool: averages, rates that follow a metric, parts."""
 
 import dataclasses
 from typing import Any

@@ -60,7 +60,7 @@ LARGE_CLASSES = {
     "ZeroSharded": (16, 17),
     "Checkpointer": (21, 18),
     "CustomLoop": (24, 12),
-    "Trainer": (25, 28),
+    "Trainer": (26, 28),
     "Replica": (7, 19),
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),

@@ -235,8 +235,8 @@ def _train(
     sinks: list[Callable[[], Sink]] = []
     if tensorboard:
         sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
-    record, often = run_dir / "metrics.jsonl", trainer.run.saves_every
-    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, often)
+    record = run_dir / "metrics.jsonl"
+    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, trainer.saves_after)
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:

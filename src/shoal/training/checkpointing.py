@@ -176,18 +176,19 @@ class Checkpointer:
             )
             warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
 
-    def after_step(self, trainer: "Trainer", info: StepInfo, is_asked: bool = False) -> bool:
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
         """Save, if it is time to or was asked for; whether it did. Every rank must call it, in the
         group that made the step."""
         self.report()
         # An optimizer makes its state in its first step; out of lockstep all meet somewhat later.
         if trainer.strategy.in_lockstep or trainer.run.meets_after(info.step):
             self._look_once(trainer)
-        every = trainer.run.saves_every
-        is_due = every is not None and info.step % every == 0
-        if not (is_due or is_asked) or info.step == trainer.num_steps or self._holds_nothing:
+        is_last = info.step == trainer.num_steps  # which the end saves
+        if is_last or self._holds_nothing or not trainer.saves_after(info.step):
             return False
-        if is_asked:  # for the sake of this step: one under way must not keep it from being saved
+        if (
+            trainer.callbacks.control.tags
+        ):  # for the sake of this step: one under way must not keep it from being saved
             self.finish(trainer)
         problem = self.save(trainer)
         if problem:
@@ -426,7 +427,7 @@ class NoCheckpoints:
     def restore(self, trainer: "Trainer") -> None:
         """There is nothing to go on from."""
 
-    def after_step(self, trainer: "Trainer", info: StepInfo, is_asked: bool = False) -> bool:
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
         """Nothing is due."""
         return False
 

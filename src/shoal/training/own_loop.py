@@ -129,16 +129,15 @@ class CustomLoop:
     def goes_on(self, trainer: "Trainer") -> bool:
         """Whether all make another step; saves what is due. Every rank must call it."""
         self._refuse_other_parameters(trainer)
-        every, step, asked = trainer.run.saves_every, trainer.step, trainer.callbacks.control.tags
-        is_due = bool(asked) or (every is not None and step % every == 0)
-        is_due &= step != self._saved
+        step = trainer.step
+        is_due = trainer.saves_after(step) and step != self._saved
         if is_due or _meet_in(trainer, step + 1):
             is_full = is_due or step % CHECK_EVERY == 0
             if self._agree(trainer, LoopAction.STEP, is_full):
                 return False
         if step != self._saved:
             self._saved = step
-            if trainer.save_if_due(bool(asked)):
+            if trainer.save_if_due():
                 trainer.callbacks.saved()
         trainer.callbacks.control.forget_save()
         return True

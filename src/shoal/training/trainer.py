@@ -399,13 +399,19 @@ class Trainer:
         self._is_over = True
         return True
 
-    def save_if_due(self, is_asked: bool = False) -> bool:
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is made after the last step: it is time to, or was asked for."""
+        every = self.run.saves_every
+        is_due = every is not None and step % every == 0
+        return is_due or bool(self.callbacks.control.tags)
+
+    def save_if_due(self) -> bool:
         """After a step that all made in this group; whether it saved. Every rank must call it."""
         if not self._is_fresh or self.last_info is None:
             return False
         if self.last_info.step == self.num_steps:
             self.consistency.check(self.num_steps)
-        return self.checkpointer.after_step(self, self.last_info, is_asked)
+        return self.checkpointer.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""

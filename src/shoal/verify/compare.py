@@ -32,6 +32,10 @@ from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, large
 PATIENCE_S = 120.0
 
 
+class RunEnded(RecipeError):
+    """The plan's run has ended well, and the reference has not."""
+
+
 class TensorLocation(NamedTuple):
     """A tensor in the step of a rank."""
 
@@ -173,6 +177,11 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
             verdict.num_steps = step
             if not verdict.passed:
                 break
+    except RunEnded:
+        verdict.complaint = (
+            f"it ended after step {verdict.num_steps}, and one process goes on: a callback stopped "
+            "it alone"
+        )
     finally:
         finished(directory).touch()
     return verdict
@@ -354,6 +363,8 @@ def _keep_worst(verdict: VerifyResult, what: str, relative: float) -> None:
 def _await(path: Path) -> dict[str, Tensor]:
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
+        if ended_early(path.parent).exists() and not path.exists():
+            raise RunEnded(f"The plan's run ended before it wrote {path.name}.")
         if finished(path.parent).exists() or time.monotonic() > deadline:
             raise RecipeError(f"The plan's run ended or hangs before it wrote {path.name}.")
         time.sleep(0.002)
@@ -366,3 +377,8 @@ def step_path(directory: Path, step: int, rank: int) -> Path:
 
 def finished(directory: Path) -> Path:
     return directory / "finished"
+
+
+def ended_early(directory: Path) -> Path:
+    """There when the plan's run has ended well, and perhaps before the reference."""
+    return directory / "ended"

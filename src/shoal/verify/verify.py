@@ -34,7 +34,15 @@ from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.callbacks import has_callbacks
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
-from shoal.verify.compare import PATIENCE_S, VerifyResult, compare, finished, name_slices, step_path
+from shoal.verify.compare import (
+    PATIENCE_S,
+    VerifyResult,
+    compare,
+    ended_early,
+    finished,
+    name_slices,
+    step_path,
+)
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
@@ -98,8 +106,8 @@ def verify(
         )
         if outcome.stopped_by:  # by the user, who wants no result
             raise RunFailed(outcome)
-        if outcome.exit_code:
-            finished(directory).touch()  # the reference must not wait for more steps
+        # The reference must not wait for more steps.
+        (finished if outcome.exit_code else ended_early)(directory).touch()
         verdict = _verdict_of(beside, outcome)
     finally:
         beside.close()

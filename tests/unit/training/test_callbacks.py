@@ -338,7 +338,7 @@ def test_a_callback_that_is_gone_when_a_run_goes_on_is_named(tmp_path: Path) -> 
 def test_a_torch_scheduler_is_no_schedule() -> None:
     kinds = torch.optim.lr_scheduler
     for given in (kinds.ReduceLROnPlateau, lambda optimizer: kinds.StepLR(optimizer, 3)):
-        with pytest.raises(UsageError, match="shoal.callbacks.TorchScheduler"):
+        with pytest.raises(UsageError, match=r"shoal.callbacks.TorchScheduler"):
             run_of(schedule=given)
     with pytest.raises(UsageError, match="Give one of them"):
         run_of(TorchScheduler(print), schedule=schedules.linear())
