@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ from shoal.callbacks import (
     TrainingInfo,
 )
 from shoal.checkpoint.find import list_steps
+from shoal.cli.checkpoint import checkpoint
 from shoal.errors import RecipeError, UsageError
 from shoal.numerics import schedules
 from shoal.storage.object_store import open_store
@@ -220,6 +222,11 @@ def test_an_average_is_that_of_the_formula(tmp_path: Path) -> None:
     with torch.no_grad():
         assert scores["ema_loss"] == pytest.approx(F.mse_loss(model(X), X).item())
         assert scores["loss"] == pytest.approx(F.mse_loss(trainer.model(X), X).item())
+    out, words = tmp_path / "averaged.safetensors", ["export", str(tmp_path)]
+    words += [str(out), "--to", "safetensors", "--weights", "ema"]
+    checkpoint.main(words, standalone_mode=False)
+    exported = load_file(out)
+    assert all(torch.equal(exported[name], p) for name, p in model.named_parameters())
     with pytest.raises(UsageError, match="no weights named 'mean'"):
         shoal.load(tmp_path, run, weights="mean")
 
