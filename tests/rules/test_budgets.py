@@ -34,7 +34,7 @@ PACKAGE_LINES = {
     "training": 5600,
     "verify": 1900,
 }
-ALL_LINES = 62_000  # of src without `testing/`
+ALL_LINES = 64_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 170}
 # "path" or "path:name" -> why it may be larger.
@@ -67,7 +67,7 @@ LARGE_CLASSES = {
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (12, 23),
+    "Run": (12, 21),
     "Summary": (0, 19),
 }
 

@@ -32,7 +32,7 @@ from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, large
 PATIENCE_S = 120.0
 
 
-class RunEnded(RecipeError):
+class RunEndedEarly(RecipeError):
     """The plan's run has ended well, and the reference has not."""
 
 
@@ -177,7 +177,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
             verdict.num_steps = step
             if not verdict.passed:
                 break
-    except RunEnded:
+    except RunEndedEarly:
         verdict.complaint = (
             f"it ended after step {verdict.num_steps}, and one process goes on: a callback stopped "
             "it alone"
@@ -364,7 +364,7 @@ def _await(path: Path) -> dict[str, Tensor]:
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         if ended_early(path.parent).exists() and not path.exists():
-            raise RunEnded(f"The plan's run ended before it wrote {path.name}.")
+            raise RunEndedEarly(f"The plan's run ended before it wrote {path.name}.")
         if finished(path.parent).exists() or time.monotonic() > deadline:
             raise RecipeError(f"The plan's run ended or hangs before it wrote {path.name}.")
         time.sleep(0.002)
