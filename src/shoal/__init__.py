@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal import callbacks as callbacks
     from shoal import data as data
     from shoal.api import evaluate as evaluate
     from shoal.api import train as train
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.numerics.rowwise import RowwiseAdagrad as RowwiseAdagrad
     from shoal.numerics.table import Table as Table
     from shoal.plans.plan import Plan as Plan
+    from shoal.training.callbacks import Callback as Callback
     from shoal.training.custom_step import StepBatch as StepBatch
     from shoal.training.load import load as load
     from shoal.training.run import Run as Run
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "shoal.training.callbacks",
     "Evaluation": "shoal.launch.evaluate",
     "Optimizers": "shoal.numerics.optimizers",
     "Outcome": "shoal.launch.outcome",
@@ -59,6 +62,7 @@ _HOME = {
     "tune": "shoal.tuning.tune",
 }
 _MODULES = {
+    "callbacks": "shoal.callbacks",
     "data": "shoal.data",
     "losses": "shoal.numerics.losses",
     "schedules": "shoal.numerics.schedules",

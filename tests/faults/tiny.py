@@ -463,3 +463,47 @@ def in_phases(pause: float = 0.002, save_every: int | None = None) -> shoal.Run:
 
     run = run_of(pause, model=Duel, loss=None, step=step, optimizer=optimizer, steps=24)
     return dataclasses.replace(run, save_every=save_every)
+
+
+class Counting:
+    """Keeps a number of its own, and may fail or act otherwise on one rank."""
+
+    def __init__(self, fails: int = 0, unlike: int = 0):
+        self.fails, self.unlike, self.seen = fails, unlike, 0
+
+    def on_step(self, trainer: Any, info: Any) -> None:
+        self.seen += 1
+        trainer.log("seen", self.seen)
+        if info.step == self.fails and trainer.rank == 1:
+            raise KeyError("a key of the callback's own")
+        if info.step == self.unlike and trainer.rank == 1:
+            trainer.set_lr(factor=0.5)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def called(
+    pause: float = 0.002,
+    fails: int = 0,
+    unlike: int = 0,
+    patience: int = 99,
+) -> shoal.Run:
+    """With callbacks that have something to lose."""
+    evaluate = run_of(0).data
+    return run_of(
+        pause,
+        evaluate=evaluate,
+        evaluate_every=5,
+        callbacks=[
+            shoal.callbacks.EMA(0.9, evaluate=True),
+            shoal.callbacks.ReduceOnPlateau("loss", factor=0.5, patience=1, min_delta=1e-3),
+            shoal.callbacks.EarlyStopping("ema_loss", patience, min_delta=1e-2),
+            shoal.callbacks.BestCheckpoint("ema_loss"),
+            shoal.callbacks.Freeze("4.*", since=10, until=30),
+            Counting(fails, unlike),
+        ],
+    )

@@ -25,7 +25,7 @@ STOREYS = [
     ["elastic", "inference"],
     # around a run
     ["cluster"],
-    ["launch", "api"],
+    ["launch", "api", "callbacks"],
     ["cost", "verify", "doctor", "slim", "tuning", "ui"],
     ["cli"],
 ]

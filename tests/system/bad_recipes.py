@@ -101,3 +101,43 @@ def misnamed_recipe() -> shoal.Run:
 
 def nothing_to_evaluate() -> shoal.Run:
     return good(evaluate=[])
+
+
+class Misspelt:
+    def on_stpe(self, trainer: Any, info: Any) -> None: ...
+
+
+def callback_is_misspelt() -> shoal.Run:
+    return good(callbacks=[Misspelt()])
+
+
+def callback_has_no_evaluation() -> shoal.Run:
+    return good(callbacks=[shoal.callbacks.EarlyStopping("loss")])
+
+
+def callback_freezes() -> shoal.Run:
+    return good(callbacks=[shoal.callbacks.Freeze("weight")])
+
+
+def callback_names_no_metric() -> shoal.Run:
+    run = good(evaluate_every=2, evaluate=good().data)
+    return dataclasses.replace(run, callbacks=[shoal.callbacks.EarlyStopping("accuracy")])
+
+
+class Keeps(shoal.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"open": os.environ}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def callback_keeps_what_cannot_be_saved() -> shoal.Run:
+    return good(callbacks=[Keeps()])
+
+
+def schedule_is_a_scheduler() -> shoal.Run:
+    return good(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def loss_has_no_loss() -> shoal.Run:
+    return good(loss=lambda output, target: {"error": F.mse_loss(output, target)})

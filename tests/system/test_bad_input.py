@@ -43,6 +43,22 @@ def left_in(place: Path) -> list[str]:
 
 
 REFUSED = {
+    "callback with a misspelt method": (
+        ["train", f"{RECIPES}:callback_is_misspelt"],
+        ["Misspelt has the method on_stpe", "Did you mean 'on_step'?"],
+    ),
+    "callback without an evaluation": (
+        ["train", f"{RECIPES}:callback_has_no_evaluation"],
+        ["EarlyStopping follows 'loss' of evaluations", "evaluate="],
+    ),
+    "callback under another plan": (
+        ["train", f"{RECIPES}:callback_freezes", "--plan", "data=2 zero=3"],
+        ["Freeze does not go with zero=3", "Use data"],
+    ),
+    "scheduler as a schedule": (
+        ["train", f"{RECIPES}:schedule_is_a_scheduler"],
+        ["ReduceLROnPlateau", "shoal.callbacks.TorchScheduler"],
+    ),
     "no recipe at all": (["train"], ["Missing argument", "RECIPE"]),
     "no function": (["train", RECIPES], ["names no recipe", "file.py:function"]),
     "no file": (["train", "absent.py:fine"], ["no recipe file absent.py"]),
@@ -132,6 +148,15 @@ def test_a_model_that_is_none_is_the_recipes_error(shoal: Shoal, place: Path) ->
 WRONG_IN_TRAINING = {
     "loss_is_a_vector": ["not a single number", "shape (4,)", "(sum, weight)"],
     "loss_is_a_number": ["not a single number", "float"],
+    "loss_has_no_loss": ["a dict of error, without 'loss'"],
+    "callback_names_no_metric": [
+        "EarlyStopping failed in on_evaluate on rank",
+        "follows 'accuracy', which is not measured",
+    ],
+    "callback_keeps_what_cannot_be_saved": [
+        "trainer.state['callbacks']['Keeps']['open'] is of the type _Environ",
+        "cannot be handed to another rank or saved",
+    ],
     "loss_is_nan": ["Step 1 is not finite", "its loss is nan", "samples"],
     "gradient_is_nan": ["Step 1 is not finite", "its gradient is not"],
 }

@@ -48,6 +48,38 @@ def test_a_batch_that_quarantine_emptied_is_the_same_too(pool: Pool, tmp_path: P
     assert "SAME: losses, gradients, weights and buffers are identical" in done.last_words
 
 
+def test_callbacks_are_those_of_the_reference_too(pool: Pool, tmp_path: Path) -> None:
+    """Rates fall, parameters rest, and the training ends after the same step."""
+    recipe = str(Path(__file__).parents[1] / "faults" / "tiny.py")
+    words = (f"{recipe}:called", "--plan", "data=2", "--set", "pause=0", "--set", "patience=2")
+    done = shoal_verify(pool, tmp_path, *words, "--steps", "60", "--json")
+    assert done.exit_code == 0, done.errors
+    assert done.result["verdict"] == "SAME" and 5 < done.result["num_steps"] < 60
+
+
+UNLIKE = """
+import dataclasses, os
+import shoal
+from tests.system import tiny
+
+class Leaves(shoal.Callback):
+    def on_step(self, trainer, info):
+        if info.step == 2 and "SHOAL_MEMBER" in os.environ:  # and so not in the reference
+            trainer.stop()
+
+def line():
+    return dataclasses.replace(tiny.line(), callbacks=[Leaves()])
+"""
+
+
+def test_a_run_that_ends_before_its_reference_is_not_as_planned(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    words = ("unlike.py:line", "--plan", "data=2", "--steps", "4")
+    done = shoal_verify(pool, tmp_path, *words)
+    assert done.exit_code == 1, done.errors
+    assert "NOT AS PLANNED: it ended after step 2, and one process goes on" in done.last_words
+
+
 HANGS = """
 import dataclasses, os, time
 from tests.system import tiny

@@ -79,6 +79,7 @@ class Progress(msgspec.Struct, frozen=True):
     batch: int  # of that epoch, the next one
     metrics: dict[str, float] = {}  # the loss of the last step, and metrics measured after it
     loss_scale: dict[str, Any] = {}
+    tags: list[str] = []  # that callbacks gave this checkpoint
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """Which checkpoints to keep. Pure.
 
 `last=N` keeps the newest N, `every=K` one for each K steps, permanently, `best=METRIC` the one with
-the best value of a metric of its last step or evaluation. The newest checkpoint never expires, and
-one that has expired stays expired when more checkpoints are added.
+the best value of a metric of its last step or evaluation. Of those with a tag (`trainer.save`) the
+newest stays. The newest checkpoint never expires, and one that has expired stays expired when more
+checkpoints are added.
 """
 
 import math
@@ -23,6 +24,7 @@ class CheckpointSummary(NamedTuple):
     name: str
     step: int
     metrics: Mapping[str, float]
+    tags: Sequence[str] = ()  # that callbacks gave it
 
 
 class RetentionPolicy(NamedTuple):
@@ -82,6 +84,7 @@ def find_expired(
     """The checkpoints that no rule keeps, oldest first."""
     ordered = sorted(known, key=lambda one: (one.step, one.name))
     kept = {one.name for one in ordered[-max(1, keep.last) :]}
+    kept |= set({tag: one.name for one in ordered for tag in one.tags}.values())
     if keep.every is not None:
         kept |= _one_for_each(ordered, keep.every)
     if keep.best is not None:

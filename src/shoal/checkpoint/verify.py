@@ -165,7 +165,9 @@ def inspect_checkpoints(store: Store, names: Iterable[str]) -> Inspection:
         except BadCheckpoint as problem:
             found.bad[name] = str(problem)
         else:
-            found.known.append(CheckpointSummary(name, progress.step, progress.metrics))
+            found.known.append(
+                CheckpointSummary(name, progress.step, progress.metrics, progress.tags)
+            )
     return found
 
 

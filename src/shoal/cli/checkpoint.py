@@ -52,6 +52,7 @@ class Row(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     seal: str | None = None
     problem: str | None = None
+    tags: list[str] = []  # that callbacks gave it
 
 
 @checkpoint.command("list")
@@ -76,7 +77,7 @@ def list_(path: str, as_json: bool) -> None:
             str(row.samples),
             row.plan or "data=1",
             in_units(row.bytes or 0),
-            "  ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()),
+            "  ".join([*row.tags, *(f"{name} {value:.4g}" for name, value in row.metrics.items())]),
             "sealed",
         )
         for row in rows
@@ -99,6 +100,7 @@ def _row(found: FoundCheckpoints, name: str) -> Row:
         sealed.num_bytes,
         progress.metrics,
         sealed.seal,
+        tags=progress.tags,
     )
 
 

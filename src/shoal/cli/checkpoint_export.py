@@ -40,6 +40,12 @@ like = click.option(
     metavar="SIZE",
     help="The largest file of --to huggingface. Default: 5GB.",
 )
+@click.option(
+    "--weights",
+    "average",
+    metavar="NAME",
+    help="An average that a callback kept instead of the model's own weights: ema.",
+)
 def export(
     checkpoint: str,
     out: str,
@@ -47,6 +53,7 @@ def export(
     recipe: str | None,
     settings: dict[str, str],
     shard_size: str | None,
+    average: str | None,
 ) -> None:
     """Write the weights of CHECKPOINT to OUT, for other programs.
 
@@ -80,13 +87,20 @@ def export(
     source = open_weights(checkpoint)
     if source.note:
         say(source.note, is_error=True)
+    weights = source.weights if average is None else _averaged(source.weights, average)
     run = _load(recipe, settings)
     if form in _PROGRAMS:
         assert run is not None
-        say(_export_program(source.weights, run, form, path))
+        say(_export_program(weights, run, form, path))
         return
     origin = origin_directory(checkpoint) if form == "huggingface" else None
-    say(_export_tensors(source.weights, run, form, path, shard_bytes, origin))
+    say(_export_tensors(weights, run, form, path, shard_bytes, origin))
+
+
+def _averaged(source: "Weights", name: str) -> "Weights":
+    from shoal.formats.weights import AveragedWeights
+
+    return AveragedWeights(source, name)
 
 
 def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":

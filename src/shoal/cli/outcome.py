@@ -32,6 +32,8 @@ def print_outcome(outcome: "Outcome", *, as_json: bool) -> int:
 def _in_words(outcome: "Outcome") -> str:
     result, times = outcome.summary, outcome.times
     if not outcome.trained:
+        if result.steps < outcome.num_steps:
+            return f"The training had ended early already, after step {result.steps}."
         return f"All {outcome.num_steps} steps were done already. Ask for more with --set steps=N."
     total = sum(times.values()) or 1.0
     shares = "  ".join(f"{name} {100 * t / total:.0f} %" for name, t in times.items())

@@ -61,6 +61,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     from shoal.launch.supervised import RunFailed
     from shoal.numerics.precision import environment_for
     from shoal.plans.plan import Plan
+    from shoal.training.callbacks import has_callbacks
     from shoal.training.recipe import load_recipe
     from shoal.verify import verify as verification
 
@@ -68,9 +69,10 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
         os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
 
     def load() -> Any:
-        return dataclasses.replace(
-            load_recipe(recipe, settings), evaluate=None, evaluate_every=None
-        )
+        run = load_recipe(recipe, settings)
+        if has_callbacks(run):  # which may go by evaluations
+            return run
+        return dataclasses.replace(run, evaluate=None, evaluate_every=None)
 
     display = Display()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group, Pending, bytes_of_all_reduce
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import PrecisionSchedule
 from shoal.parallel.pipeline.calls import CallInterceptor
 from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.parallel.pipeline.stages import StagePlan
@@ -84,7 +84,7 @@ def count_tensor_traffic(
     prepared.seeds.enter(0, 0)
 
     def run_part(stage: StageRunner | None, received: Sequence[Tensor]) -> Any:
-        with Precision(plan.precision).autocast("cpu"), forward:
+        with PrecisionSchedule.parse(plan.precision).lowest.autocast("cpu"), forward:
             if stage is None:
                 return forward.whole(call_model(model, piece.inputs))
             output = stage(lambda: call_model(model, piece.inputs), received)

@@ -27,7 +27,13 @@ from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
 from shoal.elastic.server_process import ServerProcess, serve_aggregator
 from shoal.errors import AllWorkersLost, FailedElsewhere, NotFinite, ShoalError, StopNow, sendable
-from shoal.events.events import BatchEmptyEvent, EvaluatedEvent, ModelFailedEvent, ProgressEvent
+from shoal.events.events import (
+    BatchEmptyEvent,
+    EndedEarlyEvent,
+    EvaluatedEvent,
+    ModelFailedEvent,
+    ProgressEvent,
+)
 from shoal.events.meters import StepTotals, peak_memory_bytes
 from shoal.events.metrics_writer import MetricsWriter
 from shoal.events.sinks import Sink, TensorBoardSink
@@ -40,7 +46,9 @@ from shoal.sync.server.lookups import empty_tables
 from shoal.system.fork_server import WorkerMain, WorkerSpec, needs_no_traceback
 from shoal.system.traces import user_traceback
 from shoal.training.build import BuiltModel, build_model, why_not_resizable
+from shoal.training.callbacks import has_callbacks
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings
+from shoal.training.own_loop import CustomLoop
 from shoal.training.pretrained import InitialWeights
 from shoal.training.run import Run
 from shoal.training.trainer import Trainer
@@ -82,7 +90,8 @@ def prepare_training(
             if evaluates is not None:
                 _evaluate(Trainer(run, plan, seat, built=prepared, num_steps=0), seat, evaluates)
                 return
-            trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer)
+            loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
+            trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
         def work(seat: SupervisedSeat) -> None:
@@ -94,7 +103,7 @@ def prepare_training(
             else:
                 ServerProcess(number, seat, run, plan, model, run_dir / "servers").serve()
 
-        return run_in_seat(spec, can_recover(plan, run.meets_every), work)
+        return run_in_seat(spec, _recovers(run, plan), work)
 
     return facts, rank_main
 
@@ -117,6 +126,13 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> dict[str, Any]:
     if plan.hosts > 1:  # whose first weights must be equal
         facts["first_weights"] = _digest(model)
     return facts
+
+
+def _recovers(run: Run, plan: Plan) -> bool:
+    """Whether a lost rank is replaced alone. Under local steps a newcomer would not get what
+    callbacks keep, so all go back to a checkpoint."""
+    is_apart = plan.local_steps > 1 and has_callbacks(run)
+    return can_recover(plan, run.meets_every) and not is_apart
 
 
 def _digest(model: nn.Module) -> str:
@@ -229,8 +245,8 @@ def _train(
     sinks: list[Callable[[], Sink]] = []
     if tensorboard:
         sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
-    record, often = run_dir / "metrics.jsonl", trainer.run.save_every
-    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, often)
+    record = run_dir / "metrics.jsonl"
+    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, trainer.saves_after)
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:
@@ -238,22 +254,11 @@ def _train(
 
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 
-    def keep_model(info: StepInfo) -> None:
-        if info.step == trainer.num_steps:
-            try:
-                tensors = trainer.whole_model()
-                if trainer.mesh.rank == 0:
-                    run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
-                    write_safetensors(tensors, run_dir / "model.safetensors")
-            except (OSError, SafetensorError, FailedElsewhere) as error:
-                # The checkpoint may be elsewhere.
-                if trainer.mesh.rank == 0:
-                    seat.emit(ModelFailedEvent(step=info.step, why=str(error)))
-
+    end = _EndOfTraining(trainer, seat, run_dir)
     seat.report_by(
         summarise=lambda: {
             **_summary(totals),
-            "stopped": trainer.step < trainer.num_steps,
+            "stopped": trainer.step < trainer.num_steps and not trainer.progress.ended,
             "checkpoint": trainer.checkpointer.saved_step,
             **_server_summary(trainer),
         },
@@ -261,7 +266,12 @@ def _train(
         before_pause=scribe.flush,
     )
     own: list[Hook] = [totals.add, scribe, report_empty_step, evaluations]
-    trainer.add_hooks([*own, *more_hooks(trainer, run_dir), keep_model])
+    own += more_hooks(trainer, run_dir)
+    if trainer.loop is None:
+        trainer.add_hooks([*own, end.after_step])
+    else:
+        trainer.callbacks.control.keep_images_in(run_dir / "images")
+        trainer.add_hooks(own, at_end=[end.after_callbacks])
     try:
         with trainer:
             if trainer.writes_record:
@@ -282,6 +292,39 @@ def _evaluate(trainer: Trainer, seat: SupervisedSeat, source: Any) -> None:
         found |= trainer.evaluate(source)
         for _ in trainer:  # of no steps: ranks end together, or measure again with a newcomer
             pass
+
+
+class _EndOfTraining:
+    """Writes the model when the training is over."""
+
+    def __init__(self, trainer: Trainer, seat: SupervisedSeat, run_dir: Path):
+        self._trainer, self._seat, self._run_dir = trainer, seat, run_dir
+
+    def after_step(self, info: StepInfo) -> None:
+        if info.step == self._trainer.num_steps:
+            self._keep_model()
+
+    def after_callbacks(self) -> None:
+        """With callbacks the last step is done when they are, and may be an earlier one."""
+        trainer = self._trainer
+        if trainer.stopped:
+            return
+        self._keep_model()
+        if trainer.step < trainer.num_steps and trainer.writes_record:
+            why = trainer.callbacks.control.reason
+            self._seat.emit(EndedEarlyEvent(step=trainer.step, why=why))
+
+    def _keep_model(self) -> None:
+        trainer = self._trainer
+        try:
+            tensors = trainer.whole_model()
+            if trainer.mesh.rank == 0:
+                self._run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
+                write_safetensors(tensors, self._run_dir / "model.safetensors")
+        except (OSError, SafetensorError, FailedElsewhere) as error:
+            # The checkpoint may be elsewhere.
+            if trainer.mesh.rank == 0:
+                self._seat.emit(ModelFailedEvent(step=trainer.step, why=str(error)))
 
 
 class _EvaluationReports:
@@ -311,6 +354,7 @@ def _progress(totals: StepTotals) -> ProgressEvent | None:
         loss=last.loss,
         samples_per_s=totals.samples_per_s,
         communication=totals.share_in_communication,
+        scalars={**last.parts, **last.logged},
     )
 
 

@@ -233,6 +233,13 @@ class EvaluatedEvent(TimedEvent, tag="evaluated", kw_only=True):
     evaluation: dict[str, float]
 
 
+class EndedEarlyEvent(TimedEvent, tag="ended-early", kw_only=True):
+    """A callback ended the training before its last step: a success."""
+
+    step: int
+    why: str
+
+
 class BatchEmptyEvent(TimedEvent, tag="emptied", kw_only=True):
     """Quarantine left out all samples of a batch."""
 
@@ -278,6 +285,7 @@ class ProgressEvent(TimedEvent, tag="progress", kw_only=True):
     loss: float
     samples_per_s: float
     communication: float  # the share of time
+    scalars: dict[str, float] = {}  # named parts of the loss, and what callbacks logged
 
 
 class PrintedEvent(TimedEvent, tag="printed", kw_only=True):
@@ -335,6 +343,7 @@ Event = (
     | ModelNotSavableEvent
     | ModelFailedEvent
     | EvaluatedEvent
+    | EndedEarlyEvent
     | BatchEmptyEvent
     | ReplicaRepairedEvent
     | ReplicasDifferEvent

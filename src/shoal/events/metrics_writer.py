@@ -24,19 +24,20 @@ FLUSH_S = 1.0  # the longest wait of a step with a checkpoint for the record
 
 
 class MetricsWriter:
-    """A hook of the trainer. `writes` says whether this rank is the one that writes now."""
+    """A hook of the trainer. `writes` says whether this rank is the one that writes now,
+    `saves_after` whether a checkpoint is made after a step."""
 
     def __init__(
         self,
         path: Path,
         writes: Callable[[], bool],
         more_sinks: Sequence[Callable[[], Sink]] = (),
-        save_every: int | None = None,
+        saves_after: Callable[[int], bool] = lambda step: False,
     ):
         self._path = path
         self._writes = writes
         self._more_sinks = more_sinks
-        self._save_every = save_every
+        self._saves_after = saves_after
         self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
         self._sinks: list[BackgroundSink] = []
         self._written = 0  # the last step that an earlier writer recorded
@@ -47,7 +48,7 @@ class MetricsWriter:
             self._write(info)
         elif self._writes():
             self._take_over()
-        if self._save_every and info.step % self._save_every == 0 and self._sinks:
+        if self._sinks and self._saves_after(info.step):
             self._sinks[0].flush(FLUSH_S)  # the record must not end before a checkpoint
 
     def flush(self) -> None:
@@ -103,8 +104,9 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
         record["ranks"] = [round(seconds, 6) for seconds in info.ranks]
     if info.mark is not None:
         record["mark"] = info.mark
-    if info.parts:
-        record["parts"] = info.parts
+    for name in ("parts", "logged", "texts", "images"):
+        if value := getattr(info, name):
+            record[name] = value
     if info.norm is not None:
         record["norm"] = info.norm
     if info.evaluation is not None:

@@ -21,6 +21,7 @@ from shoal.events.events import (
     BatchEmptyEvent,
     BusyEvent,
     CheckpointRefusedEvent,
+    EndedEarlyEvent,
     EvaluatedEvent,
     Event,
     ExitedEvent,
@@ -50,6 +51,7 @@ from shoal.formatting import plural
 from shoal.system.streams import silence, steady
 
 PLAIN_EVERY_S = 5.0
+MOST_SCALARS = 3  # of what is logged, in the live line
 
 
 class _Screen(Console):
@@ -167,8 +169,10 @@ class Display:
     def _line(self, event: ProgressEvent) -> str:
         of = f"/{self.num_steps}" if self.num_steps else ""
         loss = "none" if math.isnan(event.loss) else f"{event.loss:.4f}"
+        shown = list(event.scalars.items())[:MOST_SCALARS]
+        logged = "".join(f"{name} {value:.4g}  " for name, value in shown)
         return (
-            f"step {event.step}{of}  loss {loss}  "
+            f"step {event.step}{of}  loss {loss}  {logged}"
             f"{event.samples_per_s:.0f} samples/s  "
             f"{100 * event.communication:.0f} % in communication"
         )
@@ -219,6 +223,11 @@ def _begun(event: NothingToResumeEvent) -> str:
         bad = f"[bold yellow]no checkpoint in {store} is good[/]"
         return f"{bad}: the run starts again at step {event.step}"
     return f"nothing to go on from in {store}: the run begins at step {event.step}"
+
+
+def _ended_early(event: EndedEarlyEvent) -> str:
+    why = f": {escape(event.why)}" if event.why else ""
+    return f"[bold]ended early, after step {event.step}[/]{why}"
 
 
 def _emptied(event: BatchEmptyEvent) -> str:
@@ -288,6 +297,7 @@ def _missing(event: HostsMissingEvent) -> str:
 # The sentence for an event that is shown each time, whatever else there was.
 _SENTENCES: dict[type, Callable[[Any], str]] = {
     RecoveredEvent: _recovered,
+    EndedEarlyEvent: _ended_early,
     CheckpointRefusedEvent: lambda event: (
         f"[bold yellow]{escape(event.name)} was passed over[/]: {escape(event.why)}"
     ),

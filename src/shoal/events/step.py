@@ -38,6 +38,9 @@ class StepInfo(NamedTuple):
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
     ranks: tuple[float, ...] = ()  # the seconds that each rank was busy
     parts: dict[str, float] = {}  # named parts of the loss, weighted as each of them is
+    logged: dict[str, float] = {}  # by callbacks
+    texts: dict[str, str] = {}  # by callbacks
+    images: dict[str, str] = {}  # by callbacks: where they are in the run directory
 
 
 Hook = Callable[[StepInfo], None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.dtypes import dtype_name
 from shoal.checkpoint.manifest import ITEM_BYTES
-from shoal.errors import BadCheckpoint, RecipeError, sendable
+from shoal.errors import BadCheckpoint, RecipeError, UsageError, sendable
 from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice, whole_slice
 from shoal.sync.lazy_tables import TOUCHED
@@ -108,6 +108,45 @@ class ForeignWeights:
     def whole(self, name: str) -> Tensor:
         """One tensor, whole."""
         return read_whole(self, name)
+
+
+class AveragedWeights:
+    """A checkpoint whose parameters are an average that a callback kept under `name`; buffers, and
+    what the average does not have, are the model's."""
+
+    def __init__(self, source: Weights, name: str):
+        self._source, self._name = source, name
+        if not any(found.startswith(f"{name}.") for found in source):
+            raise UsageError(
+                f"It holds no weights named {name!r}. The callback shoal.callbacks.EMA(name=...) "
+                "keeps such an average in checkpoints."
+            )
+
+    @property
+    def plain(self) -> Mapping[str, Any]:
+        return self._source.plain
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._of(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._of(name))
+
+    def fill(self, name: str, places: Sequence[Slice]) -> None:
+        self._source.fill(self._of(name), places)
+
+    def whole(self, name: str) -> Tensor:
+        return self._source.whole(self._of(name))
+
+    def _of(self, name: str) -> str:
+        averaged = f"{self._name}.{name.removeprefix(MODEL)}"
+        return averaged if name.startswith(MODEL) and averaged in self._source else name
 
 
 class ModelWeights:

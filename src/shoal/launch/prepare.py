@@ -94,6 +94,7 @@ def prepare_run(
         os.environ.update(environment_for(Plan.parse(options.plan).precision))
     set_single_thread()
     run, callbacks = recipe.load()
+    run = replace(run, callbacks=(*run.callbacks, *callbacks))
     fields = provenance(run, recipe.settings)
     found: Facts = {}
     if options.new_data is not None:
@@ -126,7 +127,6 @@ def prepare_run(
         ),
         begin=look_at,
         tensorboard=options.tensorboard,
-        more_hooks=lambda trainer, directory: callbacks,
     )
     if not joins:
         save_run_statistics(run.data, run_dir)  # once nothing can be refused

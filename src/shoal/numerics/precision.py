@@ -74,9 +74,51 @@ class Precision(StrEnum):
         return torch.autocast(device_type, dtype=self.dtype)
 
 
+class PrecisionSchedule(NamedTuple):
+    """A plan's `precision` by step: each takes over after so many steps. Pure.
+
+    `bf16` is that of all steps; `bf16@100` is fp32 for 100 steps and bf16 from there on;
+    `bf16:fp32@900` is bf16 for 900 steps and fp32 from there on. fp16 stands alone, since its loss
+    scale goes through the whole run.
+    """
+
+    turns: tuple[tuple[int, Precision], ...]  # steps made before it takes over, the first at 0
+
+    @classmethod
+    def parse(cls, text: str) -> "PrecisionSchedule":
+        """Raises ValueError for text of another form, UsageError for another name."""
+        first, *rest = text.split(":")
+        words = [first, *rest] if "@" not in first else [Precision.FP32, first, *rest]
+        turns = [(0, Precision(words[0]))]
+        for word in words[1:]:
+            name, _, step = word.partition("@")
+            turns.append((int(step), Precision(name)))
+            if not turns[-2][0] < turns[-1][0] or turns[-2][1] == turns[-1][1]:
+                raise ValueError(text)
+        if len(turns) > 1 and any(precision is Precision.FP16 for _, precision in turns):
+            raise ValueError(text)
+        return cls(tuple(turns))
+
+    def __str__(self) -> str:
+        (_, first), *rest = self.turns
+        words = [f"{precision}@{step}" for step, precision in rest]
+        return ":".join(words if rest and first is Precision.FP32 else [str(first), *words])
+
+    def at(self, step: int) -> Precision:
+        """The precision of the step that follows `step` others."""
+        return [precision for first, precision in self.turns if first <= step][-1]
+
+    @property
+    def lowest(self) -> Precision:
+        """The one with the fewest bits."""
+        found = [precision for _, precision in self.turns]
+        return next((one for one in found if one is not Precision.FP32), Precision.FP32)
+
+
 def environment_for(precision: str) -> dict[str, str]:
     """What must be set in the environment, before the first matmul, to compute so."""
-    return bf16_environment() if Precision(precision) is Precision.BF16 else {}
+    is_bf16 = PrecisionSchedule.parse(precision).lowest is Precision.BF16
+    return bf16_environment() if is_bf16 else {}
 
 
 class ScaleState(NamedTuple):
@@ -99,7 +141,7 @@ class LossScale:
     STEPS_TO_GROW = 2000
 
     def __init__(self, precision: str) -> None:
-        self.dynamic = Precision(precision) is Precision.FP16
+        self.dynamic = PrecisionSchedule.parse(precision).lowest is Precision.FP16
         self.value = self.FIRST if self.dynamic else 1.0
         self._good_steps = 0
 

@@ -5,8 +5,8 @@ group's first learning rate is multiplied by the factor. One optimizer step is o
 schedule at every world size, and since nothing is counted along the way there is nothing to save:
 a resumed run asks for the factor of the step it is at.
 
-torch's own schedulers keep state and are stepped by hand; use one in a loop of your own, not
-here. Warm-up rises linearly over the first `warmup` steps and is at 1 with the last of them.
+torch's own schedulers keep state: give one to `shoal.callbacks.TorchScheduler`, or use it in a loop
+of your own. Warm-up rises linearly over the first `warmup` steps and is at 1 with the last of them.
 Cost: under 1 us a step, no bytes. Papers: cosine arXiv:1608.03983, one-cycle arXiv:1708.07120.
 Read next: `shoal.trainer`.
 """
@@ -68,6 +68,7 @@ def as_schedule(function: Callable[..., Any]) -> Schedule:
 
     Parameters with defaults keep them, but for a second one that is named `steps`.
     """
+    _refuse_scheduler(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -93,6 +94,24 @@ def as_schedule(function: Callable[..., Any]) -> Schedule:
         return factor
 
     return of_step
+
+
+def _refuse_scheduler(function: Callable[..., Any]) -> None:
+    """A scheduler of torch, or a function that makes one of an optimizer, is no schedule."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return
+    kinds = function.__mro__ if isinstance(function, type) else type(function).__mro__
+    is_made = any(kind.__name__ == "LRScheduler" for kind in kinds)
+    if is_made or first in ("optimizer", "opt", "optim"):
+        raise UsageError(
+            f"schedule={name}: a scheduler of torch keeps state and changes an optimizer, and a "
+            "schedule is a function of (step, steps) that returns a factor. Write "
+            "callbacks=[shoal.callbacks.TorchScheduler(lambda optimizer: "
+            "CosineAnnealingLR(optimizer, 100))] instead; for ReduceLROnPlateau add metric='loss'."
+        )
 
 
 def remember_rates(optimizer: "Optimizer") -> None:

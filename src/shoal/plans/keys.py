@@ -88,6 +88,25 @@ def _outer(text: str) -> str:
     return f"nesterov:{rate}:{momentum}"
 
 
+def _precision(text: str) -> str:
+    """One of the names, or some in turn: `bf16:fp32@900`. fp32 at the beginning is not printed."""
+    known = _choice("fp32", "bf16")
+    first, *rest = text.split(":")
+    if "@" in first:
+        first, rest = "fp32", [first, *rest]
+    if not rest:
+        return _choice("fp32", "bf16", "fp16")(text)
+    names, steps = [known(first)], [0]
+    for word in rest:
+        name, _, step = word.partition("@")
+        names.append(known(name))
+        steps.append(_count()(step))
+        if steps[-1] <= steps[-2] or names[-1] == names[-2]:
+            raise ValueError(text)
+    words = [f"{name}@{step}" for name, step in zip(names[1:], steps[1:], strict=True)]
+    return ":".join(words if first == "fp32" else [first, *words])
+
+
 def _codec(text: str) -> str:
     name, _, number = text.partition(":")
     if name == "topk" and 0 < float(number) <= 1:
@@ -184,7 +203,9 @@ KEYS: dict[str, PlanKey] = {
         _codec,
     ),
     "precision": PlanKey(
-        "fp32, bf16, fp16", "arithmetic of forward and backward", _choice("fp32", "bf16", "fp16")
+        "fp32, bf16, fp16; or fp32 and bf16 in turn: bf16@100 (after 100 steps), bf16:fp32@900",
+        "arithmetic of forward and backward",
+        _precision,
     ),
     "accumulate": PlanKey(
         "1 or more", "number of pieces (pipeline rounds) each replica takes per step", _count()

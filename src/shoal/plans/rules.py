@@ -135,6 +135,12 @@ def refuse_contradictions(plan: "Plan") -> None:
             "weights after those of inputs, and FSDP2 has let go of the weights by then. "
             "Use zero=1 or zero=2, or schedule=1f1b or interleaved."
         )
+    if plan.pipeline > 1 and "@" in plan.precision:
+        raise PlanError(
+            f"precision={plan.precision} does not go with pipeline={plan.pipeline}: what stages "
+            "send each other has one type in all steps. Leave the steps out of precision, or use "
+            "another plan."
+        )
     if plan.pieces is not None:
         refuse_pieces(plan.counts, plan.pieces)
         _refuse_uneven_pieces(plan, plan.pieces)

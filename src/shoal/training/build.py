@@ -15,7 +15,7 @@ from shoal.data.batches import Batches
 from shoal.errors import PlanError, RecipeError
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.parallel.recompute import blocks_to_recompute
@@ -23,6 +23,7 @@ from shoal.parallel.striping import EmbeddingModule, tables_of
 from shoal.plans.plan import Plan
 from shoal.plans.resize import RunSize, with_size
 from shoal.sync.outer import averaged_parameters
+from shoal.training.callbacks import has_callbacks
 from shoal.training.diagnostics import refuse_writes, written_in_forward
 from shoal.training.run import Run, call_model, make_batches
 
@@ -52,7 +53,10 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
 
     def forward(step: int, piece: int) -> Any:
         inputs = batches.at(step).piece(piece).inputs
-        with refuse_writes(model, plan), Precision(plan.precision).autocast("cpu"):
+        with (
+            refuse_writes(model, plan),
+            PrecisionSchedule.parse(plan.precision).lowest.autocast("cpu"),
+        ):
             try:
                 return call_model(model, inputs)
             except RuntimeError as error:
@@ -151,7 +155,12 @@ def _refuse_tables_that_shrink(plan: Plan, model: nn.Module) -> None:
 
 
 def why_not_resizable(run: Run, plan: Plan, model: nn.Module) -> str:
-    """Why a run of one rank can take in no other; empty if it can, or has others."""
+    """Why a run can take in no other rank; empty if it can, or has others."""
+    if plan.local_steps > 1 and has_callbacks(run):
+        return (
+            f"A run with callbacks does not grow under local_steps={plan.local_steps}: a rank that "
+            "joins would not get what they keep. Stop it, and resume it with another plan."
+        )
     if plan.num_ranks > 1 or plan.num_pieces == 1:
         return ""
     try:

@@ -26,8 +26,6 @@ from shoal.checkpoint.retention import CheckpointSummary, RetentionPolicy, find_
 from shoal.checkpoint.save import Saver, SaveResult
 from shoal.checkpoint.verify import inspect_checkpoints
 from shoal.comm.collectives import Group
-from shoal.data.orders import order_of
-from shoal.data.permutation import batches_per_epoch
 from shoal.errors import (
     BadCheckpoint,
     FailedElsewhere,
@@ -94,6 +92,8 @@ class _Problem(NamedTuple):
 
 class Checkpointer:
     """`emit` gets events of saves and refused checkpoints, in the trainer's thread."""
+
+    saves = True
 
     def __init__(self, keeping: CheckpointSettings, emit: Callable[[Event], None]):
         self.store, self.origin = keeping.store, keeping.origin
@@ -177,18 +177,25 @@ class Checkpointer:
             )
             warn_once(f"Nothing to go on from in {self.store}: begins at step {trainer.step}.")
 
-    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
-        """Save, if it is time to. Every rank must call it, in the group that made the step."""
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
+        """Save, if it is time to or was asked for; whether it did. Every rank must call it, in the
+        group that made the step."""
         self.report()
         # An optimizer makes its state in its first step; out of lockstep all meet somewhat later.
         if trainer.strategy.in_lockstep or trainer.run.meets_after(info.step):
             self._look_once(trainer)
-        every = trainer.run.save_every
-        if every is not None and info.step % every == 0 and info.step < trainer.num_steps:
-            problem = self.save(trainer)
-            if problem:
-                self._emit(SaveSkippedEvent(step=info.step, why=problem))
-                warn_once(f"The checkpoint of step {info.step} was not made: {problem}.")
+        is_last = info.step == trainer.num_steps  # which the end saves
+        if is_last or self._holds_nothing or not trainer.saves_after(info.step):
+            return False
+        if (
+            trainer.callbacks.control.tags
+        ):  # for the sake of this step: one under way must not keep it from being saved
+            self.finish(trainer)
+        problem = self.save(trainer)
+        if problem:
+            self._emit(SaveSkippedEvent(step=info.step, why=problem))
+            warn_once(f"The checkpoint of step {info.step} was not made: {problem}.")
+        return not problem
 
     def await_copy(self) -> None:
         """Until the state may change."""
@@ -333,20 +340,15 @@ class Checkpointer:
             warn_on_screen(f"{jump}; when the checkpoint was made, the run had {began}.")
 
     def _progress(self, trainer: "Trainer") -> Progress:
-        run, info = trainer.run, trainer.last_info
-        num_samples, step = len(order_of(run.data)), trainer.step
-        per_epoch = batches_per_epoch(num_samples, run.batch_size, run.end)
-        epoch, batch = divmod(step, per_epoch)
-        of_epoch = per_epoch * run.batch_size if run.end != "pad" else num_samples
+        run, info, step = trainer.run, trainer.last_info, trainer.step
         told = {} if info is None else _measured(run, info)
         metrics = {name: value for name, value in told.items() if math.isfinite(value)}
         return Progress(
             step=step,
-            samples=epoch * of_epoch + batch * run.batch_size,
-            epoch=epoch,
-            batch=batch,
+            **run.place_after(step)._asdict(),
             metrics=metrics,
             loss_scale=trainer.loss_scale.state._asdict() if trainer.loss_scale.dynamic else {},
+            tags=[tag for tag in trainer.callbacks.control.tags if tag],
         )
 
     def _has_ended(self, saved: SaveResult) -> None:
@@ -423,13 +425,14 @@ class Checkpointer:
 class NoCheckpoints:
     """A checkpointer for a run without checkpoints."""
 
-    saved_step = None
+    saved_step, saves = None, False
 
     def restore(self, trainer: "Trainer") -> None:
         """There is nothing to go on from."""
 
-    def after_step(self, trainer: "Trainer", info: StepInfo) -> None:
+    def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
         """Nothing is due."""
+        return False
 
     def await_copy(self) -> None:
         """Nothing is being copied."""
@@ -467,9 +470,10 @@ def refuse_unmeasured(keep: RetentionPolicy, run: Run) -> None:
     Of a run that evaluates, only what is saved after an evaluation can be the best.
     """
     keep.refuse_unknown(run.measures(), "this run measures no such number")
-    if keep.best is None or run.evaluate is None or run.save_every is None:
+    every = run.saves_every
+    if keep.best is None or run.evaluate is None or every is None:
         return
-    saves = range(run.save_every, run.num_steps(), run.save_every)
+    saves = range(every, run.num_steps(), every)
     if saves and not any(map(run.evaluates_after, saves)):
         often = "only at the end" if run.evaluate_every is None else f"every {run.evaluate_every}"
         raise UsageError(

@@ -8,7 +8,6 @@ each piece's gradient is kept apart until the tree adds them up.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.batches import Batch, Piece
 from shoal.data.split import shares
 from shoal.errors import GroupLost, ShoalError, found_in
-from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
@@ -59,12 +58,12 @@ class PieceRunner:
         self.watched: set[str] = set()  # phases of which this rank's first piece was watched
         self._known: set[tuple[str, ...]] = set()  # what phases train, and that their losses do
         self._parameters: Mapping[str, Sequence[nn.Parameter]] = {}
+        self._precisions, self._step = PrecisionSchedule.parse(plan.precision), 0
         self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
 
     def settle(self, mesh: Mesh, strategy: Strategy) -> None:
         self._strategy = strategy
-        kind = mesh.device.split(":")[0]
-        self.arithmetic = partial(Precision(self.plan.precision).autocast, kind)
+        self._device_kind = mesh.device.split(":")[0]
         size = self.plan.num_microbatches
         num_rounds = self.plan.num_pieces // size
         own = shares(num_rounds, mesh.data.num_ranks, mesh.counts)[mesh.data.rank]
@@ -76,11 +75,24 @@ class PieceRunner:
         """Know the parameters of each named optimizer, which a phase may be of."""
         self._parameters = parameters
 
+    @property
+    def model(self) -> nn.Module:
+        return self.spread.model
+
+    def follow(self, step: int) -> None:
+        """Compute from now on as after so many steps."""
+        self._step = step
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context of a forward, in the precision of the step."""
+        return self._precisions.at(self._step).autocast(self._device_kind)
+
     @as_raised()
     def round(
         self, batch: Batch, phase: Phase, indices: range, pieces: Sequence[Piece], tally: LocalStep
     ) -> None:
         """Compute the pieces `indices` of a batch; their losses go to `tally`."""
+        self.follow(batch.step)
         if self.spread.pipeline is not None:
             self._pieces.round(batch, indices, pieces, tally)
             return

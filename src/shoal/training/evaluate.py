@@ -6,8 +6,8 @@ steps each replica judges its pieces with its own weights. A run's `loaders` loa
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from shoal.data.sources import stream_of
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
+from shoal.parallel.fsdp import held_parameters
+from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
-from shoal.training.compute import PieceRunner
 from shoal.training.options import WhichData
 from shoal.training.run import Run, check_evaluated, objective
 
@@ -45,7 +46,25 @@ def data_of(run: Run, which: WhichData) -> Any:
     return run.evaluate
 
 
-def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str, float]:
+class Evaluator(Protocol):
+    """Who runs the model: a `PieceRunner`, or the reference."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """Around the loss."""
+        ...
+
+    def output(self, inputs: Any) -> Any:
+        """The model's answer; None on a rank that does not get to see it."""
+        ...
+
+
+def measure(run: Run, runner: Evaluator, source: Any, mesh: Mesh) -> dict[str, float]:
     """`loss`, if the run has one, the metrics, and the named parts of the loss.
 
     Every rank must call it.
@@ -66,7 +85,7 @@ def measure(run: Run, runner: PieceRunner, source: Any, mesh: Mesh) -> dict[str,
     # Where replicas share parameters, all of them must run the model equally often.
     num_turns = -(-len(pieces) // mesh.data.num_ranks) if runner.plan.zero == 3 else len(own)
     indices = [*own, *[0] * (num_turns - len(own))]
-    with evaluating(runner.spread.model), closing(pieces.ahead(indices)) as loaded:
+    with evaluating(runner.model), closing(pieces.ahead(indices)) as loaded:
         for turn, (index, piece) in enumerate(zip(indices, loaded, strict=True)):
             if mesh.data.is_lost():  # no rank will hear the answer
                 raise GroupLost("the generation is over")
@@ -116,6 +135,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def swapped_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """These values are the parameters', as this rank holds them, in this block and no longer."""
+    if not weights:
+        yield
+        return
+    held = held_parameters(model)
+    before = {name: held[name].detach().clone() for name in weights}
+    _write(held, weights)
+    try:
+        yield
+    finally:
+        _write(held_parameters(model), before)
+
+
+@torch.no_grad()
+def _write(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        held[name].copy_(value)
 
 
 def _all_left_out(source: Any) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from shoal.errors import BadCheckpoint, UsageError, require
 from shoal.formats.exported_program import load_program, load_weights
 from shoal.formats.open_weights import open_weights
-from shoal.formats.weights import ModelWeights
+from shoal.formats.weights import AveragedWeights, ModelWeights, Weights
 from shoal.storage.object_store import local_path
 from shoal.training.options import Recipe
 from shoal.training.recipe import load_recipe
@@ -36,22 +36,26 @@ def load(
     recipe: str | Run | Callable[..., Run] | Recipe | None = None,
     *,
     settings: Mapping[str, Any] | None = None,
+    weights: str = "model",
 ) -> nn.Module:
     """The model at a path or URL, ready to use.
 
     `path` is a run directory or a directory of checkpoints, of which the newest good one is taken,
     one checkpoint, or weights that another program wrote: these need the `recipe`, which makes the
-    model that was trained with the same `settings`. A directory of Hugging Face needs none, nor
-    does a `.pt2` file of torch.export, which is a program: load those that you trust. The random
-    numbers of torch and `sys.path` are afterwards what they were.
+    model that was trained with the same `settings`; `weights="ema"` takes the average that a
+    callback kept. A directory of Hugging Face needs none, nor does a `.pt2` file of torch.export,
+    which is a program: load those that you trust. The random numbers of torch and `sys.path` are
+    afterwards what they were.
     """
     if settings and (recipe is None or isinstance(recipe, Recipe)):
         raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
+    if weights != "model" and recipe is None:
+        raise UsageError(f"weights={weights!r} are in checkpoints: name the recipe as well.")
     with _as_it_was():
         if recipe is None:
             return _load_by_itself(path)
         model = _run_of(recipe, settings or {}).make_model()
-        take_weights(model, path)
+        take_weights(model, path, weights)
     return model.eval()
 
 
@@ -77,11 +81,15 @@ def _as_it_was() -> Iterator[None]:
         sys.path[:] = path
 
 
-def take_weights(model: nn.Module, path: "PathOrUrl") -> str:
-    """Copy the weights at a path or URL into a model; returns what was taken, in words."""
+def take_weights(model: nn.Module, path: "PathOrUrl", weights: str = "model") -> str:
+    """Copy the weights at a path or URL into a model; returns what was taken, in words. Other
+    `weights` than the model's are an average's, by its name."""
     found = open_weights(path)
+    chosen: Weights = found.weights
+    if weights != "model":
+        chosen = AveragedWeights(chosen, weights)
     try:
-        renamed = load_weights(model, ModelWeights(found.weights))
+        renamed = load_weights(model, ModelWeights(chosen))
     except BadCheckpoint as bad:
         raise BadCheckpoint(f"{found.place}: {bad}") from bad
     return "; ".join(filter(None, (found.place, renamed)))

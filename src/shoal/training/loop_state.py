@@ -11,9 +11,9 @@ Read next: `own_loop.py`, for who hands it over and who compares it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.dtypes import why_unsupported
 from shoal.errors import RecipeError, UsageError
+from shoal.parallel.layout import LocalLayout, slices_of
 from shoal.sync.state import DICT, LIST, NUMBER, TENSOR, TUPLE, StateSource, read_whole
+from shoal.training.callbacks import RUNNER, CallbackRunner
 from shoal.training.rank_check import digest_of_tensor, in_order
 
 OBJECT = "object"  # beside what `sync/state.py` has: the class's name, and its state
+PARAMETERS = "parameters"  # tensors of parameters: their name together, and each by its own
 _SMALL_BYTES = 4096  # of a tensor that is compared, and kept, as if it were plain
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # whole numbers that MessagePack has
 
@@ -34,10 +37,50 @@ class PackedState(NamedTuple):
 
     plain: dict[str, Any]
     tensors: list[Tensor]
+    names: dict[int, tuple[str, str]]  # of those that are kept as parameters are
 
     def kept(self) -> "PackedState":
         """As it is now, also if small tensors change; large ones are not copied."""
         return self._replace(tensors=[t.clone() if is_small(t) else t for t in self.tensors])
+
+
+class ParameterTensors(dict[str, Tensor]):
+    """Tensors of parameters, by name, each held as its parameter is: an average of the weights.
+
+    A checkpoint has them as `<name>.<parameter>`, and any plan takes its parts from there.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]):
+        super().__init__(tensors)
+        self.name = name
+
+
+class HeldParameters(NamedTuple):
+    """What a rank holds of the parameters, to take tensors of the same form from a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    holding: LocalLayout
+
+    def read(self, name: str, source: StateSource) -> ParameterTensors:
+        made = {n: torch.empty_like(t) for n, t in self.tensors.items()}
+        for parameter, tensor in made.items():
+            source.fill(f"{name}.{parameter}", slices_of(parameter, tensor, self.holding))
+        return ParameterTensors(name, made)
+
+
+Held = Callable[[], HeldParameters]
+
+
+class _PutAside(list[Tensor]):
+    """Tensors of a state that is packed; `names` of those that are parameters'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, tuple[str, str]] = {}
+
+    def name_next(self, tensors: ParameterTensors) -> None:
+        """Those that are put aside next are these."""
+        self.names |= {len(self) + i: (tensors.name, n) for i, n in enumerate(tensors)}
 
 
 class _Object(NamedTuple):
@@ -49,6 +92,14 @@ class _Object(NamedTuple):
 
 class LoopState(dict[str, Any]):
     """What a loop keeps. Every rank must change it alike."""
+
+    @classmethod
+    def of(cls, callbacks: CallbackRunner) -> Self:
+        """With what these keep, if there are any."""
+        made = cls()
+        if callbacks:
+            made[RUNNER] = callbacks
+        return made
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,24 +113,31 @@ class LoopState(dict[str, Any]):
 
     def pack(self) -> PackedState:
         """As it is, or will be when the loop begins."""
-        tensors: list[Tensor] = []
+        tensors = _PutAside()
         values = self if self._arrived is None else {**self, **self._arrived}
         try:
-            return PackedState(
-                {key: _put(v, _at(key), tensors) for key, v in values.items()}, tensors
-            )
+            plain = {key: _put(v, _at(key), tensors) for key, v in values.items()}
+            return PackedState(plain, tensors, tensors.names)
         except RecursionError:
             raise RecipeError(
                 "trainer.state is nested too deep, or holds a list or dict that holds itself."
             ) from None
 
-    def arrive(self, plain: Mapping[str, Any], source: StateSource, name: str, exact: bool) -> None:
+    def arrive(
+        self,
+        plain: Mapping[str, Any],
+        source: StateSource,
+        name: str,
+        exact: bool,
+        held: "Held | None" = None,
+    ) -> None:
         """Take what was packed, its tensors from a source where their names begin with `name`.
 
-        If `exact`, the state is this and nothing else; or else what a script adds to it stays.
+        If `exact`, the state is this and nothing else; or else what a script adds to it stays. With
+        `held` the source may be of another plan: what is kept by parameter is taken by its name.
         """
         self.let_go()
-        self._arrived = {key: _take(value, source, name) for key, value in plain.items()}
+        self._arrived = {key: _take(value, source, name, held) for key, value in plain.items()}
         self._is_exact = exact
         for key, value in self._arrived.items():
             if not any(isinstance(leaf, _Object) for leaf in _leaves(value)):
@@ -104,7 +162,7 @@ class LoopState(dict[str, Any]):
 
     def described(self, with_large: bool) -> dict[str, str]:
         """Each value by its place, as text; large tensors by a digest of all their elements."""
-        plain, tensors = self.pack()
+        plain, tensors, _ = self.pack()
         found: dict[str, str] = {}
         for key, value in plain.items():
             _describe(value, _at(key), tensors, with_large, found)
@@ -119,11 +177,14 @@ def _at(key: str) -> str:
     return f"trainer.state[{key!r}]"
 
 
-def _put(value: Any, path: str, tensors: list[Tensor]) -> Any:
+def _put(value: Any, path: str, tensors: "_PutAside") -> Any:
     """What stands for a value; tensors are put aside."""
     if isinstance(value, Tensor):
         tensors.append(_own_part(value, path))
         return {TENSOR: [len(tensors) - 1, value.device.type]}
+    if isinstance(value, ParameterTensors):
+        tensors.name_next(value)
+        return {PARAMETERS: [value.name, _put_items(dict(value), path, tensors)]}
     if type(value) is dict:
         return {DICT: _put_items(value, path, tensors)}
     if type(value) in (list, tuple):
@@ -136,9 +197,9 @@ def _put(value: Any, path: str, tensors: list[Tensor]) -> Any:
     return _put_plain(value, path)
 
 
-def _put_state(value: Any, path: str, tensors: list[Tensor]) -> Any:
+def _put_state(value: Any, path: str, tensors: "_PutAside") -> Any:
     """Of an object's own state, whose dicts may be of any kind: what it has now tells which."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, ParameterTensors):
         return {DICT: _put_items(dict(value), path, tensors, _put_state)}
     if isinstance(value, list | tuple):
         kind = TUPLE if isinstance(value, tuple) else LIST
@@ -147,7 +208,7 @@ def _put_state(value: Any, path: str, tensors: list[Tensor]) -> Any:
 
 
 def _put_items(
-    items: dict[Any, Any], path: str, tensors: list[Tensor], put: Any = _put
+    items: dict[Any, Any], path: str, tensors: _PutAside, put: Any = _put
 ) -> list[list[Any]]:
     for key in items:
         if type(key) not in (str, int):
@@ -196,7 +257,7 @@ def _own_part(tensor: Tensor, path: str) -> Tensor:
     return in_order(own.detach())
 
 
-def _take(value: Any, source: StateSource, name: str) -> Any:
+def _take(value: Any, source: StateSource, name: str, held: Held | None) -> Any:
     """The value that `_put` was given; an object's state as an `_Object`."""
     if not isinstance(value, dict):
         return value
@@ -206,12 +267,18 @@ def _take(value: Any, source: StateSource, name: str) -> Any:
         made = read_whole(source, f"{name}{number}")
         return made if device == "cpu" or not torch.cuda.is_available() else made.to(device)
     if kind == OBJECT:
-        return _Object(content[0], _take(content[1], source, name))
+        return _Object(content[0], _take(content[1], source, name, held))
     if kind == NUMBER:
         return float(content)
     if kind == DICT:
-        return {key: _take(part, source, name) for key, part in content}
-    parts = [_take(part, source, name) for part in content]
+        return {key: _take(part, source, name, held) for key, part in content}
+    if kind == PARAMETERS:
+        average, items = content
+        if held is not None:
+            return held().read(average, source)
+        taken = {key: _take(part, source, name, held) for key, part in items}
+        return ParameterTensors(average, taken)
+    parts = [_take(part, source, name, held) for part in content]
     return tuple(parts) if kind == TUPLE else parts
 
 
@@ -291,7 +358,8 @@ def _describe(
         found[path] = content
     elif kind == OBJECT:
         _describe(content[1], f"{path}.state_dict()", tensors, with_large, found)
-    elif kind == DICT:
+    elif kind in (DICT, PARAMETERS):
+        content = content if kind == DICT else content[1]
         found[path] = f"a dict of {len(content)}"
         for key, part in content:
             _describe(part, f"{path}[{key!r}]", tensors, with_large, found)

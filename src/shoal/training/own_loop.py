@@ -8,7 +8,7 @@ of what its loop may have changed; what differs is named, with the rank (`LoopDi
 A newcomer takes over the step that the others are at, before their loops' bodies ran: `keep` notes
 rates and state as they were then. It runs that body too, for its own variables and for what it
 prints; then it takes what the others hold after it (`_bring_up`), since a body may change weights
-as well. Not used by `shoal train`, whose loop has no body.
+as well. `shoal train` has such a loop if its run has callbacks, which are then the body.
 
 Cost: a message of a few numbers a step. Read next: `loop_state.py`, `sync_state.py`.
 """
@@ -26,10 +26,10 @@ from shoal.checkpoint.load import CheckpointReader
 from shoal.comm.wire import digest_number
 from shoal.errors import RecipeError, UsageError
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.parallel.layout import Slice, whole_slice
+from shoal.parallel.layout import Slice, slices_of, whole_slice
 from shoal.sync.consistency import data_lines
 from shoal.sync.state import MemorySource, ShardedState, StateSource, broadcast_state
-from shoal.training.loop_state import LoopState, PackedState
+from shoal.training.loop_state import HeldParameters, LoopState, PackedState
 from shoal.training.rank_check import (
     describe_value,
     digest_of_tensor,
@@ -83,10 +83,11 @@ class _LoopSnapshot(NamedTuple):
 
 
 class CustomLoop:
-    """Of one rank. `recovers`: a lost rank will be replaced."""
+    """Of one rank. `recovers`: a lost rank will be replaced; `is_script`: ranks made their runs
+    themselves, and may have made them unlike."""
 
-    def __init__(self, recovers: bool):
-        self.recovers = recovers
+    def __init__(self, recovers: bool, is_script: bool = True):
+        self.recovers, self.is_script = recovers, is_script
         self.is_new = False  # took a peer's step, and not yet what the loop's body made of it
         self.is_sure = True  # or what the body did to the state may be in it twice
         self.wants_stop = False
@@ -123,19 +124,22 @@ class CustomLoop:
         if self._groups is not None:
             set_groups(trainer.optimizer, self._groups)
             self._groups = None
+        trainer.callbacks.start(trainer.last_info)
 
     def goes_on(self, trainer: "Trainer") -> bool:
         """Whether all make another step; saves what is due. Every rank must call it."""
         self._refuse_other_parameters(trainer)
-        every, step = trainer.run.save_every, trainer.step
-        is_due = every is not None and step % every == 0 and step != self._saved
+        step = trainer.step
+        is_due = trainer.saves_after(step) and step != self._saved
         if is_due or _meet_in(trainer, step + 1):
             is_full = is_due or step % CHECK_EVERY == 0
             if self._agree(trainer, LoopAction.STEP, is_full):
                 return False
         if step != self._saved:
             self._saved = step
-            trainer.save_if_due()
+            if trainer.save_if_due():
+                trainer.callbacks.saved()
+        trainer.callbacks.control.forget_save()
         return True
 
     def ends(self, trainer: "Trainer", leaves: bool) -> None:
@@ -210,9 +214,11 @@ class CustomLoop:
                 )
         can_freeze = not (trainer.mesh.is_cut or _is_own(trainer))
         for name in [] if can_freeze else self._frozen(since_start=True):
-            raise _not_trained(
+            raise RecipeError(
                 f"{name} was frozen after the trainer began (requires_grad=False), and under "
-                f"{str(trainer.plan)!r} ranks exchange its gradient in every step"
+                f"{str(trainer.plan)!r} ranks exchange its gradient in every step. Parameters can "
+                "be frozen and trained again without tensor, pipeline, zero=3 and local_steps. Or "
+                "give those a group of their own, with lr=0 for as long."
             )
         now = _parameters_of(trainer.optimizer)
         if self._stepped is not None and list(map(len, now)) != list(map(len, self._stepped)):
@@ -241,6 +247,8 @@ class CustomLoop:
         has_schedule = trainer.schedule is not None
         rates = describe_groups(trainer.optimizer, has_schedule)
         rates |= {f"{name}.requires_grad": "False" for name in self._frozen(since_start=True)}
+        if trainer.can_save and (tags := trainer.callbacks.control.tags):
+            rates["trainer.save"] = repr(tags)
         if _is_own(trainer):
             return rates, {}
         return rates, trainer.state.described(is_full)
@@ -308,7 +316,11 @@ class CustomLoop:
             f"{LOOP}.parts": num_parts,
             f"{LOOP}.{part}": {"state": packed.plain, "frozen": still},
         }
-        tensors = _named(packed.tensors, str(part))
+        numbered = {n: t for n, t in enumerate(packed.tensors) if n not in packed.names}
+        tensors = {f"{LOOP}.{part}.{n}": [whole_slice(t)] for n, t in numbered.items()}
+        for number, (average, name) in packed.names.items():
+            held = slices_of(name, packed.tensors[number], trainer.spread.holding)
+            tensors[f"{average}.{name}"] = held
         return ShardedState(state.tensors | tensors, state.plain | plain, state.copied)
 
     def restored(self, trainer: "Trainer", source: CheckpointReader) -> None:
@@ -327,7 +339,12 @@ class CustomLoop:
                 )
             part = 0
         plain = source.plain[f"{LOOP}.{part}"]
-        trainer.state.arrive(plain["state"], source, f"{LOOP}.{part}.", exact=False)
+
+        def held() -> HeldParameters:
+            own = trainer.callbacks.control.held_parameters()
+            return HeldParameters(own, trainer.spread.holding)
+
+        trainer.state.arrive(plain["state"], source, f"{LOOP}.{part}.", exact=False, held=held)
         self._freeze([*plain["frozen"], *self._first_frozen])
 
     def let_go(self, trainer: "Trainer") -> None:
@@ -378,9 +395,9 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]
 def _not_trained(what: str) -> RecipeError:
     return RecipeError(
         f"{what[0].upper()}{what[1:]}. The trainer trains the parameters that the model and the "
-        "optimizer had when it began, and no others. Give those that are to be trained later a "
-        "group of their own from the start, with lr=0 until then; or save, and begin another run "
-        "with these weights."
+        "optimizer had when it began, and no others. Let the model begin with all that will be "
+        "trained, and freeze some until then (shoal.callbacks.Freeze, or lr=0 for a group of their "
+        "own); or save, and begin another run with these weights."
     )
 
 

@@ -79,11 +79,13 @@ def provenance(run: Run, settings: Mapping[str, str]) -> dict[str, dict[str, Any
     described = {}
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
+        if field.name == "callbacks":
+            value = ", ".join(map(recorded_name, value))
         plain = isinstance(value, str | int | float | None)
         if field.name in settings:
             origin = "--set"
         else:
-            origin = "default" if plain and value == field.default else "recipe"
+            origin = "default" if plain and value in (field.default, "") else "recipe"
         described[field.name] = {"value": value if plain else _name_of(value), "from": origin}
     described["data_content"] = {"value": content_name(run.data), "from": "data"}
     order = order_name(order_of(run.data), run.seed)

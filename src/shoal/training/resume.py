@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "tokenizer",
     "plan",
     "cuts",
+    "callbacks",
 )
 
 

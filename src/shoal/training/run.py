@@ -6,7 +6,7 @@ from it later, under a plan. What is wrong with it is said when it is made.
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,10 +26,20 @@ from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart
+from shoal.training.callbacks import check_callbacks, check_plan, has_callbacks
 from shoal.world import cores
 
 MOST_LOADERS = 256  # of a rank
 MINIMISED = "loss"  # the name of what is minimised, where a loss has named parts
+EPOCH = "epoch"  # how often something is done: after each of them
+
+
+class DataPlace(NamedTuple):
+    """Where in the data a run is."""
+
+    samples: int  # taken so far
+    epoch: int  # of the next batch
+    batch: int  # of that epoch, the next one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +59,14 @@ class Run:
     end: str = "drop"
     loaders: int = 0  # processes beside each rank that load ahead (`data/loader_processes.py`)
     evaluate: Any = None
-    evaluate_every: int | None = None
+    evaluate_every: int | str | None = None  # steps, or "epoch"
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    save_every: int | None = None
+    save_every: int | str | None = None  # steps, or "epoch"
     check_every: int = 10  # steps in which all that replicas hold is compared; 0 for never
     plan: str = ""
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
     tokenizer: Any = None  # of a language model: encode(text) to token ids, decode(ids) to text
+    callbacks: Sequence[Any] = ()  # objects with on_step and others, or functions of a StepInfo
 
     def __post_init__(self) -> None:
         given = [name for name in ("loss", "step") if getattr(self, name) is not None]
@@ -105,12 +116,18 @@ class Run:
             )
         if self.schedule is not None:
             as_schedule(self.schedule)
+        check_callbacks(self)
 
     def _check_counts(self) -> None:
         for name in ("batch_size", "steps", "epochs", "evaluate_every", "save_every"):
             value = getattr(self, name)
+            if name.endswith("_every") and value == EPOCH:
+                continue
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+                or_epoch = f", or {EPOCH!r}" if name.endswith("_every") else ""
+                raise UsageError(
+                    f"{name}={value!r} must be a whole number of at least 1{or_epoch}."
+                )
         if type(self.check_every) is not int or self.check_every < 0:
             raise UsageError(
                 f"check_every={self.check_every!r} must be a whole number of steps, or 0 to "
@@ -135,24 +152,54 @@ class Run:
         assert self.epochs is not None
         if (stream := stream_of(self.data)) is not None:  # passes follow without a gap
             return self.epochs * int(stream.length) // self.batch_size
-        return self.epochs * batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
+        return self.epochs * self._steps_per_epoch()
+
+    def _steps_per_epoch(self) -> int:
+        return batches_per_epoch(len(order_of(self.data)), self.batch_size, self.end)
+
+    def _in_steps(self, every: int | str | None) -> int | None:
+        """How often something is done, with an epoch counted in steps."""
+        if not isinstance(every, str):
+            return every
+        stream = stream_of(self.data)
+        return self._steps_per_epoch() if stream is None else int(stream.length) // self.batch_size
+
+    @property
+    def saves_every(self) -> int | None:
+        """`save_every` in steps."""
+        return self._in_steps(self.save_every)
+
+    @property
+    def evaluates_every(self) -> int | None:
+        """`evaluate_every` in steps."""
+        return self._in_steps(self.evaluate_every)
+
+    def place_after(self, step: int) -> DataPlace:
+        """Where in the data the run is after so many steps."""
+        epoch, batch = divmod(step, self._steps_per_epoch())
+        num_samples = len(order_of(self.data))
+        of_epoch = num_samples
+        if self.end != "pad":
+            of_epoch = self._steps_per_epoch() * self.batch_size
+        return DataPlace(epoch * of_epoch + batch * self.batch_size, epoch, batch)
 
     def meets_after(self, step: int) -> bool:
         """Whether the whole state is wanted after `step`: to be evaluated, to be saved."""
-        saves = self.save_every is not None and step % self.save_every == 0
+        saves = self.saves_every is not None and step % self.saves_every == 0
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
     @property
     def meets_every(self) -> list[int]:
         """After how many steps each time, beside the last, the whole state is wanted."""
-        evaluates = None if self.evaluate is None else self.evaluate_every
-        return [every for every in (self.save_every, evaluates) if every is not None]
+        evaluates = None if self.evaluate is None else self.evaluates_every
+        return [every for every in (self.saves_every, evaluates) if every is not None]
 
     def evaluates_after(self, step: int) -> bool:
         """Whether `step` is one to evaluate after: as often as the run says, and the last."""
         if self.evaluate is None:
             return False
-        often = self.evaluate_every is not None and step % self.evaluate_every == 0
+        every = self.evaluates_every
+        often = every is not None and step % every == 0
         return often or step == self.num_steps()
 
     def measures(self) -> list[str]:
@@ -205,6 +252,12 @@ def _refuse_on_stream(run: Run) -> None:
             f"epochs={run.epochs} does not go with a stream whose length is not known. Give "
             "the Run steps=, or tell the length of a pass: shoal.data.stream(data, length=...)."
         )
+    for name in ("evaluate_every", "save_every"):
+        if getattr(run, name) == EPOCH and stream.length is None:
+            raise UsageError(
+                f"{name}='epoch' does not go with a stream whose length is not known. Give a "
+                "number of steps, or tell the length of a pass: shoal.data.stream(data, length=...)."
+            )
     if run.loaders:
         raise UsageError(
             f"loaders={run.loaders} does not go with a stream: each of them would read all of "
@@ -266,6 +319,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
         raise PlanError(_left_out(waiting, "data"))
     _refuse_between_windows(chosen, run)
     _refuse_custom_step(chosen, run)
+    _refuse_callbacks(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
@@ -274,8 +328,8 @@ def _refuse_between_windows(plan: Plan, run: Run) -> None:
     """Through servers replicas are at different steps of a window, and meet at its end only."""
     if plan.sync != "server":
         return
-    for name in ("save_every", "evaluate_every"):
-        every = getattr(run, name)
+    found = {"save_every": run.saves_every, "evaluate_every": run.evaluates_every}
+    for name, every in found.items():
         if every is not None and every % plan.local_steps:
             raise PlanError(
                 f"{name}={every} does not go with local_steps={plan.local_steps} and sync=server: "
@@ -304,6 +358,20 @@ def _refuse_custom_step(plan: Plan, run: Run) -> None:
             "Use data=N, with zero=1 or zero=2, precision=bf16, pieces and recompute as you like."
         )
 
+
+def _refuse_callbacks(plan: Plan, run: Run) -> None:
+    """Callbacks act after a step that all ranks have made."""
+    check_plan(run, plan)
+    if plan.sync != "server" or not has_callbacks(run):
+        return
+    unfit = {"staleness": 0, "local_steps": 1, "deadline": "none"}
+    for key, usual in unfit.items():
+        if getattr(plan, key) != usual:
+            raise PlanError(
+                f"{key}={getattr(plan, key)} with sync=server does not go with callbacks: ranks "
+                "are at different steps, and callbacks act alike on all of them after the same "
+                f"one. Leave {key} out, or the callbacks."
+            )
 
 def check_evaluated(plan: Plan, source: Any) -> None:
     """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""

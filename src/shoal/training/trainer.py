@@ -10,7 +10,7 @@ Read next: `step_attempt.py` for what a step is made of, `sync/allreduce.py` for
 `sync_state.py` for how a newcomer catches up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -31,10 +31,12 @@ from shoal.sync.consistency import Consistency
 from shoal.system.memory import give_back_freed_memory
 from shoal.training.balancing import make_balancer, rebalance
 from shoal.training.build import BuiltModel, build_model
+from shoal.training.callbacks import CallbackRunner, plain_hooks
 from shoal.training.checkpointing import Checkpointer, NoCheckpoints
 from shoal.training.compute import PieceRunner
+from shoal.training.controls import TrainerControl
 from shoal.training.diagnostics import not_finite_error, weights_are_finite
-from shoal.training.evaluate import measure
+from shoal.training.evaluate import measure, swapped_weights
 from shoal.training.loop_state import LoopState
 from shoal.training.own_loop import CustomLoop, LoopAction
 from shoal.training.progress import RankProgress
@@ -60,21 +62,26 @@ class Trainer:
         loop: CustomLoop | None = None,
         num_steps: int | None = None,
     ):
-        """`loop` is for a script's own, which acts between steps. `num_steps` is the run's by
-        default; with 0 there is a group that holds the state, to evaluate it, and no step."""
-        self.run, self.plan, self.seat, self.loop = run, plan, seat, loop
-        self.state = LoopState()  # that the script keeps
-        self.checkpointer, self.hooks = checkpointer or NoCheckpoints(), list(hooks)
+        """`loop` is for a script's own, which acts between steps, or that of callbacks. `num_steps`
+        is the run's by default; with 0 there is a group that holds the state, to evaluate it, and
+        no step."""
+        self.run, self.plan, self.seat = run, plan, seat
+        self.checkpointer = checkpointer or NoCheckpoints()
+        self.hooks = [*plain_hooks(run), *hooks]
         self.built = build_model(run, plan) if built is None else built
         self.model = self.built.model
         self.num_steps = run.num_steps() if num_steps is None else num_steps
         self.schedule = run.make_schedule()
+        self.callbacks = CallbackRunner(run, TrainerControl(self))
+        self.loop = loop or (CustomLoop(recovers=False) if self.callbacks else None)
+        self.state = LoopState.of(self.callbacks)  # that the loop keeps
         self.strategy = make_strategy(plan, run.num_steps(), run.meets_after)
         self.consistency = Consistency(run.check_every, seat.emit)
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
         self._is_over = False  # all have ended
+        self.end_hooks: list[Callable[[], None]] = []
 
     @property
     def step(self) -> int:
@@ -94,6 +101,11 @@ class Trainer:
     def writes_record(self) -> bool:
         """Whether this rank writes the run's record; one of all does."""
         return self.progress.writes_record
+
+    @property
+    def can_save(self) -> bool:
+        """Whether all made the last step in this group, and so know whether it was saved."""
+        return self._is_fresh
 
     def __enter__(self) -> Self:
         try:
@@ -161,9 +173,11 @@ class Trainer:
             except GroupLost as lost:
                 self.regroup(lost)
 
-    def add_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Call these too, with each committed step, after those there are."""
+    def add_hooks(self, hooks: Sequence[Hook], at_end: Sequence[Callable[[], None]] = ()) -> None:
+        """Call these too, with each committed step, after those there are; and some when all have
+        ended, while ranks can still talk."""
         self.hooks += hooks
+        self.end_hooks += at_end
 
     def stop(self) -> None:
         """End the loop of all ranks after the step that they are at; any rank may call it."""
@@ -171,14 +185,20 @@ class Trainer:
             raise UsageError("stop() is for the loop of a script, which shoal.trainer(...) gives.")
         self.loop.wants_stop = True
 
-    def evaluate(self, source: Any) -> dict[str, float]:
-        """Mean loss and metrics over a source, each sample once. Every rank must call it."""
+    def evaluate(
+        self, source: Any, weights: Mapping[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        """Mean loss and metrics over a source, each sample once; with other `weights`, if they are
+        given, for as long as it takes. Every rank must call it."""
         found = self.progress
         while self._num_heard == len(found.evaluations):
             try:
                 if self.loop is not None:
                     self.loop.joins_in(self, LoopAction.EVALUATE, len(source))
-                found.evaluations.append(measure(self.run, self.runner, source, self.mesh))
+                self.runner.follow(self.step)
+                with swapped_weights(self.model, weights or {}):
+                    answer = measure(self.run, self.runner, source, self.mesh)
+                found.evaluations.append(answer)
                 found.past_evaluations = self.step, found.evaluations
             except GroupLost as lost:
                 self.regroup(lost)
@@ -247,7 +267,7 @@ class Trainer:
 
     def _check(self) -> Check:
         """What to do in a new group before all else. Ranks that a script makes may be unlike."""
-        if self.loop is None or self.plan.num_ranks == 1:
+        if self.loop is None or not self.loop.is_script or self.plan.num_ranks == 1:
             return accept
         facts = facts_of(self.run, self.plan, self.model)
         return lambda group: refuse_unlike(group, facts, self.step)
@@ -296,17 +316,29 @@ class Trainer:
             self.loop.ends(self, leaves)
             self.progress.ended = self.step < self.num_steps and not self.stopped
         self.checkpointer.at_end(self)
+        if self.checkpointer.saved_step == self.step:
+            self.callbacks.saved()
+        self.callbacks.end()
+        for hook in self.end_hooks:
+            hook()
         if not self.seat.finish():
             raise GroupLost("another rank was lost after the last step")
         self._is_over = True
         return True
 
-    def save_if_due(self) -> None:
-        """After a step that all made in this group. Every rank must call it."""
-        if self._is_fresh and self.last_info is not None:
-            if self.last_info.step == self.num_steps:
-                self.consistency.check(self.num_steps)
-            self.checkpointer.after_step(self, self.last_info)
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is made after the last step: it is time to, or was asked for."""
+        every = self.run.saves_every
+        is_due = every is not None and step % every == 0
+        return is_due or bool(self.callbacks.control.tags)
+
+    def save_if_due(self) -> bool:
+        """After a step that all made in this group; whether it saved. Every rank must call it."""
+        if not self._is_fresh or self.last_info is None:
+            return False
+        if self.last_info.step == self.num_steps:
+            self.consistency.check(self.num_steps)
+        return self.checkpointer.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
@@ -315,6 +347,8 @@ class Trainer:
             info = self._unseen = self.progress.last_info = told
         if self.loop is None:  # or else when the body of the loop has run
             self.save_if_due()
+        elif self.callbacks:
+            info = self.progress.last_info = self.callbacks.after_step(info)
         self._unseen = None
         self.consistency.release()
         for hook in (*self.hooks, self.seat.stepped):

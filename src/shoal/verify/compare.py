@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.errors import RecipeError
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import PrecisionSchedule
 from shoal.parallel.boxes import Box, whole_box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
@@ -31,6 +31,10 @@ from shoal.verify.reference import gradient_key
 from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, largest_finite
 
 PATIENCE_S = 120.0
+
+
+class RunEndedEarly(RecipeError):
+    """The plan's run has ended well, and the reference has not."""
 
 
 class TensorLocation(NamedTuple):
@@ -147,7 +151,8 @@ class StepRecord:
 
 def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
     """Run the reference and compare every rank with it, up to the first divergence."""
-    verdict, following = VerifyResult(allowed=TOLERANCE[Precision(plan.precision)]), None
+    precisions = PrecisionSchedule.parse(plan.precision)
+    verdict, following = VerifyResult(allowed=TOLERANCE[precisions.at(0)]), None
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, run.num_steps())
     try:
         whole = uncut_parameters(run, plan)
@@ -165,6 +170,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
                 idle = shapes.keys() - stepped_on(snapshots[0])
                 broken = find_violation(plan, steps, shapes, speaks, idle, whole)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
+            verdict.allowed = TOLERANCE[precisions.at(step - 1)]
             if not verdict.identical and verdict.passed:
                 following = following or RoundingJudge(run, plan, step - 1)
                 following.judge(verdict, step, replicas)
@@ -173,6 +179,11 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
             verdict.num_steps = step
             if not verdict.passed:
                 break
+    except RunEndedEarly:
+        verdict.complaint = (
+            f"it ended after step {verdict.num_steps}, and one process goes on: a callback stopped "
+            "it alone"
+        )
     finally:
         finished(directory).touch()
     return verdict
@@ -374,6 +385,8 @@ def _keep_worst(verdict: VerifyResult, what: str, relative: float) -> None:
 def _await(path: Path) -> dict[str, Tensor]:
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
+        if ended_early(path.parent).exists() and not path.exists():
+            raise RunEndedEarly(f"The plan's run ended before it wrote {path.name}.")
         if finished(path.parent).exists() or time.monotonic() > deadline:
             raise RecipeError(f"The plan's run ended or hangs before it wrote {path.name}.")
         time.sleep(0.002)
@@ -386,3 +399,8 @@ def step_path(directory: Path, step: int, rank: int) -> Path:
 
 def finished(directory: Path) -> Path:
     return directory / "finished"
+
+
+def ended_early(directory: Path) -> Path:
+    """There when the plan's run has ended well, and perhaps before the reference."""
+    return directory / "ended"

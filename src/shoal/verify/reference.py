@@ -21,13 +21,14 @@ from shoal.numerics import schedules
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
 from shoal.numerics.optimizers import names_in, stepping_only
-from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plans.plan import Plan
 from shoal.training.custom_step import PLAIN, Phase, StepBatch, parameters_by_name, total_of
 from shoal.training.diagnostics import no_weight_error
 from shoal.training.progress import PhaseResult
 from shoal.training.run import Run, call_model, make_batches, objective, objective_of
+from shoal.verify.reference_loop import ReferenceLoop
 from shoal.verify.reference_outer import (
     ReferenceOuter,
     RoundedPushes,
@@ -76,7 +77,10 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
     moves_anchor = plan.local_steps > 1 and plan.has_anchor
     models = [r.model for r in replicas]
     outer = ReferenceOuter(models, plan, run.num_steps()) if moves_anchor else None
+    loop = ReferenceLoop(run, plan, replicas[0])
     for step in range(run.num_steps()):
+        if loop.is_stopped:
+            return
         batch = batches.at(step)
         results = [replica.step(batch) for replica in replicas]
         losses = [loss / weight for loss, weight in results]
@@ -87,6 +91,7 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
             for replica in replicas:
                 replica.buffers.hold()
             losses = [sum(t[0] for t in results) / sum(t[1] for t in results)] * num_replicas
+        loop.after(step + 1, losses[0])
         yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
 
 
@@ -100,7 +105,9 @@ class Replica:
         schedules.remember_rates(self.optimizer)
         self.seeds = PieceSeeds(self.model, run.seed, by_block=run.step is None)
         self.buffers = PieceBuffers(self.model)
-        self.precision, self.loss_scale = Precision(plan.precision), LossScale(plan.precision)
+        self.precisions = PrecisionSchedule.parse(plan.precision)
+        self.precision, self.loss_scale = self.precisions.at(0), LossScale(plan.precision)
+        self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
@@ -111,6 +118,7 @@ class Replica:
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; returns the sum of its loss, and its weight."""
         self.gradients: list[dict[str, Tensor]] = []  # by phase, as the optimizer saw them
+        self.precision = self.precisions.at(batch.step)
         if self.run.step is None:
             return self.phase(batch, PLAIN)
         results: list[PhaseResult] = []
@@ -135,6 +143,7 @@ class Replica:
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.losses: list[PieceLoss] = []
+            self.parts: dict[int, Any] = {}  # named, of the loss, by piece
             sums = self.combined(functools.partial(self.piece, batch, phase))
             if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
@@ -182,6 +191,7 @@ class Replica:
             goal.tensor.backward(start, inputs=trained)
             weight, loss = float(goal.weight), goal.tensor.item()
             sum_, unit = (loss * weight, batch.num_samples) if goal.is_mean else (loss, 1.0)
+            self.parts[index] = goal.parts
             self.losses.append(PieceLoss(sum_, weight, unit))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
@@ -193,7 +203,8 @@ class Replica:
         if not all(torch.isfinite(values_of(g)).all() for g in present):
             return False
         if self.run.clip is not None:
-            scale *= clip_factor(gradient_norm(present) * scale, self.run.clip)
+            self.norm = gradient_norm(present) * scale
+            scale *= clip_factor(self.norm, self.run.clip)
         for p, g in zip(self.parameters, gradients, strict=True):
             p.grad = g
         for g in present:

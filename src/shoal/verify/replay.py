@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shoal.data.split import share
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import Precision, PrecisionSchedule
 from shoal.parallel.boxes import whole_box
 from shoal.plans.plan import Plan
 from shoal.sync.server.anchor import make_outer
@@ -121,7 +121,9 @@ class StepRecords:
     def __init__(self, plan: Plan, directory: Path):
         self.plan, self.directory = plan, directory
         self.traces: dict[tuple[int, int], VersionTrace] = {}
-        self.verdict = VerifyResult(allowed=TOLERANCE[Precision(plan.precision)], is_replay=True)
+        self.verdict = VerifyResult(
+            allowed=TOLERANCE[PrecisionSchedule.parse(plan.precision).lowest], is_replay=True
+        )
         self.differences: dict[TensorLocation, float] = {}
         self._steps: dict[tuple[int, int], StepRecord] = {}
         self._deadline = time.monotonic() + PATIENCE_S
@@ -172,7 +174,7 @@ def compare_replay(run: Run, plan: Plan, directory: Path) -> VerifyResult:
 
 def _judge(run: Run, plan: Plan, records: StepRecords) -> None:
     """Find the first difference that is larger than the effect of moved weights."""
-    precision, verdict = Precision(plan.precision), records.verdict
+    precision, verdict = PrecisionSchedule.parse(plan.precision).lowest, records.verdict
     plain, *twins = [
         Replay(run if not seed else _moved(run, precision, seed), plan, _kept(records))
         for seed in range(1 + NUM_TWINS)

@@ -32,9 +32,18 @@ from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
 from shoal.sync.choose import served_tables
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
+from shoal.training.callbacks import has_callbacks
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
-from shoal.verify.compare import PATIENCE_S, VerifyResult, compare, finished, name_slices, step_path
+from shoal.verify.compare import (
+    PATIENCE_S,
+    VerifyResult,
+    compare,
+    ended_early,
+    finished,
+    name_slices,
+    step_path,
+)
 from shoal.verify.reference import gradient_key
 from shoal.verify.replay import compare_replay
 
@@ -91,14 +100,24 @@ def verify(
         )
         if outcome.stopped_by:  # by the user, who wants no result
             raise RunFailed(outcome)
-        if outcome.exit_code:
-            finished(directory).touch()  # the reference must not wait for more steps
+        # The reference must not wait for more steps.
+        (finished if outcome.exit_code else ended_early)(directory).touch()
         verdict = _verdict_of(beside, outcome)
     finally:
         beside.close()
         shutil.rmtree(directory, ignore_errors=True)
     verdict.plan = facts["plan"]
+    ends = {verdict.num_steps, outcome.step}
+    if verdict.passed and len(ends) > 1 and min(ends) < facts["num_steps"]:
+        verdict.complaint = _ended_apart(verdict.num_steps, outcome.step)
     return verdict
+
+
+def _ended_apart(own: int, theirs: int) -> str:
+    return (
+        f"it ended after step {theirs}, and one process after step {own}: a callback stopped one "
+        "of them"
+    )
 
 
 def _verdict_of(beside: ForkServer, outcome: SupervisorResult) -> VerifyResult:
@@ -137,6 +156,12 @@ def _refuse_replay(run: Run, plan: Plan) -> None:
             f"deadline={plan.deadline} makes the result depend on which replicas are in time, so "
             "there is no other to compare it with. Verify the plan without deadline: while no "
             "replica is late, the weights are the same."
+        )
+    if plan.local_steps > 1 and has_callbacks(run):
+        raise PlanError(
+            f"Callbacks under local_steps={plan.local_steps} cannot be verified: each replica has "
+            "a model of its own for them to act on. Verify without callbacks, or without "
+            "local_steps."
         )
     stale = plan.sync == "server" and plan.staleness_bound != 0
     if stale and (tables := tables_of(run.make_model())):

@@ -23,7 +23,10 @@ metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), values)
 @st.composite
 def known(draw: st.DrawFn) -> list[CheckpointSummary]:
     steps = sorted(draw(st.sets(st.integers(0, 300), max_size=20)))
-    return [CheckpointSummary(f"step-{step:08d}", step, draw(metrics)) for step in steps]
+    tags = st.lists(st.sampled_from(["best", "half-way"]), max_size=2)
+    return [
+        CheckpointSummary(f"step-{step:08d}", step, draw(metrics), draw(tags)) for step in steps
+    ]
 
 
 def names(some: list[CheckpointSummary]) -> list[str]:
@@ -54,6 +57,8 @@ def test_every_and_best_stay(some: list[CheckpointSummary], keep: RetentionPolic
             assert min(o.step for o in some if o.step // keep.every == bucket) in [
                 one.step for one in stay
             ]
+    for tag in {tag for one in some for tag in one.tags}:
+        assert [one for one in some if tag in one.tags][-1] in stay
     measured = [one.metrics[keep.best] for one in some if keep.best in one.metrics]
     measured = [value for value in measured if not math.isnan(value)]
     if measured:

@@ -6,10 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal import logs
 from shoal.errors import UsageError
+from shoal.events.images import encode_png
 from shoal.events.sinks import BackgroundSink, JsonLinesSink, TensorBoardSink, scalars
 
 
@@ -101,6 +103,20 @@ def test_tensorboard_writes_events(tmp_path):
     (events,) = tmp_path.iterdir()
     assert b"times/data" in events.read_bytes() and b"loss" in events.read_bytes()
     assert b"mark" not in events.read_bytes(), "which means nothing to people"
+
+
+def test_tensorboard_has_what_callbacks_log(tmp_path):
+    pytest.importorskip("tensorboardX")
+    pixels = np.zeros((2, 3, 1), dtype=np.uint8)
+    (tmp_path / "image.png").write_bytes(encode_png(pixels))
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    images = {"sample": "image.png", "gone": "missing.png"}
+    sink.write({"step": 1, "logged": {"gap": 0.5}, "texts": {"note": "words"}, "images": images})
+    sink.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"logged/gap" in content and b"words" in content
+    assert b"sample" in content and encode_png(pixels) in content and b"gone" not in content
 
 
 def test_background_writes_in_order_and_encodes_in_its_thread():

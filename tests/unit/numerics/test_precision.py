@@ -3,15 +3,43 @@
 import pytest
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import PlanError, UsageError
 from shoal.numerics import precision
-from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.precision import LossScale, Precision, PrecisionSchedule
+from shoal.plans.plan import Plan
 
 
 def test_names():
     assert Precision("bf16") == "bf16" and Precision("fp16").dtype is torch.float16
     with pytest.raises(UsageError, match="Did you mean 'fp16'"):
         Precision("fp166")
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "lowest"),
+    [
+        ("fp32", "fp32 fp32 fp32", "fp32"),
+        ("fp16", "fp16 fp16 fp16", "fp16"),
+        ("bf16@2", "fp32 fp32 bf16", "bf16"),
+        ("bf16:fp32@1", "bf16 fp32 fp32", "bf16"),
+        ("bf16@1:fp32@2", "fp32 bf16 fp32", "bf16"),
+    ],
+)
+def test_a_precision_for_each_step(text, found, lowest):
+    schedule = PrecisionSchedule.parse(text)
+    assert [schedule.at(step) for step in range(3)] == found.split()
+    assert schedule.lowest == lowest and str(schedule) == text
+    assert Plan.parse(f"data=2 precision={text}").precision == text, "as a plan prints it"
+
+
+@pytest.mark.parametrize(
+    "text", ["bf16@2:bf16@3", "bf16@x", "fp16@3", "bf16:fp32", "bf16@3:fp32@2"]
+)
+def test_turns_that_cannot_be(text):
+    with pytest.raises((ValueError, UsageError)):
+        PrecisionSchedule.parse(text)
+    with pytest.raises(PlanError):
+        Plan.parse(f"data=2 precision={text}")
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])

@@ -68,7 +68,8 @@ def ways_to_agree(draw: st.DrawFn, keys: dict[str, object]) -> dict[str, object]
         return found | {"fragments": fragments}
     zero = draw(st.integers(0, 2 if keys.get("schedule") in ("zero-bubble", "zbv") else 3))
     sums = "exact" if zero else draw(st.sampled_from(["exact", "ring"]))
-    precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
+    in_turn = [] if "pipeline" in keys else ["bf16@7", "fp32:bf16@3:fp32@9", "bf16:fp32@900"]
+    precision = draw(st.sampled_from(["fp32", "bf16", "fp16", *in_turn]))
     return {"zero": zero, "sums": sums, "precision": precision}
 
 
@@ -148,6 +149,12 @@ def test_a_plan_is_frozen() -> None:
         ("zero=4", "0, 1, 2, 3"),
         ("schedule=fast pipeline=2", "1f1b, gpipe"),
         ("precision=fp8", "fp32, bf16, fp16"),
+        ("precision=fp16@9", "fp32 and bf16 in turn"),
+        ("precision=bf16:bf16@9", "not possible"),
+        ("precision=bf16@9:fp32@9", "not possible"),
+        ("precision=bf16@0", "not possible"),
+        ("precision=bf16:fp32", "not possible"),
+        ("precision=bf16@", "not possible"),
         ("codec=topk:0", "0 < F <= 1"),
         ("codec=topk:nan", "0 < F <= 1"),
         ("codec=topk", "0 < F <= 1"),
@@ -234,6 +241,7 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("sync=server sums=ring", "Leave sums out."),
         ("data=3 sync=server staleness=1 rates=1:2", "Give 3 of them, separated by colons"),
         ("data=2 sync=server combine=median", "Use data=3 or more, or leave combine out."),
+        ("pipeline=2 precision=bf16@9", "what stages send each other has one type"),
         ("sync=server precision=fp16 staleness=1", "Use precision=bf16."),
         ("data=2 sync=server combine=median", "Use data=3 or more"),
         ("data=4 combine=median", "add sync=server"),

@@ -16,7 +16,7 @@ from shoal.training.loop_state import LoopState
 
 def carried(state: LoopState) -> tuple[dict[str, Any], MemorySource]:
     """What a peer, or a checkpoint, has of a state: JSON and tensors."""
-    plain, tensors = state.pack()
+    plain, tensors, _ = state.pack()
     plain = msgspec.json.decode(msgspec.json.encode(plain))
     named = {f"x.{number}": [whole_slice(tensor.clone())] for number, tensor in enumerate(tensors)}
     return plain, MemorySource(ShardedState(named, {}))

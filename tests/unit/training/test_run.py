@@ -94,7 +94,7 @@ def evaluated(source: Any, plan: str = "data=1", loaders: int = 0) -> dict[str, 
     mesh = Mesh(alone, alone, alone, alone, "cpu")
     compute: Any = SimpleNamespace(
         plan=Plan.parse(plan),
-        spread=SimpleNamespace(model=nn.Linear(2, 1)),
+        model=nn.Linear(2, 1),
         output=output,
         arithmetic=nullcontext,
     )
