@@ -32,9 +32,9 @@ PACKAGE_LINES = {
     "storage": 1450,
     "sync": 11250,
     "system": 850,
-    "training": 6000,
+    "training": 6300,
     "tuning": 2400,
-    "verify": 1950,
+    "verify": 2050,
 }
 ALL_LINES = 72_000  # of src without `testing/`
 # Files with a budget of their own.
@@ -63,7 +63,7 @@ LARGE_CLASSES = {
     "Checkpointer": (21, 18),
     "CustomLoop": (24, 12),
     "Trainer": (23, 28),
-    "Replica": (7, 19),
+    "Replica": (10, 18),
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
     "Explanation": (0, 18),

@@ -256,7 +256,7 @@ def _refuse_on_stream(run: Run) -> None:
         if getattr(run, name) == EPOCH and stream.length is None:
             raise UsageError(
                 f"{name}='epoch' does not go with a stream whose length is not known. Give a "
-                "number of steps, or tell the length of a pass: shoal.data.stream(data, length=...)."
+                "number of steps, or tell the length: shoal.data.stream(data, length=...)."
             )
     if run.loaders:
         raise UsageError(

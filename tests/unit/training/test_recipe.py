@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import RecipeError, UsageError
-from shoal.training.recipe import _parameters, find_recipe, load_recipe, provenance
+from shoal.training.recipe import find_recipe, load_recipe, parameters_of, provenance
 
 TEXT = '''"""A recipe for tests."""
 import shoal
@@ -131,8 +131,8 @@ def test_a_recipe_of_a_notebook_lacks_the_names_of_its_annotations() -> None:
     text = "def small(width: 'int' = 4, like: 'Elsewhere' = None, given: 'list[float]' = ()): ..."
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(text, space)
-    types = _parameters(space["small"], "notebook:small")
+    types = parameters_of(space["small"], "notebook:small")
     assert types == {"width": int, "like": str, "given": list[float]}
     space["small"].__module__ = "mine"
     with pytest.raises(UsageError, match=r"annotation of mine:small cannot be read.*Elsewhere"):
-        _parameters(space["small"], "mine:small")
+        parameters_of(space["small"], "mine:small")
