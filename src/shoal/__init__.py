@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import data as data
+    from shoal import slim as slim
     from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
     from shoal.errors import UsageError as UsageError
@@ -52,6 +53,7 @@ _MODULES = {
     "data": "shoal.data",
     "losses": "shoal.numerics.losses",
     "schedules": "shoal.numerics.schedules",
+    "slim": "shoal.slim",
 }
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604

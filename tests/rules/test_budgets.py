@@ -15,7 +15,7 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 2450,
+    "cli": 2950,
     "cluster": 1500,
     "comm": 2800,
     "cost": 1150,
@@ -23,11 +23,12 @@ PACKAGE_LINES = {
     "doctor": 500,
     "elastic": 2950,
     "events": 1350,
-    "formats": 1700,
+    "formats": 2200,
     "launch": 1500,
     "numerics": 1950,
     "parallel": 6800,
     "plans": 1200,
+    "slim": 1500,
     "storage": 1450,
     "sync": 11250,
     "system": 850,

@@ -100,6 +100,8 @@ def load_program(path: Path) -> nn.Module:
         module: nn.Module = torch.export.load(path).module()
     except Exception as error:  # a damaged file makes many kinds
         raise UsageError(f"{path} is no program of torch.export: {_line(error)}") from error
+    for mode in ("train", "eval"):  # which raise: a program was traced in one mode, and stays in it
+        module.__dict__.pop(mode, None)
     return module
 
 

@@ -31,7 +31,7 @@ def new_files(path: Path) -> Iterator[Path]:
         yield partial / path.name
         beside = [entry for entry in sorted(partial.iterdir()) if entry.name != path.name]
         for entry in beside:
-            _refuse_existing(path.parent / entry.name)
+            refuse_existing(path.parent / entry.name)
         for entry in [*beside, partial / path.name]:
             with open(entry, "rb") as file:
                 os.fsync(file.fileno())
@@ -41,7 +41,7 @@ def new_files(path: Path) -> Iterator[Path]:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A temporary directory beside a free path; always removed at the end."""
-    _refuse_existing(path)
+    refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,7 @@ def _beside(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
+    """An export never replaces anything."""
     if os.path.lexists(path):
         raise UsageError(f"{path} is there already. Choose another place, or remove it first.")

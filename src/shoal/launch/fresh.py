@@ -66,6 +66,7 @@ class _Job(msgspec.Struct):
     is_named: bool
     options: Options
     run_dir: str | None
+    change: bytes  # what a verb makes of it, pickled; empty if nothing
 
 
 class _Event(msgspec.Struct, tag=True):
@@ -129,8 +130,9 @@ def train_fresh(
         is_named=recipe.is_named,
         options=options,
         run_dir=None if run_dir is None else str(run_dir),
+        change=b"" if recipe.change is None else _pickle(recipe.name, recipe.change),
     )
-    pickled = _pickle(recipe)
+    pickled = _pickle(recipe.name, recipe.find())
     last: _Ended | _Failed | None = None
     with _started(job, pickled) as child, _passing_on_signals(child.process):
         for message in child.messages():
@@ -154,13 +156,13 @@ def train_fresh(
     raise NotLoaded(last.message, last.trace, last.exit_code)
 
 
-def _pickle(recipe: Recipe) -> bytes:
+def _pickle(name: str, value: Any) -> bytes:
     try:
-        content: bytes = cloudpickle.dumps(recipe.find())
+        content: bytes = cloudpickle.dumps(value)
         return content
     except Exception as error:
         raise UsageError(
-            f"{recipe.name} cannot be sent to the process that trains it: {error}. A Run must not "
+            f"{name} cannot be sent to the process that trains it: {error}. A Run must not "
             "hold open files, connections or locks: open them in a function of the recipe, or give "
             "the recipe as file.py:function."
         ) from error
@@ -303,7 +305,13 @@ def main(reading: int, writing: int) -> None:
         if isinstance(event, TickEvent) and answers.wants_stop():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    recipe = Recipe(job.name, partial(cloudpickle.loads, pickled), job.settings, job.is_named)
+    recipe = Recipe(
+        job.name,
+        partial(cloudpickle.loads, pickled),
+        job.settings,
+        job.is_named,
+        (lambda run: cloudpickle.loads(job.change)(run)) if job.change else None,
+    )
     last: _Ended | _Failed
     try:
         outcome = train(

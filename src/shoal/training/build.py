@@ -46,6 +46,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     _refuse_too_many_fragments(plan, model)
     _refuse_complex(plan, model)
     _refuse_compiled(plan, model)
+    _refuse_cut_weights(plan, model)
     _lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
@@ -115,6 +116,18 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
                 f"{who} (torch.compile), and {key}={getattr(plan, key)} works between the modules "
                 "of a model, which a compiled graph does not show. Compiled models train under "
                 "data and zero. Leave out the compilation, or use such a plan."
+            )
+
+
+def _refuse_cut_weights(plan: Plan, model: nn.Module) -> None:
+    """A parametrization may say that it works on whole weights only (`slim/masks.py`)."""
+    if plan.tensor == 1:
+        return
+    for name, module in model.named_modules():
+        if why := getattr(module, "needs_whole_weights", ""):
+            raise PlanError(
+                f"{name.split('.parametrizations')[0]}: {why}, and tensor={plan.tensor} cuts "
+                "weights. Use data, zero or pipeline."
             )
 
 
