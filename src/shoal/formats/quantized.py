@@ -6,9 +6,11 @@ run. Numbers of 4 bits are stored two a byte. Loading fills a model that the rec
 tensors are copied, so that what is tied stays tied, and quantised ones take their place.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import torch
@@ -23,10 +25,24 @@ from shoal.formats.match import non_persistent_buffers
 from shoal.storage.decoding import PARSE_ERRORS
 
 _UNREADABLE: tuple[type[Exception], ...] = (SafetensorError, OSError, *PARSE_ERRORS)
-_SUPPORT = "torchao.prototype.safetensors.safetensors_support"
+_SUPPORT = "prototype.safetensors.safetensors_support"
+_LOGGERS = ("torchao", "torch.utils._pytree")  # that speak of libraries for other machines
 _NAMES = "tensor_names"  # in the metadata, by which torchao's files are known
 _HALVES = "shoal.int4"  # in the metadata: the parts that hold two numbers a byte
 _ROOT = "model."  # before all names: torchao's layout has none without a dot
+
+
+def require_torchao(module: str = "quantization") -> ModuleType:
+    """A module of torchao, imported without its words on what this machine does not have."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        return require(f"torchao.{module}", extra="slim")
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 def quantized_file(path: Path) -> Path | None:
@@ -45,7 +61,7 @@ def write_quantized(model: nn.Module, file: Path) -> None:
     """Write the tensors of a model, each under its first name."""
     state = model.state_dict()
     tensors = {_ROOT + name: state[name] for name in _first_names(state)}
-    parts, metadata = require(_SUPPORT, extra="slim").flatten_tensor_state_dict(tensors)
+    parts, metadata = require_torchao(_SUPPORT).flatten_tensor_state_dict(tensors)
     halved = {name: part for name, part in parts.items() if _fits_half_a_byte(name, part)}
     stored = {name: part.contiguous() for name, part in parts.items()}
     stored |= {name: _halve(part) for name, part in halved.items()}
@@ -73,7 +89,7 @@ def load_quantized(model: nn.Module, file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    support = require(_SUPPORT, extra="slim")
+    support = require_torchao(_SUPPORT)
     with safe_open(file, framework="pt") as opened:
         metadata: dict[str, str] = opened.metadata()
         parts = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -153,9 +153,9 @@ def add_masks(model: nn.Module, ramp: Ramp, pattern: Pattern | None, *, has_scor
     """Let the layers of a model apply masks to their weights from now on."""
     for module in find_layers(model, pattern).prunable.values():
         assert isinstance(module.weight, Tensor)
-        mask = SparseWeight(module.weight, ramp, pattern, has_scores).eval()  # it counts no steps
+        mask = SparseWeight(module.weight, ramp, pattern, has_scores)
         parametrize.register_parametrization(module, WEIGHT, mask)
-        mask.train(module.training)
+        mask.steps.zero_()  # torch has called it once
 
 
 def bake_masks(model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from torch import nn
 from shoal.errors import UsageError, nearest, require
 from shoal.formats.huggingface import SINGLE
 from shoal.formats.new_output import new_directory, new_files
-from shoal.formats.quantized import write_quantized
+from shoal.formats.quantized import require_torchao, write_quantized
 from shoal.slim.figures import ModelTable, figures_of, load_trained, notes_of, num_bytes_at
 from shoal.slim.results import is_pretrained, new_place, write_program
 from shoal.slim.retraining import (
@@ -70,7 +70,7 @@ def quantize(
             f"--plan and --run-dir have no effect with --to {to}, which does not train."
         )
     place, settings = new_place(out), settings or {}
-    require("torchao", extra="slim")
+    require_torchao()
     if to == "qat-int8":
         change = partial(quantize_in_training, begin_from=str(begin_from))
         outcome = train_changed(recipe, settings, change, training or Training())
@@ -99,13 +99,13 @@ def quantize_in_training(run: Run, begin_from: str | Path | None = None) -> Run:
     Weights keep their names and their precision; gradients pass the rounding as if it were not
     there. It begins with the weights of `begin_from`, if given.
     """
-    require("torchao", extra="slim")
+    require_torchao()
     return replace(run, model=ChangedModel(run, _add_rounding, "rounding", begin_from))
 
 
 def quantize_model(model: nn.Module, to: str) -> None:
     """Round the weights of a model for good, in place."""
-    quantization = require("torchao.quantization", extra="slim")
+    quantization = require_torchao()
     chosen = _quantizable(model, to)
     quantization.quantize_(model, _config(to), filter_fn=lambda module, name: name in chosen)
 
@@ -122,8 +122,8 @@ def layers_kept(model: nn.Module, to: str) -> list[str]:
 
 def unround(model: nn.Module) -> nn.Module:
     """The model without rounding in its forward, its weights as they were trained."""
-    qat = require("torchao.quantization.qat", extra="slim")
-    quantization = require("torchao.quantization", extra="slim")
+    qat = require_torchao("quantization.qat")
+    quantization = require_torchao()
     quantization.quantize_(
         model, qat.QATConfig(step="convert"), filter_fn=lambda module, name: True
     )
@@ -151,7 +151,7 @@ def _quantizable(model: nn.Module, to: str) -> set[str]:
 
 def _config(to: str) -> Any:
     """torchao's name of a form."""
-    quantization = require("torchao.quantization", extra="slim")
+    quantization = require_torchao()
     if to == "int8":
         return quantization.Int8WeightOnlyConfig()
     if to == "int4":
@@ -159,19 +159,23 @@ def _config(to: str) -> Any:
         return quantization.IntxWeightOnlyConfig(
             weight_dtype=torch.int4, granularity=group  # type: ignore[attr-defined]
         )
-    return quantization.Int8DynamicActivationInt8WeightConfig()
+    narrow = require_torchao("utils").should_reduce_range(torch.device("cpu"))
+    return quantization.Int8DynamicActivationInt8WeightConfig(
+        act_mapping_type=quantization.MappingType.ASYMMETRIC,  # which training can round to, too
+        reduce_range=narrow,  # on a CPU whose sums of products overflow
+    )
 
 
 def _add_rounding(model: nn.Module) -> nn.Module:
     """Let linear layers round weights and inputs in their forward, as dynamic-int8 does."""
-    qat = require("torchao.quantization.qat", extra="slim")
+    qat = require_torchao("quantization.qat")
     rounding = qat.QATConfig(
-        activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token"),
+        activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
         weight_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_channel"),
         step="prepare",
     )
     chosen = _quantizable(model, "qat-int8")
-    quantization = require("torchao.quantization", extra="slim")
+    quantization = require_torchao()
     quantization.quantize_(model, rounding, filter_fn=lambda module, name: name in chosen)
     return model
 

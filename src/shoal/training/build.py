@@ -51,8 +51,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     model.train()
     seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
 
-    def forward(step: int, piece: int) -> Any:
-        inputs = batches.at(step).piece(piece).inputs
+    def forward(inputs: Any) -> Any:
         with refuse_writes(model, plan), Precision(plan.precision).autocast("cpu"):
             try:
                 return call_model(model, inputs)
@@ -61,8 +60,9 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
                     raise
                 raise _takes_a_gradient(plan) from None
 
-    places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
-    forwards = [partial(forward, *place) for place in places]
+    places = _examples(batches, plan) if plan.cuts_model else []
+    # Loaded before a forward is watched: a collate may run a model of its own.
+    forwards = [partial(forward, batches.at(at).piece(piece).inputs) for at, piece in places]
     found = survey(model, plan, forwards, seeds, run.cuts)
     batches.close()  # a stream may have threads, and ranks are forked from here
     return BuiltModel(model, seeds, found)
