@@ -157,7 +157,8 @@ def _config(to: str) -> Any:
     if to == "int4":
         group = quantization.PerGroup(GROUP)
         return quantization.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=group  # type: ignore[attr-defined]
+            weight_dtype=torch.int4,
+            granularity=group,  # type: ignore[attr-defined]
         )
     narrow = require_torchao("utils").should_reduce_range(torch.device("cpu"))
     return quantization.Int8DynamicActivationInt8WeightConfig(
@@ -177,6 +178,9 @@ def _add_rounding(model: nn.Module) -> nn.Module:
     chosen = _quantizable(model, "qat-int8")
     quantization = require_torchao()
     quantization.quantize_(model, rounding, filter_fn=lambda module, name: name in chosen)
+    for name in chosen:
+        layer: Any = model.get_submodule(name)
+        layer.needs_whole_weights = "its rounding looks at whole rows"
     return model
 
 
