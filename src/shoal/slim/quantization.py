@@ -124,8 +124,9 @@ def unround(model: nn.Module) -> nn.Module:
     """The model without rounding in its forward, its weights as they were trained."""
     qat = require_torchao("quantization.qat")
     quantization = require_torchao()
+    rounds = qat.linear.FakeQuantizedLinear
     quantization.quantize_(
-        model, qat.QATConfig(step="convert"), filter_fn=lambda module, name: True
+        model, qat.QATConfig(step="convert"), filter_fn=lambda module, name: type(module) is rounds
     )
     return model
 
@@ -137,7 +138,7 @@ def _quantizable(model: nn.Module, to: str) -> set[str]:
         uses[id(p)] = uses.get(id(p), 0) + 1
     chosen = set()
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or uses.get(id(module.weight)) != 1:
+        if type(module) is not nn.Linear or uses.get(id(module.weight)) != 1 or not name:
             continue
         if to != "int4" or module.in_features % GROUP == 0:
             chosen.add(name)
@@ -156,10 +157,8 @@ def _config(to: str) -> Any:
         return quantization.Int8WeightOnlyConfig()
     if to == "int4":
         group = quantization.PerGroup(GROUP)
-        return quantization.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4,
-            granularity=group,  # type: ignore[attr-defined]
-        )
+        dtype: torch.dtype = vars(torch)["int4"]  # which torch's own types do not tell of
+        return quantization.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group)
     narrow = require_torchao("utils").should_reduce_range(torch.device("cpu"))
     return quantization.Int8DynamicActivationInt8WeightConfig(
         act_mapping_type=quantization.MappingType.ASYMMETRIC,  # which training can round to, too

@@ -71,7 +71,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: float) -> None:
     content = bytearray((tmp_path / "pack").read_bytes())
     content[int(place * len(content)) if 0 < place < 1 else int(place)] ^= 16
     (tmp_path / "pack").write_bytes(content)
-    with pytest.raises(BadCheckpoint, match="damaged pack|no packed file"):
+    with pytest.raises(BadCheckpoint, match=r"damaged pack|no packed file"):
         unpack(tmp_path / "pack", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"pack", "model.safetensors"}
 

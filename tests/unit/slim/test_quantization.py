@@ -64,7 +64,7 @@ def test_a_file_gives_back_the_same_model(tmp_path: Path, to: str, kept: list[st
         assert layers_kept(model, to) == kept
         quantize_model(model, to)
         rounded = model(tokens)
-        assert not rounded.equal(plain) and torch.allclose(rounded, plain, atol=0.3)
+        assert not rounded.equal(plain) and (rounded - plain).abs().max() < 0.03 * plain.abs().max()
         quantized.write_quantized(model, tmp_path / "model.safetensors")
         again = load(tmp_path, run)
         assert again(tokens).equal(rounded)

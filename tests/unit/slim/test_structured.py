@@ -1,4 +1,4 @@
-"""Structured pruning: fewer channels, and only where the model computes what it did without them."""
+"""Structured pruning: fewer channels, where the model computes what it did without them."""
 
 import copy
 import dataclasses
