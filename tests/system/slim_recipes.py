@@ -27,3 +27,25 @@ def small(width: int = 80, classes: int = 4) -> shoal.Run:
         batch_size=16,
         steps=40,
     )
+
+
+def llama() -> shoal.Run:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    tokens = torch.arange(128).view(16, 8) % 32
+    return shoal.Run(
+        model=lambda: LlamaForCausalLM(config),
+        loss=lambda output, target: F.cross_entropy(output.logits.mT, target),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        data=shoal.data.tensors(tokens, tokens),
+        batch_size=4,
+        steps=4,
+    )

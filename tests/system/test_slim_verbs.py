@@ -154,6 +154,32 @@ def test_quantised_models_load_again(
         assert model(torch.randn(5, 16)).shape == (5, 4)
 
 
+@full
+@pytest.mark.timeout(300)
+def test_a_model_of_transformers_loads_with_from_pretrained(
+    command: Command, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    recipe = RECIPE.replace(":small", ":llama")
+    load_recipe(recipe, {}).make_model().save_pretrained(tmp_path / "plain")
+    begin = ("--from", tmp_path / "plain", "--json")
+    for out, words in {
+        "sparse": ("prune", recipe, *begin, "--sparsity", 0.5),
+        "int8": ("quantize", recipe, *begin, "--to", "int8"),
+        "int4": ("quantize", recipe, *begin, "--to", "int4"),
+    }.items():
+        done = command(*words, "--out", tmp_path / out)
+        assert done.exit_code == 0, done.errors
+        assert out == "sparse" or "from_pretrained loads it" in done.json["notes"][0]
+        assert done.json["kept"][0] == "model.embed_tokens"
+        kind = transformers.LlamaForCausalLM
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            own = shoal.load(tmp_path / out)(tokens).logits
+            assert kind.from_pretrained(tmp_path / out)(tokens).logits.equal(own)
+            assert shoal.load(tmp_path / out, recipe)(tokens).logits.equal(own)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "words", [(), pytest.param(("--hidden", "1=1", "--cache", "c"), marks=full)]

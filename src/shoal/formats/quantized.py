@@ -141,3 +141,8 @@ def _join_halves(stored: Tensor) -> Tensor:
     low, high = (stored & 15).to(torch.int8), (stored >> 4).to(torch.int8)
     both = torch.stack((low, high), -1).flatten(-2)
     return torch.where(both > 7, both - 16, both).contiguous()
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torchao's."""
+    return type(tensor).__module__.startswith("torchao.")

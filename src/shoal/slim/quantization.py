@@ -13,7 +13,8 @@ those of accelerators: on a CPU int4 saves memory on a disk, and is computed in 
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import nn
 from shoal.errors import UsageError, nearest, require
 from shoal.formats.huggingface import SINGLE
 from shoal.formats.new_output import new_directory, new_files
-from shoal.formats.quantized import require_torchao, write_quantized
+from shoal.formats.quantized import is_quantized, require_torchao, write_quantized
 from shoal.slim.figures import ModelTable, figures_of, load_trained, notes_of, num_bytes_at
 from shoal.slim.results import is_pretrained, new_place, write_program
 from shoal.slim.retraining import (
@@ -84,6 +85,8 @@ def quantize(
     kept = layers_kept(model, to)
     note = _write(run, model, to, place)
     again = load(place, run)
+    if quantized := _quantized_in(again):  # transformers keeps more, a program has no layers
+        kept = [name for name in _with_matrices(again) if name not in quantized]
     return QuantizeTable(
         before=one,
         after=figures_of(run, again, num_bytes_at(place)),
@@ -113,11 +116,25 @@ def quantize_model(model: nn.Module, to: str) -> None:
 def layers_kept(model: nn.Module, to: str) -> list[str]:
     """The layers of a model with matrices that are left as they are."""
     chosen = _quantizable(model, to)
+    return [name for name in _with_matrices(model) if name not in chosen]
+
+
+def _with_matrices(model: nn.Module) -> list[str]:
+    """The layers that hold more than vectors."""
     return [
         name
         for name, module in model.named_modules()
-        if name not in chosen and any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if any(p.dim() > 1 for p in module.parameters(recurse=False))
     ]
+
+
+def _quantized_in(model: nn.Module) -> set[str]:
+    """The layers whose parameters are torchao's."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(is_quantized(p) for p in module.parameters(recurse=False))
+    }
 
 
 def unround(model: nn.Module) -> nn.Module:
@@ -188,7 +205,8 @@ def _write(run: Run, model: nn.Module, to: str, place: Path) -> str:
     if is_pretrained(model) and not place.suffix:
         try:
             _write_pretrained(model, to, place)
-            return "from_pretrained loads it, with torchao installed."
+            whole = " It stores 4 bits in a whole byte: pack it." if to == "int4" else ""
+            return f"from_pretrained loads it, with torchao installed.{whole}"
         except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
             why = f"transformers cannot write it for from_pretrained: {error}"
     else:
@@ -205,10 +223,23 @@ def _write(run: Run, model: nn.Module, to: str, place: Path) -> str:
     return why
 
 
+@contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    """Without the progress bars of transformers, between which a table would be lost."""
+    logging = transformers.utils.logging
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
 def _write_pretrained(model: Any, to: str, place: Path) -> None:
     """Let transformers quantise and write it, since it must know how when it loads it."""
     transformers = require("transformers", extra="transformers")
-    with new_directory(place) as folder:
+    with new_directory(place) as folder, _without_bars(transformers):
         plain = folder / "plain"
         model.save_pretrained(plain)
         again = type(model).from_pretrained(
