@@ -160,6 +160,7 @@ def test_a_model_of_transformers_loads_with_from_pretrained(
     command: Command, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()  # which leaves a thread behind
     recipe = RECIPE.replace(":small", ":llama")
     load_recipe(recipe, {}).make_model().save_pretrained(tmp_path / "plain")
     begin = ("--from", tmp_path / "plain", "--json")
@@ -196,7 +197,7 @@ def test_a_student_learns_from_a_teacher(
     check_table(done.json, tmp_path / "out")
     assert done.json["teacher"] == str(checkpoint)
     assert done.json["after"]["parameters"] < done.json["before"]["parameters"]
-    shoal.load(tmp_path / "out", RECIPE, width=8)
+    shoal.load(tmp_path / "out", RECIPE, settings={"width": 8})
 
 
 def test_a_pack_is_loaded_and_unpacked(command: Command, checkpoint: Path, tmp_path: Path) -> None:

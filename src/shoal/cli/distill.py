@@ -65,20 +65,21 @@ def distill(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) 
     """
     options.refuse_unusable_process()
     options.check_plan(given["plan"])
+    asked = {name: given[name] for name in ("temperature", "alpha", "hidden", "cache")}
+    teacher = {name: given[name] for name in ("teacher", "teacher_recipe", "teacher_settings")}
+    change = model_table.later(
+        "shoal.slim.distillation", "distill_recipe", recipe=recipe, **teacher, lessons=asked
+    )
+    done = model_table.train_first(recipe, settings, given, change)
     from shoal.slim import distillation
     from shoal.slim.retraining import Training
 
-    with model_table.showing_traces():
-        result = distillation.train_student(
-            recipe,
-            given["teacher"],
-            out=given["out"],
-            teacher_recipe=given["teacher_recipe"],
-            teacher_settings=given["teacher_settings"],
-            lessons=distillation.Lessons(
-                given["temperature"], given["alpha"], given["hidden"], given["cache"]
-            ),
-            settings=settings,
-            training=Training(given["plan"], given["run_dir"], given["resume"]),
-        )
+    result = distillation.train_student(
+        recipe,
+        **teacher,
+        out=given["out"],
+        lessons=distillation.Lessons(**asked),
+        settings=settings,
+        training=Training(done=done),
+    )
     model_table.print_table(result, {}, as_json=as_json)

@@ -1,19 +1,23 @@
 """What verbs that make a model smaller share: options of their training, and one table."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from shoal.cli.output import print_json, say, tell
-from shoal.errors import ShoalError
+from shoal.cli.outcome import print_outcome
+from shoal.cli.output import print_json, say, tell_failure
 
 if TYPE_CHECKING:
+    from shoal.launch.outcome import Outcome
     from shoal.slim.figures import ModelTable
-    from shoal.slim.retraining import Training
+    from shoal.training.run import Run
 
 out = click.option("--out", required=True, metavar="PATH", help="What to write; it must not exist.")
 begin_from = click.option(
@@ -28,23 +32,49 @@ resume = click.option(
 )
 
 
-def training_of(plan: str | None, run_dir: Path | None, resume: bool) -> "Training | None":
-    """How to train, if anything was said of it."""
-    from shoal.slim.retraining import Training
-
-    said = plan is not None or run_dir is not None or resume
-    return Training(plan=plan, run_dir=run_dir, resume=resume) if said else None
+def says_how_to_train(given: dict[str, Any]) -> bool:
+    return given["plan"] is not None or given["run_dir"] is not None or given["resume"]
 
 
-@contextmanager
-def showing_traces() -> Iterator[None]:
-    """Around a verb that runs a recipe: an error's traceback of a rank is shown before it."""
+def train_first(
+    recipe: str, settings: dict[str, str], given: dict[str, Any], change: "Callable[[Run], Run]"
+) -> "Outcome":
+    """Train what `change` makes of a recipe, as `shoal train` does, before torch is loaded here.
+
+    A run that ends before its last step ends the command as it ends `shoal train`.
+    """
+    from shoal.cluster.local import NotLoaded
+    from shoal.events.screen import Display
+    from shoal.formats.new_output import refuse_existing
+    from shoal.launch import train as launch
+    from shoal.training.options import Recipe
+
+    refuse_existing(Path(given["out"]))
+    display = Display()
     try:
-        yield
-    except ShoalError as error:
-        for note in getattr(error, "__notes__", ()):
-            tell(note)
-        raise
+        outcome = launch.train(
+            replace(Recipe.named(recipe, settings), is_named=False, change=change),
+            launch.Options(plan=given["plan"], resume=given["resume"]),
+            given["run_dir"],
+            watch=display,
+            prepared=partial(display.introduce, recipe),
+        )
+    except NotLoaded as error:
+        sys.exit(tell_failure(error))
+    display.close()
+    if outcome.exit_code or not outcome.is_finished:
+        sys.exit(print_outcome(outcome, as_json=False))
+    return outcome
+
+
+def later(module: str, function: str, **given: Any) -> "Callable[[Run], Run]":
+    """A function of a Run that is imported where it is called, since it loads torch."""
+
+    def change(run: "Run") -> "Run":
+        made: Run = getattr(importlib.import_module(module), function)(run, **given)
+        return made
+
+    return change
 
 
 def print_table(result: "ModelTable", more: dict[str, Any], *, as_json: bool) -> None:

@@ -1,12 +1,12 @@
 """`shoal prune`: zeros where weights matter least, or whole channels less."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from shoal.cli import model_table, options
 from shoal.cli.output import as_json
+from shoal.errors import UsageError
 
 
 @click.command(epilog=options.plan_help())
@@ -56,22 +56,26 @@ def prune(recipe: str, settings: dict[str, str], train: bool, as_json: bool, **g
     """
     options.refuse_unusable_process()
     options.check_plan(given["plan"])
+    trains = train or given["how"] == "movement"
+    if model_table.says_how_to_train(given) and not trains:
+        raise UsageError(
+            f"--plan, --run-dir and --resume have no effect with --how {given['how']}, which does "
+            "not train by itself. Add --train, or leave them out."
+        )
+    asked = {name: given[name] for name in ("sparsity", "how", "begin_from")}
+    change = model_table.later("shoal.slim.pruning", "prune_in_training", **asked)
+    done = model_table.train_first(recipe, settings, given, change) if trains else None
     from shoal.slim import pruning
     from shoal.slim.retraining import Training
 
-    run_dir: Path | None = given["run_dir"]
-    training = model_table.training_of(given["plan"], run_dir, given["resume"])
-    with model_table.showing_traces():
-        if training is not None and not train and given["how"] != "movement":
-            raise pruning.not_trained(given["how"])
-        result = pruning.prune(
-            recipe,
-            given["begin_from"],
-            out=given["out"],
-            sparsity=given["sparsity"],
-            how=given["how"],
-            settings=settings,
-            training=training or (Training() if train else None),
-        )
+    result = pruning.prune(
+        recipe,
+        given["begin_from"],
+        out=given["out"],
+        sparsity=given["sparsity"],
+        how=given["how"],
+        settings=settings,
+        training=Training(done=done) if done else None,
+    )
     more = {"sparsity": f"{result.sparsity:.1%}", "kept": model_table.some(result.kept)}
     model_table.print_table(result, more, as_json=as_json)

@@ -6,6 +6,7 @@ import click
 
 from shoal.cli import model_table, options
 from shoal.cli.output import as_json
+from shoal.errors import UsageError
 
 
 @click.command(epilog=options.plan_help())
@@ -39,16 +40,25 @@ def quantize(recipe: str, settings: dict[str, str], as_json: bool, **given: Any)
     """
     options.refuse_unusable_process()
     options.check_plan(given["plan"])
-    from shoal.slim import quantization
-
-    training = model_table.training_of(given["plan"], given["run_dir"], given["resume"])
-    with model_table.showing_traces():
-        result = quantization.quantize(
-            recipe,
-            given["begin_from"],
-            to=given["to"],
-            out=given["out"],
-            settings=settings,
-            training=training,
+    done = None
+    if given["to"] == "qat-int8":
+        module, begin_from = "shoal.slim.quantization", given["begin_from"]
+        change = model_table.later(module, "quantize_in_training", begin_from=begin_from)
+        done = model_table.train_first(recipe, settings, given, change)
+    elif model_table.says_how_to_train(given):
+        raise UsageError(
+            f"--plan, --run-dir and --resume have no effect with --to {given['to']}, which does "
+            "not train."
         )
+    from shoal.slim import quantization
+    from shoal.slim.retraining import Training
+
+    result = quantization.quantize(
+        recipe,
+        given["begin_from"],
+        to=given["to"],
+        out=given["out"],
+        settings=settings,
+        training=Training(done=done) if done else None,
+    )
     model_table.print_table(result, {"kept": model_table.some(result.kept)}, as_json=as_json)

@@ -45,7 +45,6 @@ from shoal.slim.lessons import (
 from shoal.slim.results import new_place, write_weights
 from shoal.slim.retraining import Given, Training, recipe_of, train_changed, trained_model
 from shoal.training.load import load, loads_by_itself
-from shoal.training.options import Recipe
 from shoal.training.run import Run, call_model
 
 _NUM_SAMPLES = 2  # that shapes are compared with
@@ -80,7 +79,8 @@ def distill(
     run: Run,
     teacher: nn.Module | str | Path,
     *,
-    teacher_recipe: "Given | Recipe | None" = None,
+    teacher_recipe: Given | None = None,
+    teacher_settings: Mapping[str, Any] | None = None,
     temperature: float = 2.0,
     alpha: float = 0.5,
     hidden: Mapping[str, str] | None = None,
@@ -88,12 +88,17 @@ def distill(
 ) -> Run:
     """The run, in which its model learns from `teacher` too: a module, or what `shoal.load` takes.
 
-    A path to weights needs `teacher_recipe`, which makes the teacher's model. `alpha` is the
+    A path to weights needs `teacher_recipe`, which makes the teacher's model with
+    `teacher_settings`. `alpha` is the
     teacher's part of the loss; `hidden` names layers of the student and of the teacher that are
     compared as well; `cache` is a directory that keeps the answers.
     """
     lessons = Lessons(temperature, alpha, hidden or {}, cache)
-    model = teacher if isinstance(teacher, nn.Module) else load(teacher, teacher_recipe)
+    model = (
+        teacher
+        if isinstance(teacher, nn.Module)
+        else load(teacher, teacher_recipe, settings=teacher_settings)
+    )
     asked = Teacher(model, tuple(lessons.hidden.values()))
     student = run.make_model()
     projections = _check_fit(run, student, asked, lessons)
@@ -108,6 +113,21 @@ def distill(
         collate=LessonCollate(run.collate, asked),
         loss=DistillationLoss(run.loss, lessons, asked.fingerprint),
     )
+
+
+def distill_recipe(
+    run: Run,
+    recipe: Given,
+    teacher: str | Path,
+    teacher_recipe: Given | None,
+    teacher_settings: Mapping[str, Any] | None,
+    lessons: Mapping[str, Any],
+) -> Run:
+    """`distill` of a run whose own recipe makes the teacher, too, where nothing else does."""
+    if teacher_recipe is None and not loads_by_itself(teacher):
+        teacher_recipe = recipe
+    made: dict[str, Any] = {"teacher_recipe": teacher_recipe, "teacher_settings": teacher_settings}
+    return distill(run, teacher, **made, **lessons)
 
 
 def train_student(
@@ -127,16 +147,23 @@ def train_student(
     settings.
     """
     place, settings = new_place(out), settings or {}
-    makes = _recipe_of_teacher(teacher, teacher_recipe, teacher_settings or {}, recipe)
-    asked = vars(lessons or Lessons())
-    change = partial(distill, teacher=teacher, teacher_recipe=makes, **asked)
+    if teacher_recipe is None and not loads_by_itself(teacher):
+        teacher_recipe = recipe
+    change = partial(
+        distill_recipe,
+        recipe=recipe,
+        teacher=teacher,
+        teacher_recipe=teacher_recipe,
+        teacher_settings=teacher_settings,
+        lessons=vars(lessons or Lessons()),
+    )
     outcome = train_changed(recipe, settings, change, training or Training())
     run, _ = recipe_of(recipe, settings).load()
     student = trained_model(outcome)
     if isinstance(student, StudentWithTaps):
         student = student.student
     write_weights(run, student, place, name_of(recipe)[0])
-    model = load(teacher, makes)
+    model = load(teacher, teacher_recipe, settings=teacher_settings)
     num_bytes = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
     return DistillTable(
         before=figures_of(run, model, num_bytes),
@@ -145,17 +172,6 @@ def train_student(
         teacher=str(teacher),
         notes=notes_of(run, "before is the teacher, after the student."),
     )
-
-
-def _recipe_of_teacher(
-    teacher: str | Path, given: Given | None, settings: Mapping[str, Any], student: Given
-) -> Recipe | None:
-    """What makes the teacher's model; None if it needs nothing."""
-    if given is None and loads_by_itself(teacher):
-        if settings:
-            raise UsageError(f"--teacher-set has no effect: {teacher} says itself what it is.")
-        return None
-    return recipe_of(given or student, settings)
 
 
 class DistillationLoss:

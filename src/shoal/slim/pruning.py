@@ -105,7 +105,10 @@ def prune(
 
 
 def prune_in_training(
-    run: Run, sparsity: float, how: str = "magnitude", begin_from: str | Path | None = None
+    run: Run,
+    sparsity: float | None = None,
+    how: str = "magnitude",
+    begin_from: str | Path | None = None,
 ) -> Run:
     """The run with masks on its weights, whose sparsity grows between 10 % and 70 % of its steps.
 
@@ -159,14 +162,6 @@ def zero_smallest(model: nn.Module, sparsity: float, pattern: Pattern | None = N
     mask = masks.keep_largest(ranks, len(ranks) - round(sparsity * len(ranks)))
     for weight, part in zip(weights, mask.split([weight.numel() for weight in weights])):
         weight.mul_(part.view_as(weight))
-
-
-def not_trained(how: str) -> UsageError:
-    """Options of a training that were given to a verb that does not train."""
-    return UsageError(
-        f"--plan, --run-dir and --resume have no effect with --how {how}, which does not train by "
-        "itself. Add --train, or leave them out."
-    )
 
 
 def _finish_smaller(run: Run, before: LoadedModel, model: nn.Module, place: Path) -> PruneTable:

@@ -67,9 +67,7 @@ def quantize(
     if to not in FORMS:
         raise UsageError(f"--to {to}: there is no such form. {nearest(to, FORMS)}")
     if training is not None and to != "qat-int8":
-        raise UsageError(
-            f"--plan and --run-dir have no effect with --to {to}, which does not train."
-        )
+        raise UsageError(f"training has no effect with to={to!r}, which does not train.")
     place, settings = new_place(out), settings or {}
     require_torchao()
     if to == "qat-int8":

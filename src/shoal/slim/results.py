@@ -47,7 +47,8 @@ def write_weights(run: Run, model: nn.Module, out: Path, recipe: str) -> None:
     if out.suffix == ".safetensors":
         export_safetensors(weights, out)
     elif is_pretrained(model):
-        huggingface.export_huggingface(weights, out, config=model.config)
+        config = huggingface.find_inner_model(model).config
+        huggingface.export_huggingface(weights, out, config=config)
     else:
         import_weights(weights, target_model(weights, model), out, recipe)
 

@@ -33,6 +33,7 @@ class Training:
     run_dir: Path | None = None
     resume: bool = False
     progress: bool | OnEvent = True
+    done: Outcome | None = None  # it was trained already, by a command
 
 
 class NotFinished(UsageError):
@@ -47,11 +48,13 @@ def train_changed(
     """Train what `change` makes of a recipe's Run, to its last step."""
     recipe = recipe_of(given, settings, change)
     options = Options(plan=training.plan, resume=training.resume)
+    if training.done is not None:
+        return training.done
     outcome = train_recipe(recipe, options, training.run_dir, training.progress)
     if not outcome.is_finished:
         raise NotFinished(
-            f"The run was stopped after step {outcome.steps}, and nothing was written to --out. Go "
-            f"on with the same command and --resume --run-dir {outcome.run_dir}."
+            f"The run was stopped after step {outcome.steps}, and nothing was written. To go on, "
+            f"make the same call with Training(run_dir={str(outcome.run_dir)!r}, resume=True)."
         )
     return outcome
 
