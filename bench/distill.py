@@ -45,10 +45,9 @@ def _row(
             training=shoal.slim.Training("data=1", place / f"taught-{seed}", progress=False),
         )
         ratios.append(alone.metrics["loss"] / taught.after.metrics["loss"])
-        told = (
-            f"losses {alone.metrics['loss']:.4f} alone, {taught.after.metrics['loss']:.4f} taught"
-        )
-        told += f", teacher {taught.before.metrics['loss']:.4f}"
+        arms = {"alone": alone.metrics, "taught": taught.after.metrics}
+        arms |= {"teacher": taught.before.metrics}
+        told = ", ".join(f"{name} {found['loss']:.4f}" for name, found in arms.items())
     ratio = harness.spread(ratios)
     return Row(
         name=f"distill/{place.name}",

@@ -1,5 +1,7 @@
 """A small model with something to prune and to quantise, for tests of verbs."""
 
+import time
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,7 +13,11 @@ def accuracy(logits: Tensor, target: Tensor) -> Tensor:
     return (logits.argmax(1) == target).float().mean()
 
 
-def small(width: int = 80, classes: int = 4) -> shoal.Run:
+def small(width: int = 80, classes: int = 4, pause: float = 0.0) -> shoal.Run:
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        time.sleep(pause)
+        return F.cross_entropy(logits, target)
+
     generator = torch.Generator().manual_seed(0)
     target = torch.arange(256) % 4
     inputs = torch.randn(256, 16, generator=generator) + F.one_hot(target, 16) * 3.0
@@ -19,7 +25,7 @@ def small(width: int = 80, classes: int = 4) -> shoal.Run:
         model=lambda: nn.Sequential(
             nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes)
         ),
-        loss=F.cross_entropy,
+        loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
         data=shoal.data.tensors(inputs, target % classes),
         evaluate=shoal.data.tensors(inputs[:64], target[:64] % classes),

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,6 +134,34 @@ def test_pruning_while_it_trains(
         trained = command("checkpoint", "show", tmp_path / "run")
         assert "parametrizations" in trained.output
         shoal.load(tmp_path / "out", RECIPE)
+
+
+@full
+@pytest.mark.timeout(300)
+def test_pruning_goes_on_where_it_was_stopped(
+    command: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ("prune", RECIPE, "--from", checkpoint, "--how", "movement", "--sparsity", 0.75)
+    words += ("--plan", "data=2", "--set", "pause=0.2")
+    place = ("--run-dir", tmp_path / "run", "--out", tmp_path / "out")
+    told = [str(word) for word in (*words, *place)]
+    whole = command(*words, "--run-dir", tmp_path / "whole", "--out", tmp_path / "other")
+    assert whole.exit_code == 0, whole.errors
+    stopped = subprocess.Popen(
+        [sys.executable, "-P", "-m", "shoal", *told],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert stopped.stderr is not None
+    for line in stopped.stderr:
+        if line.startswith("step 1/"):
+            stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 75 and not (tmp_path / "out").exists()
+    again = command(*words, *place, "--resume")
+    assert again.exit_code == 0, again.errors
+    one, other = (shoal.load(tmp_path / name, RECIPE) for name in ("out", "other"))
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 @full
