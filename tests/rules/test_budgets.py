@@ -28,7 +28,7 @@ PACKAGE_LINES = {
     "numerics": 1950,
     "parallel": 6800,
     "plans": 1200,
-    "slim": 1500,
+    "slim": 1850,
     "storage": 1450,
     "sync": 11250,
     "system": 850,
