@@ -82,7 +82,7 @@ def find_inner_model(model: nn.Module) -> InnerModel:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):
-            own = copy.deepcopy(config)
+            own: Any = copy.deepcopy(config)
             own.architectures = [type(module).__name__]  # by which it is built again
             return InnerModel(f"{name}." if name else "", own)
     raise UsageError(

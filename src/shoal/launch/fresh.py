@@ -66,7 +66,7 @@ class _Job(msgspec.Struct):
     is_named: bool
     options: Options
     run_dir: str | None
-    change: bytes  # what a verb makes of it, pickled; empty if nothing
+    change: bytes = b""  # what a verb makes of it, pickled; empty if nothing
 
 
 class _Event(msgspec.Struct, tag=True):

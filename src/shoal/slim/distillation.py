@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.api import name_of
-from shoal.data.batches import LoadOptions
 from shoal.data.cache.cached import cached
-from shoal.data.pieces import pieces_in_order
-from shoal.errors import RecipeError, ShoalError, UsageError
-from shoal.slim.figures import ModelTable, figures_of, notes_of, num_bytes_at
+from shoal.data.sources import stream_of
+from shoal.errors import ShoalError, UsageError
+from shoal.slim.figures import ModelTable, figures_of, first_piece, notes_of, num_bytes_at
 from shoal.slim.lessons import (
     HIDDEN,
     LOGITS,
@@ -45,7 +44,7 @@ from shoal.slim.lessons import (
 from shoal.slim.results import new_place, write_weights
 from shoal.slim.retraining import Given, Training, recipe_of, train_changed, trained_model
 from shoal.training.load import load, loads_by_itself
-from shoal.training.run import Run, call_model
+from shoal.training.run import MINIMISED, Run, call_model
 
 _NUM_SAMPLES = 2  # that shapes are compared with
 
@@ -94,6 +93,7 @@ def distill(
     compared as well; `cache` is a directory that keeps the answers.
     """
     lessons = Lessons(temperature, alpha, hidden or {}, cache)
+    _refuse_unteachable(run)
     model = (
         teacher
         if isinstance(teacher, nn.Module)
@@ -198,10 +198,17 @@ class DistillationLoss:
         soft = divergence(answer_of(output), taught[LOGITS], own, self._lessons.temperature)
         for number, found in enumerate(hidden):
             soft = soft + F.mse_loss(found, taught[f"{HIDDEN}{number}"])
-        if isinstance(task, tuple):  # a sum and a weight
-            total, weight = task
-            return (1 - alpha) * total + alpha * soft * weight, weight
-        return (1 - alpha) * task + alpha * soft
+        return _mixed(task, soft, alpha)
+
+
+def _mixed(task: Any, soft: Tensor, alpha: float) -> Any:
+    """Both losses, in the form of the task's: a mean, a sum with a weight, or named parts."""
+    if isinstance(task, Mapping) and MINIMISED in task:
+        return {**task, MINIMISED: _mixed(task[MINIMISED], soft, alpha)}
+    if isinstance(task, tuple):
+        total, weight = task
+        return (1 - alpha) * total + alpha * soft * weight, weight
+    return (1 - alpha) * task + alpha * soft
 
 
 def divergence(student: Tensor, teacher: Tensor, target: Any, temperature: float) -> Tensor:
@@ -273,15 +280,25 @@ class _StudentModel:
         return StudentWithTaps(self._model(), self._projections)
 
 
+def _refuse_unteachable(run: Run) -> None:
+    if run.loss is None:
+        raise UsageError(
+            "The run has a step of its own and no loss(output, target) that a teacher could be "
+            "part of. Ask the teacher in that step, or give the Run a loss."
+        )
+    if stream_of(run.data) is not None:
+        raise UsageError(
+            "The data is a stream, and a teacher is asked about samples of a source with a length. "
+            "Build shards of it (`shoal data build`), and train on those."
+        )
+
+
 @torch.no_grad()
 def _check_fit(
     run: Run, student: nn.Module, teacher: Teacher, lessons: Lessons
 ) -> dict[str, Projection]:
     """Compare the shapes of both on a few samples, before anything is trained."""
-    pieces = pieces_in_order(run.data, _NUM_SAMPLES, LoadOptions(run.collate))
-    piece = next((pieces[i] for i in range(len(pieces)) if pieces[i].num_samples), None)
-    if piece is None:
-        raise RecipeError("Quarantine leaves out all samples: there is nothing to learn from.")
+    piece = first_piece(run, _NUM_SAMPLES)
     try:
         taught = teacher(piece.inputs)
     except ShoalError:

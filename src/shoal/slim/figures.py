@@ -19,9 +19,10 @@ from torch import nn
 
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Axes, Mesh
-from shoal.data.batches import LoadOptions
+from shoal.data.batches import LoadOptions, Piece
 from shoal.data.pieces import pieces_in_order
-from shoal.errors import BadCheckpoint, RecipeError
+from shoal.data.sources import stream_of
+from shoal.errors import BadCheckpoint, RecipeError, UsageError
 from shoal.formats.exported_program import load_weights
 from shoal.formats.open_weights import open_weights
 from shoal.formats.weights import ModelWeights
@@ -33,7 +34,7 @@ from shoal.training.run import Run, call_model
 NUM_WARMUPS = 3
 NUM_FORWARDS = 30  # of which the median counts
 MOST_SECONDS = 3.0  # after which fewer will do
-_NO_EVALUATION = "The recipe has no `evaluate`, so quality was not measured."
+_NO_EVALUATION = "The recipe has nothing to evaluate by, so quality was not measured."
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -99,13 +100,17 @@ def figures_of(run: Run, model: nn.Module, num_bytes: int) -> Figures:
         bytes=num_bytes,
         parameters=sum(p.numel() for p in model.parameters()),
         latency_ms=_latency_ms(run, model),
-        metrics={} if run.evaluate is None else evaluate(run, model),
+        metrics=evaluate(run, model) if _is_judged(run) else {},
     )
 
 
 def notes_of(run: Run, *more: str) -> list[str]:
     """What a table has to say beside its figures."""
-    return [*filter(None, more), *([] if run.evaluate is not None else [_NO_EVALUATION])]
+    return [*filter(None, more), *([] if _is_judged(run) else [_NO_EVALUATION])]
+
+
+def _is_judged(run: Run) -> bool:
+    return run.evaluate is not None and bool(run.judges())
 
 
 def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
@@ -115,15 +120,20 @@ def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
     return measure(run, runner, run.evaluate, mesh)
 
 
-def first_inputs(run: Run, num_samples: int) -> Any:
-    """The inputs of the first samples that the run evaluates, or trains on."""
+def first_piece(run: Run, num_samples: int) -> Piece:
+    """The first samples that the run evaluates, or trains on."""
     source = run.data if run.evaluate is None else run.evaluate
+    if stream_of(source) is not None:
+        raise UsageError(
+            "The data is a stream, and samples are looked at beside its training. Give the Run "
+            "`evaluate`, a source with a length."
+        )
     pieces = pieces_in_order(source, num_samples, LoadOptions(run.collate))
-    for index in range(len(pieces)):
-        piece = pieces[index]
-        if piece.num_samples:
-            return piece.inputs
-    raise RecipeError("Quarantine leaves out all samples: there is nothing to run the model on.")
+    found = (pieces[index] for index in range(len(pieces)))
+    piece = next((one for one in found if one.num_samples), None)
+    if piece is None:
+        raise RecipeError("Quarantine leaves out all samples: there is nothing to look at.")
+    return piece
 
 
 def num_bytes_at(path: Path) -> int:
@@ -145,7 +155,7 @@ class _ModelRunner:
 
 def _latency_ms(run: Run, model: nn.Module) -> float:
     """The median of repeated forwards of one batch."""
-    inputs = first_inputs(run, min(PIECE_SIZE, run.batch_size))
+    inputs = first_piece(run, min(PIECE_SIZE, run.batch_size)).inputs
     seconds: list[float] = []
     with evaluating(model):
         for number in range(NUM_WARMUPS + NUM_FORWARDS):

@@ -12,14 +12,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from shoal.checkpoint.dtypes import canonical_names
-from shoal.data.batches import LoadOptions
-from shoal.data.pieces import pieces_in_order
 from shoal.errors import UsageError
 from shoal.formats import exported_program, huggingface
 from shoal.formats.import_weights import import_weights, target_model
 from shoal.formats.new_output import new_directory, refuse_existing
 from shoal.formats.safetensors import export_safetensors
 from shoal.formats.weights import ForeignWeights, ModelWeights, stored_whole
+from shoal.slim.figures import first_piece
 from shoal.storage.object_store import local_path
 from shoal.training.load import PROGRAM
 from shoal.training.run import Run
@@ -55,8 +54,7 @@ def write_weights(run: Run, model: nn.Module, out: Path, recipe: str) -> None:
 
 def write_program(run: Run, model: nn.Module, out: Path) -> bool:
     """Write a model as a program: one file, or a directory with it. Whether it takes any batch."""
-    pieces = pieces_in_order(run.data, exported_program.NUM_SAMPLES, LoadOptions(run.collate))
-    piece = next(pieces[i] for i in range(len(pieces)) if pieces[i].num_samples)
+    piece = first_piece(run, exported_program.NUM_SAMPLES)
     inputs = exported_program.example_inputs(piece.inputs, piece.num_samples)
     if out.suffix == ".pt2":
         return exported_program.export_pt2(model, inputs, out).any_batch

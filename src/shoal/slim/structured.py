@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import UsageError, require
-from shoal.slim.figures import first_inputs
+from shoal.slim.figures import first_piece
 from shoal.training.run import Run, call_model
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,7 +36,7 @@ class _Removal(NamedTuple):
 
 def remove_channels(run: Run, model: nn.Module, share: float) -> nn.Module:
     """A smaller copy of a model: of each group of layers that allows it, this share of channels."""
-    inputs = first_inputs(run, _NUM_SAMPLES)
+    inputs = first_piece(run, _NUM_SAMPLES).inputs
     smaller, narrowed = copy.deepcopy(model).eval(), set[str]()
     names = [name for name, module in model.named_modules() if isinstance(module, _LAYERS)]
     for name in names:

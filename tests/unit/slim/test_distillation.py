@@ -55,13 +55,17 @@ def test_the_loss_mixes_both_parts() -> None:
     }
 
 
-def test_a_sum_with_a_weight_stays_one() -> None:
+def test_a_sum_with_a_weight_stays_one_and_parts_keep_their_names() -> None:
     def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+    def named(output: Tensor, target: Tensor) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(output, target), "largest": output.max()}
 
     teacher = run_of(width=16).make_model()
     mean, pair = run_of(), dataclasses.replace(run_of(), loss=summed)
     ones = losses(distill(mean, teacher))
+    assert losses(distill(dataclasses.replace(mean, loss=named), teacher)) == ones
     others = [loss / 4 for loss in losses(distill(pair, teacher))]  # a piece has 4 samples
     assert ones == pytest.approx(others)
 
@@ -140,6 +144,16 @@ def test_records_tell_teachers_apart() -> None:
 def test_what_does_not_fit_is_refused(teacher: Any, given: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         distill(run_of(), run_of(**teacher).make_model(), **given)
+
+
+def test_a_run_that_no_teacher_can_be_part_of_is_refused() -> None:
+    run, teacher = run_of(), run_of().make_model()
+    own = dataclasses.replace(run, loss=None, step=lambda batch: None, evaluate=None, metrics={})
+    with pytest.raises(UsageError, match="a step of its own"):
+        distill(own, teacher)
+    stream = dataclasses.replace(run, data=lambda: iter([run.data[0]]))
+    with pytest.raises(UsageError, match="is a stream"):
+        distill(stream, teacher)
 
 
 def test_a_teacher_of_other_inputs_is_refused() -> None:
