@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import callbacks as callbacks
     from shoal import data as data
+    from shoal import slim as slim
     from shoal.api import evaluate as evaluate
     from shoal.api import train as train
     from shoal.errors import ShoalError as ShoalError
@@ -66,6 +67,7 @@ _MODULES = {
     "data": "shoal.data",
     "losses": "shoal.numerics.losses",
     "schedules": "shoal.numerics.schedules",
+    "slim": "shoal.slim",
 }
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604

@@ -93,12 +93,18 @@ def train(
     recipe = _recipe_of(run_or_recipe, settings, callbacks)
     given = {"on": on, "plan": None if plan is None else str(plan), "resume": resume, **options}
     asked = _asked("train", Options, given)
-    directory = None if run_dir is None else Path(run_dir)
+    return train_recipe(recipe, asked, None if run_dir is None else Path(run_dir), progress)
+
+
+def train_recipe(
+    recipe: Recipe, options: Options, run_dir: Path | None, progress: bool | OnEvent
+) -> Outcome:
+    """`train`, for functions that ask for a recipe themselves (`slim/`)."""
     start = train_here if fresh.can_fork() else fresh.train_fresh
     watch, introduce, close = _shown(recipe.name, progress)
     try:
-        refuse_contradictions(asked)
-        outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
+        refuse_contradictions(options)
+        outcome = start(recipe, options, run_dir, watch=watch, prepared=introduce)
     except NotLoaded as error:
         raise error_of(error.exit_code, str(error), error.trace) from None
     except KeyboardInterrupt as error:

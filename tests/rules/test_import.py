@@ -7,7 +7,11 @@ from pathlib import Path
 
 MOST_MS = 50
 # May hold names that load lazily, so that `shoal.data.windows` works.
-WITH_NAMES = {"src/shoal/__init__.py", "src/shoal/data/__init__.py"}
+WITH_NAMES = {
+    "src/shoal/__init__.py",
+    "src/shoal/data/__init__.py",
+    "src/shoal/slim/__init__.py",
+}
 
 # Processor time, not the clock on the wall: other work on the machine must not fail this.
 MEASURE = """

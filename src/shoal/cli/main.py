@@ -29,6 +29,10 @@ _GROUPS = {
         "predict": "Write a trained model's answers to a file.",
         "generate": "Let a trained language model write text.",
         "checkpoint": "List, check and compare checkpoints; convert, export and import them.",
+        "distill": "Train a model with a larger one as its teacher.",
+        "prune": "Zero the weights that matter least, or remove channels.",
+        "quantize": "Make weights whole numbers of 8 or 4 bits.",
+        "pack": "Pack a checkpoint into one smaller file, without a loss.",
     },
     "Data": {
         "data": "Build, show and check data.",

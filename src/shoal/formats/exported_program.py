@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.errors import BadCheckpoint, RecipeError, UsageError, require
+from shoal.errors import BadCheckpoint, RecipeError, UnusableCheckpoint, UsageError, require
 from shoal.formats.match import match_tensors
 from shoal.formats.new_output import new_files
 from shoal.formats.weights import ModelWeights
@@ -81,7 +81,7 @@ def load_weights(model: nn.Module, weights: ModelWeights) -> str:
     for name, source in (also | found.source_names).items():
         try:
             weights.fill(source, own[name].detach())
-        except BadCheckpoint as bad:
+        except UnusableCheckpoint as bad:  # not one that is damaged, which says so
             raise BadCheckpoint(f"It is not of the recipe's model: {bad}") from bad
     return str(found.rule)
 
@@ -104,6 +104,8 @@ def load_program(path: Path) -> nn.Module:
         module: nn.Module = torch.export.load(path).module()
     except Exception as error:  # a damaged file makes many kinds
         raise UsageError(f"{path} is no program of torch.export: {_line(error)}") from error
+    for mode in ("train", "eval"):  # which raise: a program was traced in one mode, and stays in it
+        module.__dict__.pop(mode, None)
     return module
 
 

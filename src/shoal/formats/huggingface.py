@@ -5,6 +5,7 @@ A model that fits one shard is `model.safetensors`; a larger one is several file
 needs a `config.json`; it comes from the recipe's model, since a checkpoint does not hold it.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +86,9 @@ def find_inner_model(model: nn.Module) -> InnerModel:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):
-            return InnerModel(f"{name}." if name else "", config)
+            own: Any = copy.deepcopy(config)
+            own.architectures = [type(module).__name__]  # by which it is built again
+            return InnerModel(f"{name}." if name else "", own)
     raise UsageError(
         f"The recipe's model is a {type(model).__name__}, which holds no Hugging Face model: no "
         "part of it has a config with save_pretrained. Leave --like out to write the weights "

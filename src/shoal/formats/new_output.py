@@ -60,5 +60,6 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(path: Path) -> None:
+    """An export never replaces anything."""
     if os.path.lexists(path):
         raise UsageError(f"{path} is there already. Choose another place, or remove it first.")

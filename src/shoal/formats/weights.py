@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.dtypes import dtype_name
 from shoal.checkpoint.manifest import ITEM_BYTES
-from shoal.errors import BadCheckpoint, RecipeError, UsageError, sendable
+from shoal.errors import BadCheckpoint, RecipeError, UnusableCheckpoint, UsageError, sendable
 from shoal.parallel.boxes import Box, tile, whole_box
 from shoal.parallel.layout import Slice, whole_slice
 from shoal.sync.lazy_tables import TOUCHED
@@ -94,7 +94,7 @@ class ForeignWeights:
         found = self._entries[name]
         for place in places:
             if place.global_shape != found.shape or place.tensor.dtype != found.dtype:
-                raise BadCheckpoint(
+                raise UnusableCheckpoint(
                     f"{name} is {_plain(found.dtype)} {list(found.shape)}, and "
                     f"{_plain(place.tensor.dtype)} {list(place.global_shape)} is wanted."
                 )

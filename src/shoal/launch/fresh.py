@@ -68,6 +68,7 @@ class _Job(msgspec.Struct):
     options: Options | None  # of a training; else it is an evaluation
     evaluation: EvaluateOptions | None
     run_dir: str | None
+    change: bytes = b""  # what a verb makes of it, pickled; empty if nothing
 
 
 class _Event(msgspec.Struct, tag=True):
@@ -129,7 +130,7 @@ def train_fresh(
     prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
 ) -> Outcome:
     """`launch.train` in a fresh process. `watch` and `prepared` are called in this one."""
-    last = _done(_job(recipe, run_dir, options=options), _pickle(recipe), watch, prepared)
+    last = _done(recipe, _job(recipe, run_dir, options=options), watch, prepared)
     assert isinstance(last, _Ended)
     recipe = dataclasses.replace(recipe, settings=last.settings)
     return msgspec.structs.replace(last.outcome, recipe=recipe)
@@ -144,7 +145,7 @@ def evaluate_fresh(
     prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
 ) -> Evaluation:
     """`launch.evaluate` in a fresh process."""
-    last = _done(_job(recipe, run_dir, evaluation=options), _pickle(recipe), watch, prepared)
+    last = _done(recipe, _job(recipe, run_dir, evaluation=options), watch, prepared)
     assert isinstance(last, _Evaluated)
     return last.evaluation
 
@@ -163,13 +164,15 @@ def _job(
         options=options,
         evaluation=evaluation,
         run_dir=None if run_dir is None else str(run_dir),
+        change=b"" if recipe.change is None else _pickle(recipe.name, recipe.change),
     )
 
 
 def _done(
-    job: _Job, pickled: bytes, watch: OnEvent, prepared: Callable[[Facts, Path], None]
+    recipe: Recipe, job: _Job, watch: OnEvent, prepared: Callable[[Facts, Path], None]
 ) -> _Result:
     """What came of a job; raises what was raised where it was done."""
+    pickled = _pickle(recipe.name, recipe.find())
     last: _Result | _Failed | None = None
     with _started(job, pickled) as child, _passing_on_signals(child.process):
         for message in child.messages():
@@ -192,13 +195,13 @@ def _done(
     raise NotLoaded(last.message, last.trace, last.exit_code)
 
 
-def _pickle(recipe: Recipe) -> bytes:
+def _pickle(name: str, value: Any) -> bytes:
     try:
-        content: bytes = cloudpickle.dumps(recipe.find())
+        content: bytes = cloudpickle.dumps(value)
         return content
     except Exception as error:
         raise UsageError(
-            f"{recipe.name} cannot be sent to the process that trains it: {error}. A Run must not "
+            f"{name} cannot be sent to the process that trains it: {error}. A Run must not "
             "hold open files, connections or locks: open them in a function of the recipe, or give "
             "the recipe as file.py:function."
         ) from error
@@ -341,7 +344,13 @@ def main(reading: int, writing: int) -> None:
         if isinstance(event, TickEvent) and answers.wants_stop():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    recipe = Recipe(job.name, partial(cloudpickle.loads, pickled), job.settings, job.is_named)
+    recipe = Recipe(
+        job.name,
+        partial(cloudpickle.loads, pickled),
+        job.settings,
+        job.is_named,
+        (lambda run: cloudpickle.loads(job.change)(run)) if job.change else None,
+    )
     last: _Result | _Failed
     try:
         last = _do(job, recipe, watch, answers)

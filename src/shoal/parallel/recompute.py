@@ -2,8 +2,8 @@
 
 Memory for time: activations of one block at a time instead of all, for about a third more compute
 (Chen et al. 2016, arXiv 1604.06174). Random state is restored for the second run, and buffers that
-the block changes (BatchNorm's statistics) are not changed twice. Everything else that a block
-writes to, attributes of its modules or an argument such as a cache, has in the second run the value
+the block changes (BatchNorm's statistics) are not changed twice. Whatever a block writes to, small
+buffers, attributes of its modules or an argument such as a cache, has in the second run the value
 from before the first.
 """
 
@@ -15,14 +15,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shoal.errors import PlanError
+from shoal.numerics.buffers import LARGE
 from shoal.numerics.randomness import blocks_that_run
 
 # What has nothing in it that a block could write to, or that is put back in another way.
 _LEAVES = (torch.Tensor, nn.Module, ModuleType, type, str, bytes, int, float, complex, type(None))
+
+HeldBuffers = list[tuple[Tensor, Tensor]]  # each with the value that it had
 
 _OWN = vars(nn.Module()).keys()
 
@@ -63,9 +66,10 @@ def _dropped(
         return forward(*args, **kwargs)
 
     given = ObjectSnapshot((args, kwargs), block)
+    held = [(buffer, buffer.clone()) for buffer in block.buffers() if buffer.numel() <= LARGE]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _SecondRun(block, recompute_context, given)
+        return nullcontext(), _SecondRun(block, recompute_context, given, held)
 
     # To stop the second run early, torch raises through the block's own code, which may catch it.
     with set_checkpoint_early_stop(False):
@@ -76,9 +80,13 @@ class _SecondRun:
     """May be entered again: a backward that is split in two runs the block for each of them."""
 
     def __init__(
-        self, block: nn.Module, recompute_context: RecomputeContext, given: "ObjectSnapshot"
+        self,
+        block: nn.Module,
+        recompute_context: RecomputeContext,
+        given: "ObjectSnapshot",
+        held: HeldBuffers,
     ):
-        self._run = partial(_second_run, block, recompute_context, given)
+        self._run = partial(_second_run, block, recompute_context, given, held)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -91,20 +99,28 @@ class _SecondRun:
 
 @contextmanager
 def _second_run(
-    block: nn.Module, recompute_context: RecomputeContext, given: "ObjectSnapshot"
+    block: nn.Module,
+    recompute_context: RecomputeContext,
+    given: "ObjectSnapshot",
+    held: HeldBuffers,
 ) -> Iterator[None]:
     before = [(buffer, buffer.clone()) for buffer in block.buffers()]
     now = ObjectSnapshot(given.root, block)
     given.restore()
+    _put_back(held)
     try:
         with nullcontext() if recompute_context.mode is None else recompute_context.mode:
             yield
     finally:
         now.restore()
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        _put_back(before)
+
+
+@torch.no_grad()
+def _put_back(held: HeldBuffers) -> None:
+    for buffer, value in held:
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)
 
 
 class ObjectSnapshot:

@@ -47,16 +47,14 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     _refuse_too_many_fragments(plan, model)
     _refuse_complex(plan, model)
     _refuse_compiled(plan, model)
+    _refuse_cut_weights(plan, model)
     _lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
 
-    def forward(step: int, piece: int) -> Any:
-        inputs = batches.at(step).piece(piece).inputs
-        with (
-            refuse_writes(model, plan),
-            PrecisionSchedule.parse(plan.precision).lowest.autocast("cpu"),
-        ):
+    def forward(inputs: Any) -> Any:
+        precision = PrecisionSchedule.parse(plan.precision).lowest
+        with refuse_writes(model, plan), precision.autocast("cpu"):
             try:
                 return call_model(model, inputs)
             except RuntimeError as error:
@@ -64,8 +62,9 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
                     raise
                 raise _takes_a_gradient(plan) from None
 
-    places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
-    forwards = [partial(forward, *place) for place in places]
+    places = _examples(batches, plan) if plan.cuts_model else []
+    # Loaded before a forward is watched: a collate may run a model of its own.
+    forwards = [partial(forward, batches.at(at).piece(piece).inputs) for at, piece in places]
     found = survey(model, plan, forwards, seeds, run.cuts)
     batches.close()  # a stream may have threads, and ranks are forked from here
     return BuiltModel(model, seeds, found)
@@ -119,6 +118,18 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
                 f"{who} (torch.compile), and {key}={getattr(plan, key)} works between the modules "
                 "of a model, which a compiled graph does not show. Compiled models train under "
                 "data and zero. Leave out the compilation, or use such a plan."
+            )
+
+
+def _refuse_cut_weights(plan: Plan, model: nn.Module) -> None:
+    """A parametrization may say that it works on whole weights only (`slim/masks.py`)."""
+    if plan.tensor == 1:
+        return
+    for name, module in model.named_modules():
+        if why := getattr(module, "needs_whole_weights", ""):
+            raise PlanError(
+                f"{name.split('.parametrizations')[0]}: {why}, and tensor={plan.tensor} cuts "
+                "weights. Use data, zero or pipeline."
             )
 
 

@@ -18,6 +18,8 @@ from torch import nn
 from shoal.errors import BadCheckpoint, UsageError, require
 from shoal.formats.exported_program import load_program, load_weights
 from shoal.formats.open_weights import open_weights
+from shoal.formats.packed import is_pack, unpacked
+from shoal.formats.quantized import load_quantized, quantized_file
 from shoal.formats.weights import AveragedWeights, ModelWeights, Weights
 from shoal.storage.object_store import local_path
 from shoal.training.options import Recipe
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.find import PathOrUrl
 
 CONFIGURATION = "config.json"  # of a Hugging Face directory
+PROGRAM = "model.pt2"  # in a directory that a verb wrote
 
 
 def load(
@@ -44,19 +47,47 @@ def load(
     one checkpoint, or weights that another program wrote: these need the `recipe`, which makes the
     model that was trained with the same `settings`; `weights="ema"` takes the average that a
     callback kept. A directory of Hugging Face needs none, nor does a `.pt2` file of torch.export,
-    which is a program: load those that you trust. The random numbers of torch and `sys.path` are
+    which is a program: load those that you trust. A packed file (`shoal pack`) is loaded as what is
+    in it. The random numbers of torch and `sys.path` are
     afterwards what they were.
     """
     if settings and (recipe is None or isinstance(recipe, Recipe)):
         raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
     if weights != "model" and recipe is None:
         raise UsageError(f"weights={weights!r} are in checkpoints: name the recipe as well.")
+    local = local_path(path)
+    if local is not None and is_pack(local):
+        with unpacked(local) as content:
+            return load(content, recipe, settings=settings, weights=weights)
+    if local is not None and (program := _program_at(local)) is not None:
+        return load_program(program)
+    rounded = None if local is None else quantized_file(local)
     with _as_it_was():
-        if recipe is None:
+        if recipe is None or (rounded is not None and loads_by_itself(path)):
             return _load_by_itself(path)
         model = _run_of(recipe, settings or {}).make_model()
+        if rounded is not None:
+            load_quantized(model, rounded)
+            return model.eval()
         take_weights(model, path, weights)
     return model.eval()
+
+
+def loads_by_itself(path: "PathOrUrl") -> bool:
+    """Whether a path says itself what model it is, and needs no recipe."""
+    local = local_path(path)
+    if local is None:
+        return False
+    return (local / CONFIGURATION).is_file() or _program_at(local) is not None
+
+
+def _program_at(path: Path) -> Path | None:
+    """The program that a path names, itself or in a directory that holds nothing else."""
+    if path.suffix == ".pt2":
+        return path
+    if path.is_dir() and [entry.name for entry in path.iterdir()] == [PROGRAM]:
+        return path / PROGRAM
+    return None
 
 
 def _run_of(recipe: str | Run | Callable[..., Run] | Recipe, settings: Mapping[str, Any]) -> Run:
@@ -99,8 +130,6 @@ def _load_by_itself(path: "PathOrUrl") -> nn.Module:
     local = local_path(path)
     if local is not None and (local / CONFIGURATION).is_file():
         return _load_huggingface(local)
-    if local is not None and local.suffix == ".pt2":
-        return load_program(local)
     raise UsageError(
         f"{path} holds weights, and not the model's code. Name the recipe that makes the model: "
         'shoal.load(path, "file.py:function").'

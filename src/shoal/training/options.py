@@ -61,6 +61,7 @@ class Recipe:
     find: "Callable[[], tuple[Given, Sequence[Hook]]]"  # itself, and the callbacks to call
     settings: Mapping[str, str] = field(default_factory=dict)
     is_named: bool = True  # so that another process can find it by its name
+    change: "Callable[[Run], Run] | None" = None  # what a verb makes of the Run
 
     @classmethod
     def named(cls, spec: str, settings: Mapping[str, str]) -> Self:
@@ -73,14 +74,15 @@ class Recipe:
         given, _ = self.find()
         spec = given if isinstance(given, str) else _importable(given)
         find = partial(_left_behind, self.name) if spec is None else partial(_found, spec)
-        return type(self), (self.name, find, dict(self.settings), self.is_named)
+        return type(self), (self.name, find, dict(self.settings), self.is_named, self.change)
 
     def load(self) -> "tuple[Run, Sequence[Hook]]":
         """Call it. It runs the user's code, so this belongs to the process that trains it."""
         from shoal.training.recipe import load_recipe
 
         given, callbacks = self.find()
-        return load_recipe(given, self.settings), callbacks
+        run = load_recipe(given, self.settings)
+        return run if self.change is None else self.change(run), callbacks
 
 
 def _found(spec: str) -> "tuple[Given, Sequence[Hook]]":

@@ -52,6 +52,27 @@ def test_numbers_masks_and_statistics_are_the_same(more) -> None:
         assert state_again["0.1.num_batches_tracked"] == 2
 
 
+class Counts(nn.Module):
+    """Computes with a counter of its calls, as a schedule in a model does."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * int(self.calls)
+
+
+def test_a_buffer_has_its_first_value_in_the_second_run() -> None:
+    state, gradients = trained(made(Counts, again=False))
+    state_again, gradients_again = trained(made(Counts, again=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    assert state["0.1.calls"] == state_again["0.1.calls"] == 2
+
+
 class Wraps(nn.Module):
     """Catches whatever is raised inside, as libraries that compile an operation do."""
 

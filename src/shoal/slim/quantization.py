@@ -1,0 +1,249 @@
+"""`quantize`: weights as whole numbers of 8 or 4 bits, through torchao.
+
+- int8: weights of linear layers in 8 bits, a scale for each row.
+- int4: in 4 bits, a scale for every 32 numbers of a row.
+- dynamic-int8: weights in 8 bits, and activations as they come, a scale for each token.
+- qat-int8: the recipe trains it once more with the rounding of dynamic-int8 in its forward, then
+  the weights are rounded for good.
+
+None of these needs samples to choose its scales: those of weights come from the weights, those of
+activations from each batch. Other layers (convolutions, embeddings, weights that are tied, rows
+that groups of 32 do not divide) stay as they are, and are named. torchao's kernels for 4 bits are
+those of accelerators: on a CPU int4 saves memory on a disk, and is computed in full precision.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import UsageError, nearest, require
+from shoal.formats.huggingface import SINGLE
+from shoal.formats.new_output import new_directory, new_files
+from shoal.formats.quantized import is_quantized, require_torchao, write_quantized
+from shoal.slim.figures import ModelTable, figures_of, load_trained, notes_of, num_bytes_at
+from shoal.slim.results import is_pretrained, new_place, write_program
+from shoal.slim.retraining import (
+    ChangedModel,
+    Given,
+    Training,
+    recipe_of,
+    train_changed,
+    trained_model,
+)
+from shoal.training.load import load
+from shoal.training.run import Run
+
+FORMS = ("int8", "int4", "dynamic-int8", "qat-int8")
+GROUP = 32  # numbers of a row that share a scale, of int4
+_OF_GROUPS = f", with a multiple of {GROUP} inputs"
+
+
+class QuantizeTable(ModelTable, frozen=True, kw_only=True):
+    """What `shoal quantize --json` prints, beside the exit code."""
+
+    kept: list[str]  # layers that stayed as they were
+
+
+def quantize(
+    recipe: Given,
+    begin_from: str | Path,
+    *,
+    to: str,
+    out: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    training: Training | None = None,
+) -> QuantizeTable:
+    """Quantise the model of a recipe with the weights of `begin_from`, and write it to `out`.
+
+    A name that ends in .pt2 makes a program, .safetensors one file, any other a directory.
+    """
+    if to not in FORMS:
+        raise UsageError(f"--to {to}: there is no such form. {nearest(to, FORMS)}")
+    if training is not None and to != "qat-int8":
+        raise UsageError(f"training has no effect with to={to!r}, which does not train.")
+    place, settings = new_place(out), settings or {}
+    require_torchao()
+    if to == "qat-int8":
+        change = partial(quantize_in_training, begin_from=str(begin_from))
+        outcome = train_changed(recipe, settings, change, training or Training())
+        model = unround(trained_model(outcome))
+        run, _ = recipe_of(recipe, settings).load()
+    else:
+        run, _ = recipe_of(recipe, settings).load()
+        model = load_trained(run, begin_from).model
+    before = load_trained(run, begin_from)
+    one = figures_of(run, before.model, before.num_bytes)
+    kept = layers_kept(model, to)
+    note = _write(run, model, to, place)
+    again = load(place, run)
+    if quantized := _quantized_in(again):  # transformers keeps more, a program has no layers
+        kept = [name for name in _with_matrices(again) if name not in quantized]
+    return QuantizeTable(
+        before=one,
+        after=figures_of(run, again, num_bytes_at(place)),
+        out=str(place),
+        kept=kept,
+        notes=notes_of(run, before.note, note),
+    )
+
+
+def quantize_in_training(run: Run, begin_from: str | Path | None = None) -> Run:
+    """The run with the rounding of dynamic-int8 in the forward of its linear layers.
+
+    Weights keep their names and their precision; gradients pass the rounding as if it were not
+    there. It begins with the weights of `begin_from`, if given.
+    """
+    require_torchao()
+    return replace(run, model=ChangedModel(run, _add_rounding, "rounding", begin_from))
+
+
+def quantize_model(model: nn.Module, to: str) -> None:
+    """Round the weights of a model for good, in place."""
+    quantization = require_torchao()
+    chosen = _quantizable(model, to)
+    quantization.quantize_(model, _config(to), filter_fn=lambda module, name: name in chosen)
+
+
+def layers_kept(model: nn.Module, to: str) -> list[str]:
+    """The layers of a model with matrices that are left as they are."""
+    chosen = _quantizable(model, to)
+    return [name for name in _with_matrices(model) if name not in chosen]
+
+
+def _with_matrices(model: nn.Module) -> list[str]:
+    """The layers that hold more than vectors."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(p.dim() > 1 for p in module.parameters(recurse=False))
+    ]
+
+
+def _quantized_in(model: nn.Module) -> set[str]:
+    """The layers whose parameters are torchao's."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(is_quantized(p) for p in module.parameters(recurse=False))
+    }
+
+
+def unround(model: nn.Module) -> nn.Module:
+    """The model without rounding in its forward, its weights as they were trained."""
+    qat = require_torchao("quantization.qat")
+    quantization = require_torchao()
+    rounds = qat.linear.FakeQuantizedLinear
+    quantization.quantize_(
+        model, qat.QATConfig(step="convert"), filter_fn=lambda module, name: type(module) is rounds
+    )
+    return model
+
+
+def _quantizable(model: nn.Module, to: str) -> set[str]:
+    """The linear layers whose weight is theirs alone, and is cut evenly by the groups of int4."""
+    uses: dict[int, int] = {}
+    for _, p in model.named_parameters(remove_duplicate=False):
+        uses[id(p)] = uses.get(id(p), 0) + 1
+    chosen = set()
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or uses.get(id(module.weight)) != 1 or not name:
+            continue
+        if to != "int4" or module.in_features % GROUP == 0:
+            chosen.add(name)
+    if not chosen:
+        raise UsageError(
+            f"The model, a {type(model).__name__}, has no layer that can be quantised to {to}: a "
+            f"linear layer whose weight is its own{_OF_GROUPS if to == 'int4' else ''}."
+        )
+    return chosen
+
+
+def _config(to: str) -> Any:
+    """torchao's name of a form."""
+    quantization = require_torchao()
+    if to == "int8":
+        return quantization.Int8WeightOnlyConfig()
+    if to == "int4":
+        group = quantization.PerGroup(GROUP)
+        dtype: torch.dtype = vars(torch)["int4"]  # which torch's own types do not tell of
+        return quantization.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group)
+    narrow = require_torchao("utils").should_reduce_range(torch.device("cpu"))
+    return quantization.Int8DynamicActivationInt8WeightConfig(
+        act_mapping_type=quantization.MappingType.ASYMMETRIC,  # which training can round to, too
+        reduce_range=narrow,  # on a CPU whose sums of products overflow
+    )
+
+
+def _add_rounding(model: nn.Module) -> nn.Module:
+    """Let linear layers round weights and inputs in their forward, as dynamic-int8 does."""
+    qat = require_torchao("quantization.qat")
+    rounding = qat.QATConfig(
+        activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+        weight_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_channel"),
+        step="prepare",
+    )
+    chosen = _quantizable(model, "qat-int8")
+    quantization = require_torchao()
+    quantization.quantize_(model, rounding, filter_fn=lambda module, name: name in chosen)
+    for name in chosen:
+        layer: Any = model.get_submodule(name)
+        layer.needs_whole_weights = "its rounding looks at whole rows"
+    return model
+
+
+def _write(run: Run, model: nn.Module, to: str, place: Path) -> str:
+    """Write a model, quantised; what is to be said of it."""
+    if is_pretrained(model) and not place.suffix:
+        try:
+            _write_pretrained(model, to, place)
+            whole = " It stores 4 bits in a whole byte: pack it." if to == "int4" else ""
+            return f"from_pretrained loads it, with torchao installed.{whole}"
+        except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+            why = f"transformers cannot write it for from_pretrained: {error}"
+    else:
+        why = ""
+    quantize_model(model, to)
+    if place.suffix == ".pt2":
+        write_program(run, model, place)
+    elif place.suffix == ".safetensors":
+        with new_files(place) as partial:
+            write_quantized(model, partial)
+    else:
+        with new_directory(place) as folder:
+            write_quantized(model, folder / SINGLE)
+    return why
+
+
+@contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    """Without the progress bars of transformers, between which a table would be lost."""
+    logging = transformers.utils.logging
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
+def _write_pretrained(model: Any, to: str, place: Path) -> None:
+    """Let transformers quantise and write it, since it must know how when it loads it."""
+    transformers = require("transformers", extra="transformers")
+    with new_directory(place) as folder, _without_bars(transformers):
+        plain = folder / "plain"
+        model.save_pretrained(plain)
+        again = type(model).from_pretrained(
+            plain,
+            quantization_config=transformers.TorchAoConfig(quant_type=_config(to)),
+            local_files_only=True,
+        )
+        again.save_pretrained(folder)
+        shutil.rmtree(plain)
