@@ -33,7 +33,7 @@ PACKAGE_LINES = {
     "storage": 1450,
     "sync": 11250,
     "system": 850,
-    "training": 6300,
+    "training": 6350,
     "tuning": 2400,
     "verify": 2050,
 }
@@ -41,7 +41,7 @@ ALL_LINES = 72_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry point"}
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and
 # one that shrank lowers its line.
 LARGE_CLASSES = {

@@ -30,6 +30,7 @@ _GROUPS = {
         "generate": "Let a trained language model write text.",
         "checkpoint": "List, check and compare checkpoints; convert, export and import them.",
         "distill": "Train a model with a larger one as its teacher.",
+        "fuse": "Make one model of several, by their weights or their answers.",
         "prune": "Zero the weights that matter least, or remove channels.",
         "quantize": "Make weights whole numbers of 8 or 4 bits.",
         "pack": "Pack a checkpoint into one smaller file, without a loss.",

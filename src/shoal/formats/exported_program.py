@@ -6,6 +6,7 @@ model before anything is written; ONNX is also run in onnxruntime, if that is in
 """
 
 import importlib.util
+import inspect
 import io
 import logging
 import os
@@ -46,13 +47,14 @@ class ExampleInputs(NamedTuple):
         args, kwargs = pytree.tree_map(cut, (self.args, self.kwargs))
         return ExampleInputs(args, kwargs, count)
 
-    def shapes(self, of_samples: Any) -> Any:
-        """The dynamic dims, in the form that torch.export takes."""
+    def shapes(self, model: nn.Module, of_samples: Any) -> Any:
+        """The dynamic dims by the model's own arguments, in the form that torch.export takes."""
 
         def mark(value: Any) -> Any:
             return {0: of_samples} if self._has_samples(value) else None
 
-        return pytree.tree_map(mark, self.kwargs if self.kwargs else self.args)
+        taken = inspect.signature(model.forward).bind(*self.args, **self.kwargs)
+        return pytree.tree_map(mark, dict(taken.arguments))
 
     def _has_samples(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape[:1] == (self.num_samples,)
@@ -147,9 +149,8 @@ def _write_onnx(program: Any, path: Path, large: bool) -> None:
 def _traced(model: nn.Module, inputs: ExampleInputs) -> tuple[Any, bool]:
     """The traced program, and whether it takes any batch size; compared with the model."""
     model.eval()
-    auto = inputs.shapes(torch.export.Dim.AUTO)
     try:
-        program = _trace(model, inputs, auto)
+        program = _trace(model, inputs, inputs.shapes(model, torch.export.Dim.AUTO))
     except Exception:  # noqa: BLE001 - of any kind; a fixed number of samples may still do
         try:
             program = _trace(model, inputs, None)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.slim.distillation import Lessons as Lessons
     from shoal.slim.distillation import distill as distill
     from shoal.slim.distillation import train_student as train_student
+    from shoal.slim.fusing import fuse as fuse
     from shoal.slim.masks import bake_masks as bake_masks
     from shoal.slim.packing import pack as pack
     from shoal.slim.packing import unpack as unpack
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _NAMES = {  # by the module that has them
     "distillation": ("Lessons", "distill", "train_student"),
+    "fusing": ("fuse",),
     "masks": ("bake_masks",),
     "packing": ("pack", "unpack"),
     "pruning": ("prune", "prune_in_training"),

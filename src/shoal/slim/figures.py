@@ -7,11 +7,9 @@ there is none, and a note says so. Cost: two evaluations, and some forwards.
 """
 
 import statistics
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -116,8 +114,7 @@ def _is_judged(run: Run) -> bool:
 def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
     """Loss and metrics of any module over the run's evaluation, in this process."""
     mesh = Mesh.form(Group(), Axes(), "cpu")
-    runner: Any = _ModelRunner(model)
-    return measure(run, runner, run.evaluate, mesh)
+    return measure(run, _ModelRunner(model), run.evaluate, mesh)
 
 
 def first_piece(run: Run, num_samples: int) -> Piece:
@@ -146,11 +143,13 @@ class _ModelRunner:
     """What `measure` asks of a runner, for a model in this process."""
 
     def __init__(self, model: nn.Module):
-        self.plan, self.spread = Plan(), SimpleNamespace(model=model)
-        self.arithmetic: Callable[[], Any] = nullcontext
+        self.plan, self.model = Plan(), model
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def output(self, inputs: Any) -> Any:
-        return call_model(self.spread.model, inputs)
+        return call_model(self.model, inputs)
 
 
 def _latency_ms(run: Run, model: nn.Module) -> float:

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.system.streams import silence, steady
+from shoal.training.goal import Goal
 from shoal.tuning.driver import TrialProgress
-from shoal.tuning.objective import Goal
 from shoal.tuning.space import Value
 from shoal.tuning.verdicts import TrialVerdict
 

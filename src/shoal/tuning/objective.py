@@ -1,4 +1,4 @@
-"""What a study makes best: a metric, its direction, and how a trial's record tells its value.
+"""How a trial's record tells the value of a study's metric (`training/goal.py`).
 
 A recipe that evaluates is judged by its evaluations: each is a report, and the last one, after the
 last step, is the trial's value, since it is of the weights that the trial leaves. One that does not
@@ -8,62 +8,18 @@ the last twentieth the value. Pure, but for `RecordReader`, which reads a trial'
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 
-from shoal.errors import UsageError, nearest
 from shoal.storage.decoding import try_decode_json
 from shoal.storage.run_dir import RUN
+from shoal.training.goal import Goal
 
 NUM_WINDOWS = 20  # reports of a trial that does not evaluate
-_DIRECTIONS = ("min", "max")
-# Endings of names of which more is better; others are minimized unless the user says otherwise.
-_LARGE_IS_BEST = (
-    *("accuracy", "acc", "auc", "f1", "precision", "recall", "bleu", "r2", "score", "iou"),
-)
-
-
-class Goal(NamedTuple):
-    """The metric of a study, and whether its largest value is the best."""
-
-    metric: str = "loss"
-    is_max: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """From `loss`, `accuracy:max` or `error:min`."""
-        metric, colon, direction = text.strip().partition(":")
-        if not metric:
-            raise UsageError(f"--metric {text!r} names no metric. Write loss, or accuracy:max.")
-        if colon and direction not in _DIRECTIONS:
-            raise UsageError(f"--metric {text}: {nearest(direction, _DIRECTIONS)}")
-        is_max = direction == "max" if colon else metric.lower().endswith(_LARGE_IS_BEST)
-        return cls(metric, is_max)
-
-    def refuse_unknown(self, known: Collection[str]) -> None:
-        """Refuse a metric that the recipe does not measure."""
-        if self.metric not in known:
-            raise UsageError(
-                f"--metric {self.metric}: the recipe does not measure it. "
-                f"{nearest(self.metric, known)} A recipe measures its loss, and with evaluate= "
-                "the metrics= of its Run."
-            )
-
-    def is_better(self, value: float, than: float | None) -> bool:
-        return than is None or (value > than if self.is_max else value < than)
-
-    def best_so_far(self, values: Iterable[float]) -> Iterator[float]:
-        best: float | None = None
-        for value in values:
-            best = value if best is None or self.is_better(value, best) else best
-            yield best
-
-    def __str__(self) -> str:
-        return f"{self.metric}:{'max' if self.is_max else 'min'}"
 
 
 class TrialReport(NamedTuple):

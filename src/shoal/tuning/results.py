@@ -13,9 +13,9 @@ from shoal.errors import UsageError
 from shoal.formatting import plural, table
 from shoal.storage.decoding import encode_json
 from shoal.storage.files import atomic_replace, write_atomic
+from shoal.training.goal import Goal
 from shoal.tuning.directory import PLOT, RESULT, StudyDir
 from shoal.tuning.display import figure, in_words
-from shoal.tuning.objective import Goal
 from shoal.tuning.search import FinishedTrial, Search
 from shoal.tuning.space import Value, setting
 

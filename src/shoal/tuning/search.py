@@ -23,7 +23,8 @@ import msgspec
 
 from shoal.errors import UsageError, require
 from shoal.storage.object_client import redact_password
-from shoal.tuning.objective import Goal, TrialReport
+from shoal.training.goal import Goal
+from shoal.tuning.objective import TrialReport
 from shoal.tuning.space import AnySpace, Space, SpaceFunction, Value
 
 SAMPLERS = ("tpe", "random", "grid", "gp", "cmaes")

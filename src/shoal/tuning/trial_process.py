@@ -28,8 +28,8 @@ from shoal.storage.decoding import encode_json, try_decode_json
 from shoal.storage.files import write_atomic
 from shoal.system.fork_server import LOST, WorkerMain, WorkerSpec
 from shoal.system.processes import stop_signals
+from shoal.training.goal import Goal
 from shoal.training.options import SETTABLE, Recipe
-from shoal.tuning.objective import Goal
 from shoal.tuning.space import AnySpace, EdgeValues, Space, SpaceFunction, setting
 from shoal.tuning.verdicts import TrialEnd
 

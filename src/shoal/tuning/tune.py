@@ -23,12 +23,12 @@ from shoal.logs import log
 from shoal.plans.plan import Plan
 from shoal.storage.object_client import redact_password
 from shoal.system.fork_server import ForkServer, fork_here
+from shoal.training.goal import Goal
 from shoal.training.options import Recipe
 from shoal.training.wording import in_python
 from shoal.tuning.directory import LOG, STUDY, StudyDir, StudyRecord, find_study, open_study
 from shoal.tuning.display import StudyDisplay
 from shoal.tuning.driver import Driver, DriverOptions
-from shoal.tuning.objective import Goal
 from shoal.tuning.results import StudyOutcome, study_outcome
 from shoal.tuning.search import (
     Search,

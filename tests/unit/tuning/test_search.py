@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RecipeError, UsageError
-from shoal.tuning.objective import Goal, TrialReport
+from shoal.training.goal import Goal
+from shoal.tuning.objective import TrialReport
 from shoal.tuning.search import Search, SearchOptions, grid_size, require_packages, storage_of
 from shoal.tuning.space import AnySpace, Space, SpaceFunction
 
