@@ -2,13 +2,15 @@
 half-way.
 
 `make demo` runs this. It starts `shoal train` as you would, watches the run directory, sends one
-rank a SIGKILL in the middle, and tells what came of it. `--svg FILE` draws what was on the screen
-as well: the picture in the README is made by `python examples/demo.py --svg docs/images/run.svg`.
+rank a SIGKILL in the middle, tells what came of it, and lets the model write. `--svg FILE` draws
+what was on the screen as well: the picture in the README is made by
+`python examples/demo.py --svg docs/images/run.svg`.
 """
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 220
 RECIPE = "recipes/charlm.py:small"
-SETTINGS = ["--set", f"steps={STEPS}", "--set", "length=64"]
+MODEL = ["--set", "length=64"]
+SETTINGS = ["--set", f"steps={STEPS}", *MODEL]
+PROMPT = "HAMLET. "
 WORDS = ["shoal", "train", RECIPE, "--plan", "data=2", *SETTINGS]
 COLOURS = {"rank ": "bold red", "a spare ": "bold green"}  # of lines in the picture, as they begin
 
@@ -50,7 +54,7 @@ def main(svg: Path | None = None) -> int:
         lines = [f"$ {' '.join(WORDS)}", *thinned(shown.splitlines())]
         svg.write_text(picture(lines), encoding="utf-8")
     tell(json.loads(content.splitlines()[-1]), victim, run_dir)
-    return 0
+    return write_some(run_dir)
 
 
 def kill_half_way(training: "subprocess.Popen[bytes]", run_dir: Path) -> int | None:
@@ -119,6 +123,15 @@ What to try next:
   .venv/bin/shoal verify {RECIPE} --plan "data=2 accumulate=2" --steps 3
   .venv/bin/shoal train recipes/digits.py:small
   .venv/bin/shoal doctor""")
+
+
+def write_some(run_dir: Path) -> int:
+    """Let the model that was trained write a few lines."""
+    words = ["shoal", "generate", RECIPE, "--from", os.path.relpath(run_dir, ROOT), *MODEL]
+    words += ["--prompt", PROMPT, "--tokens", "160", "--temperature", "0.7"]
+    print(f"\n$ {shlex.join(words)}\n", flush=True)
+    command = [Path(sys.executable).parent / words[0], *words[1:]]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def next_run_dir() -> Path:

@@ -3,6 +3,7 @@
     shoal train recipes/charlm.py:small
     shoal train recipes/charlm.py:small --plan "data=2" --set layers=6 --set steps=50
     shoal verify recipes/charlm.py:small --plan "data=2"
+    shoal generate recipes/charlm.py:small --from runs/charlm-small-1 --prompt "ROMEO:"
 
 Pre-norm blocks, learned positions, and one matrix for the embedding and the head. The loss starts
 at the logarithm of the alphabet's size (84 characters: 4.43) and is near 2.4 after 300 steps.
@@ -95,4 +96,5 @@ def small(
         evaluate=shoal.data.windows(text.tokens[cut:], length),
         batch_size=32,
         steps=300,
+        tokenizer=text.tokenizer,
     )

@@ -1,7 +1,8 @@
-"""`shoal.train`: a run from Python, in a script, a notebook or a thread.
+"""`shoal.train` and `shoal.evaluate`: runs from Python, in a script, a notebook or a thread.
 
-It is the command `shoal train` as a function: the same processes, recovery, checkpoints and record.
-Loads nothing heavy: torch is imported where the recipe is.
+They are the commands of these names as functions: the same processes, recovery, checkpoints and
+record. Loads nothing heavy: torch is imported where the recipe is. What uses a trained model in
+this very process is in `inference/`.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -20,15 +21,20 @@ from shoal.errors import RUN_AGAIN, RecipeError, ShoalError, UsageError, nearest
 from shoal.events.events import OnEvent
 from shoal.events.screen import Display
 from shoal.launch import fresh
+from shoal.launch.evaluate import EvaluateOptions, Evaluation
+from shoal.launch.evaluate import evaluate as evaluate_here
 from shoal.launch.outcome import Outcome, how_it_ended
+from shoal.launch.supervised import RunFailed
 from shoal.launch.train import Options, refuse_contradictions
 from shoal.launch.train import train as train_here
-from shoal.training.options import Recipe
+from shoal.training.options import Recipe, WhichData
 from shoal.training.wording import in_python
 
 if TYPE_CHECKING:
     from shoal.plans.plan import Plan
     from shoal.training.run import Run
+
+T = TypeVar("T")
 
 
 class TrainOptions(TypedDict, total=False):
@@ -84,18 +90,17 @@ def train(
             raise TypeError(f"train() has no argument {option!r}. {known}")
     if callbacks and "listen" in options:
         raise UsageError("callbacks stay on this host: other hosts load the recipe by its name.")
-    name, is_named = _name_of(run_or_recipe)
-    texts = {key: str(value) for key, value in (settings or {}).items()}
-    recipe = Recipe(name, lambda: (run_or_recipe, tuple(callbacks)), texts, is_named)
-    asked = _asked(on=on, plan=None if plan is None else str(plan), resume=resume, **options)
+    recipe = _recipe_of(run_or_recipe, settings, callbacks)
+    given = {"on": on, "plan": None if plan is None else str(plan), "resume": resume, **options}
+    asked = _asked("train", Options, given)
     directory = None if run_dir is None else Path(run_dir)
     start = train_here if fresh.can_fork() else fresh.train_fresh
-    watch, introduce, close = _shown(name, progress)
+    watch, introduce, close = _shown(recipe.name, progress)
     try:
         refuse_contradictions(asked)
         outcome = start(recipe, asked, directory, watch=watch, prepared=introduce)
     except NotLoaded as error:
-        raise _error(error.exit_code, str(error), error.trace) from None
+        raise error_of(error.exit_code, str(error), error.trace) from None
     except KeyboardInterrupt as error:
         vars(error).setdefault("outcome", None)  # before the first step
         raise
@@ -107,7 +112,53 @@ def train(
     return _checked(outcome)
 
 
-def _name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
+def evaluate(
+    run_or_recipe: "str | Run | Callable[..., Run]",
+    from_: str | Path,
+    plan: "str | Plan | None" = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    on_data: WhichData = "evaluate",
+    run_dir: str | Path | None = None,
+    progress: bool | OnEvent = True,
+) -> Evaluation:
+    """Measure trained weights on the recipe's data, under a plan, and return loss and metrics.
+
+    `from_` is a run directory, a checkpoint, or weights that another program wrote; the answer has
+    the bits of an evaluation in training, on any number of ranks. `on_data="train"` measures on
+    what the recipe trains on. Logs of ranks are kept only in a `run_dir`. Failures raise a
+    ShoalError, as those of `shoal.train` do.
+    """
+    recipe = _recipe_of(run_or_recipe, settings)
+    given = {"begin_from": from_, "plan": None if plan is None else str(plan), "on_data": on_data}
+    asked = _asked("evaluate", EvaluateOptions, given)
+    directory = None if run_dir is None else Path(run_dir)
+    start = evaluate_here if fresh.can_fork() else fresh.evaluate_fresh
+    watch, _, close = _shown(recipe.name, progress)
+    try:
+        return start(recipe, asked, directory, watch=watch)
+    except (NotLoaded, RunFailed) as error:
+        if error.exit_code == fresh.INTERRUPTED:
+            raise KeyboardInterrupt(str(error)) from None
+        raise error_of(error.exit_code, str(error), error.trace) from None
+    except ShoalError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise
+    finally:
+        close()
+
+
+def _recipe_of(
+    given: "str | Run | Callable[..., Run]",
+    settings: Mapping[str, Any] | None,
+    callbacks: Sequence[Any] = (),
+) -> Recipe:
+    name, is_named = name_of(given)
+    texts = {key: str(value) for key, value in (settings or {}).items()}
+    return Recipe(name, lambda: (given, tuple(callbacks)), texts, is_named)
+
+
+def name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
     """What records call it, and whether another process can find it by that name."""
     if isinstance(given, str):
         return given, True
@@ -144,12 +195,12 @@ def _checked(outcome: Outcome) -> Outcome:
         if outcome.trace:
             error.add_note(outcome.trace)
     else:
-        error = _error(outcome.exit_code, how_it_ended(outcome), outcome.trace)
+        error = error_of(outcome.exit_code, how_it_ended(outcome), outcome.trace)
     vars(error).update(outcome=outcome)
     raise error
 
 
-def _error(exit_code: int, message: str, trace: str) -> ShoalError:
+def error_of(exit_code: int, message: str, trace: str) -> ShoalError:
     """By whose doing it failed: the caller's, the recipe's, or neither's."""
     kind = RecipeError if trace else ShoalError
     message = in_python(message)
@@ -159,10 +210,10 @@ def _error(exit_code: int, message: str, trace: str) -> ShoalError:
     return error
 
 
-def _asked(**given: Any) -> Options:
+def _asked(function: str, kind: type[T], given: Mapping[str, Any]) -> T:
     try:
         return msgspec.convert(
-            {k: os.fspath(v) if isinstance(v, Path) else v for k, v in given.items()}, Options
+            {k: os.fspath(v) if isinstance(v, Path) else v for k, v in given.items()}, kind
         )
     except msgspec.ValidationError as error:
-        raise UsageError(f"train() cannot do that: {error}.") from None
+        raise UsageError(f"{function}() cannot do that: {error}.") from None

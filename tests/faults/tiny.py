@@ -470,3 +470,40 @@ def called(
             Counting(fails, unlike),
         ],
     )
+
+
+class Duel(nn.Module):
+    """Two parts that take turns; draws and BatchNorm in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.judges = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def in_phases(pause: float = 0.002, save_every: int | None = None) -> shoal.Run:
+    """A step of two phases with an optimizer each, then a third one in every second step."""
+
+    def judge(model: Duel, real: Tensor, target: Tensor) -> Tensor:
+        drawn = model.draws(torch.randn(len(real), 4)).detach()
+        return slow_loss(model.judges(real), target, pause) + model.judges(drawn).square().mean()
+
+    def draw(model: Duel, real: Tensor, target: Tensor) -> Tensor:
+        return slow_loss(model.judges(model.draws(torch.randn(len(real), 4))), target, pause)
+
+    def step(batch: shoal.StepBatch) -> None:
+        batch.minimize(judge, of="judges")
+        batch.minimize(draw, of="draws")
+        if batch.step % 2 == 0:
+            batch.minimize(draw, of="draws")
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        parts = {part: [(n, p) for n, p in named if part in n] for part in ("draws", "judges")}
+        return shoal.Optimizers(
+            draws=torch.optim.AdamW(parts["draws"], lr=1e-2),
+            judges=torch.optim.SGD(parts["judges"], lr=1e-1, momentum=0.9),
+        )
+
+    run = run_of(pause, model=Duel, loss=None, step=step, optimizer=optimizer, steps=24)
+    return dataclasses.replace(run, save_every=save_every)

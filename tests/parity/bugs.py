@@ -30,17 +30,19 @@ from shoal.sync.server.table_memory import SharedTables
 from shoal.sync.step_metadata import StepMetadata
 from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.training import build, compute, trainer
+from shoal.training.custom_step import Phase
 from shoal.training.run import Objective
+from shoal.training.step_attempt import StepAttempt
 
 
 def missing_average() -> None:
     """Gradients are summed and not divided."""
-    original = trainer.Trainer._update
+    original = StepAttempt._step_until_agreed
 
-    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
-        return original(self, agreed, unit * self.mesh.num_ranks)
+    def step(self: StepAttempt, scale: float) -> bool:
+        return original(self, scale * self._trainer.mesh.num_ranks)
 
-    trainer.Trainer._update = update  # type: ignore[method-assign]
+    StepAttempt._step_until_agreed = step  # type: ignore[method-assign]
 
 
 def clip_norm_of_one_bucket() -> None:
@@ -179,24 +181,27 @@ def sample_lost() -> None:
 
 def last_bits_off() -> None:
     """No bug: ranks round otherwise than one process."""
-    original = compute.objective
 
-    def objective(run: Any, output: Any, piece: Piece) -> Objective:
-        goal = original(run, output, piece)
-        return goal._replace(tensor=goal.tensor * (1 + 2**-22))
+    def rounded(original: Callable[..., Objective]) -> Callable[..., Objective]:
+        def objective(*given: Any) -> Objective:
+            goal = original(*given)
+            return goal._replace(tensor=goal.tensor * (1 + 2**-22))
 
-    compute.objective = objective
+        return objective
+
+    compute.objective = rounded(compute.objective)
+    compute.objective_of = rounded(compute.objective_of)
 
 
 def slow_rank() -> None:
     """No bug: rank 0 is far ahead of the others, where it may be."""
-    original = trainer.Trainer._update
+    original = StepAttempt._update
 
-    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
-        time.sleep(0.2 * (self.mesh.rank > 0))
-        return original(self, agreed, unit)
+    def update(self: StepAttempt, agreed: GlobalStep, phase: Phase) -> float | None:
+        time.sleep(0.2 * (self._trainer.mesh.rank > 0))
+        return original(self, agreed, phase)
 
-    trainer.Trainer._update = update  # type: ignore[method-assign]
+    StepAttempt._update = update  # type: ignore[method-assign]
 
 
 def mask_as_numbers() -> None:
@@ -229,8 +234,10 @@ def last_piece_lost() -> None:
     """Of several pieces a rank sends only the sum of the others."""
     original = compute.PieceRunner.round
 
-    def round_(self: compute.PieceRunner, step: int, indices: range, *rest: Any) -> None:
-        original(self, step, indices, *rest)
+    def round_(
+        self: compute.PieceRunner, batch: Any, phase: Phase, indices: range, *rest: Any
+    ) -> None:
+        original(self, batch, phase, indices, *rest)
         if indices == self.rounds[-1]:
             self.spread.model.zero_grad(set_to_none=False)
 
@@ -240,16 +247,39 @@ def last_piece_lost() -> None:
 
 def rate_of_the_rank() -> None:
     """The schedule counts the samples of one rank as steps."""
-    original = trainer.Trainer._update
+    original = StepAttempt._update
 
-    def update(self: trainer.Trainer, agreed: GlobalStep, unit: float) -> float | None:
-        self.step += self.mesh.num_ranks
+    def update(self: StepAttempt, agreed: GlobalStep, phase: Phase) -> float | None:
+        progress, num_ranks = self._trainer.progress, self._trainer.mesh.num_ranks
+        progress.step += num_ranks
         try:
-            return original(self, agreed, unit)
+            return original(self, agreed, phase)
         finally:
-            self.step -= self.mesh.num_ranks
+            progress.step -= num_ranks
 
-    trainer.Trainer._update = update  # type: ignore[method-assign]
+    StepAttempt._update = update  # type: ignore[method-assign]
+
+
+def second_phase_lost() -> None:
+    """Of a step in phases the second one is computed, and not stepped on."""
+    original = StepAttempt._update
+
+    def update(self: StepAttempt, agreed: GlobalStep, phase: Phase) -> float | None:
+        return 0.0 if phase.number == 1 else original(self, agreed, phase)
+
+    StepAttempt._update = update  # type: ignore[method-assign]
+
+
+def draws_of_the_first_phase() -> None:
+    """On ranks all phases of a step draw the same."""
+    original = trainer.Trainer._settle
+
+    def settle(self: trainer.Trainer, mesh: Any) -> None:
+        enter = self.built.seeds.enter
+        self.built.seeds.enter = lambda step, piece, block=0: enter(step, piece)  # type: ignore[method-assign]
+        original(self, mesh)
+
+    trainer.Trainer._settle = settle  # type: ignore[method-assign]
 
 
 def poison_one_rank(at_step: int) -> Callable[[], None]:
@@ -427,6 +457,8 @@ BUGS: dict[str, Callable[[], None]] = {
     "weight as a mean": weight_as_a_mean,
     "last piece lost": last_piece_lost,
     "rate of the rank": rate_of_the_rank,
+    "second phase lost": second_phase_lost,
+    "draws of the first phase": draws_of_the_first_phase,
     "NaN in the last step": poison_one_rank(5),
     "NaN on the way": poison_one_rank(2),
     "frozen weight drifts": frozen_weight_drifts,

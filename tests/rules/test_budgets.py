@@ -15,28 +15,30 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 2300,
-    "cluster": 1400,
+    "cli": 2700,
+    "cluster": 1500,
     "comm": 2800,
-    "cost": 1100,
-    "data": 14350,
+    "cost": 1150,
+    "data": 15000,
     "doctor": 500,
     "elastic": 2950,
     "events": 1500,
-    "formats": 1700,
-    "launch": 1400,
-    "numerics": 1950,
+    "formats": 1900,
+    "inference": 700,
+    "launch": 1750,
+    "numerics": 2050,
     "parallel": 6800,
     "plans": 1250,
     "storage": 1450,
     "sync": 11250,
     "system": 850,
-    "training": 5600,
-    "verify": 1900,
+    "training": 6300,
+    "tuning": 2400,
+    "verify": 2050,
 }
-ALL_LINES = 64_000  # of src without `testing/`
+ALL_LINES = 73_500  # of src without `testing/`
 # Files with a budget of their own.
-LINES_OF = {"src/shoal/verify/reference.py": 170}
+LINES_OF = {"src/shoal/verify/reference.py": 235}
 # "path" or "path:name" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {}
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and
@@ -60,14 +62,13 @@ LARGE_CLASSES = {
     "ZeroSharded": (16, 17),
     "Checkpointer": (21, 18),
     "CustomLoop": (24, 12),
-    "Trainer": (26, 28),
-    "Replica": (7, 19),
+    "Trainer": (23, 28),
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
     "Explanation": (0, 18),
     "Outcome": (1, 18),
     "Plan": (5, 26),
-    "Run": (12, 21),
+    "Run": (13, 23),
     "Summary": (0, 19),
 }
 
@@ -249,7 +250,7 @@ def test_the_rules_catch_what_they_are_for() -> None:
     code += "class Wide(Protocol[T]):\n" + "".join(method.format(i) for i in range(9))
     found = [name for name, _ in over_budget("file.py", ast.parse(code), 601)]
     assert found == ["file.py", "file.py:long", "file.py:long", "file.py:Wide"]
-    assert list(over_budget("src/shoal/verify/reference.py", ast.parse(""), 171))
+    assert list(over_budget("src/shoal/verify/reference.py", ast.parse(""), 236))
     assert not list(over_budget("file.py", ast.parse("def f(self, a): ..."), 600))
     record = "class R(Struct):\n    a: int\n    b: int = 0\n    C: ClassVar[int] = 0\n"
     record += "    def m(self):\n        self.b = self.c = 1\n"

@@ -22,7 +22,7 @@ STOREYS = [
     ["checkpoint"],
     ["formats"],
     ["training"],
-    ["elastic"],
+    ["elastic", "inference"],
     # around a run
     ["cluster"],
     ["launch", "api", "callbacks"],

@@ -24,6 +24,7 @@ TORCH = {"torch", "torch.serialization"}
 # Path -> why it may.
 EXCEPTIONS = {
     "bench/checkpoint_stall.py": "torch.save is one of the peers",
+    "bench/tune.py": "joblib is one of the peers",
     "src/shoal/launch/fresh.py": "a Run goes to our own child through a pipe that it inherits",
 }
 

@@ -223,14 +223,14 @@ def test_an_optimizer_that_forgets_is_found(tmp_path: Path) -> None:
 
 def test_a_lost_sample_is_found_in_the_middle_of_chaos(tmp_path: Path) -> None:
     class Loses(Moved):
-        def piece(self, batch: Any, index: int) -> Any:
+        def piece(self, batch: Any, *more: Any) -> Any:
             def loss(output: Tensor, target: Tensor) -> Tensor:
                 return F.mse_loss(output[:-1], target[:-1])
 
             whole, lossy = self.run, dataclasses.replace(self.run, loss=loss)
             self.run = lossy if batch.step == 1 else whole
             try:
-                return super().piece(batch, index)
+                return super().piece(batch, *more)
             finally:
                 self.run = whole
 
@@ -240,9 +240,9 @@ def test_a_lost_sample_is_found_in_the_middle_of_chaos(tmp_path: Path) -> None:
 
 def test_dropout_of_another_seed_is_found(tmp_path: Path) -> None:
     class Reseeded(Moved):
-        def piece(self, batch: Any, index: int) -> Any:
+        def piece(self, batch: Any, *more: Any) -> Any:
             self.seeds._seed = 1
-            return super().piece(batch, index)
+            return super().piece(batch, *more)
 
     run = run_of(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
     assert place(judge(tmp_path, run, Reseeded)) == (1, "loss", "")

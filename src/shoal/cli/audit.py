@@ -30,9 +30,9 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
     Every rank left a mark of the samples that it really loaded for each committed step. The order
     of samples is computed anew and compared with these marks: from run.json, if the data is
     shuffled as a whole or taken in order, else from the data of --recipe, with the settings of the
-    run and --set. No recipe is loaded that you do not name. Exit codes: 0 every mark is that of
-    the right samples, 1 one is not, or a quarantine file is damaged or gone, 2 usage or input, or
-    there is nothing to compare.
+    run and --set. A stream is read again: its marks are of what is in the samples. No recipe is
+    loaded that you do not name. Exit codes: 0 every mark is that of the right samples, 1 one is
+    not, or a quarantine file is damaged or gone, 2 usage or input, or there is nothing to compare.
     """
     from shoal.data.ledger import Audit
     from shoal.data.transforms.quarantine import BadQuarantine
@@ -71,9 +71,9 @@ def _data(record: "RunRecord", recipe: str | None, settings: dict[str, str]) -> 
     if data is None:
         raise UsageError(
             f"The order of samples does not follow from {record.path / 'run.json'} alone: they "
-            "were shuffled by shards, weighted, mixed, chosen, by length, or left out as bad. Name "
-            "the recipe, whose code is then run: --recipe file.py:function. The run says that it "
-            f"was made of {record.described.recipe or 'none'!r}."
+            "were shuffled by shards, weighted, mixed, chosen, by length, of a stream, or left out "
+            "as bad. Name the recipe, whose code is then run: --recipe file.py:function. The "
+            f"run says that it was made of {record.described.recipe or 'none'!r}."
         )
     return data
 
@@ -87,10 +87,13 @@ def _nothing(record: "RunRecord") -> UsageError:
 
 
 def _counts(run: Path, found: Any) -> str:
+    often = (
+        f", {found.passes:.2f} passes\n"
+        f"each sample was trained on {found.least_often} to {found.most_often} times"
+    )
     return (
-        f"{run}: steps {found.first_step} to {found.last_step}, {found.num_samples} samples, "
-        f"{found.passes:.2f} passes\n"
-        f"each sample was trained on {found.least_often} to {found.most_often} times\n"
+        f"{run}: steps {found.first_step} to {found.last_step}, {found.num_samples} samples"
+        f"{' of a stream, which was read again' if found.is_stream else often}\n"
         f"{found.num_marked} steps checked, {found.num_unmarked} without a mark, "
         f"{found.num_left_out} samples left out as bad"
     )

@@ -59,7 +59,8 @@ def export(
 
     \b
     safetensors  one file
-    huggingface  a directory that from_pretrained loads; --like adds its config.json
+    huggingface  a directory that from_pretrained loads; --like adds its config.json. What stood
+                 beside the weights that the run began with (a tokenizer, say) comes along
     state_dict   one file for torch.load(weights_only=True); --like adds names of tied weights
     dcp          a directory of torch.distributed.checkpoint
     pt2          the model as a program, for torch.export.load; needs --like
@@ -80,6 +81,7 @@ def export(
     path = local_path(out)
     if path is None:
         raise UsageError(f"OUT is {out}. Exports are written to a disk: give a path.")
+    from shoal.formats.companions import origin_directory
     from shoal.formats.open_weights import open_weights
 
     source = open_weights(checkpoint)
@@ -91,7 +93,8 @@ def export(
         assert run is not None
         say(_export_program(weights, run, form, path))
         return
-    say(_export_tensors(weights, run, form, path, shard_bytes))
+    origin = origin_directory(checkpoint) if form == "huggingface" else None
+    say(_export_tensors(weights, run, form, path, shard_bytes, origin))
 
 
 def _averaged(source: "Weights", name: str) -> "Weights":
@@ -109,13 +112,20 @@ def _load(recipe: str | None, settings: dict[str, str]) -> "Run | None":
 
 
 def _export_tensors(
-    source: "Weights", run: "Run | None", form: str, out: Path, shard_bytes: int | None
+    source: "Weights",
+    run: "Run | None",
+    form: str,
+    out: Path,
+    shard_bytes: int | None,
+    origin: Path | None,
 ) -> str:
     from shoal.checkpoint.dtypes import canonical_names
     from shoal.formats import dcp, huggingface, safetensors, state_dict
+    from shoal.formats.companions import write_companions
     from shoal.formats.weights import ModelWeights
 
     model = run.make_model() if run is not None else None
+    tokenizer = None if run is None else run.tokenizer
     tied: dict[str, str] = {}
     if model is not None:
         tied = {name: first for name, first in canonical_names(model).items() if name != first}
@@ -129,7 +139,13 @@ def _export_tensors(
         safetensors.export_safetensors(weights, out)
     elif form == "huggingface":
         most = huggingface.SHARD_BYTES if shard_bytes is None else shard_bytes
-        huggingface.export_huggingface(weights, out, most, config)
+        huggingface.export_huggingface(
+            weights,
+            out,
+            most,
+            config,
+            lambda beside: write_companions(beside, origin, tokenizer, weights),
+        )
     elif form == "state_dict":
         more = {name: first for name, first in tied.items() if name not in weights.names}
         state_dict.export_state_dict(weights, out, more)
@@ -162,12 +178,15 @@ def _some(what: str, names: Any) -> str:
 def _export_program(source: "Weights", run: "Run", form: str, out: Path) -> str:
     from shoal.data.batches import LoadOptions
     from shoal.data.pieces import pieces_in_order
+    from shoal.data.sources import stream_of
     from shoal.formats import exported_program
     from shoal.formats.weights import ModelWeights
 
     model = run.make_model()
     exported_program.load_weights(model, ModelWeights(source))
-    piece = pieces_in_order(run.data, exported_program.NUM_SAMPLES, LoadOptions(run.collate))[0]
+    count, data = exported_program.NUM_SAMPLES, run.data
+    some = data if stream_of(data) is None else [data[index] for index in range(count)]
+    piece = pieces_in_order(some, count, LoadOptions(run.collate))[0]
     inputs = exported_program.example_inputs(piece.inputs, piece.num_samples)
     write = exported_program.export_pt2 if form == "pt2" else exported_program.export_onnx
     return _told_of_program(write(model, inputs, out), inputs.num_samples, out)
@@ -204,7 +223,7 @@ def import_(
         raise UsageError("--set has no effect without a recipe. Add --like file.py:function.")
     from shoal.errors import BadCheckpoint
     from shoal.formats.import_weights import import_weights, target_all, target_model
-    from shoal.formats.match import non_persistent_buffers
+    from shoal.formats.match import match_tensors, non_persistent_buffers
     from shoal.formats.open_weights import fetch_to_disk, open_import
     from shoal.formats.weights import ModelWeights
 
@@ -220,5 +239,7 @@ def import_(
     changed = [name for name, one in wanted.items() if one.dtype != weights.dtype(one.source)]
     again = set[str]() if model is None else non_persistent_buffers(model)
     left = [*found.left_out, *(name for name in weights.names if name in again)]
-    told = _some("converted to the model's types", changed) + _some("left out", left)
+    rule = "" if model is None else str(match_tensors(weights, model).rule)
+    told = rule and f"; {rule}"
+    told += _some("converted to the model's types", changed) + _some("left out", left)
     say(f"{out}: {len(wanted)} tensors{told}.")

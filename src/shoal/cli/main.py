@@ -16,6 +16,7 @@ _GROUPS = {
     "Train": {
         "train": "Train a recipe under a plan.",
         "run": "Run a script of your own on several ranks.",
+        "tune": "Search the settings of a recipe, several trials side by side.",
         "resize": "Give a run more or fewer ranks and servers while it trains.",
     },
     "Understand": {
@@ -24,6 +25,9 @@ _GROUPS = {
         "doctor": "Show what this machine offers and what is wrong with it.",
     },
     "The model": {
+        "evaluate": "Measure trained weights, on the ranks of a plan.",
+        "predict": "Write a trained model's answers to a file.",
+        "generate": "Let a trained language model write text.",
         "checkpoint": "List, check and compare checkpoints; convert, export and import them.",
     },
     "Data": {
@@ -36,7 +40,7 @@ _GROUPS = {
 }
 _VERBS = {verb: what for group in _GROUPS.values() for verb, what in group.items()}
 
-_WARM = ("train", "run", "verify", "explain")
+_WARM = ("train", "tune", "run", "verify", "explain", "evaluate")
 
 # Of a disk or a directory: a traceback says no more.
 _OF_THE_MACHINE = {

@@ -40,6 +40,27 @@ settings = click.option(
 ranks = click.option(
     "--ranks", type=click.IntRange(min=1), help="Number of ranks; the plan must fit it."
 )
+from_weights = click.option(
+    "--from",
+    "begin_from",
+    required=True,
+    metavar="SOURCE",
+    help="The weights: of a run (its newest good checkpoint), a checkpoint, a safetensors or "
+    "state_dict file, or a directory of Hugging Face or torch.distributed.checkpoint; checkpoints "
+    "may be at a URL.",
+)
+on_data = click.option(
+    "--on-data",
+    type=click.Choice(["evaluate", "train"]),
+    default="evaluate",
+    show_default=True,
+    help="Which samples of the recipe: those it evaluates on, or those it trains on.",
+)
+run_dir_for_logs = click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the logs of the ranks in a new directory. Default: they are not kept.",
+)
 run_dir = click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),

@@ -1,12 +1,15 @@
 """What verbs print: JSON, and texts with names from files."""
 
 import math
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
 import msgspec
 
+from shoal.errors import RecipeError
 from shoal.storage.decoding import encode_json
 from shoal.system.streams import steady
 
@@ -31,6 +34,18 @@ def say(text: str, is_error: bool = False) -> None:
     shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     with steady() if is_error else nullcontext():
         click.echo("".join(shown), err=is_error)
+
+
+@contextmanager
+def showing_traceback() -> Iterator[None]:
+    """Print where a recipe's own code failed, before what is made of it is said."""
+    try:
+        yield
+    except RecipeError as error:
+        if error.__cause__ is not None:
+            cause = error.__cause__
+            tell("".join(traceback.format_exception(type(cause), cause, cause.__traceback__)))
+        raise
 
 
 def tell(text: str) -> None:

@@ -58,6 +58,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
     from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
+    from shoal.launch.supervised import RunFailed
     from shoal.numerics.precision import environment_for
     from shoal.plans.plan import Plan
     from shoal.training.callbacks import has_callbacks
@@ -83,7 +84,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
 
     try:
         verdict = verification.verify(load, given["plan"], run_dir.path, watch)
-    except (NotLoaded, verification.RunFailed) as error:
+    except (NotLoaded, RunFailed) as error:
         return tell_failure(error)
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     tell(in_words(verdict, recipe))

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from shoal.system.fork_server import (
     ForkServerReady,
     PreparationFailed,
     Prepare,
+    Start,
     WorkerMain,
 )
 from shoal.system.processes import WAIT_PAGE, SampleWait, describe_exit, readable
@@ -51,11 +52,20 @@ class LocalBackend:
 
 
 @contextmanager
-def prepared_fork_server(prepare: Prepare, output: Path) -> Iterator[tuple[ForkServer, Facts]]:
-    """A fork server that has prepared, and what it found; it ends with the block."""
+def prepared_fork_server(
+    prepare: Prepare,
+    output: Path,
+    start: Start | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[ForkServer, Facts]]:
+    """A fork server that has prepared, and what it found; it ends with the block.
+
+    `meanwhile` is done here while it prepares.
+    """
     WAIT_PAGE.open()
-    fork_server = ForkServer(partial(_prepare, prepare), output)
+    fork_server = ForkServer(partial(_prepare, prepare), output, start)
     try:
+        meanwhile()
         _tell_of_wait(fork_server)
         yield fork_server, await_facts(fork_server)
     finally:

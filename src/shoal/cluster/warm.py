@@ -42,6 +42,7 @@ _PRELOADED = (
     "zmq",
     "rich.console",
     "shoal.cli.train",
+    "shoal.cli.evaluate",
     "shoal.cli.run",
     "shoal.cli.verify",
     "shoal.events.screen",

@@ -11,17 +11,19 @@ bytes and messages, `traffic.py` and `tensor.py` for a model that is cut, `sync/
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from shoal.cost.first_step import messages_of_phases, run_first_step
 from shoal.cost.lookups import count_lookups
 from shoal.cost.tensor import TensorCuts, TensorTraffic, count_tensor_traffic, cuts_of
 from shoal.cost.traffic import holders_of, mesh_messages
 from shoal.errors import RecipeError
+from shoal.formatting import plural
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import ParameterPart, is_element_wise, put_parts, stepper
 from shoal.parallel import fsdp
@@ -33,7 +35,7 @@ from shoal.sync.costs import MemoryUse, Message, StepCosts
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
-from shoal.training.run import Run, call_model, make_batches
+from shoal.training.run import Run, make_batches
 
 _TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in; all differ, so that state shows its dims
 
@@ -154,6 +156,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         hosts=[_server_row(n, aggregator_costs(facts)) for n in range(plan.num_host_servers)],
         notes=[
             *_notes(plan, found),
+            *([_phases_note(facts.phases)] if facts.phases else []),
             *([_TABLES] if facts.tables else []),
             *([_LAZY] if facts.is_lazy else []),
         ],
@@ -183,8 +186,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         p._replace(shape=(lazy[p.name], *p.shape[1:])) if p.name in lazy else p for p in parameters
     ]
     held = PieceBuffers(model)
-    with torch.no_grad():
-        call_model(model, piece.inputs)
+    phases = run_first_step(run, model, piece)
     changed = dict(zip([name for name, _ in places], held.end_piece(), strict=True))
     held.restore()
     return PlanFacts(
@@ -200,6 +202,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         clips=run.clip is not None,
         tables=uses if plan.num_servers else {},
         is_lazy=bool(lazy),
+        phases=phases,
     )
 
 
@@ -269,7 +272,9 @@ def _kept(value: Any, tiny: nn.Parameter) -> StateTensor | None:
 
 def _rank_row(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> RankRow:
     costs = strategy_class(layout.plan).costs(layout)
-    sent = (*costs.sums, *mesh_messages(layout, moves), *costs.agreement)
+    sent = [*costs.sums, *mesh_messages(layout, moves), *costs.agreement]
+    if layout.facts.phases:
+        sent = messages_of_phases(sent, len(layout.facts.phases), layout.plan.num_ranks)
     return RankRow(
         *layout.place,
         stages=[stage.index for stage in layout.stages],
@@ -330,6 +335,14 @@ def _bubble(plan: Plan, found: StagePlan) -> Bubble:
     idle = max(p - 1, 4 * p - 2 - 2 * m) if plan.schedule == "zbv" else p - 1
     words = "(p-1)/(3vm+p-1)" if idle == p - 1 else "i/(3vm+i), i=4p-2-2m"
     return Bubble(idle / (3 * v * m + idle), words)
+
+
+def _phases_note(names: Sequence[str]) -> str:
+    return (
+        f"The first step has {plural(len(names), 'phase')} ({', '.join(names)}), and its messages "
+        "are counted; others may have more or fewer. Each phase exchanges the gradient of the "
+        "whole model, with zeros for what it does not train."
+    )
 
 
 def _notes(plan: Plan, found: StagePlan | None) -> list[str]:

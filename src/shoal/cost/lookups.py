@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from shoal.cost.first_step import run_first_step
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.striping import tables_of
 from shoal.sync.server.lookup_costs import TableLookups
-from shoal.training.run import Run, call_model, make_batches
+from shoal.training.run import Run, make_batches
 
 
 def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, TableLookups]:
@@ -41,8 +41,7 @@ def count_lookups(run: Run, num_pieces: int, model: nn.Module) -> dict[str, Tabl
     for index in range(num_pieces if tables else 0):
         for use in uses.values():
             use.by_piece.append([])
-        with torch.no_grad():
-            call_model(model, batch.piece(index).inputs)
+        run_first_step(run, model, batch.piece(index))
         buffers.restore()
     for hook in hooks:
         hook.remove()

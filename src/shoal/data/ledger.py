@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.data.batches import Batches
 from shoal.data.permutation import Ids
+from shoal.data.sources import Source, stream_of
 
 _MODULUS = 2**53  # so that a mark is exact as a double
 _MOST_TRIES = 1000
@@ -33,6 +34,13 @@ def mark(ids: Ids) -> int:
     words *= np.uint64(0xD6E8FEB86659FD93)
     words ^= words >> np.uint64(32)
     return int(words.sum(dtype=np.uint64)) % _MODULUS
+
+
+def mark_samples(source: Source, ids: Ids) -> int:
+    """The mark of some samples; of a stream, where a position may hold anything, their content
+    counts too."""
+    stream = stream_of(source)
+    return mark(ids if stream is None else stream.keys(ids))
 
 
 def add_marks(marks: Iterable[int | float]) -> int:
@@ -53,13 +61,15 @@ class Audit(msgspec.Struct):
     most_often: int = 0  # how often the sample was trained on that came most
     least_often: int = 0
     problems: list[str] = msgspec.field(default_factory=list)
+    is_stream: bool = False  # then no sample has a number that comes again
 
 
 def audit(
     records: Iterable[Mapping[str, Any]], batches: Batches, left_out: Collection[int] = ()
 ) -> Audit:
     """Compare the record of a run's steps with the order of its samples."""
-    found, counts = Audit(), _VisitCounts(len(batches.source))
+    is_stream = stream_of(batches.source) is not None
+    found, counts = Audit(is_stream=is_stream), _VisitCounts(len(batches.source))
     out = np.asarray(sorted(left_out), dtype=np.int64)
     marks: list[int] = []  # of the steps since one that has a mark on record
     num_unnamed = num_unknown = 0
@@ -75,7 +85,7 @@ def audit(
         num_unnamed, num_unknown = num_unnamed + of_step, num_unknown + of_step
         counts.add(ids)
         found.num_samples += len(ids)
-        marks.append(mark(ids))
+        marks.append(mark_samples(batches.source, ids))
         if record.get("mark") is None:
             continue
         since, num_told = len(marks), _num_covered(marks, int(record["mark"]))

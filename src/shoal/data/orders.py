@@ -16,7 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from shoal.data.permutation import Ids, normalize_weights, permute, uniform
+from shoal.data.permutation import (
+    Ids,
+    normalize_weights,
+    permute,
+    permute_by,
+    round_keys,
+    uniform,
+)
 from shoal.data.sources import recorded_name
 from shoal.errors import UsageError
 
@@ -140,6 +147,25 @@ class BlockShuffled:
         blocks = permute(numbers, len(numbers), _key(seed, -1), epoch)
         starts = _starts(self._sizes[blocks])
         return blocks, np.append(starts[: -1 : self._window], starts[-1])
+
+
+class WindowShuffled:
+    """The samples of a stream, shuffled among each `window` of neighbours."""
+
+    def __init__(self, num_samples: int, window: int):
+        self._num_samples, self._window = num_samples - num_samples % window, window
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        numbers, offsets = np.divmod(positions, self._window)
+        windows, which = np.unique(numbers, return_inverse=True)
+        of_windows = [round_keys(_key(seed, int(number)), epoch) for number in windows]
+        if not of_windows:
+            return positions
+        keys = np.array(of_windows, dtype=np.uint32)[which].T
+        return positions - offsets + permute_by(offsets, self._window, list(keys))
 
 
 class Weighted:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shoal.errors import UsageError, nearest
 
 Ids = NDArray[np.int64]
+Keys = Sequence[int | NDArray[np.uint32]]  # of the rounds
 End = Literal["drop", "wrap", "pad"]
 
 ENDS: tuple[str, ...] = get_args(End)
@@ -39,13 +40,18 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 def permute(positions: Ids, num_samples: int, seed: int, epoch: int) -> Ids:
     """The sample ids at `positions` (each in 0 .. num_samples-1) of this epoch's order."""
     assert num_samples > 0 or not positions.size, "no order of nothing"
-    keys = _round_keys(seed, epoch)
+    return permute_by(positions, num_samples, round_keys(seed, epoch))
+
+
+def permute_by(positions: Ids, num_samples: int, keys: Keys) -> Ids:
+    """The same by keys, each one for all positions or one for each."""
     rows = math.isqrt(max(0, num_samples - 1)) + 1
     columns = -(-num_samples // rows)
     ids = _feistel(positions, rows, columns, keys)
     outside = np.flatnonzero(ids >= num_samples)
     while outside.size:
-        walked = _feistel(ids[outside], rows, columns, keys)
+        theirs = [key if isinstance(key, int) else key[outside] for key in keys]
+        walked = _feistel(ids[outside], rows, columns, theirs)
         ids[outside] = walked
         outside = outside[walked >= num_samples]
     return ids
@@ -53,7 +59,7 @@ def permute(positions: Ids, num_samples: int, seed: int, epoch: int) -> Ids:
 
 def uniform(positions: Ids, seed: int, epoch: int) -> NDArray[np.float64]:
     """A number from 0 to below 1 for each position: as if drawn, and the same each time."""
-    high, low, *_ = _round_keys(seed, epoch)
+    high, low, *_ = round_keys(seed, epoch)
     words = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words += np.uint64(high << 32 | low)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -101,7 +107,7 @@ def batch_positions(
     return positions[positions < num_samples]
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
+def round_keys(seed: int, epoch: int) -> list[int]:
     """One 32-bit key per round, from SplitMix64 over seed and epoch."""
     state = mix64((seed & _LONG) ^ 0x5348_4F41_4C00_0001)
     state = mix64((state + (epoch & _LONG)) & _LONG)
@@ -115,7 +121,7 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _feistel(values: Ids, rows: int, columns: int, keys: list[int]) -> Ids:
+def _feistel(values: Ids, rows: int, columns: int, keys: Keys) -> Ids:
     """A bijection on 0 .. rows*columns-1: rounds move a row by a hash of its column and in turn.
 
     Each round adds, modulo one half's size, a number that depends on the other half alone, and so

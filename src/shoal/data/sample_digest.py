@@ -38,11 +38,12 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.sources import Ids, Source
+from shoal.data.sources import Ids, Source, stream_of
 from shoal.logs import warn_on_screen
 from shoal.system.processes import die_with_parent, readable
 
 NUM_SAMPLES = 64
+NUM_OF_STREAM = 16
 MOST_S = 1.0
 ENOUGH = 8  # digests; with fewer, there is more time
 LONGEST_S = 5.0
@@ -55,7 +56,7 @@ _OVER = "."  # after the last one
 
 def sample_digests(source: Source) -> list[str]:
     """A digest for each of some samples from the first to the last."""
-    order = _reading_order(len(spread_indices(len(source), NUM_SAMPLES)))
+    order = _reading_order(len(_looked_at(source)))
     told = _told_by_fork(source)
     if order and not set(told) - {_UNTOLD, _VARIES}:
         why = "are others each time that they are read"
@@ -157,13 +158,33 @@ def _tell(source: Source, pipe: int, parent: int) -> None:
             os.dup2(nothing, stream)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (whatever stood there)
         torch.set_num_threads(1)
-        places = spread_indices(len(source), NUM_SAMPLES).tolist()
-        for index in (places[place] for place in _reading_order(len(places))):
-            first, second = _read(source, index), _read(source, index)
+        places = _looked_at(source)
+        in_turn = [int(places[place]) for place in _reading_order(len(places))]
+        for first, second in _read_twice(source, in_turn):
             os.write(pipe, f"{first if first == second else _VARIES} ".encode())
         os.write(pipe, _OVER.encode())
     finally:
         os._exit(0)
+
+
+def _looked_at(source: Source) -> Ids:
+    """The samples that have a digest: of a stream the first ones."""
+    is_stream = stream_of(source) is not None
+    return np.arange(NUM_OF_STREAM) if is_stream else spread_indices(len(source), NUM_SAMPLES)
+
+
+def _read_twice(source: Source, indices: list[int]) -> Iterator[tuple[str, str]]:
+    stream = stream_of(source)
+    if stream is None:
+        yield from ((_read(source, index), _read(source, index)) for index in indices)
+        return
+    found = []
+    for _ in range(2):  # as it is opened again
+        stream.close()
+        with suppress(Exception):  # a stream that fails is reported in training
+            stream.hold(np.array(indices))
+        found.append([_read(source, index) for index in indices])
+    yield from zip(*found, strict=True)
 
 
 def _read(source: Source, index: int) -> str:

@@ -5,12 +5,13 @@ A list, a PyTorch map-style dataset or an object of one's own will do as it is. 
 loading a batch is one gather. Inputs may be a tensor, a tuple or a dict of tensors: the model is
 called with `model(x)`, `model(*x)` or `model(**x)`.
 
-Not for streams: without indexing there is no order that survives a restart. Cost: `tensors` and
-`windows` keep no copy of the data they are given. Next: `collating.py`, `batches.py`.
+What has no length and no index is a stream (`streams.py`). Cost: `tensors` and `windows` keep no
+copy of the data they are given. Next: `collating.py`, `batches.py`.
 """
 
 import dis
 import errno
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index as as_int
@@ -174,10 +175,23 @@ def recorded_name(value: object) -> str:
     return str(getattr(type(value), "recorded_as", type(value).__name__))
 
 
-def as_source(data: Any, name: str = "data") -> Source:
+def is_iterable(data: Any) -> bool:
+    """Whether this can be iterated again and again, and has neither length nor index."""
+    if isinstance(data, IterableDataset):
+        return True
+    is_plain = isinstance(data, type | Iterator | set | frozenset) or hasattr(data, "dataset")
+    return hasattr(data, "__iter__") and not hasattr(data, "__len__") and not is_plain
+
+
+def stream_of(source: Any) -> Any:
+    """The stream below a source (`streams.py`); None if it has a length."""
+    return getattr(source, "stream_below", None)
+
+
+def as_source(data: Any, name: str = "data", streams: bool = False) -> Source:
     """`data` itself, when samples can be fetched from it by index; else an error that says why.
 
-    `name` is what the error calls it.
+    `name` is what the error calls it. With `streams`, what can only be iterated becomes a stream.
     """
     if isinstance(data, Tensor) or (
         isinstance(data, tuple) and any(isinstance(part, Tensor) for part in data)
@@ -186,11 +200,8 @@ def as_source(data: Any, name: str = "data") -> Source:
             f"{name} is a {type(data).__name__} of tensors, which does not say what is input and "
             "what is target. Use shoal.data.tensors(inputs, target)."
         )
-    if isinstance(data, IterableDataset):
-        raise UsageError(
-            f"{name} is a stream ({type(data).__name__}). Samples are fetched by index, so that a "
-            "restart knows where it was; use a map-style dataset."
-        )
+    if is_iterable(data) or inspect.isfunction(data) or stream_of(data) is not None:
+        return _as_stream(data, name, streams)
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Source):
         raise UsageError(
             f"{name} is a {type(data).__name__}. It must have len() and indexing by 0, 1, 2, ..., "
@@ -209,13 +220,26 @@ def as_source(data: Any, name: str = "data") -> Source:
     return data
 
 
+def _as_stream(data: Any, name: str, streams: bool) -> Source:
+    if not streams:
+        raise UsageError(
+            f"{name} is a stream ({type(data).__name__}): its samples come one after the other, "
+            "and how many there are is not known. A Run trains on it, and mapped and quarantine "
+            "work on it; all else needs len() and an index. Give a list of some of them, "
+            "list(itertools.islice(stream, 1000)), or a map-style dataset."
+        )
+    from shoal.data.streams import stream  # which is built on this module
+
+    return stream(data) if stream_of(data) is None else data
+
+
 def _way_out(data: Any) -> str:
     if hasattr(data, "dataset"):
         return "Pass its dataset."
     if isinstance(data, Iterator):
         return (
-            "An iterator gives its samples once, from the first on. Pass list(...) of it if they "
-            "fit into memory, or an object of a class with __len__ and __getitem__."
+            "An iterator gives its samples once, and each rank and pass begins anew. Pass the "
+            "function that makes it, as a stream, or list(...) of it if they fit into memory."
         )
     return "A list of pairs will do."
 

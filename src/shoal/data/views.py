@@ -2,8 +2,10 @@
 
     shoal.data.in_order(source)                       as they stand, pass after pass
     shoal.data.weighted(source, weights)              drawn with replacement, by weight
+    shoal.data.balanced(source, labels)               drawn so that all classes come alike often
     shoal.data.by_length(source, lengths, batch_size) batches of like lengths
     shoal.data.subset(source, ids)                    these samples alone
+    shoal.data.fold(source, k, i, labels)             what to train on, and what to evaluate
     shoal.data.mix([a, b], weights=[7, 3])            from several sources, by weight
     shoal.data.join([a, b])                           one after the other, as one source
 
@@ -30,7 +32,7 @@ from shoal.data.orders import (
     is_shuffle,
     order_of,
 )
-from shoal.data.permutation import normalize_weights
+from shoal.data.permutation import normalize_weights, permute
 from shoal.data.readers.records import BulkSource, normalize_indices
 from shoal.data.sources import (
     BatchSource,
@@ -176,6 +178,51 @@ def weighted(source: Any, weights: Sequence[float], num_draws: int | None = None
     source, given = as_source(source), numbers_of(weights, "weighted()").tolist()
     _require_one_each("weights", len(given), len(source))
     return View(source, Weighted(given, _pass_of("num_draws", num_draws, len(source))))
+
+
+def balanced(source: Any, labels: Sequence[Any], num_draws: int | None = None) -> View:
+    """Samples drawn with replacement so that each class comes as often as any other; `labels` are
+    the classes of the samples, whole numbers or texts."""
+    classes, counts = _classes(labels, "balanced()")
+    return weighted(source, (1.0 / counts[classes]).tolist(), num_draws)
+
+
+def fold(
+    source: Any, k: int, i: int, labels: Sequence[Any] | None = None, seed: int = 0
+) -> tuple[Subset, Subset]:
+    """Fold `i` of `k` (from 0): all samples but its own to train on, and its own to evaluate.
+
+    The folds of one `k` and `seed` have no sample in common and all of them together, and their
+    sizes differ by one at most. With `labels`, so does the number of samples of each class.
+    """
+    source = as_source(source)
+    for number in (k, i, seed):
+        require_whole(number, "fold()")
+    if not 2 <= k <= len(source) or not 0 <= i < k:
+        raise UsageError(
+            f"fold(k={k}, i={i}) of {len(source)} samples: k is from 2 to the number of samples, "
+            "and i from 0 to k - 1."
+        )
+    dealt = permute(np.arange(len(source), dtype=np.int64), len(source), seed, 0)
+    if labels is not None:
+        _require_one_each("labels", len(labels), len(source))
+        dealt = dealt[np.argsort(_classes(labels, "fold()")[0][dealt], kind="stable")]
+    is_held_out = np.zeros(len(source), dtype=np.bool_)
+    is_held_out[dealt[i::k]] = True
+    train, held_out = (np.flatnonzero(which) for which in (~is_held_out, is_held_out))
+    return subset(source, train.tolist()), subset(source, held_out.tolist())
+
+
+def _classes(labels: Sequence[Any], what: str) -> tuple[Ids, Ids]:
+    """The number of the class of each label, and how many labels each class has."""
+    found = np.asarray(labels)
+    if found.ndim != 1 or not found.size or found.dtype.kind not in "biuUS":
+        raise UsageError(
+            f"{what} was given labels of {found.dtype} {list(found.shape)}. It needs a list with "
+            "the class of each sample, whole numbers or texts."
+        )
+    _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
+    return classes, counts
 
 
 def by_length(source: Any, lengths: Sequence[int], batch_size: int, window: int = 64) -> View:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,33 +66,20 @@ def prepare_training(
     begin: Callable[[nn.Module], InitialWeights | None] | None = None,
     tensorboard: bool = False,
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
+    evaluates: Any = None,
 ) -> tuple[dict[str, Any], WorkerMain]:
     """In the fork server: build what all ranks share. Returns facts and the main of a member.
 
     The plan is resolved. With `keeping` there are checkpoints; `begin` finds the first weights for
-    a model.
+    a model. With `evaluates`, a source, ranks measure the model on it and make no step.
     """
     os.environ.update(environment_for(plan.precision))
     prepared = build_model(run, plan)
     model = prepared.model
     _warm_up(run, model)
     beginning = None if begin is None else begin(model)
-    facts = {
-        "plan": str(plan),
-        "num_ranks": plan.num_ranks,
-        "num_servers": plan.num_serving,
-        "num_pieces": plan.num_pieces,
-        "num_steps": run.num_steps(),
-        "batch_size": run.batch_size,
-        "num_samples": len(run.data),
-        "num_parameters": sum(p.numel() for p in model.parameters()),
-        "begins": "" if beginning is None else str(beginning),
-        "cuts": _cuts_in_words(prepared, plan),
-        "alone": why_not_resizable(run, plan, model) if can_resize(plan) else "",
-    }
-
-    if plan.hosts > 1:  # whose first weights must be equal
-        facts["first_weights"] = _digest(model)
+    facts = _facts(run, plan, prepared)
+    facts["begins"] = "" if beginning is None else str(beginning)
 
     def rank_main(spec: WorkerSpec) -> int:
         def train(seat: SupervisedSeat) -> None:
@@ -100,6 +88,10 @@ def prepare_training(
                 checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.emit)
             if plan.num_servers:
                 empty_tables(model)
+            if evaluates is not None:
+                bare = replace(run, callbacks=())
+                _evaluate(Trainer(bare, plan, seat, built=prepared, num_steps=0), seat, evaluates)
+                return
             loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
             trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
             _train(trainer, seat, run_dir, tensorboard, more_hooks)
@@ -123,6 +115,26 @@ def _recovers(run: Run, plan: Plan) -> bool:
     callbacks keep, so all go back to a checkpoint."""
     is_apart = plan.local_steps > 1 and has_callbacks(run)
     return can_recover(plan, run.meets_every) and not is_apart
+
+
+def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> dict[str, Any]:
+    """What is known of a run before its ranks start."""
+    model = prepared.model
+    facts = {
+        "plan": str(plan),
+        "num_ranks": plan.num_ranks,
+        "num_servers": plan.num_serving,
+        "num_pieces": plan.num_pieces,
+        "num_steps": run.num_steps(),
+        "batch_size": run.batch_size,
+        "num_samples": len(run.data),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "cuts": _cuts_in_words(prepared, plan),
+        "alone": why_not_resizable(run, plan, model) if can_resize(plan) else "",
+    }
+    if plan.hosts > 1:  # whose first weights must be equal
+        facts["first_weights"] = _digest(model)
+    return facts
 
 
 def _digest(model: nn.Module) -> str:
@@ -303,6 +315,18 @@ class _EndOfTraining:
             # The checkpoint may be elsewhere.
             if trainer.mesh.rank == 0:
                 self._seat.emit(ModelFailedEvent(step=trainer.step, why=str(error)))
+
+
+def _evaluate(trainer: Trainer, seat: SupervisedSeat, source: Any) -> None:
+    """Measure the model as it was loaded; every rank has the answer, and tells it at the end."""
+    found: dict[str, float] = {}
+    seat.report_by(
+        summarise=lambda: {"evaluation": found}, progress=lambda: None, before_pause=lambda: None
+    )
+    with trainer:
+        found |= trainer.evaluate(source)
+        for _ in trainer:  # of no steps: ranks end together, or measure again with a newcomer
+            pass
 
 
 class _EvaluationReports:

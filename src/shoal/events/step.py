@@ -4,7 +4,7 @@
 is any function of a `StepInfo`.
 """
 
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Protocol, runtime_checkable
 
 
 class Times(NamedTuple):
@@ -44,6 +44,13 @@ class StepInfo(NamedTuple):
 
 
 Hook = Callable[[StepInfo], None]
+
+
+@runtime_checkable
+class PhaseHook(Protocol):
+    """A hook that is also called after each phase of a step of the recipe's own, by its number."""
+
+    def on_phase(self, number: int) -> None: ...
 
 
 def every(num_steps: int, hook: Hook) -> Hook:

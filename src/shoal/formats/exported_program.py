@@ -65,8 +65,11 @@ class ExportResult(NamedTuple):
     checked: str
 
 
-def load_weights(model: nn.Module, weights: ModelWeights) -> None:
-    """Copy weights into a model; raises BadCheckpoint with the names that do not match."""
+def load_weights(model: nn.Module, weights: ModelWeights) -> str:
+    """Copy weights into a model; raises BadCheckpoint with the names that do not match.
+
+    Returns how names were changed, in words; empty if they were not.
+    """
     found = match_tensors(weights, model)
     if problems := found.problems():
         raise BadCheckpoint(
@@ -80,6 +83,7 @@ def load_weights(model: nn.Module, weights: ModelWeights) -> None:
             weights.fill(source, own[name].detach())
         except BadCheckpoint as bad:
             raise BadCheckpoint(f"It is not of the recipe's model: {bad}") from bad
+    return str(found.rule)
 
 
 def export_pt2(model: nn.Module, inputs: ExampleInputs, path: Path) -> ExportResult:

@@ -5,7 +5,7 @@ A model that fits one shard is `model.safetensors`; a larger one is several file
 needs a `config.json`; it comes from the recipe's model, since a checkpoint does not hold it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +44,14 @@ def split_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def export_huggingface(
-    model: ModelWeights, path: Path, shard_bytes: int = SHARD_BYTES, config: Any = None
+    model: ModelWeights,
+    path: Path,
+    shard_bytes: int = SHARD_BYTES,
+    config: Any = None,
+    more: Callable[[Path], None] = lambda directory: None,
 ) -> int:
-    """Write the directory; `config` is the configuration of the model, if it is known.
-
-    Returns the number of shards.
+    """Write the directory; `config` is the configuration of the model, if it is known, and `more`
+    puts other files into it before it appears. Returns the number of shards.
     """
     sizes = {name: model.num_bytes(name) for name in model.names}
     groups = split_shards(sizes, shard_bytes)
@@ -66,6 +69,7 @@ def export_huggingface(
             (partial / INDEX).write_bytes(text + b"\n")
         if config is not None:
             config.save_pretrained(partial)
+        more(partial)
     return len(groups)
 
 

@@ -52,7 +52,8 @@ def target_model(source: ModelWeights, model: nn.Module) -> dict[str, TargetTens
         )
     first, own = canonical_names(model), model.state_dict()
     for name in source.names:
-        kept = found.source_names[first[name]] if name in first else name
+        known_as = found.rule.rename(name, own)
+        kept = found.source_names[first[known_as]] if known_as in first else name
         if kept != name and not torch.equal(source.whole(kept), source.whole(name)):
             raise BadCheckpoint(f"{kept} and {name} are one tensor in the model, and differ.")
     return {

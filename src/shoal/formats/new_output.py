@@ -6,7 +6,7 @@ Both are written beside their place and moved there at the end. An export never 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -31,7 +31,7 @@ def new_files(path: Path) -> Iterator[Path]:
         yield partial / path.name
         beside = [entry for entry in sorted(partial.iterdir()) if entry.name != path.name]
         for entry in beside:
-            _refuse_existing(path.parent / entry.name)
+            refuse_existing(path.parent / entry.name)
         for entry in [*beside, partial / path.name]:
             with open(entry, "rb") as file:
                 os.fsync(file.fileno())
@@ -41,8 +41,9 @@ def new_files(path: Path) -> Iterator[Path]:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A temporary directory beside a free path; always removed at the end."""
-    _refuse_existing(path)
+    refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    missing = [folder for folder in path.parents if not os.path.lexists(folder)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
@@ -53,8 +54,11 @@ def _beside(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # the first that is not empty, as after a success
+            for folder in missing:
+                folder.rmdir()
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
     if os.path.lexists(path):
         raise UsageError(f"{path} is there already. Choose another place, or remove it first.")

@@ -26,6 +26,7 @@ _KINDS = (
     "a safetensors file, a state_dict file of torch.save, a directory with model.safetensors or "
     "its index, or a directory of torch.distributed.checkpoint"
 )
+PROGRAMS = (".pt2", ".onnx")  # what `checkpoint export` calls them
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 _LENGTH = 8  # bytes before a safetensors header, which is a JSON object
 
@@ -49,6 +50,11 @@ def open_foreign(path: Path) -> ForeignWeights | None:
         if (path / INDEX).exists() or (path / SINGLE).exists():
             return open_huggingface(path)
         return None
+    if path.suffix in PROGRAMS:
+        raise UsageError(
+            f"{path} is a program, which does not give its weights by name. Give the checkpoint "
+            "that it was made of. `shoal predict` and shoal.load take a .pt2 file as it is."
+        )
     return open_safetensors(path) if _is_safetensors(path) else open_state_dict(path)
 
 

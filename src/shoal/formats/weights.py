@@ -191,7 +191,13 @@ class ModelWeights:
         self.fill_part(name, whole_slice(tensor))
 
     def fill_part(self, name: str, place: Slice) -> None:
-        self._source.fill(self._full(name), [place])
+        """Copy values into a slice; elements take its type."""
+        if self.dtype(name) == place.tensor.dtype:
+            self._source.fill(self._full(name), [place])
+            return
+        read = torch.empty(place.tensor.shape, dtype=self.dtype(name))
+        self._source.fill(self._full(name), [place._replace(tensor=read)])
+        place.tensor.copy_(read)
 
     def num_bytes(self, name: str) -> int:
         item = ITEM_BYTES[dtype_name(self.dtype(name))]

@@ -1,4 +1,4 @@
-"""Train in a fresh process, where this one could not fork safely: it has threads, or is one.
+"""Train or evaluate in a fresh process, where this one could not fork safely: it has threads.
 
 A notebook, a web server, a script that has computed something: their locks and their OpenMP would
 be copied in the middle of what they do. So a new interpreter is started, which gets the recipe by
@@ -12,6 +12,7 @@ the run after its step, a second one at once. If this process dies, the run stop
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,9 +30,17 @@ from shoal.cluster.backend import Facts
 from shoal.cluster.local import NotLoaded
 from shoal.errors import ShoalError, UsageError, sendable
 from shoal.events.events import Event, OnEvent, StoppingEvent, TickEvent
+from shoal.launch.evaluate import EvaluateOptions, Evaluation, evaluate
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options, train
-from shoal.system.fork_server import needs_no_traceback
+from shoal.system.fork_server import (
+    Ends,
+    Prepare,
+    Start,
+    needs_no_traceback,
+    run_and_exit,
+    run_fork_server,
+)
 from shoal.system.processes import describe_exit, readable, stop_signals
 from shoal.system.streams import steady
 from shoal.training.options import Recipe
@@ -41,6 +50,7 @@ _MAIN = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
     "from shoal.launch.fresh import main; main(*map(int, sys.argv[1:]))"
 )
+_FORK_SERVER = _MAIN.replace("import main; main", "import fork_server_main as main; main")
 INTERRUPTED = 128 + signal.SIGINT
 _LENGTH = 8  # bytes before a message, which are its length
 LEAVING_S = 10.0  # that the new process may take to end if what it says is not wanted any more
@@ -55,7 +65,8 @@ class _Job(msgspec.Struct):
     name: str
     settings: dict[str, str]
     is_named: bool
-    options: Options
+    options: Options | None  # of a training; else it is an evaluation
+    evaluation: EvaluateOptions | None
     run_dir: str | None
 
 
@@ -75,13 +86,18 @@ class _Ended(msgspec.Struct, tag=True):
     settings: dict[str, str]  # of the recipe, with those that a resumed run remembered
 
 
+class _Evaluated(msgspec.Struct, tag=True):
+    evaluation: Evaluation
+
+
 class _Failed(msgspec.Struct, tag=True):
     message: str
     trace: str
     exit_code: int
 
 
-_Message = _Event | _Found | _Ended | _Failed
+_Result = _Ended | _Evaluated
+_Message = _Event | _Found | _Result | _Failed
 
 
 def can_fork() -> bool:
@@ -113,16 +129,48 @@ def train_fresh(
     prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
 ) -> Outcome:
     """`launch.train` in a fresh process. `watch` and `prepared` are called in this one."""
-    job = _Job(
+    last = _done(_job(recipe, run_dir, options=options), _pickle(recipe), watch, prepared)
+    assert isinstance(last, _Ended)
+    recipe = dataclasses.replace(recipe, settings=last.settings)
+    return msgspec.structs.replace(last.outcome, recipe=recipe)
+
+
+def evaluate_fresh(
+    recipe: Recipe,
+    options: EvaluateOptions,
+    run_dir: Path | None = None,
+    *,
+    watch: OnEvent = lambda event: None,
+    prepared: Callable[[Facts, Path], None] = lambda facts, run_dir: None,
+) -> Evaluation:
+    """`launch.evaluate` in a fresh process."""
+    last = _done(_job(recipe, run_dir, evaluation=options), _pickle(recipe), watch, prepared)
+    assert isinstance(last, _Evaluated)
+    return last.evaluation
+
+
+def _job(
+    recipe: Recipe,
+    run_dir: Path | None,
+    options: Options | None = None,
+    evaluation: EvaluateOptions | None = None,
+) -> _Job:
+    return _Job(
         path=[entry or os.getcwd() for entry in sys.path],
         name=recipe.name,
         settings=dict(recipe.settings),
         is_named=recipe.is_named,
         options=options,
+        evaluation=evaluation,
         run_dir=None if run_dir is None else str(run_dir),
     )
-    pickled = _pickle(recipe)
-    last: _Ended | _Failed | None = None
+
+
+def _done(
+    job: _Job, pickled: bytes, watch: OnEvent, prepared: Callable[[Facts, Path], None]
+) -> _Result:
+    """What came of a job; raises what was raised where it was done."""
+    last: _Result | _Failed | None = None
     with _started(job, pickled) as child, _passing_on_signals(child.process):
         for message in child.messages():
             match message:
@@ -130,11 +178,10 @@ def train_fresh(
                     watch(message.event)
                 case _Found():
                     prepared(message.facts, Path(message.run_dir))
-                case _Ended() | _Failed():
+                case _Ended() | _Evaluated() | _Failed():
                     last = message
-    if isinstance(last, _Ended):
-        recipe = dataclasses.replace(recipe, settings=last.settings)
-        return msgspec.structs.replace(last.outcome, recipe=recipe)
+    if isinstance(last, _Ended | _Evaluated):
+        return last
     if last is None:
         code = child.process.returncode
         raise NotLoaded(f"The process of the run {describe_exit(code)}.", "", 1)
@@ -163,7 +210,7 @@ class _Child:
     def __init__(self, process: subprocess.Popen[bytes], answers: int):
         self.process, self._answers = process, answers
 
-    def messages(self) -> Iterator[_Event | _Found | _Ended | _Failed]:
+    def messages(self) -> Iterator[_Message]:
         """Those it sends, until the last. What it prints is printed here, until it has ended:
         processes that the recipe has forked may keep both pipes open."""
         assert self.process.stderr is not None
@@ -189,7 +236,7 @@ class _Child:
                 message = msgspec.msgpack.decode(unread[_LENGTH:end], type=_Message)
                 unread = unread[end:]
                 yield message
-                if isinstance(message, _Ended | _Failed):
+                if isinstance(message, _Ended | _Evaluated | _Failed):
                     open_ones.discard(answers)
 
     def end(self) -> None:
@@ -295,17 +342,9 @@ def main(reading: int, writing: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     recipe = Recipe(job.name, partial(cloudpickle.loads, pickled), job.settings, job.is_named)
-    last: _Ended | _Failed
+    last: _Result | _Failed
     try:
-        outcome = train(
-            recipe,
-            job.options,
-            None if job.run_dir is None else Path(job.run_dir),
-            watch=watch,
-            prepared=lambda facts, run_dir: answers.send(_Found(facts, str(run_dir))),
-        )
-        settings = dict(outcome.recipe.settings)
-        last = _Ended(msgspec.structs.replace(outcome, recipe=None), settings)
+        last = _do(job, recipe, watch, answers)
     except KeyboardInterrupt:  # before there were ranks to stop
         last = _Failed("stopped before the first step", "", INTERRUPTED)
     except Exception as error:  # noqa: BLE001 (it is raised again where the run was asked for)
@@ -318,6 +357,21 @@ def main(reading: int, writing: int) -> None:
     answers.send(last)
 
 
+def _do(job: _Job, recipe: Recipe, watch: OnEvent, answers: "_Answers") -> _Result:
+    run_dir = None if job.run_dir is None else Path(job.run_dir)
+
+    def found(facts: Facts, run_dir: Path) -> None:
+        answers.send(_Found(facts, str(run_dir)))
+
+    if job.options is None:
+        assert job.evaluation is not None
+        options = job.evaluation
+        return _Evaluated(evaluate(recipe, options, run_dir, watch=watch, prepared=found))
+    outcome = train(recipe, job.options, run_dir, watch=watch, prepared=found)
+    settings = dict(outcome.recipe.settings)
+    return _Ended(msgspec.structs.replace(outcome, recipe=None), settings)
+
+
 class _Answers:
     """Messages to the process that asked for the run. If it has died, the run stops and saves."""
 
@@ -325,7 +379,7 @@ class _Answers:
         self._pipe: BinaryIO | None = open(descriptor, "wb", buffering=0)  # noqa: SIM115 (for the process's life)
         self._stops = False
 
-    def send(self, message: "_Event | _Found | _Ended | _Failed") -> None:
+    def send(self, message: _Message) -> None:
         if isinstance(message, _Event) and isinstance(message.event, StoppingEvent):
             self._stops = True
         if self._pipe is None:
@@ -345,3 +399,62 @@ class _Answers:
         wants = self._pipe is None and not self._stops
         self._stops |= wants
         return wants
+
+
+class _ForkServerJob(msgspec.Struct):
+    """What a fork server in a fresh process is given."""
+
+    path: list[str]
+    log: str
+    parent: int
+    when_lost: int
+    pickled: bytes  # its `prepare`
+
+
+def fork_server_afresh(when_lost: int = signal.SIGKILL) -> Start:
+    """Start a fork server in a fresh process, from one that could not fork safely."""
+
+    def start(ends: Ends, prepare: Prepare, log: Path) -> int:
+        try:
+            pickled: bytes = cloudpickle.dumps(prepare)
+        except Exception as error:
+            raise UsageError(
+                f"The recipe cannot be sent to the process that trains it: {error}. A Run must not "
+                "hold open files, connections or locks: give the recipe as file.py:function."
+            ) from error
+        path = [entry or os.getcwd() for entry in sys.path]
+        job = _ForkServerJob(path, str(log), os.getpid(), when_lost, pickled)
+        reading, giving = os.pipe()
+        control = os.dup(ends[1].fileno())
+        try:
+            for descriptor in (reading, control):
+                os.set_inheritable(descriptor, True)
+            command = [sys.executable, "-P", "-c", _FORK_SERVER, str(control), str(reading)]
+            pid = os.posix_spawn(sys.executable, command, os.environ, setsid=True)
+        except BaseException:
+            os.close(giving)
+            raise
+        finally:
+            os.close(reading)
+            os.close(control)
+        with suppress(BrokenPipeError), open(giving, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(job))
+        return pid
+
+    return start
+
+
+def fork_server_main(control: int, reading: int) -> None:
+    """Of the fresh process: become the fork server that is asked for."""
+    os.set_inheritable(control, False)
+    with open(reading, "rb") as pipe:
+        job = msgspec.msgpack.decode(pipe.read(), type=_ForkServerJob)
+    sys.path[:] = job.path
+    prepare = partial(_unpickled, job.pickled)
+    ends = socket.socket(fileno=control)
+    run_and_exit(run_fork_server, ends, prepare, Path(job.log), job.parent, job.when_lost)
+
+
+def _unpickled(pickled: bytes) -> Any:
+    """What the pickled `prepare` returns; a failure to load it is told as one of the recipe."""
+    return cloudpickle.loads(pickled)()

@@ -10,7 +10,7 @@ Read next: `elastic/worker.py`, for what each rank does with it.
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from shoal.checkpoint.manifest import Origin
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts
 from shoal.data.orders import order_name
+from shoal.data.sources import as_source
 from shoal.data.transforms.normalizing import save_run_statistics
 from shoal.elastic.worker import prepare_training, set_single_thread
 from shoal.errors import UsageError
@@ -35,6 +36,7 @@ from shoal.training.checkpointing import (
     origin_of,
     refuse_unmeasured,
 )
+from shoal.training.evaluate import data_of
 from shoal.training.lineage import (
     missed_samples,
     read_parent_record,
@@ -42,6 +44,7 @@ from shoal.training.lineage import (
     refuse_other_marks,
     select_new,
 )
+from shoal.training.load import take_weights
 from shoal.training.options import DEFAULT_KEEP, Recipe, StartOptions
 from shoal.training.pretrained import InitialWeights, find_initial_weights
 from shoal.training.recipe import provenance
@@ -56,6 +59,9 @@ from shoal.training.resume import (
     refuse_used_store,
 )
 from shoal.training.run import Run, resolve
+
+if TYPE_CHECKING:
+    from shoal.launch.evaluate import EvaluateOptions
 
 
 class _Preparing(NamedTuple):
@@ -127,6 +133,26 @@ def prepare_run(
     return facts | found | {"run": fields}, rank_main
 
 
+def prepare_evaluation(
+    recipe: Recipe, options: "EvaluateOptions", run_dir: Path
+) -> tuple[Facts, WorkerMain]:
+    """In the process that ranks are forked from: the recipe's model with weights from elsewhere,
+    which ranks only measure."""
+    if options.plan is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(options.plan).precision))
+    set_single_thread()
+    run, _ = recipe.load()
+    source = data_of(run, options.on_data)
+    plan = resolve(run, options.plan, options.ranks)
+    found: Facts = {"num_measured": len(source)}
+
+    def take(model: nn.Module) -> None:
+        found["weights"] = take_weights(model, options.begin_from)
+
+    facts, rank_main = prepare_training(run, plan, run_dir, begin=take, evaluates=source)
+    return facts | found, rank_main
+
+
 def _plan_of(given: _Preparing) -> tuple[Plan, bool]:
     """The plan, and whether there is a checkpoint to resume from.
 
@@ -184,6 +210,7 @@ def _on_new_data(
 ) -> tuple[Run, Facts]:
     """The run on the samples that earlier ones have not seen; and what to record of them."""
     assert options.new_data is not None
+    as_source(run.data)  # no stream: which samples it will give is not known
     named = Path(options.new_data)
     resumes = options.begun is not None
     before = read_parent_record(str(named), run_dir) if resumes else read_record(named)

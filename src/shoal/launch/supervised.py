@@ -9,9 +9,22 @@ from shoal.cluster.invitation import remove_invitation
 from shoal.elastic.membership import Membership
 from shoal.elastic.resize_requests import open_resize_requests
 from shoal.elastic.supervisor import Supervisor, SupervisorResult
+from shoal.errors import ShoalError
 from shoal.events.events import OnEvent
 from shoal.plans.plan import Plan
 from shoal.system.fork_server import Prepare
+
+
+class RunFailed(ShoalError):
+    """A run that has no result; `trace` is the traceback of the rank that failed."""
+
+    def __init__(self, result: SupervisorResult):
+        super().__init__(why_it_ended(result))
+        self.trace, self.exit_code = result.trace, result.exit_code
+
+
+def why_it_ended(result: SupervisorResult) -> str:
+    return result.cause or f"it was stopped after step {result.step}"
 
 
 def run_supervised(

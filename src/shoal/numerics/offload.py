@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError, UsageError
+from shoal.numerics.optimizers import members_of
 from shoal.storage.run_dir import cache_directory
 
 PART_BYTES = 32 << 20  # of parameters that are stepped on together
@@ -33,12 +34,14 @@ def offload_state(optimizer: torch.optim.Optimizer, device: str) -> None:
             f"offload=optimizer is for ranks on CPUs, and this one is on {device}. Leave it out; "
             "zero=1 shards the state over the ranks instead."
         )
-    vars(optimizer)["step"] = _OffloadedStep(optimizer)
+    for member in members_of(optimizer):  # each of several steps on groups of its own
+        vars(member)["step"] = _OffloadedStep(member)
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to look at its state is to bring it into memory."""
-    return isinstance(vars(optimizer).get("step"), _OffloadedStep)
+    steps = [vars(member).get("step") for member in members_of(optimizer)]
+    return any(isinstance(step, _OffloadedStep) for step in steps)
 
 
 class _OffloadedStep:

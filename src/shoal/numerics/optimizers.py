@@ -8,6 +8,7 @@ may not do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,32 +39,66 @@ class Optimizers(Optimizer):
     """One optimizer made of several, each with parameters of its own.
 
         shoal.Optimizers(torch.optim.AdamW(layers), shoal.RowwiseAdagrad(tables, lr=0.05))
+        shoal.Optimizers(generator=torch.optim.Adam(a), discriminator=torch.optim.Adam(b))
 
-    State and groups are its own, the members' in their order; a member only steps on them.
+    State and groups are its own, the members' in their order; a member only steps on them. Those
+    with names can be stepped apart, by `batch.minimize(loss, of="generator")` in a `Run(step=...)`.
     """
 
-    def __init__(self, *members: Optimizer):
-        if not members or not all(isinstance(member, Optimizer) for member in members):
+    def __init__(self, *members: Optimizer, **named: Optimizer):
+        every = (*members, *named.values())
+        if not every or not all(isinstance(member, Optimizer) for member in every):
             raise UsageError("Optimizers wants torch optimizers: Optimizers(AdamW(a), SGD(b)).")
-        groups = [group for member in members for group in member.param_groups]
+        groups = [group for member in every for group in member.param_groups]
         if not all("param_names" in group for group in groups):  # torch wants all or none
             for group in groups:
                 group.pop("param_names", None)
         super().__init__(groups, {})
-        self.members = members
-        self._counts = [len(member.param_groups) for member in members]
-        for member in members:
+        self.members, self.names = every, tuple(named)
+        self._counts = [len(member.param_groups) for member in every]
+        self._numbers: Sequence[int] = range(len(every))  # of the members that a step is of
+        for member in every:
             self.state.update(member.state)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        first = 0
-        for member, count in zip(self.members, self._counts, strict=True):
-            member.state, member.param_groups = (
-                self.state,
-                self.param_groups[first : first + count],
-            )
+        for number in self._numbers:
+            member, groups = self.members[number], self._groups_of(number)
+            member.state, member.param_groups = self.state, groups
             _bare(member)()
-            first += count
+
+    @contextmanager
+    def only(self, names: Collection[str]) -> Iterator[None]:
+        """In this block a step is one of the members with these names alone."""
+        before, self._numbers = self._numbers, [self._number(name) for name in names]
+        try:
+            yield
+        finally:
+            self._numbers = before
+
+    def parameters_of(self, names: Collection[str]) -> list[nn.Parameter]:
+        """What the members with these names step on."""
+        groups = [group for name in names for group in self._groups_of(self._number(name))]
+        return [p for group in groups for p in group["params"]]
+
+    def _number(self, name: str) -> int:
+        return len(self.members) - len(self.names) + self.names.index(name)
+
+    def _groups_of(self, number: int) -> list[dict[str, Any]]:
+        first = sum(self._counts[:number])
+        return self.param_groups[first : first + self._counts[number]]
+
+
+def names_in(chosen: Optimizer) -> tuple[str, ...]:
+    """The names that a recipe gave to parts of its optimizer."""
+    return chosen.names if isinstance(chosen, Optimizers) else ()
+
+
+def stepping_only(chosen: Optimizer, names: Collection[str]) -> AbstractContextManager[None]:
+    """In this block a step is one of the named parts; of all of it if no names are given."""
+    if not names:
+        return nullcontext()
+    assert isinstance(chosen, Optimizers), "only Optimizers has names"
+    return chosen.only(names)
 
 
 def members_of(chosen: Optimizer) -> Sequence[Optimizer]:

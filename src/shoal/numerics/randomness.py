@@ -6,6 +6,10 @@ stage of a pipeline need not replay the draws of an earlier one, and a step that
 draws the same. A model without a list of blocks is one block. Draws must come from torch's
 default generator of the device; Python's `random` and numpy are not covered.
 
+A step of one's own may call parts of a model several times for one piece, and must not draw the
+same each time. There the generator is seeded once for (seed, step, piece, phase), and goes on from
+there as in plain torch; no plan that it works with starts in the middle of a model.
+
 Cost: a few microseconds per piece and block; nothing for blocks made of layers that never draw.
 """
 
@@ -80,14 +84,15 @@ def blocks_that_run(model: nn.Module) -> list[nn.Module]:
 class PieceSeeds:
     """Seeds a model's blocks for one piece after another. `close` takes the hooks off."""
 
-    def __init__(self, model: nn.Module, seed: int, device: str = "cpu"):
+    def __init__(self, model: nn.Module, seed: int, device: str = "cpu", by_block: bool = True):
+        """Without `by_block` there are no hooks: `enter` alone sets the generator."""
         self._seed = seed
         self.use(device)
         self._step, self._piece = 0, 0
         self.block = 0  # the last one that the generator was set for
         self.num_sets = 0  # how often it was set, for any block
         self._handles: list[RemovableHandle] = []
-        for index, block in enumerate(dict.fromkeys(blocks_in(model))):
+        for index, block in enumerate(dict.fromkeys(blocks_in(model)) if by_block else ()):
             if not may_draw(block):
                 continue
             self._handles += [

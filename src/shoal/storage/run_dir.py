@@ -167,6 +167,7 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
     keep: str | None = None
     checkpoints: str | None = None
     tensorboard: bool = False
+    begin_from: str | None = None
     new_data: str | None = None
     new_data_steps: Count | None = None
     new_data_missed: tuple[Count, ...] | None = None
@@ -226,7 +227,7 @@ def _refuse_unwritable(name: str, what: str) -> None:
         )
 
 
-def _stem(recipe: str) -> str:
+def stem_of(recipe: str) -> str:
     return recipe.rpartition("/")[2].replace(".py:", "-").replace(":", "-").replace(".py", "")
 
 
@@ -234,17 +235,17 @@ def _last_of(recipe: str) -> Path | None:
     """The newest runs/<recipe>-<n> in which a run began, if one did."""
     numbers = [
         int(number)
-        for found in Path("runs").glob(f"{_stem(recipe)}-*/{RUN}")
+        for found in Path("runs").glob(f"{stem_of(recipe)}-*/{RUN}")
         if (number := found.parent.name.rpartition("-")[2]).isdigit()
     ]
-    return Path("runs") / f"{_stem(recipe)}-{max(numbers)}" if numbers else None
+    return Path("runs") / f"{stem_of(recipe)}-{max(numbers)}" if numbers else None
 
 
 def _next_free(recipe: str) -> tuple[Path, list[Path]]:
     """Make runs/<recipe>-<n>, so that no two runs choose the same; and the directories made."""
     number = 1
     while True:
-        path = Path("runs") / f"{_stem(recipe)}-{number}"
+        path = Path("runs") / f"{stem_of(recipe)}-{number}"
         try:
             return path, _make(path)
         except FileExistsError:

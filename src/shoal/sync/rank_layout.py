@@ -109,6 +109,7 @@ class PlanFacts:
     # Those whose rows are on servers.
     tables: Mapping[str, "TableLookups"] = field(default_factory=dict)
     is_lazy: bool = False  # whether there are tables that take memory as rows are touched
+    phases: Sequence[str] = ()  # of the first step, by name; none of a plain one
 
     @cached_property
     def ranks(self) -> list["RankLayout"]:

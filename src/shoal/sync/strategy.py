@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.data.batches import Piece
-from shoal.data.ledger import add_marks, mark
+from shoal.data.ledger import add_marks, mark_samples
+from shoal.data.sources import Source
 from shoal.parallel.layout import LocalLayout, Slice
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.named_parts import LossPart, PartSums, pack_parts
@@ -44,9 +45,10 @@ class LocalStep:
     digest: float = 0.0  # of state that replicas hold alike, before the step (`consistency.py`)
     parts: dict[int, Mapping[str, LossPart]] = field(default_factory=dict)  # named, by piece
 
-    def count_samples(self, pieces: Sequence[Piece]) -> None:
+    def count_samples(self, pieces: Sequence[Piece], source: Source) -> None:
         """Mark and count the samples that were really loaded."""
-        self.mark = add_marks([self.mark, *(mark(piece.ids) for piece in pieces)])
+        marks = (mark_samples(source, piece.ids) for piece in pieces)
+        self.mark = add_marks([self.mark, *marks])
         self.num_samples += sum(piece.num_samples for piece in pieces)
 
     def add(

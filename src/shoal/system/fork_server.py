@@ -37,6 +37,7 @@ from shoal.system.traces import user_traceback
 
 _MOST_BYTES = 1 << 20
 _DUMP_STACK = signal.SIGURG  # ignored by a process without a handler
+LOST = "the process that ranks are forked from is gone"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -122,18 +123,15 @@ class Processes(Protocol):
 class ForkServer:
     """The parent's end of the fork server. Make it before starting any thread."""
 
-    def __init__(self, prepare: Prepare, log: Path):
-        """Fork; `prepare` runs in the child, with its output in `log`, and returns the main."""
+    def __init__(self, prepare: Prepare, log: Path, start: "Start | None" = None):
+        """`prepare` runs in the fork server, with its output in `log`, and returns the main.
+
+        `start` starts its process; by default this process is forked.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log, self._log_begin = log, log.stat().st_size if log.exists() else 0
-        _flush_output()
-        parent = os.getpid()
-        with inherit_descriptors():
-            self.pid = os.fork()
-        if self.pid == 0:
-            ours.close()
-            run_and_exit(_main, theirs, prepare, log, parent)
-        theirs.close()
+        with theirs:
+            self.pid = (start or fork_here())((ours, theirs), prepare, log)
         self._socket = ours
         self._reports = msgspec.msgpack.Decoder(Report)
         self._pids: dict[int, int] = {}
@@ -182,7 +180,7 @@ class ForkServer:
         except ConnectionResetError:  # it ended before it had read all requests
             content = b""
         if not content:
-            raise EOFError("the process that ranks are forked from is gone")
+            raise EOFError(LOST)
         report: Report = self._reports.decode(content)
         match report:
             case WorkerStarted():
@@ -207,7 +205,7 @@ class ForkServer:
     def describe_loss(self) -> str:
         """Why no more reports will come, once it has ended."""
         return (
-            f"the process that ranks are forked from is gone: it {describe_exit(self.close())} "
+            f"{LOST}: it {describe_exit(self.close())} "
             "(for want of memory, perhaps: the system's log says so then). Go on with --resume"
         )
 
@@ -270,9 +268,36 @@ def run_and_exit(main: Callable[..., int], *arguments: Any) -> NoReturn:
             os._exit(status & 0xFF)
 
 
-def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> int:
+Ends = tuple[socket.socket, socket.socket]  # of the parent, of the fork server
+Start = Callable[[Ends, Prepare, Path], int]  # returns the pid
+
+
+def fork_here(when_lost: int = signal.SIGKILL) -> Start:
+    """Fork this process, which must have no other threads.
+
+    `when_lost` is the signal that workers get when the fork server is gone.
+    """
+
+    def start(ends: Ends, prepare: Prepare, log: Path) -> int:
+        _flush_output()
+        parent = os.getpid()
+        with inherit_descriptors():
+            pid = os.fork()
+        if pid == 0:
+            ends[0].close()
+            run_and_exit(run_fork_server, ends[1], prepare, log, parent, when_lost)
+        return pid
+
+    return start
+
+
+def run_fork_server(
+    control: socket.socket, prepare: Prepare, log: Path, parent: int, when_lost: int
+) -> int:
+    """The main of the fork server. It ends with its parent, and then its workers get a signal."""
     die_with_parent(parent)
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is the parent's to handle
+    with suppress(PermissionError):  # of a process that leads a session
+        os.setpgid(0, 0)  # a terminal's Ctrl-C is the parent's to handle
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A signal to all processes of a job asks for a clean stop, which needs the ranks; the parent
     # ends this process. Not SIG_IGN: processes that a recipe starts would inherit it.
@@ -294,7 +319,7 @@ def _main(control: socket.socket, prepare: Prepare, log: Path, parent: int) -> i
     gc.collect()
     gc.freeze()  # so that a collection in a child does not touch, and so copy, every page
     control.send(msgspec.msgpack.encode(ForkServerReady(facts)))
-    return _ForkLoop(control, worker_main).serve()
+    return _ForkLoop(control, worker_main, when_lost).serve()
 
 
 def _report_failure(control: socket.socket, message: str, trace: str, exit_code: int) -> int:
@@ -334,8 +359,9 @@ def _check_forkable() -> None:
 class _ForkLoop:
     """The fork server's loop: spawn, signal and reap workers until the parent closes its end."""
 
-    def __init__(self, control: socket.socket, worker_main: WorkerMain):
+    def __init__(self, control: socket.socket, worker_main: WorkerMain, when_lost: int):
         self._control = control
+        self._when_lost = when_lost
         self._worker_main = worker_main
         self._workers: dict[int, tuple[int, int]] = {}  # number -> (pid, pidfd)
         self._requests = msgspec.msgpack.Decoder(SpawnWorker | SignalWorker)
@@ -349,7 +375,7 @@ class _ForkLoop:
             if self._control.fileno() in ready:
                 content = self._control.recv(_MOST_BYTES)
                 if not content:
-                    return 0  # the kernel kills the children with us
+                    return 0  # the kernel signals the children
                 request = self._requests.decode(content)
                 if isinstance(request, SpawnWorker):
                     self._spawn(request.spec)
@@ -369,7 +395,7 @@ class _ForkLoop:
         self._control.send(msgspec.msgpack.encode(WorkerStarted(spec.number, pid)))
 
     def _run_worker(self, spec: WorkerSpec, parent: int, mask: set[signal.Signals]) -> int:
-        die_with_parent(parent)
+        die_with_parent(parent, self._when_lost)
         for number in stop_signals()[1:]:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -22,9 +22,10 @@ _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends. Linux only."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to kill this process, or to send it another signal, when its parent ends.
+    Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 

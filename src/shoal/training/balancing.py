@@ -7,7 +7,7 @@ work does not move, only who is slow is reported, and what would let it move.
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.comm.mesh import Mesh
 from shoal.data.balance import LoadBalancer, StragglerDetector, can_balance
@@ -22,13 +22,19 @@ _SLOW = 1.5  # times as long as replicas take at the median: named when work mov
 _GRAIN = 4  # pieces a replica that are proposed, so that work can move
 
 
-def make_balancer(plan: Plan, mesh: Mesh) -> tuple[LoadBalancer | None, StragglerDetector]:
-    """Of a new mesh, whose replicas start with equal work; no Balance if work must not move."""
+class Balancing(NamedTuple):
+    """What decides on work, and what notices who is slow."""
+
+    load: LoadBalancer | None  # None if work must not move
+    pace: StragglerDetector
+
+
+def make_balancer(plan: Plan, mesh: Mesh) -> Balancing:
+    """Of a new mesh, whose replicas start with equal work."""
     if not can_balance(plan) or mesh.data.num_ranks == 1:
-        return None, StragglerDetector()
-    return LoadBalancer(
-        plan.num_pieces // plan.num_microbatches, mesh.data.num_ranks
-    ), StragglerDetector()
+        return Balancing(None, StragglerDetector())
+    num_rounds = plan.num_pieces // plan.num_microbatches
+    return Balancing(LoadBalancer(num_rounds, mesh.data.num_ranks), StragglerDetector())
 
 
 def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
@@ -39,12 +45,13 @@ def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
     taken_s = by_replica(busy_s, mesh.data.num_ranks, mesh.tensor.num_ranks)
     num_rounds = plan.num_pieces // plan.num_microbatches
     dealt = mesh.counts or [len(own) for own in shares(num_rounds, mesh.data.num_ranks)]
-    slow = trainer.pace.observe(taken_s, dealt)
+    slow = trainer.balancing.pace.observe(taken_s, dealt)
     if slow and mesh.rank == 0:
         told = {str(replica): times for replica, times in slow.items()}
         why = advice(plan, trainer.run.batch_size)
         trainer.seat.emit(SlowEvent(step=trainer.step, slow=told, advice=why))
-    move = None if trainer.balance is None else trainer.balance.observe(taken_s)
+    load = trainer.balancing.load
+    move = None if load is None else load.observe(taken_s)
     if move is None:
         return
     trainer.strategy.detach()

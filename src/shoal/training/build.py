@@ -5,7 +5,7 @@ ranks it has, and a plan that does not suit the model is refused before any of t
 """
 
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -49,7 +49,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     _refuse_compiled(plan, model)
     _lay_flat(plan, model)
     model.train()
-    seeds = PieceSeeds(model, run.seed)
+    seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
 
     def forward(step: int, piece: int) -> Any:
         inputs = batches.at(step).piece(piece).inputs
@@ -66,7 +66,9 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
 
     places = _examples(batches, plan) if plan.cuts_model else [(0, 0)]
     forwards = [partial(forward, *place) for place in places]
-    return BuiltModel(model, seeds, survey(model, plan, forwards, seeds, run.cuts))
+    found = survey(model, plan, forwards, seeds, run.cuts)
+    batches.close()  # a stream may have threads, and ranks are forked from here
+    return BuiltModel(model, seeds, found)
 
 
 def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
@@ -79,7 +81,8 @@ def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
         return [getattr(leaf, "shape", None) for leaf in inputs]
 
     steps, pieces = range(batches.steps_per_epoch), range(plan.num_pieces)
-    loaded = ((place, form) for place in product(steps, pieces) if (form := shapes(*place)))
+    places = ((step, piece) for step in steps for piece in pieces)
+    loaded = ((place, form) for place in places if (form := shapes(*place)))
     some = list(islice(loaded, 2 * plan.num_pieces))
     if not some:
         raise RecipeError(

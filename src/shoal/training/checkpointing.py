@@ -57,6 +57,7 @@ from shoal.sync.state import MemorySource, ShardedState, broadcast_bytes, first_
 from shoal.training.pretrained import InitialWeights, WeightsOverlay
 from shoal.training.rescue import rescue
 from shoal.training.run import Run
+from shoal.training.stream_state import take_stream_position, with_stream_position
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -121,8 +122,8 @@ class Checkpointer:
         world = trainer.mesh.world
         self._look_at(trainer)
         self._has_looked = False
-        if any(row[0] for row in world.all_gather_numbers([trainer.step])):
-            return
+        if any(any(row) for row in world.all_gather_numbers(trainer.progress.place)):
+            return  # also if it is only the first phase of the first step
         names = list_steps(self.store) if world.rank == 0 else []
         shared = broadcast_bytes(world, 0, msgspec.msgpack.encode(names))
         found = msgspec.msgpack.decode(shared, type=list[str])
@@ -280,6 +281,7 @@ class Checkpointer:
             return str(error).rstrip(".")
         if trainer.loop is not None:
             state = trainer.loop.to_save(trainer, state)
+        state = with_stream_position(trainer, state)
         # A forward may change buffers, and weights that no update does (a teacher's, say).
         frozen = (name for name, p in trainer.model.named_parameters() if not p.requires_grad)
         changing = {f"model.{n}" for n in (*frozen, *(n for n, _ in trainer.model.named_buffers()))}
@@ -398,6 +400,7 @@ class Checkpointer:
             trainer.strategy.load_state_dict(source, progress.step)
             if trainer.loop is not None and isinstance(source, CheckpointReader):
                 trainer.loop.restored(trainer, source)
+            take_stream_position(trainer, source)
             if progress.loss_scale and trainer.loss_scale.dynamic:
                 trainer.loss_scale.load(ScaleState(**progress.loss_scale))
         except FailedElsewhere:

@@ -6,7 +6,7 @@ is a pure function of (weights, step, piece): random state and buffers are set o
 each piece's gradient is kept apart until the tree adds them up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.tree import PieceSum, Values, total
-from shoal.data.batches import Piece
+from shoal.data.batches import Batch, Piece
 from shoal.data.split import shares
 from shoal.errors import GroupLost, ShoalError, found_in
 from shoal.numerics.precision import LossScale, PrecisionSchedule
@@ -26,8 +26,9 @@ from shoal.plans.plan import Plan
 from shoal.sync.allreduce import is_summed
 from shoal.sync.choose import wait_for_parameters
 from shoal.sync.strategy import LocalStep, Strategy
+from shoal.training.custom_step import PLAIN, Phase, refuse_independent
 from shoal.training.diagnostics import watch_first_piece
-from shoal.training.run import Objective, Run, objective
+from shoal.training.run import Objective, Run, objective, objective_of
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
 
@@ -55,7 +56,9 @@ class PieceRunner:
         self.run, self.plan, self.spread = run, plan, spread
         self.seeds, self.loss_scale = seeds, loss_scale
         self._precisions, self._step = PrecisionSchedule.parse(plan.precision), 0
-        self._is_first = True  # of this rank's pieces, which is watched
+        self.watched: set[str] = set()  # phases of which this rank's first piece was watched
+        self._known: set[tuple[str, ...]] = set()  # what phases train, and that their losses do
+        self._parameters: Mapping[str, Sequence[nn.Parameter]] = {}
         self._starts: dict[tuple[float, torch.dtype], Tensor] = {}  # what backward begins with
 
     def settle(self, mesh: Mesh, strategy: Strategy) -> None:
@@ -80,28 +83,48 @@ class PieceRunner:
         """The context of a forward, in the precision of the step."""
         return self._precisions.at(self._step).autocast(self._device_kind)
 
+    def train_apart(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """Know the parameters of each named optimizer, which a phase may be of."""
+        self._parameters = parameters
+
     @as_raised()
     def round(
-        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
+        self, batch: Batch, phase: Phase, indices: range, pieces: Sequence[Piece], tally: LocalStep
     ) -> None:
-        """Compute the pieces `indices` of a batch of `num_samples`; their losses go to `tally`."""
-        self.follow(step)
+        """Compute the pieces `indices` of a batch; their losses go to `tally`."""
+        self.follow(batch.step)
         if self.spread.pipeline is not None:
-            self._pieces.round(step, indices, pieces, num_samples, tally)
+            self._pieces.round(batch, indices, pieces, tally)
             return
         (index,), (piece,) = indices, pieces
         if not piece.num_samples:  # of a short last batch
             tally.losses.append(torch.zeros(()))
             tally.weights.append(0.0)
             return
-        self.seeds.enter(step, index)
-        looking = watch_first_piece(self.spread.model, self.plan) if self._is_first else _AS_IT_IS
-        with looking as around_forward:
+        self.seeds.enter(batch.step, index, phase.number)
+        with self.watching(phase) as around_forward:
             with around_forward, self.arithmetic():
-                goal = objective(self.run, self.spread.forward(piece.inputs), piece)
-            goal.tensor.backward(self.start(goal, piece, num_samples))
-        self._is_first = False
+                goal = self._goal(phase, piece)
+            named = [p for name in phase.of for p in self._parameters[name]]
+            inputs = [p for p in named if p.requires_grad] or None  # a callback may freeze some
+            goal.tensor.backward(self.start(goal, piece, batch.num_samples), inputs=inputs)
+        self.watched.add(phase.name)
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean, goal.parts)
+
+    def watching(self, phase: Phase) -> AbstractContextManager[AbstractContextManager[None]]:
+        """Around each of a rank's pieces: the first one of each phase is watched."""
+        if phase.name in self.watched:
+            return _AS_IT_IS
+        return watch_first_piece(self.spread.model, self.plan)
+
+    def _goal(self, phase: Phase, piece: Piece) -> Objective:
+        if phase.loss is None:
+            return objective(self.run, self.spread.forward(piece.inputs), piece)
+        goal = objective_of(phase.loss(self.spread.model, piece.inputs, piece.target), piece)
+        if (key := (phase.name, *phase.of)) not in self._known:
+            refuse_independent(goal.tensor, phase, self._parameters)
+            self._known.add(key)
+        return goal
 
     @as_raised()
     def output(self, inputs: Any) -> Any:
@@ -139,10 +162,10 @@ class _PiecesInPipeline:
         self._tied = _groups_of_tied(spread, mesh)
 
     def round(
-        self, step: int, indices: range, pieces: Sequence[Piece], num_samples: int, tally: LocalStep
+        self, batch: Batch, indices: range, pieces: Sequence[Piece], tally: LocalStep
     ) -> None:
-        runner, run = self.runner, self.runner.run
-        self._step, self._indices = step, indices
+        runner, run, num_samples = self.runner, self.runner.run, batch.num_samples
+        self._step, self._indices = batch.step, indices
         self._sums: dict[int, PieceSum] = {}
         goals: dict[int, Objective] = {}
 
@@ -154,9 +177,9 @@ class _PiecesInPipeline:
             return goal.tensor * runner.start(goal, pieces[microbatch], num_samples)
 
         assert runner.spread.pipeline is not None
-        with watch_first_piece(runner.spread.model, runner.plan) if runner._is_first else _AS_IT_IS:
+        with runner.watching(PLAIN):
             runner.spread.pipeline.run([piece.inputs for piece in pieces], loss)
-        runner._is_first = False
+        runner.watched.add(PLAIN.name)
         for microbatch in sorted(goals):
             tally.add(*goals[microbatch])
         self._hand_out()

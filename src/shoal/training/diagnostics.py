@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.mesh import Mesh
-from shoal.data.batches import Batches
+from shoal.data.batches import Batch, Batches
+from shoal.data.ledger import mark_samples
+from shoal.data.sources import Source, stream_of
 from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.numerics.compiled import compiled_in
@@ -99,6 +101,23 @@ def check_agreed(agreed: GlobalStep, plan: Plan) -> GlobalStep:
     dealt, weight = shares(plan.num_pieces, plan.num_replicas), sum(agreed.weights)
     loss = combine_losses(plan.combine, agreed.sums, agreed.weights, dealt)
     return agreed._replace(sums=[loss * weight], weights=[weight])
+
+
+def refuse_other_samples(source: Source, batch: Batch, agreed: GlobalStep, plan: Plan) -> None:
+    """Each rank reads all of a stream: what all ranks trained on must be what this one has read.
+
+    Not told where ranks know only their own marks, and after bad samples were left out; `shoal data
+    audit` reads the stream again.
+    """
+    is_told = agreed.mark is not None and agreed.num_samples == batch.num_samples
+    if stream_of(source) is None or not is_told or plan.local_steps > 1:
+        return
+    if agreed.mark != mark_samples(source, batch.ids):
+        raise RecipeError(
+            f"Step {batch.step + 1}: ranks read other samples from the stream. It must give the "
+            "same samples in the same order each time that it is opened, on every rank: seed what "
+            "it draws, and do not divide it among ranks, which Shoal does itself."
+        )
 
 
 def no_weight_error(step: int, is_share: bool = False) -> RecipeError:

@@ -6,7 +6,7 @@ steps each replica judges its pieces with its own weights. A run's `loaders` loa
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
+from shoal.data.sources import stream_of
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
@@ -22,6 +23,7 @@ from shoal.parallel.fsdp import held_parameters
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
+from shoal.training.options import WhichData
 from shoal.training.run import Run, check_evaluated, objective
 
 PIECE_SIZE = 64  # samples of one forward; fixed, so that it does not depend on the plan
@@ -45,14 +47,38 @@ class Evaluator(Protocol):
         ...
 
 
+def data_of(run: Run, which: WhichData) -> Any:
+    """What a trained model is to be measured on, or used on."""
+    if which == "train":
+        if stream_of(run.data) is not None:
+            raise UsageError(
+                "The recipe trains on a stream, of which no sample is found again. Give its Run "
+                "evaluate=a source with a length."
+            )
+        return run.data
+    if run.evaluate is None:
+        raise UsageError(
+            "The recipe has no data to evaluate on. Give its Run evaluate=a source of samples, or "
+            'add --on-data train (on_data="train") for the data that it trains on.'
+        )
+    return run.evaluate
+
+
 def measure(run: Run, runner: Evaluator, source: Any, mesh: Mesh) -> dict[str, float]:
-    """`loss`, the metrics, and the named parts of the loss. Every rank must call it."""
+    """`loss`, if the run has one, the metrics, and the named parts of the loss.
+
+    Every rank must call it.
+    """
     check_evaluated(runner.plan, source)
+    if not (names := run.judges()):
+        raise UsageError(
+            "There is nothing to measure: the run has a step of its own, and neither loss(output, "
+            "target) nor metrics, which an evaluation judges model(inputs) by."
+        )
     loading = LoadOptions(run.collate, mesh.device, run.loaders)
     pieces = pieces_in_order(source, min(PIECE_SIZE, run.batch_size), loading)
     if not len(pieces):
         raise UsageError("There is nothing to evaluate: the source has no samples.")
-    names = ["loss", *run.metrics]
     table = torch.zeros(len(pieces), len(names) + 1, 2, dtype=torch.float64)
     parts: dict[int, Mapping[str, LossPart]] = {}
     own = share(mesh.data.rank, mesh.data.num_ranks, len(pieces))
@@ -69,14 +95,16 @@ def measure(run: Run, runner: Evaluator, source: Any, mesh: Mesh) -> dict[str, f
             output = runner.output(piece.inputs)
             if output is None or turn >= len(own) or mesh.tensor.rank:
                 continue
-            with runner.arithmetic():
-                goal = objective(run, output, piece)
-            loss, weight = goal.tensor.item(), float(goal.weight)
-            table[index, 0, 0] = loss * weight if goal.is_mean else loss
-            table[index, 0, 1] = weight
-            parts[index] = goal.parts
             table[index, -1] = piece.num_samples
-            for column, (name, metric) in enumerate(run.metrics.items(), start=1):
+            if run.loss is not None:
+                with runner.arithmetic():
+                    goal = objective(run, output, piece)
+                loss, weight = goal.tensor.item(), float(goal.weight)
+                table[index, 0, 0] = loss * weight if goal.is_mean else loss
+                table[index, 0, 1] = weight
+                parts[index] = goal.parts
+            first = len(names) - len(run.metrics)
+            for column, (name, metric) in enumerate(run.metrics.items(), start=first):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
     table = mesh.world.merge(table)
@@ -99,7 +127,8 @@ def measure(run: Run, runner: Evaluator, source: Any, mesh: Mesh) -> dict[str, f
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode comes back afterwards."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    with suppress(NotImplementedError):  # of a program of torch.export, which has one mode
+        model.eval()
     try:
         with torch.no_grad():
             yield

@@ -33,7 +33,8 @@ from shoal.data.orders import (
 )
 from shoal.data.permutation import Ids
 from shoal.data.replay_order import ReplayOrder
-from shoal.data.sources import Source
+from shoal.data.sources import Source, stream_of
+from shoal.data.streams import LENGTH as STREAM_LENGTH
 from shoal.data.transforms.quarantine import Quarantined, quarantine_files
 from shoal.data.transforms.wrapped import FilteredSource, inner_sources
 from shoal.data.views import ConcatSource, View
@@ -120,10 +121,11 @@ def data_on_record(record: RunRecord) -> Source | None:
     No code of the run is loaded: a plain shuffle, and samples as they stand, are known by the name
     of the order. Which samples were left out as bad only the recipe's quarantine files tell.
     """
-    if any(line["left_out"] for line in record.steps) or record.fields.data_order is None:
+    is_untold = record.fields.data_order is None or record.num_samples == STREAM_LENGTH
+    if is_untold or any(line["left_out"] for line in record.steps):
         return None
     for order in (Shuffled(record.num_samples), Sequential(record.num_samples)):
-        if order_name(order, record.fields.seed.value) == record.fields.data_order.value:
+        if order_name(order, record.fields.seed.value) == record.fields.data_order.value:  # type: ignore[union-attr]
             return View(range(record.num_samples), order)
     return None
 
@@ -172,7 +174,13 @@ def refuse_other_marks(record: RunRecord, data: Source) -> None:
 
 
 def batches_of(record: RunRecord, data: Source) -> Batches:
-    """The batches of a run as it saw them, by number; `data` may have grown since."""
+    """The batches of a run as it saw them, by number; `data` may have grown since.
+
+    Those of a stream are its own, since their marks tell of what is in the samples.
+    """
+    if stream_of(data) is not None:
+        fields = record.fields
+        return Batches(data, batch_size=fields.batch_size.value, seed=fields.seed.value)
     return _batches(record, _order_before(record, data), _seen_before(record, data))
 
 

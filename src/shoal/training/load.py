@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.errors import UsageError, require
+from shoal.errors import BadCheckpoint, UsageError, require
 from shoal.formats.exported_program import load_program, load_weights
 from shoal.formats.open_weights import open_weights
 from shoal.formats.weights import AveragedWeights, ModelWeights, Weights
@@ -55,10 +55,7 @@ def load(
         if recipe is None:
             return _load_by_itself(path)
         model = _run_of(recipe, settings or {}).make_model()
-        found: Weights = open_weights(path).weights
-        if weights != "model":
-            found = AveragedWeights(found, weights)
-        load_weights(model, ModelWeights(found))
+        take_weights(model, path, weights)
     return model.eval()
 
 
@@ -82,6 +79,19 @@ def _as_it_was() -> Iterator[None]:
         raise
     finally:
         sys.path[:] = path
+
+
+def take_weights(model: nn.Module, path: "PathOrUrl", weights: str = "model") -> str:
+    """Copy the weights at a path or URL into a model; returns what was taken, in words."""
+    found = open_weights(path)
+    source: Weights = found.weights
+    if weights != "model":
+        source = AveragedWeights(source, weights)
+    try:
+        renamed = load_weights(model, ModelWeights(source))
+    except BadCheckpoint as bad:
+        raise BadCheckpoint(f"{found.place}: {bad}") from bad
+    return "; ".join(filter(None, (found.place, renamed)))
 
 
 def _load_by_itself(path: "PathOrUrl") -> nn.Module:

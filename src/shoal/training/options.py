@@ -25,6 +25,7 @@ SETTABLE = (
 )
 
 DEFAULT_KEEP = "last=2"  # checkpoints, if nothing else is asked for
+WhichData = Literal["evaluate", "train"]  # of a Run, to measure a trained model on
 # What a run remembers in run.json, and resumes with if it is not given again.
 REMEMBERED = (
     *("keep", "checkpoints", "tensorboard", "new_data", "replay"),

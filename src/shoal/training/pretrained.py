@@ -34,7 +34,8 @@ class InitialWeights(NamedTuple):
 
     def __str__(self) -> str:
         what = "everything" if self.everything else f"{len(self.match.source_names)} tensors"
-        begins = filter(None, (f"beginning with {what} of {self.place}", self.match.problems()))
+        notes = self.match.problems() or str(self.match.rule)
+        begins = filter(None, (f"beginning with {what} of {self.place}", notes))
         return "\n".join(filter(None, (self.told, "; ".join(begins))))
 
     def source(self, own: MemorySource) -> "CheckpointReader | WeightsOverlay":
@@ -88,6 +89,4 @@ class WeightsOverlay:
             self._own.fill(name, places)
             return
         for place in places:
-            read = torch.empty(place.tensor.shape, dtype=self._source.dtype(theirs))
-            self._source.fill_part(theirs, place._replace(tensor=read))
-            place.tensor.copy_(read)
+            self._source.fill_part(theirs, place)

@@ -14,13 +14,11 @@ import dataclasses
 import functools
 import inspect
 import platform
-import random
 import re
-import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -34,6 +32,8 @@ from shoal.comm.collectives import Group
 from shoal.comm.wire import bytes_of, digest_number, digest_of
 from shoal.data.identity import content_name
 from shoal.data.orders import order_name, order_of
+from shoal.data.sources import stream_of
+from shoal.data.transforms.randomness import drawing_from
 from shoal.errors import UsageError
 from shoal.plans.plan import Plan
 from shoal.sync.state import broadcast_bytes
@@ -117,7 +117,7 @@ def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
         f"Run.{f.name}": describe_value(getattr(run, f.name)) for f in dataclasses.fields(run)
     }
     facts |= _of_data(run) | _of_model(model) | _of_optimizer(run.make_optimizer(model))
-    for name in ("loss", "schedule", "collate", "optimizer", *run.metrics):
+    for name in ("loss", "step", "schedule", "collate", "optimizer", *run.metrics):
         used = run.metrics[name] if name in run.metrics else getattr(run, name)
         facts |= dict(_of_function(used, f"Run.{name}", _DEPTH))
     return facts
@@ -126,27 +126,17 @@ def facts_of(run: Run, plan: Plan, model: nn.Module) -> dict[str, str]:
 def _of_data(run: Run) -> dict[str, str]:
     """By its length and order, and by what can be told at once of its samples."""
     facts = {"the number of samples": str(len(run.data))}
+    last = 0 if stream_of(run.data) is not None else len(run.data) - 1
     facts["the order of samples"] = order_name(order_of(run.data), run.seed)
     if content := content_name(run.data, may_sample=False):
         return facts | {"the data": content}
-    for index in (0, len(run.data) - 1):
-        with _draws_restored(), suppress(Exception):  # a bad sample is said where it is needed
+    for index in (0, last):
+        # A look changes no draw that follows, and a bad sample is said where it is needed.
+        with drawing_from((0,)), suppress(Exception):
             first, again = (describe_value(_rounded(run.data[index])) for _ in range(2))
             if first == again:  # or it is another each time
                 facts[f"sample {index}"] = first
     return facts
-
-
-@contextmanager
-def _draws_restored() -> Iterator[None]:
-    """A sample that is looked at changes no draw that follows."""
-    numpy = sys.modules.get("numpy")
-    known = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(known[0])
-    if numpy is not None:
-        numpy.random.set_state(known[1])
 
 
 def _rounded(sample: Any) -> Any:

@@ -31,7 +31,7 @@ def load_recipe(given: str | Run | Callable[..., Any], settings: Mapping[str, st
         return _with_fields(given, settings)
     spec = given if isinstance(given, str) else _name_of(given)
     function = find_recipe(given) if isinstance(given, str) else given
-    parameters = _parameters(function, spec)
+    parameters = parameters_of(function, spec)
     _refuse_unknown(settings, [*parameters, *SETTABLE], f"neither {spec} nor a Run has it")
     own = {k: _read(k, v, parameters[k]) for k, v in settings.items() if k in parameters}
     try:
@@ -54,22 +54,22 @@ def _refuse_unknown(settings: Mapping[str, str], known: Sequence[str], why: str)
             raise UsageError(f"--set {name}: {why}. {nearest(name, known)}")
 
 
-def find_recipe(spec: str) -> Callable[..., Any]:
+def find_recipe(spec: str, what: str = "recipe") -> Callable[..., Any]:
+    """The function of `file.py:function` or `module:function`; `what` it is in messages."""
     where, colon, name = spec.rpartition(":")
     if not colon or not where:
         raise UsageError(
-            f"{spec!r} names no recipe. Write file.py:function or module:function, "
+            f"{spec!r} names no {what}. Write file.py:function or module:function, "
             f"such as {spec.rstrip(':') or 'train.py'}:small."
         )
-    module = _load_file(where, spec) if where.endswith(".py") else _import(where, spec)
+    module = _load_file(where, spec, what) if where.endswith(".py") else _import(where, spec)
     function = getattr(module, name, None)
     if function is None:
         public = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
-        raise UsageError(f"{where} has no recipe {name!r}. {nearest(name, public)}")
+        raise UsageError(f"{where} has no {what} {name!r}. {nearest(name, public)}")
     if not callable(function):
-        raise UsageError(
-            f"{spec} is a {type(function).__name__}. A recipe is a function that returns a Run."
-        )
+        kind = type(function).__name__
+        raise UsageError(f"{spec} is a {kind}. A {what} is a function.")
     found: Callable[..., Any] = function
     return found
 
@@ -103,7 +103,7 @@ def _with_fields(run: Run, settings: Mapping[str, str]) -> Run:
     return dataclasses.replace(run, **fields)
 
 
-def _parameters(function: Callable[..., Any], spec: str) -> dict[str, Any]:
+def parameters_of(function: Callable[..., Any], spec: str) -> dict[str, Any]:
     """The recipe's parameters and their types."""
     hints = _hints(function, spec) if inspect.isroutine(function) else {}
     found = {}
@@ -150,10 +150,10 @@ def _read(name: str, text: str, kind: Any) -> Any:
     raise UsageError(f"--set {name}={text}: {text!r} is not {names}, which {name} must be.")
 
 
-def _load_file(where: str, spec: str) -> types.ModuleType:
+def _load_file(where: str, spec: str, what: str) -> types.ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
-        raise UsageError(f"There is no recipe file {where}. Give a path to a Python file.")
+        raise UsageError(f"There is no {what} file {where}. Give a path to a Python file.")
     sys.path.insert(0, str(path.parent))
     name = f"recipe_{path.stem}"  # a file called copy.py must not stand in for another module
     definition = importlib.util.spec_from_file_location(name, path)

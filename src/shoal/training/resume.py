@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "evaluate_every",
     "metrics",
     "loaders",
+    "tokenizer",
     "plan",
     "cuts",
     "callbacks",

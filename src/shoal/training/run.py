@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.data.batches import Batches, LoadOptions, Piece
 from shoal.data.orders import order_of
 from shoal.data.permutation import batches_per_epoch, check_end
-from shoal.data.sources import SkipsBad, as_source
+from shoal.data.sources import SkipsBad, as_source, stream_of
 from shoal.data.validate import require_function, require_whole
 from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
@@ -45,9 +45,10 @@ class DataPlace(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Run:
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Any]  # loss(output, target): a mean, (sum, weight), or named parts
+    loss: Callable[[Any, Any], Any] | None = None  # a mean, (sum, weight), or named parts
+    step: Callable[[Any], None] | None = None  # step(batch): one of your own, instead of loss
     optimizer: Callable[[Any], torch.optim.Optimizer]  # of (name, parameter) pairs
-    data: Any  # anything with len() and indexing; a sample is (inputs, target)
+    data: Any  # anything with len() and indexing, or a stream; a sample is (inputs, target)
     batch_size: int  # of the whole job
     steps: int | None = None
     epochs: int | None = None
@@ -65,9 +66,15 @@ class Run:
     plan: str = ""
     cuts: Mapping[str, str] = field(default_factory=dict)  # of modules over `tensor`, by name
     callbacks: Sequence[Any] = ()  # objects with on_step and others, or functions of a StepInfo
+    tokenizer: Any = None  # of a language model: encode(text) to token ids, decode(ids) to text
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        given = [name for name in ("loss", "step") if getattr(self, name) is not None]
+        if not given:
+            raise UsageError(
+                "A run needs loss, a function of (output, target), or step, one of your own."
+            )
+        for name in ("model", *given, "optimizer"):
             made = name == "model" and isinstance(self.model, nn.Module)
             if made or not callable(getattr(self, name)):
                 raise UsageError(
@@ -76,6 +83,7 @@ class Run:
                 )
         if self.collate is not None:
             require_function(self.collate, "Run(collate=...)")
+            _refuse_own_seed(self.collate)
         if not isinstance(self.metrics, Mapping):
             raise UsageError(
                 f"Run.metrics is a {type(self.metrics).__name__}. It maps names to functions of "
@@ -85,14 +93,26 @@ class Run:
             require_function(self.metrics[name], f"Run(metrics={{{name!r}: ...}})")
         self._check_counts()
         check_end(self.end)
-        as_source(self.data)
+        object.__setattr__(self, "data", as_source(self.data, streams=True))
         if self.evaluate is not None and not len(as_source(self.evaluate, "evaluate")):
             raise UsageError(
                 "evaluate is empty: len(evaluate) is 0. Give at least 1 sample, or leave it out."
             )
+        for name in ("encode", "decode") if self.tokenizer is not None else ():
+            if not callable(getattr(self.tokenizer, name, None)):
+                raise UsageError(
+                    f"Run.tokenizer is a {type(self.tokenizer).__name__} without {name}(). It has "
+                    "encode(text), which gives token ids, and decode(ids), which gives text."
+                )
         if self.evaluate_every is not None and self.evaluate is None:
             raise UsageError(
                 "evaluate_every has no effect without evaluate. Give evaluate=a source of samples."
+            )
+        _refuse_on_stream(self)
+        if self.evaluate is not None and not self.measures():
+            raise UsageError(
+                "evaluate has nothing to measure. An evaluation calls model(inputs), also with a "
+                "step of your own, and loss(output, target) or metrics judge it. Give one of them."
             )
         if self.schedule is not None:
             as_schedule(self.schedule)
@@ -130,6 +150,8 @@ class Run:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
+        if (stream := stream_of(self.data)) is not None:  # passes follow without a gap
+            return self.epochs * int(stream.length) // self.batch_size
         return self.epochs * self._steps_per_epoch()
 
     def _steps_per_epoch(self) -> int:
@@ -152,8 +174,7 @@ class Run:
     def place_after(self, step: int) -> DataPlace:
         """Where in the data the run is after so many steps."""
         epoch, batch = divmod(step, self._steps_per_epoch())
-        num_samples = len(order_of(self.data))
-        of_epoch = num_samples
+        of_epoch = len(order_of(self.data))
         if self.end != "pad":
             of_epoch = self._steps_per_epoch() * self.batch_size
         return DataPlace(epoch * of_epoch + batch * self.batch_size, epoch, batch)
@@ -179,7 +200,11 @@ class Run:
 
     def measures(self) -> list[str]:
         """The names of what is measured: of each step its loss, of evaluations the metrics too."""
-        return ["loss", *(self.metrics if self.evaluate is not None else ())]
+        return ["loss"] if self.evaluate is None else self.judges()
+
+    def judges(self) -> list[str]:
+        """The names of what an evaluation measures: the loss, if there is one, and the metrics."""
+        return [*(["loss"] if self.loss is not None else []), *self.metrics]
 
     def make_schedule(self) -> Schedule | None:
         return as_schedule(self.schedule) if self.schedule is not None else None
@@ -211,6 +236,40 @@ class Run:
             )
         use_fused_kernels(optimizer, weights_of(tables_of(model).values()))
         return optimizer
+
+
+def _refuse_on_stream(run: Run) -> None:
+    """What a Run cannot have if its data is a stream."""
+    stream = stream_of(run.data)
+    if stream is None:
+        return
+    if run.steps is None and stream.length is None:
+        raise UsageError(
+            f"epochs={run.epochs} does not go with a stream whose length is not known. Give "
+            "the Run steps=, or tell the length of a pass: shoal.data.stream(data, length=...)."
+        )
+    if run.loaders:
+        raise UsageError(
+            f"loaders={run.loaders} does not go with a stream: each of them would read all of "
+            "it. Leave loaders out; what is slow for a sample belongs into shoal.data.mapped("
+            "stream, function), and then each rank does it for its own samples alone."
+        )
+    if not run.num_steps():
+        raise UsageError(
+            f"A pass of the stream has {stream.length} samples, and batch_size is "
+            f"{run.batch_size}, so no step can be made. Use a smaller batch."
+        )
+
+
+def _refuse_own_seed(collate: Callable[..., Any]) -> None:
+    """A collator of transformers may have a generator, which goes on from batch to batch."""
+    seed = getattr(collate, "seed", None)
+    if seed is not None and hasattr(collate, "create_rng"):
+        raise UsageError(
+            f"{type(collate).__name__}(seed={seed}) draws from a generator of its own, so its "
+            "draws would depend on how many batches a process has made, and with that on the plan. "
+            "Leave its seed out: what it draws then follows from the Run's seed and the samples."
+        )
 
 
 @contextmanager
@@ -250,6 +309,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
         raise PlanError(_left_out(waiting, "data"))
     _refuse_between_windows(chosen, run)
     _refuse_callbacks(chosen, run)
+    _refuse_custom_step(chosen, run)
     check_evaluated(chosen, run.evaluate)
     return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
 
@@ -281,6 +341,27 @@ def _refuse_callbacks(plan: Plan, run: Run) -> None:
                 "are at different steps, and callbacks act alike on all of them after the same "
                 f"one. Leave {key} out, or the callbacks."
             )
+
+
+def _refuse_custom_step(plan: Plan, run: Run) -> None:
+    """A step of the recipe's own calls parts of the model as it likes, and updates in phases."""
+    unfit = {
+        "tensor": (1, "runs layers as parts that it finds in the model's own forward"),
+        "pipeline": (1, "runs the model's own forward as stages"),
+        "local_steps": (1, "updates between agreements of replicas"),
+        "sync": ("allreduce", "steps on servers, once for each batch"),
+    }
+    found = {k: why for k, (usual, why) in unfit.items() if getattr(plan, k) != usual}
+    if plan.zero == 3:
+        found["zero"] = "gathers a block's parameters only while its own forward runs"
+    if "fp16" in plan.precision:
+        found["precision"] = "tries a step again when its gradient overflows"
+    for key, why in found.items() if run.step is not None else ():
+        raise PlanError(
+            f"{key}={getattr(plan, key)} does not go with a step of the recipe's own "
+            f"(Run(step=...)): it {why}, and such a step uses the model as it likes, in phases. "
+            "Use data=N, with zero=1 or zero=2, precision=bf16, pieces and recompute as you like."
+        )
 
 
 def check_evaluated(plan: Plan, source: Any) -> None:
@@ -332,7 +413,13 @@ class Objective(NamedTuple):
 
 def objective(run: Run, output: Any, piece: Piece) -> Objective:
     """Ask the run's loss and check what it says."""
-    answer, parts = _named_parts(run.loss(output, piece.target), piece)
+    assert run.loss is not None, "a plain step and an evaluation with a loss have one"
+    return objective_of(run.loss(output, piece.target), piece)
+
+
+def objective_of(given: Any, piece: Piece) -> Objective:
+    """What a loss said of a piece, checked."""
+    answer, parts = _named_parts(given, piece)
     is_mean = not isinstance(answer, tuple)
     loss, weight = (answer, float(piece.num_samples)) if is_mean else answer
     if not isinstance(loss, Tensor) or loss.dim():

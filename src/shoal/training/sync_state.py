@@ -2,9 +2,9 @@
 
 All say how far they are. The one that is furthest, the lowest rank among equals, is the leader; a
 rank that is behind takes the leader's state, in the form a checkpoint has. Survivors of a loss
-differ by one step at most, since the exchange of a step needs all of them; a newcomer is behind by
-everything. Out of lockstep each continues from its own step, a newcomer from its seat's. If all are
-new, all are at step 0 and hold the seed's weights.
+differ by one step at most, or by one phase of a step of the recipe's own, since each exchange needs
+all of them; a newcomer is behind by everything. Out of lockstep each continues from its own step, a
+newcomer from its seat's. If all are new, all are at step 0 and hold the seed's weights.
 
 Read next: `progress.py`, for what is known beside the tensors; `sync/state.py`, for these.
 """
@@ -21,6 +21,7 @@ from shoal.numerics.precision import ScaleState
 from shoal.sync.choose import current_requests
 from shoal.sync.state import MemorySource, broadcast_bytes, broadcast_state
 from shoal.training.progress import RankProgress
+from shoal.training.stream_state import take_stream_position, with_stream_position
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -44,15 +45,15 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
     """
     group, strategy, own = trainer.mesh.data, trainer.strategy, trainer.progress
     is_sure = trainer.loop is None or trainer.loop.is_sure
-    told = [own.step, len(own.evaluations), own.writes_record, strategy.newcomer_step(), is_sure]
+    told = [*own.place, len(own.evaluations), own.writes_record, strategy.newcomer_step(), is_sure]
     rows = group.all_gather_numbers(told)
-    places = [row[:2] for row in rows]
+    places = [row[:3] for row in rows]
     furthest = max(places)
-    writers = [rank for rank, row in enumerate(rows) if row[2]] or [places.index(furthest)]
+    writers = [rank for rank, row in enumerate(rows) if row[3]] or [places.index(furthest)]
     is_first = trainer.mesh.tensor.rank == trainer.mesh.pipeline.rank == 0
     writes = is_first and group.rank == writers[0]  # one in all, however models are cut
     # After the first batch, newcomers and others hold the same: the first weights.
-    served = int(min(row[3] for row in rows))
+    served = int(min(row[4] for row in rows))
     if not furthest[0] and served > 1:
         raise AllWorkersLost(
             "Every worker was lost at once, and what they held beside the servers with them.",
@@ -65,28 +66,29 @@ def sync_state(trainer: "Trainer") -> tuple[RankProgress, bool]:
     theirs = _share(trainer, leader)
     if min(places) == furthest:
         return own, False
-    if min(place[0] for place in places) == furthest[0]:  # all hold the step
+    if min(place[:2] for place in places) == furthest[:2]:  # all hold the step
         return msgspec.structs.replace(own, evaluations=theirs.evaluations), False
     faultpoint("handover.sharing", theirs.step)
-    furthest_ranks = [rank for rank, place in enumerate(places) if place[0] == furthest[0]]
+    furthest_ranks = [rank for rank, place in enumerate(places) if place[:2] == furthest[:2]]
     trainer.consistency.agree_on_state(furthest_ranks, theirs.step)
     own_state = strategy.newcomer_state()
     if trainer.loop is not None:
         own_state = trainer.loop.for_newcomer(trainer, own_state)
-    state = broadcast_state(group, leader, own_state)
+    state = broadcast_state(group, leader, with_stream_position(trainer, own_state))
     if not strategy.in_lockstep:
         return _join(trainer, own, theirs, MemorySource(state))
-    is_behind = own.step < theirs.step
-    if is_behind:
+    if own.place < theirs.place:
         strategy.join(MemorySource(state), theirs.step)
+        take_stream_position(trainer, MemorySource(state))
         if trainer.loop is not None:
             trainer.loop.join(trainer, MemorySource(state))
-    return msgspec.structs.replace(theirs, writes_record=writes, served=served), is_behind
+    took_over = own.step < theirs.step  # not if it was behind by a phase of a step
+    return msgspec.structs.replace(theirs, writes_record=writes, served=served), took_over
 
 
 def _leader(rows: list[list[float]], furthest: list[float]) -> int:
     """The lowest rank of those that are furthest and hold what a script's loop made of it."""
-    able = [rank for rank, row in enumerate(rows) if row[:2] == furthest and row[4]]
+    able = [rank for rank, row in enumerate(rows) if row[:3] == furthest and row[5]]
     if not able:
         raise ShoalError(
             f"Every rank that had run the script's loop after step {int(furthest[0])} was lost, "
@@ -104,6 +106,7 @@ def _join(
     if is_new:
         step = trainer.strategy.newcomer_step()
         trainer.strategy.join(state, step)
+        take_stream_position(trainer, state)
         info = None if theirs.last_info is None else theirs.last_info._replace(step=step)
         own = msgspec.structs.replace(own, step=step, last_info=info)
     if is_new and own.step > theirs.step:

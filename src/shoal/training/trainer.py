@@ -6,48 +6,36 @@ in the seat; what can break is caught in one place, `regroup`. Everything a step
 function of its number (samples, random state, learning rate), so a step that failed is simply
 done again.
 
-Read next: `sync/allreduce.py` for how ranks agree, `sync_state.py` for how a newcomer catches up.
+Read next: `step_attempt.py` for what a step is made of, `sync/allreduce.py` for how ranks agree,
+`sync_state.py` for how a newcomer catches up.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from time import perf_counter
 from typing import Any, Self
 
 from torch import Tensor
 
 from shoal.checkpoint.export import canonical_tensors, gather_model
-from shoal.comm.mesh import Axes, Check, Mesh, RankRequests, Seat, accept
-from shoal.errors import AgreementLost, GroupLost, UsageError
-from shoal.events.meters import split_times
+from shoal.comm.mesh import Axes, Check, Mesh, Seat, accept
+from shoal.errors import GroupLost, UsageError
 from shoal.events.step import Hook, StepInfo
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
-from shoal.numerics.norms import clip_factor
 from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
-from shoal.sync.choose import late_mark, make_strategy, served_tables
+from shoal.sync.choose import make_strategy, served_tables
 from shoal.sync.consistency import Consistency
-from shoal.sync.named_parts import means
-from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.system.memory import give_back_freed_memory
-from shoal.system.processes import WORK
 from shoal.training.balancing import make_balancer, rebalance
 from shoal.training.build import BuiltModel, build_model
 from shoal.training.callbacks import CallbackRunner, plain_hooks
 from shoal.training.checkpointing import Checkpointer, NoCheckpoints
 from shoal.training.compute import PieceRunner
 from shoal.training.controls import TrainerControl
-from shoal.training.diagnostics import (
-    check_agreed,
-    no_weight_error,
-    not_finite_error,
-    ranks_that_computed,
-    weights_are_finite,
-)
+from shoal.training.diagnostics import not_finite_error, weights_are_finite
 from shoal.training.evaluate import measure, swapped_weights
 from shoal.training.loop_state import LoopState
 from shoal.training.own_loop import CustomLoop, LoopAction
@@ -55,6 +43,7 @@ from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
 from shoal.training.resizing import pause_for_resize, plan_in
 from shoal.training.run import Run, call_model, make_batches
+from shoal.training.step_attempt import Phases, StepAttempt
 from shoal.training.sync_state import sync_state
 
 
@@ -71,18 +60,22 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         checkpointer: Checkpointer | NoCheckpoints | None = None,
         loop: CustomLoop | None = None,
+        num_steps: int | None = None,
     ):
-        """`loop` is for a script's own, which acts between steps, or that of callbacks."""
+        """`loop` is for a script's own, which acts between steps, or that of callbacks. `num_steps`
+        is the run's by default; with 0 there is a group that holds the state, to evaluate it, and
+        no step."""
         self.run, self.plan, self.seat = run, plan, seat
         self.checkpointer = checkpointer or NoCheckpoints()
         self.hooks = [*plain_hooks(run), *hooks]
         self.built = build_model(run, plan) if built is None else built
         self.model = self.built.model
-        self.num_steps, self.schedule = run.num_steps(), run.make_schedule()
+        self.num_steps = run.num_steps() if num_steps is None else num_steps
+        self.schedule = run.make_schedule()
         self.callbacks = CallbackRunner(run, TrainerControl(self))
         self.loop = loop or (CustomLoop(recovers=False) if self.callbacks else None)
         self.state = LoopState.of(self.callbacks)  # that the loop keeps
-        self.strategy = make_strategy(plan, self.num_steps, run.meets_after)
+        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after)
         self.consistency = Consistency(run.check_every, seat.emit)
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         self._num_heard = 0  # answers that this rank's caller has
@@ -131,6 +124,7 @@ class Trainer:
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
         self.optimizer = self.run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
+        self.phases = Phases(self.optimizer)
         if self.plan.offload == "optimizer":
             offload_state(self.optimizer, self.mesh.device)
         self.spread = ParallelModel(
@@ -139,6 +133,7 @@ class Trainer:
         seeds = self.built.seeds
         seeds.use(self.mesh.device)
         self.runner = PieceRunner(self.run, self.plan, self.spread, seeds, self.loss_scale)
+        self.runner.train_apart(self.phases.parameters)
         self.model.train()
         if self.loop is not None:
             self.loop.watch(self.model)
@@ -256,9 +251,11 @@ class Trainer:
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
         self._follow_size(mesh)
-        self.balance, self.pace = make_balancer(self.plan, mesh)
+        self.balancing = make_balancer(self.plan, mesh)
         self._is_fresh = False  # whether the last step is one that all commit in this group
         self.take_place(mesh)
+        if self.run.step is not None:
+            self.phases.settle(mesh)
         self.progress, took_over = sync_state(self)
         if took_over:
             self._unseen, self._num_heard = self.last_info, 0
@@ -284,38 +281,12 @@ class Trainer:
         return not at.ended
 
     def _try_step(self) -> None:
-        """Do the next step, or find that it must be tried again: with a smaller loss scale, say."""
+        """Make the next step, or find that it must be tried again."""
         faultpoint("step.begin", self.step)
-        self.consistency.begin(self.step)
-        started, sent_before = perf_counter(), self.mesh.bytes_sent
-        batch, tally = self.batches.at(self.step), LocalStep(asked=self._asked())
-        data_s, rounds = 0.0, self.runner.rounds
-        for number, indices in enumerate(rounds):
-            asked = perf_counter()
-            pieces = [batch.piece(index) for index in indices]
-            data_s += perf_counter() - asked
-            tally.count_samples(pieces)
-            WORK.done += 1
-            with self.strategy.microbatch(number == 0, number == len(rounds) - 1):
-                self.runner.round(self.step, indices, pieces, batch.num_samples, tally)
-        faultpoint("step.computed", self.step)
-        tally.busy_s = perf_counter() - started
-        tally.digest = self.consistency.digest(self.step)
-        asked_in, exchange = self.mesh, self.strategy.exchange
-        agreed = check_agreed(exchange(tally, self.run.clip is not None), self.plan)
-        exchanged = perf_counter()
-        faultpoint("step.exchanged", self.step)
-        if self.consistency.verify(agreed.digests, self.step):
-            return  # what the step was computed with was corrupted here or elsewhere
-        norm = self._update(agreed, batch.num_samples if agreed.is_mean else 1.0)
-        if norm is None:
-            if not self.loss_scale.overflow():
-                known = self.strategy.in_lockstep  # and so every rank finds the same
-                who = ranks_that_computed(agreed, self.plan, self.mesh) if known else ()
-                raise not_finite_error(self.batches, batch.step, agreed, self.model, who)
+        made = StepAttempt(self).make()
+        if made is None:
             return
-        self.loss_scale.good_step()
-        self.progress.step += 1  # committed
+        self.progress.step, self.progress.phases = self.step + 1, []  # committed
         self.progress.evaluations, self._num_heard = [], 0
         self._is_fresh = self.progress.served < self.step
         if self.loop is not None:
@@ -323,56 +294,12 @@ class Trainer:
         self.consistency.end(self.step, self.run.meets_after(self.step))
         faultpoint("step.committed", self.step)
         if self.step == self.num_steps and not weights_are_finite(self.model):
-            raise not_finite_error(self.batches, batch.step, agreed, self.model)
-        busy_s = tally.busy_s - data_s + perf_counter() - exchanged
-        exchange_s = exchanged - started - tally.busy_s
-        times = split_times(data_s, busy_s, exchange_s, agreed.busy_s, self.mesh.rank)
-        self.progress.stopped = agreed.asked.stop
-        self.progress.pauses = agreed.asked.meet and self.mesh is asked_in
-        rate, sent = float(self.optimizer.param_groups[0]["lr"]), self.mesh.bytes_sent - sent_before
-        shown = None if agreed.norm is None else norm
-        mark = late_mark(self.strategy) if agreed.mark is None else agreed.mark
-        out = 0 if agreed.num_samples is None else batch.num_samples - agreed.num_samples
-        self._unseen = self.progress.last_info = StepInfo(
-            self.step, agreed.loss, batch.num_samples, rate, shown, times, sent, mark, out
-        )._replace(ranks=tuple(agreed.busy_s), parts=means(agreed.parts))
-        rebalance(self, agreed.busy_s)
-
-    def _update(self, agreed: GlobalStep, unit: float) -> float | None:
-        """Step, and return the gradient's norm before clipping; None if all is not finite.
-
-        A gradient that is neither clipped nor loss-scaled is not looked through for that: it shows
-        in the next loss, or in the last weights, and its step is the one that is blamed.
-        """
-        if agreed.num_samples == 0:  # quarantine left them all out, and every rank knows it
-            self.strategy.buffers.restore()
-            return 0.0
-        if not agreed.weight:
-            raise no_weight_error(self.step, is_share=agreed.num_samples is None)
-        scale = unit / (agreed.weight * self.loss_scale.value)
-        norm = (agreed.norm or 0.0) * scale
-        if not math.isfinite(agreed.loss) or not math.isfinite(norm):
-            return None
-        if self.schedule is not None:
-            schedules.apply(self.optimizer, self.schedule(self.step, self.num_steps))
-        if self.run.clip is not None:
-            scale *= clip_factor(norm, self.run.clip)
-        self.checkpointer.await_copy()
-        return norm if self._step_until_agreed(scale) else None
-
-    def _step_until_agreed(self, scale: float) -> bool:
-        """`Strategy.update`, in as many groups as it takes once the step is made on this rank."""
-        while True:
-            try:
-                return self.strategy.update(scale, check=self.loss_scale.dynamic)
-            except AgreementLost as lost:
-                self.regroup(lost)
-
-    def _asked(self) -> RankRequests:
-        asked = self.seat.asked()
-        if self.loop is not None and self.loop.wants_stop:
-            asked = asked._replace(stop=True)
-        return asked
+            raise not_finite_error(self.batches, self.step - 1, made.agreed, self.model)
+        self.progress.stopped = made.asked.stop
+        self.progress.pauses = made.asked.meet and self.mesh is made.asked_in
+        self._unseen = self.progress.last_info = made.info
+        if made.busy_s:
+            rebalance(self, made.busy_s)
 
     def _leave(self) -> None:
         """The caller has left its loop before the end, as all must."""

@@ -1,7 +1,7 @@
 """Messages for the way that a run was asked for: options of the command as arguments of Python.
 
-Messages name options as `shoal train` has them. Who calls `shoal.train` reads `run_dir=DIR` where a
-shell reads `--run-dir DIR`.
+Messages name options as `shoal train` and `shoal tune` have them. Who calls `shoal.train` reads
+`run_dir=DIR` where a shell reads `--run-dir DIR`.
 """
 
 import re
@@ -16,6 +16,8 @@ _NAMES = {
     "join-timeout": "join_timeout_s",
     **{name: name for name in ("plan", "ranks", "checkpoints", "keep", "take", "replay")},
     **{name: name for name in ("spares", "listen", "on")},
+    **{name: name for name in ("space", "trials", "metric", "sampler", "pruner", "parallel")},
+    "storage": "storage",
     "new-data": "new_data",
     "run-dir": "run_dir",
 }

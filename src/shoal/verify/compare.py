@@ -27,6 +27,7 @@ from shoal.plans.plan import Plan
 from shoal.training.run import Run
 from shoal.verify import reference
 from shoal.verify.plan_checks import describe_uncut, find_violation, held_share, uncut_parameters
+from shoal.verify.reference import gradient_key
 from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, largest_finite
 
 PATIENCE_S = 120.0
@@ -125,6 +126,7 @@ class StepRecord:
         self.loss = content.pop("loss")
         self.bytes_sent = int(content.pop("bytes_sent"))
         self.num_stepped = int(content.pop("stepped"))  # elements the optimizer steps on
+        self.answers: list[float] = content.pop("answers", torch.zeros(0)).tolist()  # of phases
         # Out of lockstep: the versions that were pulled, made by the step's push, pulled next.
         trace: list[list[int]] = content.pop("trace", torch.zeros(3, 0)).tolist()
         self.pulled, self.applied, self.next = trace
@@ -165,7 +167,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
                 verdict.held_share = held_share(steps, shapes)
                 verdict.left_whole = describe_uncut(plan, shapes, whole)
                 speaks = timetable.speaks(step)
-                idle = shapes.keys() - snapshots[0].gradients.keys()
+                idle = shapes.keys() - stepped_on(snapshots[0])
                 broken = find_violation(plan, steps, shapes, speaks, idle, whole)
                 verdict.complaint = f"at step {step} {broken}" if broken else ""
             verdict.allowed = TOLERANCE[precisions.at(step - 1)]
@@ -215,20 +217,32 @@ class StepComparison:
             if not (math.isnan(own.loss) and recorded.loss.isnan()):  # no samples
                 place = TensorLocation(self.step, rank, "loss", "")
                 yield place, whole_box(recorded.loss.shape), recorded.loss
-        for name, weight in own.weights.items():
-            yield from self._gradient(name, weight, own.gradients.get(name))
+        self._refuse_other_phases(own)
+        for phase in range(own.num_phases):
+            for name, weight in own.weights.items():
+                yield from self._gradient(name, gradient_key(name, phase), weight, own.gradients)
         for name, weight in own.weights.items():
             yield from self._held("weight", name, weight)
         for name, buffer in own.buffers.items():
             yield from self._held("buffer", name, buffer)
 
-    def _gradient(
-        self, name: str, weight: Tensor, gradient: Tensor | None
-    ) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
-        covered = torch.zeros(weight.shape, dtype=torch.bool)
+    def _refuse_other_phases(self, own: reference.ReplicaState) -> None:
+        """Gradients of phases that the reference did not make are a divergence."""
+        known = {gradient_key(n, phase) for n in own.weights for phase in range(own.num_phases)}
         for rank, recorded in self.ranks.items():
-            place = TensorLocation(self.step, rank, "gradient", name)
-            parts = recorded.parts("gradient", name)
+            for key in recorded.names("gradient"):
+                if key not in known:
+                    place = TensorLocation(self.step, rank, "gradient", key)
+                    _diverge(self.verdict, place, math.inf)
+                    return
+
+    def _gradient(
+        self, name: str, key: str, weight: Tensor, gradients: Mapping[str, Tensor]
+    ) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
+        covered, gradient = torch.zeros(weight.shape, dtype=torch.bool), gradients.get(key)
+        for rank, recorded in self.ranks.items():
+            place = TensorLocation(self.step, rank, "gradient", key)
+            parts = recorded.parts("gradient", key)
             expected = gradient is not None and recorded.parts("held", name)
             if self.plan.zero in (1, 2) or self.plan.num_servers:  # its parts are not the weight's
                 expected = gradient is not None and parts
@@ -239,7 +253,7 @@ class StepComparison:
                 block.of(covered).fill_(True)
                 yield place, block, theirs
         if gradient is not None and not bool(covered.all()):
-            self._miss(f"gradient of {name}")
+            self._miss(f"gradient of {key}")
 
     def _held(
         self, what: str, name: str, whole: Tensor
@@ -256,6 +270,12 @@ class StepComparison:
     def _miss(self, what: str) -> None:
         if not self.verdict.complaint:
             self.verdict.complaint = f"at step {self.step} no rank holds all of the {what}"
+
+
+def stepped_on(own: reference.ReplicaState) -> set[str]:
+    """The parameters that had a gradient, in any phase of the step."""
+    phases = range(own.num_phases)
+    return {n for n in own.weights if any(gradient_key(n, k) in own.gradients for k in phases)}
 
 
 def reference_tensor(own: reference.ReplicaState, place: TensorLocation) -> Tensor:
@@ -287,9 +307,11 @@ class RoundingJudge:
     ) -> None:
         """Do the step from the plan's last state, compare, and copy the plan's new state."""
         self._theirs = [assemble_tensors(ranks.values(), "gradient") for ranks in replicas]
+        for follower, ranks in zip(self.followers, replicas):
+            follower.follow(next(iter(ranks.values())).answers)
         snapshots = next(self._steps)
         for follower, ranks, own in zip(self.followers, replicas, snapshots, strict=True):
-            own = own._replace(gradients=follower.gradients)
+            own = own._replace(gradients=reference.by_key(follower.gradients))
             for place, block, theirs in StepComparison(verdict, self.plan, step, ranks).parts(own):
                 if verdict.passed:
                     self._judge(

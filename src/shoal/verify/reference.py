@@ -8,7 +8,7 @@ plain torch. How pieces and replicas are combined is written a second time, on p
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,14 @@ from shoal.errors import NotFinite
 from shoal.numerics import schedules
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_of
+from shoal.numerics.optimizers import names_in, stepping_only
 from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.plans.plan import Plan
+from shoal.training.custom_step import PLAIN, Phase, StepBatch, parameters_by_name, total_of
 from shoal.training.diagnostics import no_weight_error
-from shoal.training.run import Run, call_model, make_batches, objective
+from shoal.training.progress import PhaseResult
+from shoal.training.run import Run, call_model, make_batches, objective, objective_of
 from shoal.verify.reference_loop import ReferenceLoop
 from shoal.verify.reference_outer import (
     ReferenceOuter,
@@ -41,9 +44,27 @@ class ReplicaState(NamedTuple):
     """A replica after a step."""
 
     loss: float
-    gradients: Mapping[str, Tensor]  # as the optimizer saw them
+    gradients: Mapping[str, Tensor]  # as the optimizer saw them, by `gradient_key`
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    num_phases: int = 1
+
+
+class PieceLoss(NamedTuple):
+    """`unit` is what the weight of all is divided by: samples if losses are means."""
+
+    sum: float
+    weight: float
+    unit: float
+
+
+def gradient_key(name: str, phase: int) -> str:
+    """What the gradient of a parameter is called, in a phase of a step."""
+    return f"{name} (phase {phase + 1})" if phase else name
+
+
+def by_key(phases: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {gradient_key(n, k): g for k, phase in enumerate(phases) for n, g in phase.items()}
 
 
 def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]]:
@@ -78,15 +99,16 @@ class Replica:
     """A model, its optimizer, and its pieces of each batch."""
 
     def __init__(self, run: Run, plan: Plan, pieces: range):
-        self.run, self.pieces, self.model = run, pieces, run.make_model().train()
+        self.run, self.plan, self.pieces = run, plan, pieces
+        self.model = run.make_model().train()
         self.optimizer = run.make_optimizer(self.model)
         schedules.remember_rates(self.optimizer)
-        self.seeds, self.buffers = PieceSeeds(self.model, run.seed), PieceBuffers(self.model)
+        self.seeds = PieceSeeds(self.model, run.seed, by_block=run.step is None)
+        self.buffers = PieceBuffers(self.model)
         self.precisions = PrecisionSchedule.parse(plan.precision)
         self.precision, self.loss_scale = self.precisions.at(0), LossScale(plan.precision)
         self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-        self.rule, self.is_share = plan.combine, len(pieces) < plan.num_pieces
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
         pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
@@ -96,19 +118,45 @@ class Replica:
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; returns the sum of its loss, and its weight."""
         self.precision = self.precisions.at(batch.step)
+        self.gradients: list[dict[str, Tensor]] = []  # by phase, as the optimizer saw them
+        if self.run.step is None:
+            return self.phase(batch, PLAIN)
+        results: list[PhaseResult] = []
+
+        def minimize(phase: Phase) -> float:
+            loss, weight = self.phase(batch, phase)
+            results.append(PhaseResult(phase.name, loss / weight))
+            return self.answer(phase, loss / weight)
+
+        calls = StepBatch(batch.step, names_in(self.optimizer), (), minimize)
+        self.run.step(calls)
+        calls.end()
+        return total_of(results), 1.0
+
+    def answer(self, phase: Phase, loss: float) -> float:
+        """What the step function hears of a phase, and may decide by."""
+        return loss
+
+    def phase(self, batch: Batch, phase: Phase) -> tuple[float, float]:
+        """Do one phase; the same of it. A plain step is one."""
+        self.gradients.append({})
         while True:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
-            self.losses: list[tuple[float, float]] = []  # sum and weight, by piece
+            self.losses: list[PieceLoss] = []
             self.parts: dict[int, Any] = {}  # named, of the loss, by piece
-            sums = self.combined(functools.partial(self.piece, batch))
+            sums = self.combined(functools.partial(self.piece, batch, phase))
             if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
                 return math.nan, 1.0
-            loss, weight = total_loss(self.losses, self.shares, self.rule)
+            pairs = [(one.sum, one.weight) for one in self.losses]
+            loss, weight = total_loss(pairs, self.shares, self.plan.combine)
             if not weight:
-                raise no_weight_error(batch.step, is_share=self.is_share)
-            scale = self.unit / (weight * self.loss_scale.value)
-            if math.isfinite(loss) and self.update(batch.step, sums, scale):
+                is_share = len(self.pieces) < self.plan.num_pieces
+                raise no_weight_error(batch.step, is_share=is_share)
+            scale = self.losses[-1].unit / (weight * self.loss_scale.value)
+            with stepping_only(self.optimizer, phase.of):
+                is_made = math.isfinite(loss) and self.update(batch.step, sums, scale)
+            if is_made:
                 self.loss_scale.good_step()
                 return loss, weight
             if not self.loss_scale.overflow():
@@ -116,27 +164,35 @@ class Replica:
 
     def combined(self, piece: Callable[[int], Values]) -> Values:
         """The sum of the pieces, or the `combine` rule of the plan over replicas."""
-        if self.rule == "mean":
+        rule = self.plan.combine
+        if rule == "mean":
             return tree_sum(piece, self.pieces, self.arrived)
         of_shares = functools.partial(tree_sum, piece)
-        return combine_gradients(of_shares, self.shares, len(self.parameters), self.rule)
+        return combine_gradients(of_shares, self.shares, len(self.parameters), rule)
 
-    def piece(self, batch: Batch, index: int) -> Values:
+    def piece(self, batch: Batch, phase: Phase, index: int) -> Values:
         """Compute one piece: its gradients, then the buffers that it changed."""
         self.buffers.restore()
         self.model.zero_grad()
         piece = batch.piece(index)
         if piece.num_samples:
-            self.seeds.enter(batch.step, index)
+            self.seeds.enter(batch.step, index, phase.number)
             with self.precision.autocast("cpu"):
-                goal = objective(self.run, call_model(self.model, piece.inputs), piece)
+                if phase.loss is None:
+                    goal = objective(self.run, call_model(self.model, piece.inputs), piece)
+                else:
+                    answer = phase.loss(self.model, piece.inputs, piece.target)
+                    goal = objective_of(answer, piece)
             # A mean counts by its share of the batch; a sum is divided once, at the end.
-            self.unit = batch.num_samples if goal.is_mean else 1.0
             part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
-            goal.tensor.backward(goal.tensor.new_tensor(part * self.loss_scale.value))
-            weight = float(goal.weight)
+            named = parameters_by_name(self.optimizer)
+            trained = [p for n in phase.of for p in named[n] if p.requires_grad] or None
+            start = goal.tensor.new_tensor(part * self.loss_scale.value)
+            goal.tensor.backward(start, inputs=trained)
+            weight, loss = float(goal.weight), goal.tensor.item()
+            sum_, unit = (loss * weight, batch.num_samples) if goal.is_mean else (loss, 1.0)
             self.parts[index] = goal.parts
-            self.losses.append((goal.tensor.item() * (weight if goal.is_mean else 1.0), weight))
+            self.losses.append(PieceLoss(sum_, weight, unit))
         values = self.buffers.end_piece()
         self.changes = [n + (v is not None) for n, v in zip(self.changes, values, strict=True)]
         return [*map(coalesced, (p.grad for p in self.parameters)), *values]
@@ -156,6 +212,7 @@ class Replica:
         if (schedule := self.run.make_schedule()) is not None:
             schedules.apply(self.optimizer, schedule(step, self.run.num_steps()))
         self.optimizer.step()
+        self.note_gradients()
         pairs = zip(buffers, self.changes, strict=True)
         self.buffers.commit([None if sum_ is None else sum_ / n for sum_, n in pairs])
         return True
@@ -163,7 +220,11 @@ class Replica:
     def tensors(self, with_weights: bool) -> list[Tensor]:
         return [*(self.model.parameters() if with_weights else ()), *self.model.buffers()]
 
+    def note_gradients(self) -> None:
+        """As the optimizer saw them in the phase that is being made."""
+        named = self.model.named_parameters()
+        self.gradients[-1].update((n, p.grad.to_dense()) for n, p in named if p.grad is not None)
+
     def snapshot(self, loss: float) -> ReplicaState:
-        named = dict(self.model.named_parameters())
-        gradients = {n: p.grad.to_dense() for n, p in named.items() if p.grad is not None}
-        return ReplicaState(loss, gradients, named, dict(self.model.named_buffers()))
+        named, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        return ReplicaState(loss, by_key(self.gradients), named, buffers, len(self.gradients))

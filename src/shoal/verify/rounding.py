@@ -3,7 +3,8 @@
 A model may amplify its last bits without bound (a ReLU that flips, a route that changes, Adam on a
 gradient that is noise), so two correct runs may end far apart. A single step cannot. A `Follower`
 has the plan's state and does the step as one process would; a `PerturbedReplica` does it with every
-weight moved by an ulp. How far the loss, gradients and buffers of the two differ is the model's own
+weight moved by an ulp. Of a step in several phases each is done from where the follower began it.
+How far the loss, gradients and buffers of the two differ is the model's own
 rounding, tensor by tensor; a plan may differ by a small multiple of it, since a long sum in another
 order is off by more than the last bit of its terms. Then the follower's optimizer steps on the
 plan's own gradients: nothing amplifies a difference any more, so the weights must agree up to their
@@ -14,7 +15,7 @@ difference looks like an error, since few perturbed replicas flip where the plan
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ from shoal.errors import NotFinite
 from shoal.numerics.norms import gradient_norm, values_of
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
+from shoal.training.custom_step import Phase
 from shoal.training.run import Run
-from shoal.verify.reference import Replica
+from shoal.verify.reference import Replica, by_key, gradient_key
 
 # How many times the model's own rounding a plan may differ by; 16 bits are summed in 32.
 TOLERANCE = {Precision.FP32: 32, Precision.BF16: 4, Precision.FP16: 4}
@@ -46,20 +48,31 @@ class RecordingReplica(Replica):
 
     def __init__(self, run: Run, plan: Plan, pieces: range):
         super().__init__(run, plan, pieces)
-        self.gradients: dict[str, Tensor] = {}  # its own
+        self.gradients = []  # its own
         self.made: dict[Key, Tensor] = {}  # of a step: loss, gradients, buffers
+        self.answers: Sequence[float] = ()  # of the plan's phases, so that a step decides alike
         self.optimize: Callable[[], object] = self.optimizer.step
         self.optimizer.step = self._keep_and_step  # type: ignore[method-assign, assignment]
 
     def _keep_and_step(self) -> None:
-        named = self.model.named_parameters()
-        self.gradients = {n: p.grad.to_dense().clone() for n, p in named if p.grad is not None}
+        super().note_gradients()
+        self.gradients[-1] = {n: gradient.clone() for n, gradient in self.gradients[-1].items()}
         self.optimize()
+
+    def follow(self, answers: Sequence[float]) -> None:
+        """Answer in the next step as the plan's phases did."""
+        self.answers = answers
+
+    def answer(self, phase: Phase, loss: float) -> float:
+        return self.answers[phase.number] if phase.number < len(self.answers) else loss
+
+    def note_gradients(self) -> None:
+        """They were noted before the step, which may be one on others."""
 
     def step(self, batch: Batch) -> tuple[float, float]:
         loss, weight = super().step(batch)
         self.made = {("loss", ""): torch.tensor([loss / weight], dtype=torch.float64)}
-        self.made |= {("gradient", name): gradient for name, gradient in self.gradients.items()}
+        self.made |= {("gradient", key): g for key, g in by_key(self.gradients).items()}
         self.made |= {("buffer", n): b.detach().clone() for n, b in self.model.named_buffers()}
         return loss, weight
 
@@ -86,16 +99,23 @@ class PerturbedReplica(RecordingReplica):
         self.optimize = lambda: None
 
     def try_step(
-        self, batch: Batch, state: ModelState, num_ulps: int, seed: int
+        self, batch: Batch, states: Sequence[ModelState], num_ulps: int, seed: int
     ) -> dict[Key, Tensor]:
-        """Its loss, gradients and buffers; empty if they are not finite."""
-        self.put(state)
-        perturb(self.model, self.precision, num_ulps, seed)
+        """Its loss, gradients and buffers from these states, one for each phase; empty if they are
+        not finite."""
+        self._states, self._move = states, (num_ulps, seed)
         try:
             self.step(batch)
         except NotFinite:
             return {}
         return self.made
+
+    def phase(self, batch: Batch, phase: Phase) -> tuple[float, float]:
+        if phase.number >= len(self._states):
+            raise NotFinite("moved weights led to other phases")
+        self.put(self._states[phase.number])
+        perturb(self.model, self.precision, *self._move)
+        return super().phase(batch, phase)
 
 
 class Follower(RecordingReplica):
@@ -113,15 +133,21 @@ class Follower(RecordingReplica):
         self._twin: PerturbedReplica | None = None
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        self._batch, self._before, self._num_twins = batch, self.state(), 0
+        self._batch, self._num_twins = batch, 0
+        self._before: list[ModelState] = []  # by phase
         self._spread: dict[Key, float] = {}
         return super().step(batch)
+
+    def phase(self, batch: Batch, phase: Phase) -> tuple[float, float]:
+        self._before.append(self.state())
+        return super().phase(batch, phase)
 
     def _step_on_theirs(self) -> None:
         theirs = self._theirs()
         for name, p in self.model.named_parameters():
-            if p.grad is not None and name in theirs:
-                rows = theirs[name][p.grad.indices()[0]] if p.grad.is_sparse else theirs[name]
+            key = gradient_key(name, len(self.gradients) - 1)
+            if p.grad is not None and key in theirs:
+                rows = theirs[key][p.grad.indices()[0]] if p.grad.is_sparse else theirs[key]
                 values_of(p.grad).copy_(rows)
         self._plain()
 
@@ -137,11 +163,12 @@ class Follower(RecordingReplica):
         perturbed replica."""
         kind, name = key
         if kind == "weight":  # no rounding if it was not stepped on
-            yield largest_finite(own) * torch.finfo(own.dtype).eps * (name in self.gradients)
+            num_steps = sum(name in of_phase for of_phase in self.gradients)
+            yield largest_finite(own) * torch.finfo(own.dtype).eps * num_steps
             return
         bits = last_bits(kind, own, self.parameters, self.precision)
         if kind == "gradient" and not bits:
-            bits = FAINT * ulp(own, self.precision) * gradient_norm(self.gradients.values())
+            bits = FAINT * ulp(own, self.precision) * gradient_norm(by_key(self.gradients).values())
         if not self._num_twins:
             self._meet_twin()
         yield bits + self._spread.get(key, 0.0)
@@ -159,6 +186,7 @@ class Follower(RecordingReplica):
         num_ulps = TOLERANCE[self.precision] // 2 if self._num_twins else 1
         self._num_twins += 1
         seed = 1000 * self._batch.step + self._num_twins
+        self._twin.follow(self.answers)
         made = self._twin.try_step(self._batch, self._before, num_ulps, seed)
         for key in made.keys() & self.made.keys():
             spread = largest_difference(made[key], self.made[key]) / num_ulps

@@ -21,11 +21,12 @@ from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
 from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
-from shoal.errors import PlanError, ShoalError
+from shoal.errors import PlanError
 from shoal.events.events import OnEvent
 from shoal.events.step import StepInfo
-from shoal.launch.supervised import run_supervised
+from shoal.launch.supervised import RunFailed, run_supervised, why_it_ended
 from shoal.numerics.reserved import ReservedParameter
+from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
@@ -43,19 +44,12 @@ from shoal.verify.compare import (
     name_slices,
     step_path,
 )
+from shoal.verify.reference import gradient_key
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
 STOP_S = 5.0  # for ranks to stop: they have nothing to save
 AHEAD = 4  # steps that a rank may be ahead of the comparison
-
-
-class RunFailed(ShoalError):
-    """The plan's run failed before a difference was found; `trace` is that of the failed rank."""
-
-    def __init__(self, outcome: SupervisorResult):
-        super().__init__(_why(outcome))
-        self.trace, self.exit_code = outcome.trace, outcome.exit_code
 
 
 def verify(
@@ -140,7 +134,7 @@ def _verdict_of(beside: ForkServer, outcome: SupervisorResult) -> VerifyResult:
     if outcome.exit_code:
         if verdict.passed:
             raise RunFailed(outcome)
-        verdict.complaint = f"the run failed: {_why(outcome)}"
+        verdict.complaint = f"the run failed: {why_it_ended(outcome)}"
     return verdict
 
 
@@ -178,10 +172,6 @@ def _refuse_replay(run: Run, plan: Plan) -> None:
         )
 
 
-def _why(outcome: SupervisorResult) -> str:
-    return outcome.cause or f"it was stopped after step {outcome.step}"
-
-
 def _start_no_rank(spec: WorkerSpec) -> int:
     raise AssertionError("the reference starts no ranks")
 
@@ -192,6 +182,15 @@ class StepRecorder:
     def __init__(self, trainer: Trainer, directory: Path):
         self._trainer = trainer
         self._directory = directory
+        self._phases: dict[str, list[Slice]] = {}  # gradients of a step that is made in phases
+        self._answers: list[float] = []  # losses of these phases
+
+    def on_phase(self, number: int) -> None:
+        """Keep the gradients of a phase, which the next one replaces."""
+        self._answers.append(self._trainer.progress.phases[number].loss)
+        for name, parts in self._trainer.strategy.gradients().items():
+            copies = [part._replace(tensor=part.tensor.clone()) for part in parts]
+            self._phases[gradient_key(name, number)] = copies
 
     def __call__(self, info: StepInfo) -> None:
         rank, strategy = self._trainer.mesh.rank, self._trainer.strategy
@@ -209,7 +208,10 @@ class StepRecorder:
             if link.trace:  # before the first window ends there is none
                 content["trace"] = torch.tensor(link.trace)
         else:
-            content |= name_slices("gradient", strategy.gradients())
+            content |= name_slices("gradient", self._phases or strategy.gradients())
+            self._phases = {}
+        content["answers"] = torch.tensor(self._answers, dtype=torch.float64)
+        self._answers = []
         path = step_path(self._directory, info.step, rank)
         whole = {name: tensor.contiguous().clone() for name, tensor in content.items()}
         with atomic_replace(path) as partial:

@@ -203,10 +203,18 @@ def test_elements_take_the_types_of_the_model(recipe: str, tmp_path: Path) -> No
     assert torch.equal(found, weight.float())
 
 
+def test_a_prefix_of_names_is_noticed_and_told(recipe: str, tmp_path: Path) -> None:
+    torch.save({"net.embed.weight": torch.ones(10, 8)}, tmp_path / "m.pt")
+    told = call(import_, tmp_path / "m.pt", tmp_path / "a", "--like", recipe)
+    assert "1 tensors; 'net.' was cut off its names." in told
+    found = CheckpointReader(DirectoryStore(tmp_path), "a").whole("model.embed.weight")
+    assert bool((found == 1).all())
+
+
 def test_what_is_not_of_the_model_is_refused(recipe: str, tmp_path: Path) -> None:
     weight = torch.randn(10, 8)
     for state, words in [
-        ({"net.embed.weight": weight}, "not in it: embed.weight; not in the model: net.embed"),
+        ({"net.table": weight}, "not in it: embed.weight; not in the model: net.table"),
         ({"embed.weight": weight, "more": weight}, "not in the model: more). --prefix"),
         ({"embed.weight": weight[:, :4]}, "of another shape: embed.weight"),
         ({"embed.weight": weight.long()}, "of another kind of numbers: embed.weight"),

@@ -124,8 +124,11 @@ class Stream(IterableDataset[int]):
         ({"a": 1}, "is a dict"),
         (DataLoader([1, 2, 3]), "Pass its dataset"),  # type: ignore[arg-type]
         (None, "len\\(\\) and indexing"),
-        (iter([1]), r"len\(\) and indexing.* Pass list\(...\) of it.* __len__ and __getitem__"),
-        (((torch.zeros(2), i) for i in range(9)), r"is a generator.* Pass list\(...\) of it"),
+        (
+            iter([1]),
+            r"len\(\) and indexing.* Pass the function that makes it, as a stream, or list",
+        ),
+        (((torch.zeros(2), i) for i in range(9)), r"is a generator.* or list\(...\) of it"),
     ],
 )
 def test_what_is_no_source_is_refused_with_a_way_out(data: Any, says: str) -> None:

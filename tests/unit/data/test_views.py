@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import shoal
 from shoal.data.batches import Batches, LoadOptions
 from shoal.data.orders import BlockShuffled
 from shoal.data.pieces import pieces_in_order
@@ -257,3 +260,54 @@ def test_a_mixture_needs_samples_of_every_part() -> None:
         mix([[(1, 2)]], num_samples=0)
     with pytest.raises(UsageError, match="num_draws is -1"):
         weighted([(1, 2)], [1.0], num_draws=-1)
+
+
+labelled = st.lists(st.integers(0, 4), min_size=2, max_size=60)
+
+
+@given(labelled, st.data(), st.booleans())
+def test_folds_are_disjoint_cover_all_and_are_balanced(
+    labels: list[int], data: st.DataObject, stratified: bool
+) -> None:
+    k = data.draw(st.integers(2, len(labels)))
+    source = [(index, label) for index, label in enumerate(labels)]
+    given_labels = labels if stratified else None
+    folds = [shoal.data.fold(source, k, i, given_labels, seed=7) for i in range(k)]
+    held_out = [[held[i] for i in range(len(held))] for _, held in folds]
+    assert sorted(sample for fold in held_out for sample in fold) == source
+    assert max(map(len, held_out)) - min(map(len, held_out)) <= 1
+    for (train, _), held in zip(folds, held_out, strict=True):
+        assert sorted([*held, *(train[i] for i in range(len(train)))]) == source
+    for label in set(labels) if stratified else ():
+        counts = [sum(own == label for _, own in fold) for fold in held_out]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_folds_are_the_same_each_time_and_others_by_another_seed() -> None:
+    source = list(range(100))
+    once, again, other = (shoal.data.fold(source, 5, 2, seed=s)[1].kept for s in (0, 0, 1))
+    assert once.tolist() == again.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize(("k", "i"), [(1, 0), (11, 0), (5, 5), (5, -1)])
+def test_a_fold_that_there_is_not_is_refused(k: int, i: int) -> None:
+    with pytest.raises(UsageError, match="k is from 2 to the number of samples"):
+        shoal.data.fold(list(range(10)), k, i)
+
+
+def test_labels_that_are_none_are_refused() -> None:
+    with pytest.raises(UsageError, match="labels of float64"):
+        shoal.data.balanced([1, 2], [0.5, 1.5])
+    with pytest.raises(UsageError, match="3 labels were given for 2 samples"):
+        shoal.data.fold([1, 2], 2, 0, [1, 2, 3])
+
+
+@pytest.mark.parametrize("names", [["rare", "often"], [1, 0]])
+def test_balanced_classes_come_alike_often(names: list[Any]) -> None:
+    labels = [names[0]] * 10 + [names[1]] * 990
+    source = shoal.data.balanced([(i, i) for i in range(1000)], labels, num_draws=4000)
+    ids = source.order.ids(np.arange(4000), 0, 0)
+    assert abs((ids < 10).sum() - 2000) < 200
+    assert set(ids[ids < 10]) == set(range(10))
+    parts = [source.order.ids(np.arange(at, at + 400), 0, 0) for at in range(0, 4000, 400)]
+    assert np.concatenate(parts).tolist() == ids.tolist()

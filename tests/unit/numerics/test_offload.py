@@ -13,7 +13,7 @@ from torch import nn
 from shoal.errors import PlanError, UsageError
 from shoal.numerics import offload
 from shoal.numerics.offload import SMALL, offload_state
-from shoal.numerics.optimizers import stepper
+from shoal.numerics.optimizers import Optimizers, stepper
 from shoal.sync.state import MemorySource, ParameterRun, TrainState
 
 LARGE = 8 << 20  # elements of a parameter of 32 MB, for which Adam keeps 64
@@ -51,6 +51,23 @@ def same(one: nn.Module, two: nn.Module) -> bool:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
     runs = {p: ParameterRun(name, p.shape) for name, p in model.named_parameters()}
     return TrainState(dict(model.named_parameters()), optimizer, runs)
+
+
+def test_each_of_several_optimizers_steps_on_its_own() -> None:
+    found = []
+    for is_offloaded in (False, True):
+        model, _ = made("SGD")
+        named = list(model.named_parameters())
+        first = torch.optim.AdamW([{"params": named[:2]}, {"params": named[2:3]}], lr=0.1)
+        both = Optimizers(first, rest=torch.optim.SGD(named[3:], lr=0.01, momentum=0.9))
+        if is_offloaded:
+            offload_state(both, "cpu")
+            assert offload.is_offloaded(both)
+        train(model, both, range(3))
+        with both.only(["rest"]):
+            train(model, both, range(2))
+        found.append(model)
+    assert same(*found)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])

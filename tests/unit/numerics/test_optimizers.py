@@ -1,10 +1,20 @@
 """The fused choice, the bare step, and parts: the same numbers, and nobody is left out."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from shoal.numerics.optimizers import ParameterPart, stepper, swap_parameters, use_fused_kernels
+from shoal.numerics.optimizers import (
+    Optimizers,
+    ParameterPart,
+    names_in,
+    stepper,
+    stepping_only,
+    swap_parameters,
+    use_fused_kernels,
+)
 
 
 def trained(make, step_of) -> list[torch.Tensor]:
@@ -147,3 +157,37 @@ def test_parameters_that_lie_otherwise_are_not_fused(asked: bool | None) -> None
         return p.detach()
 
     torch.testing.assert_close(stepped(True), stepped(False))
+
+
+class Counts(torch.optim.SGD):
+    """Notes in its groups how often it stepped, with or without gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step(closure)
+
+
+def test_optimizers_with_names_step_apart() -> None:
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    both = Optimizers(Counts([third]), a=Counts([first], lr=0.5), b=Counts([second], lr=0.25))
+    assert names_in(both) == ("a", "b") and names_in(both.members[0]) == ()
+    assert both.parameters_of(["b", "a"]) == [second, first]
+    for p in (first, second, third):
+        p.grad = torch.ones(2)
+    with stepping_only(both, ("a",)):
+        stepper(both)()
+    with stepping_only(both, ("a", "b")):
+        stepper(both)()
+    with stepping_only(both, ()):
+        stepper(both)()
+    assert [group["count"] for group in both.param_groups] == [1, 3, 2]
+    assert first.tolist() == [-0.5, -0.5] and second.tolist() == [0.5, 0.5]
+
+
+def test_an_optimizer_whose_step_fails_is_whole_again() -> None:
+    both = Optimizers(**{name: Counts([nn.Parameter(torch.ones(1))]) for name in "ab"})
+    with pytest.raises(RuntimeError, match="lost"), both.only(["b"]):
+        raise RuntimeError("lost")
+    stepper(both)()
+    assert [group["count"] for group in both.param_groups] == [1, 1]

@@ -78,7 +78,7 @@ def test_quarantine_is_refused_where_every_rank_needs_samples(
 
 def test_a_generator_is_refused_where_it_is_given() -> None:
     pairs = ((torch.zeros(2), torch.tensor(0.0)) for _ in range(12))
-    with pytest.raises(UsageError, match=r"data is a generator.*list\(...\).*__getitem__"):
+    with pytest.raises(UsageError, match=r"data is a generator.*function that makes it"):
         run_on(pairs)
     with pytest.raises(UsageError, match=r"evaluate is a generator"):
         dataclasses.replace(run_on(Broken(range(0))), evaluate=pairs)
@@ -216,3 +216,59 @@ def test_a_part_with_the_name_of_a_metric_is_refused() -> None:
     )
     with pytest.raises(RecipeError, match="'mse' is a metric"), shoal.trainer(run) as trainer:
         list(trainer)
+
+
+def with_step(**changes: Any) -> Run:
+    def step(batch: shoal.StepBatch) -> None:
+        batch.minimize(lambda model, inputs, target: model(inputs).mean())
+
+    run = run_on([(torch.ones(2) * i, torch.tensor(1.0)) for i in range(8)])
+    return dataclasses.replace(run, **{"loss": None, "step": step} | changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "key"),
+    [
+        ("tensor=2", "tensor=2"),
+        ("pipeline=2", "pipeline=2"),
+        ("data=2 zero=3", "zero=3"),
+        ("data=2 local_steps=2", "local_steps=2"),
+        ("data=2 sync=server", "sync=server"),
+        ("precision=fp16", "precision=fp16"),
+    ],
+)
+def test_plans_that_cannot_make_a_custom_step_refuse_it(plan: str, key: str) -> None:
+    with pytest.raises(PlanError, match=f"^{key} does not go with a step of the recipe's own"):
+        resolve(with_step(), plan, None)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=1", "data=2 zero=2", "precision=bf16"])
+def test_plans_that_make_a_custom_step(plan: str) -> None:
+    assert resolve(with_step(), plan, None).num_pieces >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": None}, "A run needs loss, a function of .output, target., or step"),
+        ({"step": 3}, "Run.step is a int. It must be a function"),
+        ({"evaluate": [(torch.ones(2), torch.tensor(1.0))]}, "evaluate has nothing to measure"),
+    ],
+)
+def test_a_custom_step_that_says_too_little_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        with_step(**changes)
+
+
+def test_a_custom_step_is_evaluated_by_metrics_alone() -> None:
+    held_out = [(torch.ones(2), torch.tensor(1.0))]
+    run = with_step(evaluate=held_out, metrics={"mean": lambda output, target: output.mean()})
+    assert run.measures() == ["mean"]
+    with shoal.trainer(run) as trainer:
+        (info,) = list(trainer)
+    assert info.evaluation is not None and info.evaluation.keys() == {"mean"}
+    assert info.parts == {"loss": info.loss}
+    with shoal.trainer(with_step()) as trainer:
+        list(trainer)
+        with pytest.raises(UsageError, match="There is nothing to measure"):
+            trainer.evaluate(held_out)

@@ -69,6 +69,11 @@ def crop(
     return _changed(image, change)
 
 
+def resize(image: Image, *, size: int | tuple[int, int]) -> Image:
+    """The whole image at another size; a number is for both height and width."""
+    return _changed(image, lambda pixels: resized(pixels, *_pair(size)))
+
+
 def resized_crop(
     image: Image,
     random: Random,

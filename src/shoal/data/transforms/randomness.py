@@ -12,11 +12,14 @@ Next: `mapping.py`, which applies such functions to a source.
 """
 
 import inspect
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+import torch
 from numpy.random.bit_generator import ISeedSequence, SeedSequence
 from numpy.typing import DTypeLike, NDArray
 
@@ -35,12 +38,34 @@ _NUM_WORDS = 4  # of 64 bits: what PCG64 starts from
 
 def sample_generator(seed: int, epoch: int, index: int, layer: int = 0) -> Random:
     """The generator of sample `index` in the pass `epoch` of a run with this seed."""
-    state = 0x5348_4F41_4C00_0002
-    for value in (seed, epoch, index, layer):
-        state = mix64((state + value) & _LONG)
+    state = _mixed((seed, epoch, index, layer))
     words = [mix64((state + turn * _GOLDEN) & _LONG) for turn in range(1, _NUM_WORDS + 1)]
     start = cast(SeedSequence, _Words(words))  # numpy takes any ISeedSequence, its types do not
     return np.random.Generator(np.random.PCG64(start))
+
+
+@contextmanager
+def drawing_from(key: Iterable[int]) -> Iterator[None]:
+    """In this block, what is drawn from Python's, numpy's and torch's own generators follows from
+    `key`; what is drawn after it is as if the block had drawn nothing."""
+    state = _mixed(key)
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(state)
+    np.random.seed(state % (1 << 32))
+    torch.default_generator.manual_seed(state)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
+def _mixed(key: Iterable[int]) -> int:
+    state = 0x5348_4F41_4C00_0002
+    for value in key:
+        state = mix64((state + value) & _LONG)
+    return state
 
 
 def is_random(function: Change) -> bool:

@@ -28,6 +28,7 @@ from shoal.data.sources import (
     is_sample_error,
     normalize_index,
     outage_error,
+    stream_of,
 )
 from shoal.data.stalls import STALLS
 from shoal.data.transforms.randomness import Change, function_name
@@ -44,9 +45,12 @@ class WrappedSource:
     sample of the source below an index means (`_below`)."""
 
     def __init__(self, source: Any):
-        self.source: Source = as_source(source)
+        self.source: Source = as_source(source, streams=True)
+        source = self.source
         if getattr(source, "order", None) is not None:
             self.order = source.order
+        if (stream := stream_of(source)) is not None:
+            self.stream_below = stream
         if isinstance(source, SkipsBad):
             self.record = self._record
         if isinstance(source, EpochSource):
