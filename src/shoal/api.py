@@ -31,7 +31,6 @@ from shoal.training.options import Recipe, WhichData
 from shoal.training.wording import in_python
 
 if TYPE_CHECKING:
-    from shoal.events.step import Hook
     from shoal.plans.plan import Plan
     from shoal.training.run import Run
 
@@ -65,17 +64,18 @@ def train(
     settings: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    callbacks: "Sequence[Hook]" = (),
+    callbacks: Sequence[Any] = (),
     on: str = "local",
     progress: bool | OnEvent = True,
     **options: Unpack[TrainOptions],
 ) -> Outcome:
     """Train a Run, or a recipe (`file.py:function`, or the function), and return how it ended.
 
-    `settings` are what `--set` sets; `callbacks` are called with a StepInfo after each step, on
-    every rank; `on` says where processes start. With `progress` events are shown on standard error
-    as `shoal train` shows them, or given to a function. More `options` are those of `shoal train`
-    (`TrainOptions`).
+    `settings` are what `--set` sets; `callbacks` are added to those of the Run: objects with
+    `on_step` and other methods (`shoal.Callback`), or functions that get a StepInfo after each
+    step, on every rank; `on` says where processes start. With `progress` events are shown on
+    standard error as `shoal train` shows them, or given to a function. More `options` are those of
+    `shoal train` (`TrainOptions`).
 
     A failure raises a ShoalError with the traceback of the rank that failed as a note. An interrupt
     stops the run after its step, saves it and raises KeyboardInterrupt; with `resume=True` and the
@@ -157,7 +157,7 @@ def evaluate(
 def _recipe_of(
     given: "str | Run | Callable[..., Run]",
     settings: Mapping[str, Any] | None,
-    callbacks: "Sequence[Hook]" = (),
+    callbacks: Sequence[Any] = (),
 ) -> Recipe:
     name, is_named = name_of(given)
     texts = {key: str(value) for key, value in (settings or {}).items()}

@@ -37,7 +37,7 @@ PACKAGE_LINES = {
     "tuning": 2400,
     "verify": 2050,
 }
-ALL_LINES = 72_000  # of src without `testing/`
+ALL_LINES = 73_500  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.

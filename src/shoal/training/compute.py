@@ -105,7 +105,8 @@ class PieceRunner:
         with self.watching(phase) as around_forward:
             with around_forward, self.arithmetic():
                 goal = self._goal(phase, piece)
-            inputs = [p for name in phase.of for p in self._parameters[name]] or None
+            named = [p for name in phase.of for p in self._parameters[name]]
+            inputs = [p for p in named if p.requires_grad] or None  # a callback may freeze some
             goal.tensor.backward(self.start(goal, piece, batch.num_samples), inputs=inputs)
         self.watched.add(phase.name)
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean, goal.parts)

@@ -14,7 +14,6 @@ import msgspec
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
-    from shoal.events.step import Hook
     from shoal.training.run import Run
 
     Given = str | Run | Callable[..., Run]
@@ -58,7 +57,7 @@ class Recipe:
     """What is trained, as the user gave it: a name, a function or a Run, with what `--set` set."""
 
     name: str  # in records: file.py:function, or where it was made
-    find: "Callable[[], tuple[Given, Sequence[Hook]]]"  # itself, and the callbacks to call
+    find: "Callable[[], tuple[Given, Sequence[Any]]]"  # itself, and the callbacks to call
     settings: Mapping[str, str] = field(default_factory=dict)
     is_named: bool = True  # so that another process can find it by its name
     change: "Callable[[Run], Run] | None" = None  # what a verb makes of the Run
@@ -76,7 +75,7 @@ class Recipe:
         find = partial(_left_behind, self.name) if spec is None else partial(_found, spec)
         return type(self), (self.name, find, dict(self.settings), self.is_named, self.change)
 
-    def load(self) -> "tuple[Run, Sequence[Hook]]":
+    def load(self) -> "tuple[Run, Sequence[Any]]":
         """Call it. It runs the user's code, so this belongs to the process that trains it."""
         from shoal.training.recipe import load_recipe
 
@@ -85,11 +84,11 @@ class Recipe:
         return run if self.change is None else self.change(run), callbacks
 
 
-def _found(spec: str) -> "tuple[Given, Sequence[Hook]]":
+def _found(spec: str) -> "tuple[Given, Sequence[Any]]":
     return spec, ()
 
 
-def _left_behind(name: str) -> "tuple[Given, Sequence[Hook]]":
+def _left_behind(name: str) -> "tuple[Given, Sequence[Any]]":
     raise UsageError(
         f"The recipe {name} stayed in the process that trained it, since no other can import it. "
         "Load the model there, or name a recipe: shoal.load(outcome.run_dir, recipe)."

@@ -177,8 +177,7 @@ class Run:
     def place_after(self, step: int) -> DataPlace:
         """Where in the data the run is after so many steps."""
         epoch, batch = divmod(step, self._steps_per_epoch())
-        num_samples = len(order_of(self.data))
-        of_epoch = num_samples
+        of_epoch = len(order_of(self.data))
         if self.end != "pad":
             of_epoch = self._steps_per_epoch() * self.batch_size
         return DataPlace(epoch * of_epoch + batch * self.batch_size, epoch, batch)

@@ -125,7 +125,7 @@ class ReferenceLoop:
             replica.norm,
             Times(0.0, 0.0, 0.0, 0.0),
             0,
-            parts=means(add_up([pack_parts(replica.parts)])),
+            parts={} if self._run.step else means(add_up([pack_parts(replica.parts)])),
         )
         if self._run.evaluates_after(step):
             info = info._replace(evaluation=self._control.evaluate())
