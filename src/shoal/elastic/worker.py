@@ -89,7 +89,8 @@ def prepare_training(
             if plan.num_servers:
                 empty_tables(model)
             if evaluates is not None:
-                _evaluate(Trainer(run, plan, seat, built=prepared, num_steps=0), seat, evaluates)
+                bare = replace(run, callbacks=())
+                _evaluate(Trainer(bare, plan, seat, built=prepared, num_steps=0), seat, evaluates)
                 return
             loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
             trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
