@@ -185,8 +185,8 @@ class Replica:
                     goal = objective_of(answer, piece)
             # A mean counts by its share of the batch; a sum is divided once, at the end.
             part = piece.num_samples / batch.num_samples if goal.is_mean else 1.0
-            parts = parameters_by_name(self.optimizer)
-            trained = [p for name in phase.of for p in parts[name]] or None
+            named = parameters_by_name(self.optimizer)
+            trained = [p for n in phase.of for p in named[n] if p.requires_grad] or None
             start = goal.tensor.new_tensor(part * self.loss_scale.value)
             goal.tensor.backward(start, inputs=trained)
             weight, loss = float(goal.weight), goal.tensor.item()

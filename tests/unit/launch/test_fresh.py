@@ -71,7 +71,7 @@ def test_a_process_whose_signals_are_in_use_does_not_supervise(
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-JOB = fresh._Job(["/somewhere"], "mine.py:small", {"steps": "3"}, True, Options(), "runs/1")
+JOB = fresh._Job(["/somewhere"], "mine.py:small", {"steps": "3"}, True, Options(), None, "runs/1")
 
 
 def test_a_job_and_what_is_trained_arrive() -> None:
