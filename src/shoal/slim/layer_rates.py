@@ -64,7 +64,8 @@ def rate_factors(
     if not any(map(_layer_of, names)):
         raise UsageError(
             f"layer_decay={layer_decay:g}: the model has no numbered layers, as in "
-            f"layers.0.weight. Name its layers in rates={{...}} instead. Its parameters: {_some(names)}."
+            "layers.0.weight. Name its layers in rates={...} instead. Its parameters: "
+            f"{_some(names)}."
         )
     return {name: factor * layer_decay ** (top - depths[name]) for name, factor in factors.items()}
 
