@@ -221,7 +221,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="have no tensor in common"):
         adapt(small(), begin_from=tmp_path / "x.safetensors").make_model()
     save_file({"layers.0.lora_A.default.weight": torch.zeros(3)}, tmp_path / "y.safetensors")
-    with pytest.raises(UsageError, match="with LoRA adapters, .* --merge"):
+    with pytest.raises(UsageError, match=r"with LoRA adapters, .* --merge"):
         adapt(small(), begin_from=tmp_path / "y.safetensors").make_model()
 
 
