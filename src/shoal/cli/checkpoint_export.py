@@ -1,5 +1,6 @@
 """`shoal checkpoint export` and `import`: weights for other programs, and from them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from shoal.formats.weights import ModelWeights, Weights
     from shoal.training.run import Run
 
-FORMATS = ("safetensors", "huggingface", "state_dict", "dcp", "pt2", "onnx")
+FORMATS = ("safetensors", "huggingface", "peft", "state_dict", "dcp", "pt2", "onnx")
 _PROGRAMS = ("pt2", "onnx")
+_NEED_MODEL = (*_PROGRAMS, "peft")
 
 like = click.option(
     "--like",
@@ -46,6 +48,7 @@ like = click.option(
     metavar="NAME",
     help="An average that a callback kept instead of the model's own weights: ema.",
 )
+@click.option("--merge", is_flag=True, help="Add LoRA adapters to the weights first; needs --like.")
 def export(
     checkpoint: str,
     out: str,
@@ -54,6 +57,7 @@ def export(
     settings: dict[str, str],
     shard_size: str | None,
     average: str | None,
+    merge: bool,
 ) -> None:
     """Write the weights of CHECKPOINT to OUT, for other programs.
 
@@ -61,6 +65,7 @@ def export(
     safetensors  one file
     huggingface  a directory that from_pretrained loads; --like adds its config.json. What stood
                  beside the weights that the run began with (a tokenizer, say) comes along
+    peft         LoRA adapters alone, for peft.PeftModel.from_pretrained; needs --like
     state_dict   one file for torch.load(weights_only=True); --like adds names of tied weights
     dcp          a directory of torch.distributed.checkpoint
     pt2          the model as a program, for torch.export.load; needs --like
@@ -71,8 +76,11 @@ def export(
     model can make again are left out. Exit codes: 0 done, 1 the recipe's own error, 2 usage or
     input.
     """
-    if form in _PROGRAMS and recipe is None:
-        raise UsageError(f"--to {form} needs the model. Name its recipe: --like file.py:function.")
+    if (form in _NEED_MODEL or merge) and recipe is None:
+        what = "--merge" if merge else f"--to {form}"
+        raise UsageError(f"{what} needs the model. Name its recipe: --like file.py:function.")
+    if merge and form == "peft":
+        raise UsageError("--to peft writes adapters alone, and --merge leaves none. Choose one.")
     if shard_size is not None and form != "huggingface":
         raise UsageError(f"--shard-size has no effect with --to {form}. Leave it out.")
     if settings and recipe is None:
@@ -89,6 +97,13 @@ def export(
         say(source.note, is_error=True)
     weights = source.weights if average is None else _averaged(source.weights, average)
     run = _load(recipe, settings)
+    if form == "peft":
+        assert run is not None
+        say(_export_adapters(weights, run, path))
+        return
+    if merge:
+        assert run is not None
+        weights, run = _merged(weights, run)
     if form in _PROGRAMS:
         assert run is not None
         say(_export_program(weights, run, form, path))
@@ -133,6 +148,7 @@ def _export_tensors(
     only = set(model.state_dict()) if model is not None else None
     inside, config = "", None
     if form == "huggingface" and model is not None:
+        _refuse_adapters(model)
         inside, config = huggingface.find_inner_model(model)
     weights = ModelWeights(source, only, inside)
     if form == "safetensors":
@@ -160,6 +176,41 @@ def _refuse_other_model(source: "Weights", model: "nn.Module") -> None:
     from shoal.formats.weights import ModelWeights
 
     load_weights(model, ModelWeights(source))
+
+
+def _export_adapters(source: "Weights", run: "Run", out: Path) -> str:
+    from shoal.formats.exported_program import load_weights
+    from shoal.formats.weights import ModelWeights
+    from shoal.slim.adapters import save_adapters
+
+    model = run.make_model()
+    load_weights(model, ModelWeights(source))
+    names = save_adapters(model, out)
+    return f"{out}: {len(names)} tensors, which peft.PeftModel.from_pretrained(base, ...) adds."
+
+
+def _merged(source: "Weights", run: "Run") -> "tuple[Weights, Run]":
+    """Weights with adapters merged into them, and a run whose model has none."""
+    from shoal.formats.exported_program import load_weights
+    from shoal.formats.weights import ModelWeights
+    from shoal.slim.adapters import merge_adapters
+    from shoal.slim.results import weights_in
+
+    model = run.make_model()
+    load_weights(model, ModelWeights(source))
+    merge_adapters(model).requires_grad_(True)
+    return weights_in(model), replace(run, model=lambda: model)
+
+
+def _refuse_adapters(model: "nn.Module") -> None:
+    """from_pretrained would take the names of adapted layers for those of another model."""
+    from shoal.slim.adapters import has_adapters
+
+    if has_adapters(model):
+        raise UsageError(
+            "The model has LoRA adapters, which from_pretrained does not know. Add --merge for one "
+            "model with them, or write them alone with --to peft."
+        )
 
 
 def _told(weights: "ModelWeights", out: Path) -> str:

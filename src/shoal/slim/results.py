@@ -6,7 +6,7 @@ torch.export. All of them load with `shoal.load`, and `shoal train --from` begin
 three. They appear whole or not at all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -70,11 +70,15 @@ def is_pretrained(model: nn.Module) -> bool:
 def weights_in(model: nn.Module) -> ForeignWeights:
     """The tensors of a model, each under its first name."""
     first, state = canonical_names(model), model.state_dict()
+    return as_weights({name: tensor for name, tensor in state.items() if first[name] == name})
+
+
+def as_weights(tensors: Mapping[str, Tensor]) -> ForeignWeights:
+    """Tensors by name as what exports read."""
     return ForeignWeights(
         {
             name: stored_whole(tensor.dtype, tensor.shape, _reader(tensor))
-            for name, tensor in state.items()
-            if first[name] == name
+            for name, tensor in tensors.items()
         }
     )
 

