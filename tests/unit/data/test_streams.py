@@ -277,7 +277,9 @@ def test_what_needs_a_length_is_refused(use: Any) -> None:
         use(stream(numbers))
 
 
-@pytest.mark.parametrize("data", [numbers(), DataLoader([1, 2]), {1, 2}, 5], ids=str)
+@pytest.mark.parametrize(
+    "data", [numbers(), DataLoader([1, 2]), {1, 2}, 5], ids=lambda one: type(one).__name__
+)
 def test_what_gives_its_samples_once_is_refused(data: Any) -> None:
     with pytest.raises(UsageError):
         run_of(data)
