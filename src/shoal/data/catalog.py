@@ -222,7 +222,7 @@ def _cached(name: str, package: Package, derive: Callable[[bytes], bytes]) -> by
 
 
 def _cached_directory(name: str, package: Package, folder: str, files: Sequence[str]) -> Path:
-    """Files of the package as they are, in a directory of the cache, with a file of their hashes."""
+    """Files of the package as they are, in a directory of the cache with their hashes."""
     path = cache_directory() / f"{name}-{package.version}"
     kept = path / "hashes.json"
     try:
