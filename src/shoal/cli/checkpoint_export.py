@@ -97,16 +97,11 @@ def export(
         say(source.note, is_error=True)
     weights = source.weights if average is None else _averaged(source.weights, average)
     run = _load(recipe, settings)
-    if form == "peft":
-        assert run is not None
-        say(_export_adapters(weights, run, path))
-        return
-    if merge:
-        assert run is not None
+    if merge and run is not None:
         weights, run = _merged(weights, run)
-    if form in _PROGRAMS:
-        assert run is not None
-        say(_export_program(weights, run, form, path))
+    if form in _NEED_MODEL and run is not None:
+        write = _export_adapters if form == "peft" else _export_program
+        say(write(weights, run, form, path))
         return
     origin = origin_directory(checkpoint) if form == "huggingface" else None
     say(_export_tensors(weights, run, form, path, shard_bytes, origin))
@@ -178,7 +173,7 @@ def _refuse_other_model(source: "Weights", model: "nn.Module") -> None:
     load_weights(model, ModelWeights(source))
 
 
-def _export_adapters(source: "Weights", run: "Run", out: Path) -> str:
+def _export_adapters(source: "Weights", run: "Run", form: str, out: Path) -> str:
     from shoal.formats.exported_program import load_weights
     from shoal.formats.weights import ModelWeights
     from shoal.slim.adapters import save_adapters
