@@ -71,8 +71,8 @@ class Predictor:
         texts = {name: str(value) for name, value in (settings or {}).items()}
         run = None if recipe is None else load_recipe(recipe, texts)
         self._collate = None if run is None else run.collate
-        if not isinstance(model, nn.Module):  # and a program has its weights in it
-            model = load(model, None if str(model).endswith(".pt2") else run)
+        if not isinstance(model, nn.Module):
+            model = load(model, run)
         self.model = model.to(device)
         self.batch_size, self.device = batch_size, device
 

@@ -48,8 +48,7 @@ def load(
     model that was trained with the same `settings`; `weights="ema"` takes the average that a
     callback kept. A directory of Hugging Face needs none, nor does a `.pt2` file of torch.export,
     which is a program: load those that you trust. A packed file (`shoal pack`) is loaded as what is
-    in it. The random numbers of torch and `sys.path` are
-    afterwards what they were.
+    in it. The random numbers of torch and `sys.path` are afterwards what they were.
     """
     if settings and (recipe is None or isinstance(recipe, Recipe)):
         raise UsageError(f"{', '.join(settings)}: settings are for a recipe that makes the model.")
