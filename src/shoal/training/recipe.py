@@ -68,8 +68,8 @@ def find_recipe(spec: str, what: str = "recipe") -> Callable[..., Any]:
         public = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         raise UsageError(f"{where} has no {what} {name!r}. {nearest(name, public)}")
     if not callable(function):
-        kind = type(function).__name__
-        raise UsageError(f"{spec} is a {kind}. A {what} is a function.")
+        kind, returns = type(function).__name__, " that returns a Run" * (what == "recipe")
+        raise UsageError(f"{spec} is a {kind}. A {what} is a function{returns}.")
     found: Callable[..., Any] = function
     return found
 
