@@ -27,15 +27,15 @@ class Example(NamedTuple):
     after: tuple[str, ...] = ()  # and after it
 
 
-QUICK = Example("tabular.py", r"balanced draws +\d")
+QUICK = Example("own_loop.py", "step 200 ", before=("-m", "shoal", "run", "--ranks", "2"))
 LONG = (
     Example("buckets.py", r"ensemble +loss 0\.\d+ .*\nall data +loss"),
     Example("demo.py", "nothing: each step was committed exactly once"),
     Example("distillation.py", r"student, taught +1,124 weights"),
     Example("gan.py", "spread", before=("-m", "shoal", "train"), after=("--plan", "data=2")),
     Example("lora.py", r"what it writes +'butter B", ("transformers", "peft")),
-    Example("own_loop.py", "step 200 ", before=("-m", "shoal", "run", "--ranks", "2")),
     Example("recommender.py", r"user 42 +film +\d+: \d"),
+    Example("tabular.py", r"balanced draws +\d"),
     Example("tuning.py", r"best: trial \d with", ("optuna",)),
     Example("vision.py", r"average +9\d\.\d%"),
 )

@@ -10,6 +10,8 @@ the run after its step, a second one at once. If this process dies, the run stop
 """
 
 import dataclasses
+import functools
+import io
 import os
 import signal
 import socket
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -197,14 +199,38 @@ def _done(
 
 def _pickle(name: str, value: Any) -> bytes:
     try:
-        content: bytes = cloudpickle.dumps(value)
-        return content
+        return _dumps(value)
     except Exception as error:
         raise UsageError(
             f"{name} cannot be sent to the process that trains it: {error}. A Run must not "
             "hold open files, connections or locks: open them in a function of the recipe, or give "
             "the recipe as file.py:function."
         ) from error
+
+
+def _dumps(value: Any) -> bytes:
+    content = io.BytesIO()
+    _Pickler(content).dump(value)
+    return content.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends functions with `functools.cache` as others: by value, where no import finds them.
+
+    cloudpickle sends them by name, which the new process does not know in a script's main module.
+    What they have cached stays here.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools._lru_cache_wrapper):
+            names = (value.__module__, value.__qualname__)  # type: ignore[attr-defined]
+            if names[0] == "__main__" or "<locals>" in names[1]:
+                return _cache_again, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
+
+
+def _cache_again(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 class _Child:
@@ -425,7 +451,7 @@ def fork_server_afresh(when_lost: int = signal.SIGKILL) -> Start:
 
     def start(ends: Ends, prepare: Prepare, log: Path) -> int:
         try:
-            pickled: bytes = cloudpickle.dumps(prepare)
+            pickled = _dumps(prepare)
         except Exception as error:
             raise UsageError(
                 f"The recipe cannot be sent to the process that trains it: {error}. A Run must not "

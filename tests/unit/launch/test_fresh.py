@@ -4,6 +4,8 @@ import io
 import mmap
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +89,27 @@ def test_what_is_trained_may_be_larger_than_a_message(tmp_path: Path) -> None:
     with open(os.devnull, "wb") as pipe:
         fresh._give(pipe, JOB, large)  # type: ignore[arg-type]
         assert pipe.tell() >= 0
+
+
+_SENDS = """
+import functools, sys
+from shoal.launch.fresh import _pickle
+
+@functools.lru_cache(maxsize=7)
+def count(n):
+    return 0 if n == 0 else 1 + count(n - 1)
+
+def recipe():
+    return count(5), count.cache_parameters()["maxsize"]
+
+sys.stdout.buffer.write(_pickle("recipe", recipe))
+"""
+
+
+def test_a_cached_function_of_a_script_arrives() -> None:
+    """Its name is in the main module, which the new process does not have."""
+    pickled = subprocess.run(
+        [sys.executable, "-c", _SENDS], stdout=subprocess.PIPE, check=True
+    ).stdout
+    assert fresh.cloudpickle.loads(pickled)() == (5, 7)
+    assert fresh.cloudpickle.loads(fresh._dumps(os.path.join)) is os.path.join
