@@ -223,7 +223,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, functools._lru_cache_wrapper):
-            names = (value.__module__, value.__qualname__)  # type: ignore[attr-defined]
+            names = (value.__module__, value.__qualname__)
             if names[0] == "__main__" or "<locals>" in names[1]:
                 return _cache_again, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
