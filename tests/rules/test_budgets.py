@@ -15,17 +15,17 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 3400,
-    "cluster": 1500,
+    "cli": 3900,
+    "cluster": 4500,
     "comm": 2800,
     "cost": 1150,
     "data": 15000,
     "doctor": 500,
-    "elastic": 2950,
+    "elastic": 3400,
     "events": 1500,
     "formats": 2450,
     "inference": 700,
-    "launch": 1800,
+    "launch": 2300,
     "numerics": 2100,
     "parallel": 6800,
     "plans": 1250,
@@ -37,7 +37,7 @@ PACKAGE_LINES = {
     "tuning": 2400,
     "verify": 2050,
 }
-ALL_LINES = 73_500  # of src without `testing/`
+ALL_LINES = 78_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.

@@ -85,7 +85,23 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
     status: int
 
 
-Report = ForkServerReady | PreparationFailed | WorkerStarted | WorkerExited
+class HostLost(msgspec.Struct, frozen=True, tag="host-lost"):
+    """A host of the run is gone with all of its workers, of which no other report comes."""
+
+    host: int
+    how: str
+
+
+class HostJoined(msgspec.Struct, frozen=True, tag="host-joined"):
+    """Another host is there, under a number that none had before, with room for `num_slots`."""
+
+    host: int
+    num_slots: int
+
+
+Report = (
+    ForkServerReady | PreparationFailed | WorkerStarted | WorkerExited | HostLost | HostJoined
+)
 WorkerMain = Callable[[WorkerSpec], int]
 Prepare = Callable[[], tuple[dict[str, Any], WorkerMain]]
 
