@@ -1,14 +1,15 @@
 """How a run ended: what `shoal.train` returns, and what `shoal train --json` prints."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from shoal.checkpoint.find import checkpoint_name
+from shoal.checkpoint.find import checkpoint_name, checkpoint_step, list_steps
 from shoal.checkpoint.retention import RetentionPolicy
-from shoal.errors import RUN_AGAIN
+from shoal.errors import RUN_AGAIN, ShoalError
 from shoal.events.events import (
     Event,
     ModelFailedEvent,
@@ -20,6 +21,7 @@ from shoal.events.events import (
     SaveSkippedEvent,
 )
 from shoal.storage.decoding import try_decode_json
+from shoal.storage.object_store import open_store
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,14 +174,15 @@ def outcome_of(
         exit_code = 1  # the same command would not find it
     summary = _summary(result, facts, saves, files, lines)
     summary = msgspec.structs.replace(summary, not_saved=lost or None, exit_code=exit_code)
+    saved_step = _newest_step(files.store, saves) if result.exit_code else saves.last_step
     return Outcome(
         summary=summary,
         num_steps=facts["num_steps"],
         is_finished=not result.exit_code,
         best=_best(lines, keep),
         checkpoint=None
-        if saves.last_step is None
-        else f"{files.store}/{checkpoint_name(saves.last_step)}",
+        if saved_step is None
+        else f"{files.store}/{checkpoint_name(saved_step)}",
         cause=result.cause,
         trace=result.trace,
         stopped_by=result.stopped_by,
@@ -189,11 +192,19 @@ def outcome_of(
         model_problem=saves.model_problem,
         times=own.get("times", {}),
         num_servers=facts["num_servers"],
-        saved_step=saves.last_step,
+        saved_step=saved_step,
         is_saved=result.exit_code == RUN_AGAIN,
         trained=own.get("steps", 0),
         recipe=recipe,
     )
+
+
+def _newest_step(store: str, saves: Saves) -> int | None:
+    """Of a run that failed: a rank may have died after it saved and before it said so."""
+    with suppress(OSError, ShoalError):
+        for name in list_steps(open_store(store)):
+            return checkpoint_step(name)
+    return saves.last_step
 
 
 def _summary(
@@ -310,6 +321,8 @@ def how_it_ended(outcome: Outcome) -> str:
         if outcome.saved_step is not None:
             again = f"the same command with --resume --run-dir {run_dir} goes on from it"
             newest = f" The newest checkpoint is of step {outcome.saved_step}: {again}."
+        elif outcome.steps and not outcome.trace:  # nothing in the recipe has to change first
+            newest = f" Nothing was saved: --resume --run-dir {run_dir} begins again at step 0."
         told = f"{outcome.cause.rstrip('.')}. Logs are in {run_dir / 'logs'}.{newest}"
     return f"{told} {outcome.moved}".rstrip()
 

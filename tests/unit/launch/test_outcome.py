@@ -123,6 +123,21 @@ def lambda_recipe() -> Recipe:
     return Recipe("notebook", lambda: (lambda: None, ()), {}, is_named=False)
 
 
+def test_a_run_that_lost_all_says_how_to_go_on(tmp_path: Path) -> None:
+    """A rank may die before the first save, or after one and before it says so."""
+    lost = ended(exit_code=1, cause="all died.")
+    assert how_it_ended(outcome_in(tmp_path, lost)).endswith(
+        f"Nothing was saved: --resume --run-dir {tmp_path} begins again at step 0."
+    )
+    wrong = ended(exit_code=1, cause="all died.", trace="of the recipe")
+    assert "--resume" not in how_it_ended(outcome_in(tmp_path, wrong))
+    saved = tmp_path / "checkpoints" / "step-00000002"
+    saved.mkdir(parents=True)
+    outcome = outcome_in(tmp_path, lost)
+    assert "The newest checkpoint is of step 2: the same command" in how_it_ended(outcome)
+    assert outcome.checkpoint == str(saved)
+
+
 def test_what_is_raised_has_the_outcome(tmp_path: Path) -> None:
     """Of a run whose last save failed, and of one that was interrupted and could not be saved."""
     saves = Saves()
