@@ -46,7 +46,8 @@ import shoal
 from shoal.training.recipe import load_recipe
 
 run_dir, models, folder = sys.argv[1:]
-model = shoal.load(run_dir, models, model="attention")  # whose file chooses the back end
+# The file of the recipe chooses the back end of Keras.
+model = shoal.load(run_dir, models, settings={"model": "attention"})
 import keras
 
 model.save(f"{folder}/model.keras")
