@@ -30,14 +30,7 @@ from shoal.tuning.directory import StudyDir
 from shoal.tuning.objective import RecordReader, TrialReport
 from shoal.tuning.search import Search
 from shoal.tuning.space import Value, setting
-from shoal.tuning.trial_process import (
-    VARIABLE,
-    StudyFacts,
-    TrialJob,
-    end_path,
-    plan_on,
-    read_end,
-)
+from shoal.tuning.trial_process import VARIABLE, StudyFacts, TrialJob, end_path, plan_on, read_end
 from shoal.tuning.verdicts import TrialEnd, TrialVerdict, is_final, judge
 
 POLL_S = 0.1
@@ -243,9 +236,7 @@ class Driver:
         self._num_drawn += number is None
         number, settings = self._search.propose(number)
         record = RecordReader(
-            self._directory.run_dir(number),
-            self._search.goal,
-            evaluates=self._facts.evaluates,
+            self._directory.run_dir(number), self._search.goal, evaluates=self._facts.evaluates
         )
         return TrialRun(number, settings, record)
 

@@ -35,12 +35,7 @@ from shoal.parallel.pipeline.scheduled_stage import (
 )
 from shoal.parallel.pipeline.schedules import Action, order_work, post_receives_early, with_receives
 from shoal.parallel.pipeline.stage_runner import StageRunner
-from shoal.parallel.pipeline.stages import (
-    StagePlan,
-    rank_of_stage,
-    record,
-    recut,
-)
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, recut
 from shoal.parallel.pipeline.tape import signature
 from shoal.plans.rules import fits_schedule
 
