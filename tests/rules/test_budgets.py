@@ -14,30 +14,30 @@ CLASS_METHODS = 20
 CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
-    "checkpoint": 2000,
+    "checkpoint": 1950,
     "cli": 3400,
     "cluster": 1500,
     "comm": 2800,
     "cost": 1150,
-    "data": 15000,
+    "data": 14850,
     "doctor": 500,
     "elastic": 2950,
-    "events": 1500,
-    "formats": 2450,
+    "events": 1450,
+    "formats": 2320,
     "inference": 700,
     "launch": 1800,
-    "numerics": 2100,
-    "parallel": 6800,
+    "numerics": 2070,
+    "parallel": 6600,
     "plans": 1250,
-    "slim": 3100,
-    "storage": 1450,
-    "sync": 11250,
+    "slim": 3020,
+    "storage": 1390,
+    "sync": 11200,
     "system": 850,
-    "training": 6350,
-    "tuning": 2400,
-    "verify": 2050,
+    "training": 6310,
+    "tuning": 2280,
+    "verify": 1990,
 }
-ALL_LINES = 73_500  # of src without `testing/`
+ALL_LINES = 73_250  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
