@@ -24,6 +24,12 @@ def plural(count: int, word: str, words: str = "") -> str:
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 
+def first_names(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def num_bytes_of(amount: str | int, name: str) -> int:
     """An amount such as 512MB, 1.5 GB, 2GiB or a number of bytes; `name` is who asks for it."""
     if isinstance(amount, str):

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.packing import pack, unpack, write_all
+from shoal.data.packing import pack, unpack
 from shoal.data.permutation import Ids
 from shoal.data.readers.records import SourceLost
 from shoal.data.sources import format_ids, load_failure
 from shoal.data.stalls import judge_wait
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
+from shoal.storage.files import write_all
 from shoal.system.processes import die_with_parent, readable
 from shoal.system.traces import user_traceback
 
@@ -143,9 +144,7 @@ class _Loader:
 
     def __init__(self, load: Load):
         self._load = load
-        self.waiting: dict[
-            int, _PendingPiece
-        ] = {}  # by number, in the order in which they were asked
+        self.waiting: dict[int, _PendingPiece] = {}  # by number, in the order of the requests
         self._done: dict[int, _LoadReply] = {}
         self._forgotten: set[int] = set()
         self._deaths: dict[int, int] = {}

@@ -16,14 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from shoal.data.permutation import (
-    Ids,
-    normalize_weights,
-    permute,
-    permute_by,
-    round_keys,
-    uniform,
-)
+from shoal.data.permutation import Ids, normalize_weights, permute, permute_by, round_keys, uniform
 from shoal.data.sources import recorded_name
 from shoal.errors import UsageError
 

@@ -15,7 +15,6 @@ Not for objects with code of their own.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -107,13 +106,6 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
         return array.reshape(-1).view(np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-
-
-def write_all(descriptor: int, content: BytesLike) -> None:
-    """Write all of it: the system may take a part at a time, and report a full disk only then."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 class _Packer:

@@ -54,7 +54,7 @@ PLAIN_EVERY_S = 5.0
 MOST_SCALARS = 3  # of what is logged, in the live line
 
 
-class _Screen(Console):
+class Screen(Console):
     """A terminal, or what stands in its place."""
 
     def on_broken_pipe(self) -> None:
@@ -65,9 +65,9 @@ class _Screen(Console):
 class Display:
     """Shows progress and events of a run."""
 
-    def __init__(self, num_steps: int | None = None):
-        self.num_steps = num_steps
-        self.console = _Screen(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(self) -> None:
+        self.num_steps: int | None = None
+        self.console = Screen(stderr=True, highlight=False, soft_wrap=True)
         self._live = self.console.is_terminal
         self._shown_at = 0.0
         self._evaluated = 0  # the last step whose evaluation was shown

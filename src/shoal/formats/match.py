@@ -14,6 +14,7 @@ from torch import nn
 from shoal.checkpoint.dtypes import canonical_names
 from shoal.formats.prefix import AS_THEY_ARE, PrefixRule, find_prefix
 from shoal.formats.weights import ModelWeights
+from shoal.formatting import first_names
 
 _NAMED = 5
 
@@ -36,7 +37,7 @@ class TensorMatch(NamedTuple):
             ("of another shape", self.wrong_shape),
             ("of another kind of numbers", self.wrong_dtype),
         )
-        told = [f"{what}: {_some(names)}" for what, names in problems if names]
+        told = [f"{what}: {first_names(names, _NAMED)}" for what, names in problems if names]
         return "; ".join([*filter(None, [str(self.rule)]), *told]) if told else ""
 
 
@@ -73,8 +74,3 @@ def non_persistent_buffers(model: nn.Module) -> set[str]:
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

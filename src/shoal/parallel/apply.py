@@ -42,9 +42,8 @@ class Survey:
 
     tensor: TensorPlan | None = None
     stages: StagePlan | None = None
-    recompute_context: RecomputeContext = field(
-        default_factory=RecomputeContext
-    )  # what recomputed blocks run in
+    # What recomputed blocks run in.
+    recompute_context: RecomputeContext = field(default_factory=RecomputeContext)
 
 
 def survey(

@@ -85,9 +85,5 @@ class Stripes(NamedTuple):
 def sparse_rows(places: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """A gradient that is zero but for these rows, whose numbers rise."""
     return torch.sparse_coo_tensor(
-        places[None],
-        rows,
-        (num_rows, *rows.shape[1:]),
-        is_coalesced=True,
-        check_invariants=False,
+        places[None], rows, (num_rows, *rows.shape[1:]), is_coalesced=True, check_invariants=False
     )

@@ -9,6 +9,7 @@ Read next: `adapting.py`.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,10 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 def _refuse_shared(model: nn.Module, layers: Mapping[str, Any]) -> None:
     """A weight that another module uses as it is cannot take up an adapter."""
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, module in layers.items():
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else None
-        if uses.get(id(getattr(base, "weight", None)), 0) > 1:
+        if uses[id(getattr(base, "weight", None))] > 1:
             raise UsageError(
                 f"The adapter of {name} cannot be merged: another part of the model uses the same "
                 "weight without it. Write the adapters alone (--to peft), or let them out there."

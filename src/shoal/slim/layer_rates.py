@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from shoal.errors import UsageError, nearest
+from shoal.formatting import first_names
 
 _SHOWN = 8  # names, of a model that has many
 
@@ -65,7 +66,7 @@ def rate_factors(
         raise UsageError(
             f"layer_decay={layer_decay:g}: the model has no numbered layers, as in "
             "layers.0.weight. Name its layers in rates={...} instead. Its parameters: "
-            f"{_some(names)}."
+            f"{first_names(names, _SHOWN)}."
         )
     return {name: factor * layer_decay ** (top - depths[name]) for name, factor in factors.items()}
 
@@ -101,9 +102,4 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     parts = [name.split(".") for name in names]
     modules = {".".join(found[:end]) for found in parts for end in range(1, len(found) + 1)}
     told = nearest(pattern.removesuffix("*").removesuffix("."), modules)
-    return told if told.startswith("Did") else f"Parameters: {_some(names)}."
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return told if told.startswith("Did") else f"Parameters: {first_names(names, _SHOWN)}."

@@ -11,6 +11,7 @@ scores as weights, with their optimizer state. Read next: `pruning.py`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -125,9 +126,7 @@ def find_layers(model: nn.Module, pattern: Pattern | None = None) -> Layers:
     """Linear and convolutional layers whose weight no other module uses."""
     prunable: dict[str, nn.Module] = {}
     kept: list[str] = []
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         weight = getattr(module, WEIGHT, None)
         if not isinstance(weight, nn.Parameter) or weight.dim() < 2:

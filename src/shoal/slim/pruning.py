@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.api import name_of
 from shoal.errors import UsageError, nearest
@@ -40,7 +40,7 @@ from shoal.slim.retraining import (
     train_changed,
     trained_model,
 )
-from shoal.slim.structured import layers_of_one_width, remove_channels
+from shoal.slim.structured import layers_of_one_width, remove_channels, weight_of
 from shoal.training.load import load
 from shoal.training.run import Run
 
@@ -153,7 +153,7 @@ def check_sparsity(sparsity: float | None, how: str) -> tuple[float, Pattern | N
 @torch.no_grad()
 def zero_smallest(model: nn.Module, sparsity: float, pattern: Pattern | None = None) -> None:
     """Zero the smallest weights of all layers together, or those that a pattern leaves out."""
-    weights = [_weight(module) for module in find_layers(model, pattern).prunable.values()]
+    weights = [weight_of(module) for module in find_layers(model, pattern).prunable.values()]
     if pattern is not None:
         for weight in weights:
             weight.mul_(masks.keep_pattern(weight.abs(), pattern))
@@ -178,8 +178,3 @@ def _finish_smaller(run: Run, before: LoadedModel, model: nn.Module, place: Path
         kept=layers_of_one_width(before.model, model),
         notes=notes_of(run, before.note, "" if any_batch else _FIXED_BATCH),
     )
-
-
-def _weight(module: nn.Module) -> Tensor:
-    assert isinstance(module.weight, Tensor)
-    return module.weight

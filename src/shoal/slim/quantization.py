@@ -13,6 +13,7 @@ those of accelerators: on a CPU int4 saves memory on a disk, and is computed in 
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,12 +149,10 @@ def unround(model: nn.Module) -> nn.Module:
 
 def _quantizable(model: nn.Module, to: str) -> set[str]:
     """The linear layers whose weight is theirs alone, and is cut evenly by the groups of int4."""
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen = set()
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or uses.get(id(module.weight)) != 1 or not name:
+        if type(module) is not nn.Linear or uses[id(module.weight)] != 1 or not name:
             continue
         if to != "int4" or module.in_features % GROUP == 0:
             chosen.add(name)

@@ -64,10 +64,10 @@ def remove_channels(run: Run, model: nn.Module, share: float) -> nn.Module:
 def layers_of_one_width(one: nn.Module, other: nn.Module) -> list[str]:
     """The layers that give as many channels in both models."""
     layers = [(name, module) for name, module in one.named_modules() if isinstance(module, _LAYERS)]
-    return [n for n, layer in layers if len(layer.weight) == len(_weight(other.get_submodule(n)))]
+    return [n for n, layer in layers if len(layer.weight) == len(weight_of(other.get_submodule(n)))]
 
 
-def _weight(module: nn.Module) -> Tensor:
+def weight_of(module: nn.Module) -> Tensor:
     assert isinstance(module.weight, Tensor)
     return module.weight
 
@@ -127,7 +127,7 @@ def _is_right(before: nn.Module, removal: _Removal, inputs: Any) -> bool:
     """Whether the copy computes what the model does when nobody reads those channels."""
     unread = copy.deepcopy(before)
     for name, channels in removal.read_by.items():
-        _weight(unread.get_submodule(name))[:, channels] = 0
+        weight_of(unread.get_submodule(name))[:, channels] = 0
     try:
         found = _tensors(call_model(removal.model, inputs))
     except (RuntimeError, ValueError, IndexError, TypeError):

@@ -22,17 +22,8 @@ T = TypeVar("T")
 
 # What parsers raise: JSON, UTF-8, MessagePack, zip archives, packed numbers.
 PARSE_ERRORS: tuple[type[Exception], ...] = (
-    msgspec.MsgspecError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    MemoryError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
+    *(msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError),
+    *(MemoryError, EOFError, struct.error, zlib.error, zipfile.BadZipFile),
 )
 MOST_SHOWN = 300  # characters of untrusted text in a message
 

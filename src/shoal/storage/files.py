@@ -9,11 +9,13 @@ if the owner is right as well as the mode.
 """
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from shoal.errors import UsageError
 
@@ -44,6 +46,22 @@ def write_atomic(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_all(descriptor: int, content: bytes | bytearray | memoryview) -> None:
+    """Write all of it: the system may take a part at a time, and report a full disk only then."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def try_lock(file: int | IO[Any]) -> bool:
+    """Lock an open file against other processes, until it is closed; False if one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:

@@ -4,7 +4,6 @@ A run directory belongs to one run at a time. The owner holds a lock that the ke
 the owner dies, so nothing has to be cleaned up by hand.
 """
 
-import fcntl
 import os
 import socket
 import time
@@ -18,7 +17,7 @@ import msgspec
 
 from shoal.errors import UsageError, sendable
 from shoal.storage.decoding import decode_json, encode_json
-from shoal.storage.files import read_regular_file, write_atomic
+from shoal.storage.files import read_regular_file, try_lock, write_atomic
 from shoal.system.processes import disown_descriptor, own_descriptor
 
 T = TypeVar("T")
@@ -266,14 +265,6 @@ def _remove_empty(made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_gone(who: str) -> bool:
     """Whether the owner was a process of this host that has ended."""
     words = who.split()
@@ -292,7 +283,7 @@ def _lock(path: Path) -> IO[str]:
     owner = path / OWNER
     file = open(owner, "a+", encoding="utf-8")  # noqa: SIM115 (held for the run's life)
     deadline = time.monotonic() + LEAVING_S
-    while not _try_lock(file):
+    while not try_lock(file):
         file.seek(0)
         who = file.read().strip() or "another process"
         if time.monotonic() > deadline or not _is_gone(who):

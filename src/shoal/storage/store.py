@@ -20,6 +20,7 @@ from typing import Protocol
 
 from shoal.errors import BadCheckpoint, UnusableCheckpoint
 from shoal.faults import faultpoint
+from shoal.storage.files import write_all
 
 # Linux's, which Python does not name.
 MAP_NORESERVE = 0x4000
@@ -169,9 +170,7 @@ class DirectoryDraft:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for part in parts:
-                view = memoryview(part)
-                while view:
-                    view = view[os.write(descriptor, view) :]
+                write_all(descriptor, part)
                 faultpoint("checkpoint.after_chunk")
             os.fsync(descriptor)
         finally:

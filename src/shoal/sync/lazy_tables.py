@@ -10,7 +10,7 @@ plan, so a state of any plan has the same.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,28 +19,16 @@ from shoal.numerics.reserved import ReservedParameter, clear_rows, touched_rows
 from shoal.parallel.layout import Slice, whole_slice
 from shoal.parallel.striping import MOST_STRIPES, Stripes, Striping
 
+if TYPE_CHECKING:
+    from shoal.sync.state import OptimizedPart, StateSource
+
 TOUCHED = "touched."
 READ_BYTES = 8 << 20  # of rows, at a time
 
 Tensors = dict[str, list[Slice]]
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-class _Source(Protocol):
-    @property
-    def plain(self) -> Mapping[str, Any]: ...
-
-    def __contains__(self, name: str) -> bool: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def fill(self, name: str, places: Sequence[Slice]) -> None: ...
-
-
-def lazy_table_names(runs: Mapping[Tensor, _Named]) -> list[str]:
+def lazy_table_names(runs: Mapping[Tensor, "OptimizedPart"]) -> list[str]:
     """The names of those parameters that are only reserved."""
     return [run.name for p, run in runs.items() if isinstance(p, ReservedParameter)]
 
@@ -99,7 +87,7 @@ def _by_stripe(own: Tensors, num_rows: int) -> Iterator[tuple[int, dict[str, Ten
 class ExpandedSource:
     """A source in which lazy tables are whole."""
 
-    def __init__(self, source: _Source, tables: Collection[str]):
+    def __init__(self, source: "StateSource", tables: Collection[str]):
         self._source, self._tables, self.plain = source, tables, source.plain
 
     def __contains__(self, name: str) -> bool:
@@ -156,7 +144,7 @@ class ExpandedSource:
         return next((part for part in stripes if part in self._source), name)
 
 
-def stripes_in(source: _Source, own: Stripes) -> list[int]:
+def stripes_in(source: "StateSource", own: Stripes) -> list[int]:
     """Those of some stripes of which a source has the touched rows."""
     height = Striping(own.num_rows, 1).height
     numbers = [stripe.start // height for stripe in own.stripes]

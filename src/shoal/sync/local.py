@@ -148,15 +148,7 @@ class LocalSGD:
         asked = stop + _MEET * meet
         parts = local.packed_parts(self.pieces.start)
         self._told = _WindowReport(
-            [
-                sum(own.sums),
-                sum(own.weights),
-                local.busy_s,
-                asked,
-                mark,
-                local.digest,
-                len(parts),
-            ],
+            [sum(own.sums), sum(own.weights), local.busy_s, asked, mark, local.digest, len(parts)],
             parts,
         )
         rows, named = self._gather_numbers()

@@ -69,10 +69,7 @@ class ReplicaRounds:
         return TreeReduce(data, blocks)
 
     def agree(
-        self,
-        local: LocalStep,
-        touched: list[bool],
-        meanwhile: Callable[[], None] = lambda: None,
+        self, local: LocalStep, touched: list[bool], meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[GlobalStep, list[bool]]:
         """Losses, requests and buffers of all, and the parameters that any piece touched.
 

@@ -240,15 +240,8 @@ class MemorySource:
 FRAME_BYTES = 1 << 20  # of small tensors in one frame
 GROUPS, KIND = "groups", "optimizer"
 # What stands for what JSON cannot hold.
-TENSOR, ALIKE, BY_ROW, DICT, LIST, TUPLE, NUMBER = (
-    "tensor",
-    "alike",
-    "by-row",
-    "dict",
-    "list",
-    "tuple",
-    "number",
-)
+TENSOR, ALIKE, BY_ROW = "tensor", "alike", "by-row"
+DICT, LIST, TUPLE, NUMBER = "dict", "list", "tuple", "number"
 
 
 def _is_by_row(value: Tensor, p: Tensor) -> bool:

@@ -102,9 +102,7 @@ class Checkpointer:
         self._resumes, self._needs_one = keeping.resumes, keeping.needs_one
         self.saved_step: int | None = None  # the newest that this rank knows to be there
         self._bad: set[str] = set()  # checkpoints that were refused
-        self._known: dict[
-            str, CheckpointSummary
-        ] = {}  # checkpoints that were looked at, in the saver's thread
+        self._known: dict[str, CheckpointSummary] = {}  # looked at, in the saver's thread
         self._holds_nothing = False  # since no checkpoint can hold this state
         self._has_looked = False  # at the state after a step of this group
         self._resumed: Origin | None = None  # of the checkpoint that it went on from
@@ -187,9 +185,8 @@ class Checkpointer:
         is_last = info.step == trainer.num_steps  # which the end saves
         if is_last or self._holds_nothing or not trainer.saves_after(info.step):
             return False
-        if (
-            trainer.callbacks.control.tags
-        ):  # for the sake of this step: one under way must not keep it from being saved
+        if trainer.callbacks.control.tags:
+            # For the sake of this step: one under way must not keep it from being saved.
             self.finish(trainer)
         problem = self.save(trainer)
         if problem:

@@ -22,6 +22,7 @@ from shoal.errors import GroupLost, ShoalError, found_in
 from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import ParallelModel
+from shoal.parallel.pipeline.scheduled_stage import PipelineHooks
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import is_summed
 from shoal.sync.choose import wait_for_parameters
@@ -146,7 +147,7 @@ class PieceRunner:
         return self._starts[kind]
 
 
-class _PiecesInPipeline:
+class _PiecesInPipeline(PipelineHooks):
     """What a pipeline tells of the pieces of a round, and what becomes of their gradients."""
 
     def __init__(self, runner: PieceRunner, mesh: Mesh, strategy: Strategy):

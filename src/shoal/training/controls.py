@@ -83,12 +83,18 @@ class TrainingControl(ABC):
     def save(self, tag: str = "") -> None:
         """Save a checkpoint of this step. Of those with one tag the newest is kept."""
 
-    @abstractmethod
     def evaluate(
         self, source: Any = None, weights: Mapping[str, Tensor] | None = None
     ) -> dict[str, float]:
         """Mean loss and metrics over a source, the run's own by default; with other `weights`, by
         name, as `held_parameters` has them. Every rank must call it."""
+        source = self.run.evaluate if source is None else source
+        if source is None:
+            raise UsageError("evaluate() needs a source: this run has none of its own (evaluate=).")
+        return self._evaluate(source, weights or {})
+
+    @abstractmethod
+    def _evaluate(self, source: Any, weights: Mapping[str, Tensor]) -> dict[str, float]: ...
 
     @abstractmethod
     def whole_model(self) -> dict[str, Tensor]:
@@ -218,12 +224,7 @@ class TrainerControl(TrainingControl):
         else:
             warn_once("trainer.save() has no effect: this run keeps no checkpoints.")
 
-    def evaluate(
-        self, source: Any = None, weights: Mapping[str, Tensor] | None = None
-    ) -> dict[str, float]:
-        source = self.run.evaluate if source is None else source
-        if source is None:
-            raise UsageError("evaluate() needs a source: this run has none of its own (evaluate=).")
+    def _evaluate(self, source: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
         return self._trainer.evaluate(source, weights)
 
     def whole_model(self) -> dict[str, Tensor]:

@@ -64,11 +64,7 @@ class StepBatch:
         self._failure: BaseException | None = None
 
     def minimize(
-        self,
-        loss: PhaseLoss,
-        of: str | Sequence[str] | None = None,
-        *,
-        name: str | None = None,
+        self, loss: PhaseLoss, of: str | Sequence[str] | None = None, *, name: str | None = None
     ) -> float:
         """Make one update by a loss; returns its mean over the whole batch, alike on all ranks.
 

@@ -19,19 +19,8 @@ from shoal.storage.store import Store
 from shoal.training.run import Run, resolve
 
 MAY_CHANGE = (
-    "steps",
-    "epochs",
-    "schedule",
-    "save_every",
-    "check_every",
-    "evaluate",
-    "evaluate_every",
-    "metrics",
-    "loaders",
-    "tokenizer",
-    "plan",
-    "cuts",
-    "callbacks",
+    *("steps", "epochs", "schedule", "save_every", "check_every", "evaluate", "evaluate_every"),
+    *("metrics", "loaders", "tokenizer", "plan", "cuts", "callbacks"),
 )
 
 

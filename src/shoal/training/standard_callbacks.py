@@ -77,11 +77,7 @@ class EarlyStopping(_FollowsMetric):
     """End the training after `patience` evaluations in a row without a better value."""
 
     def __init__(
-        self,
-        metric: str = "loss",
-        patience: int = 5,
-        mode: Mode = "min",
-        min_delta: float = 0.0,
+        self, metric: str = "loss", patience: int = 5, mode: Mode = "min", min_delta: float = 0.0
     ):
         super().__init__(metric, mode, min_delta)
         self.patience = _count(self._name, "patience", patience)
@@ -107,11 +103,7 @@ class BestCheckpoint(_FollowsMetric):
     these, under a tag."""
 
     def __init__(
-        self,
-        metric: str = "loss",
-        mode: Mode = "min",
-        min_delta: float = 0.0,
-        tag: str = "best",
+        self, metric: str = "loss", mode: Mode = "min", min_delta: float = 0.0, tag: str = "best"
     ):
         super().__init__(metric, mode, min_delta)
         self.tag = tag

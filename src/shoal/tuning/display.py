@@ -8,13 +8,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shoal.system.streams import silence, steady
+from shoal.events.screen import Screen
+from shoal.system.streams import steady
 from shoal.training.goal import Goal
 from shoal.tuning.driver import TrialProgress
 from shoal.tuning.space import Value
@@ -30,13 +31,6 @@ _WORDS = {
 }
 
 
-class _StudyScreen(Console):
-    """A terminal whose reader may leave."""
-
-    def on_broken_pipe(self) -> None:
-        silence(2)
-
-
 class StudyDisplay:
     """Shows a study as its driver tells of it."""
 
@@ -50,9 +44,7 @@ class StudyDisplay:
     ):
         """`best` is the best value so far, and its trial."""
         self._goal, self._num_trials = goal, num_trials
-        self._console = _StudyScreen(
-            stderr=True, highlight=False, soft_wrap=True, quiet=not is_shown
-        )
+        self._console = Screen(stderr=True, highlight=False, soft_wrap=True, quiet=not is_shown)
         self._live: Live | None = None
         self._settings: dict[int, Mapping[str, Value]] = {}
         self._best = best

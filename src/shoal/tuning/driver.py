@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -30,15 +30,11 @@ from shoal.tuning.directory import StudyDir
 from shoal.tuning.objective import RecordReader, TrialReport
 from shoal.tuning.search import Search
 from shoal.tuning.space import Value, setting
-from shoal.tuning.trial_process import (
-    VARIABLE,
-    StudyFacts,
-    TrialJob,
-    end_path,
-    plan_on,
-    read_end,
-)
+from shoal.tuning.trial_process import VARIABLE, StudyFacts, TrialJob, end_path, plan_on, read_end
 from shoal.tuning.verdicts import TrialEnd, TrialVerdict, is_final, judge
+
+if TYPE_CHECKING:
+    from shoal.tuning.display import StudyDisplay
 
 POLL_S = 0.1
 KILL_S = 10.0  # for trials to end that were killed
@@ -59,20 +55,6 @@ class TrialProgress(NamedTuple):
     step: int
     loss: float | None
     report: TrialReport | None
-
-
-class Watcher(Protocol):
-    """What is told of a study while it goes on."""
-
-    def started(self, number: int, settings: Mapping[str, Value], *, is_resumed: bool) -> None: ...
-
-    def grown(self, number: int, num_ranks: int) -> None: ...
-
-    def ended(self, number: int, verdict: TrialVerdict, value: float | None) -> None: ...
-
-    def stopping(self) -> None: ...
-
-    def tick(self, running: list[TrialProgress], num_finished: int) -> None: ...
 
 
 class DriverOptions(NamedTuple):
@@ -163,10 +145,10 @@ class Driver:
         directory: StudyDir,
         facts: StudyFacts,
         options: DriverOptions,
-        watcher: Watcher,
+        display: "StudyDisplay",
     ):
         self._search, self._server, self._directory = search, server, directory
-        self._facts, self._options, self._watcher = facts, options, watcher
+        self._facts, self._options, self._display = facts, options, display
         self._cores = sorted(os.sched_getaffinity(0))
         self._running: dict[int, TrialRun] = {}
         self._waiting: list[TrialRun] = []  # drawn, and without cores yet
@@ -243,9 +225,7 @@ class Driver:
         self._num_drawn += number is None
         number, settings = self._search.propose(number)
         record = RecordReader(
-            self._directory.run_dir(number),
-            self._search.goal,
-            evaluates=self._facts.evaluates,
+            self._directory.run_dir(number), self._search.goal, evaluates=self._facts.evaluates
         )
         return TrialRun(number, settings, record)
 
@@ -266,7 +246,7 @@ class Driver:
         variables = {VARIABLE: encode_json(job).decode()}
         log = str(self._directory.log_of(number).resolve())
         self._server.spawn(WorkerSpec(number, log, variables))
-        self._watcher.started(number, trial.settings, is_resumed=is_resumed)
+        self._display.started(number, trial.settings, is_resumed=is_resumed)
 
     def _wait(self) -> None:
         """Until a trial's process has ended, or it is time to look at the records."""
@@ -305,7 +285,7 @@ class Driver:
             case "resume":
                 self._waiting.append(trial)
         self._num_finished += verdict.what in ("complete", "pruned", "failed")
-        self._watcher.ended(number, verdict, value)
+        self._display.ended(number, verdict, value)
         self._drop_weights()
 
     def _drop_weights(self) -> None:
@@ -325,7 +305,7 @@ class Driver:
         for trial in self._running.values():
             self._read(trial)
             if trial.settle():
-                self._watcher.grown(trial.number, len(trial.cores))
+                self._display.grown(trial.number, len(trial.cores))
 
     def _read(self, trial: TrialRun) -> None:
         falls_behind = trial.read() and self._search.report(trial.number, trial.reports)
@@ -336,14 +316,14 @@ class Driver:
 
     def _tick(self) -> None:
         running = [trial.progress() for trial in self._running.values()]
-        self._watcher.tick(running, self._num_finished)
+        self._display.tick(running, self._num_finished)
 
     def _forward_stop(self) -> None:
         """The first signal asks each trial to stop and save, the second ends everything."""
         if len(self._signals) <= self._asked:
             return
         if not self._asked:
-            self._watcher.stopping()
+            self._display.stopping()
         number = signal.SIGTERM if len(self._signals) == 1 else signal.SIGKILL
         self._asked = len(self._signals)
         for running in self._running:

@@ -27,8 +27,6 @@ from shoal.training.goal import Goal
 from shoal.tuning.objective import TrialReport
 from shoal.tuning.space import AnySpace, Space, SpaceFunction, Value
 
-SAMPLERS = ("tpe", "random", "grid", "gp", "cmaes")
-PRUNERS = ("none", "asha", "hyperband", "median")
 EXTRA = "tune"
 _NEEDS = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 _RECORD = "shoal"  # the attribute of a study that says what it is of

@@ -244,11 +244,7 @@ def num_kept(text: str) -> int | None:
 
 
 def _begun(
-    directory: StudyDir,
-    record: StudyRecord,
-    space: AnySpace | str,
-    goal: Goal,
-    storage: str | None,
+    directory: StudyDir, record: StudyRecord, space: AnySpace | str, goal: Goal, storage: str | None
 ) -> Search:
     """The study in its storage. From here on it is there, and the same command goes on with it."""
     drawn = found_space(space) if isinstance(space, str) else space
@@ -266,11 +262,7 @@ def _begun(
 
 
 def _introduced(
-    search: Search,
-    directory: StudyDir,
-    facts: StudyFacts,
-    options: StudyOptions,
-    num_trials: int,
+    search: Search, directory: StudyDir, facts: StudyFacts, options: StudyOptions, num_trials: int
 ) -> str:
     done = search.num_finished()
     begins = f"goes on after {done} of {num_trials} trials" if done else f"{num_trials} trials"

@@ -8,7 +8,7 @@ two matrices is no such reason. A matrix with a reason is reported, and is no fa
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.comm.buckets import BUCKET_BYTES
 from shoal.numerics.norms import BLOCK
@@ -16,6 +16,9 @@ from shoal.parallel.tensor.search_state import kind_of
 from shoal.plans.plan import Plan
 from shoal.training.build import build_model
 from shoal.training.run import Run
+
+if TYPE_CHECKING:
+    from shoal.verify.compare import StepRecord
 
 SLACK = 1.1  # parts are not always even
 UNCUT = 0.1  # share of a model with attention that may stay whole under `tensor`: norms, positions
@@ -26,16 +29,7 @@ UNSEEN = "does not multiply by it"
 MOST_REASONS = 3  # that are reported
 
 
-class RankStep(Protocol):
-    """The counts of a rank's step."""
-
-    bytes_sent: int
-    num_stepped: int
-
-    def num_held(self, names: Sequence[str]) -> int: ...
-
-
-def held_share(steps: Sequence[RankStep], shapes: Mapping[str, Sequence[int]]) -> float:
+def held_share(steps: Sequence["StepRecord"], shapes: Mapping[str, Sequence[int]]) -> float:
     """The share of all parameters on the rank that holds the most."""
     total = sum(math.prod(shape) for shape in shapes.values())
     return max(step.num_held(list(shapes)) for step in steps) / total
@@ -43,7 +37,7 @@ def held_share(steps: Sequence[RankStep], shapes: Mapping[str, Sequence[int]]) -
 
 def find_violation(
     plan: Plan,
-    steps: Sequence[RankStep],
+    steps: Sequence["StepRecord"],
     shapes: Mapping[str, Sequence[int]],
     speaks: bool | None,
     idle: Container[str] = (),

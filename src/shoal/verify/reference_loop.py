@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Axes, Mesh
-from shoal.errors import UsageError
 from shoal.events.step import StepInfo, Times
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import add_up, means, pack_parts
@@ -60,14 +59,9 @@ class ReferenceControl(TrainingControl):
     def save(self, tag: str = "") -> None:
         """Nothing is saved."""
 
-    def evaluate(
-        self, source: Any = None, weights: Mapping[str, Tensor] | None = None
-    ) -> dict[str, float]:
-        source = self.run.evaluate if source is None else source
-        if source is None:
-            raise UsageError("evaluate() needs a source: this run has none of its own (evaluate=).")
+    def _evaluate(self, source: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
         judge = _Evaluator(self._plan, self._replica, self.num_made)
-        with swapped_weights(self.model, weights or {}):
+        with swapped_weights(self.model, weights):
             return measure(self.run, judge, source, Mesh.form(Group(), Axes(), "cpu"))
 
     def whole_model(self) -> dict[str, Tensor]:

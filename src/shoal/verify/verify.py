@@ -53,10 +53,7 @@ AHEAD = 4  # steps that a rank may be ahead of the comparison
 
 
 def verify(
-    load: Callable[[], Run],
-    plan: str | None,
-    run_dir: Path,
-    watch: OnEvent = lambda record: None,
+    load: Callable[[], Run], plan: str | None, run_dir: Path, watch: OnEvent = lambda record: None
 ) -> VerifyResult:
     """Train under the plan, and in one process beside it, and compare every step.
 

@@ -138,9 +138,8 @@ class Cached:
         rows = BatchBuffer(len(ids))
         try:
             self._fill(rows, [int(index) for index in ids])
-        except (
-            RowMismatch
-        ):  # collated at once, which takes more kinds of samples or says what is wrong
+        except RowMismatch:
+            # Collated at once, which takes more kinds of samples or says what is wrong.
             return collate_samples([self[int(index)] for index in ids], None, np.asarray(ids))
         return rows.pair()
 

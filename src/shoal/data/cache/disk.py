@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 from shoal.data.cache.layers import SEAL_BYTES, Clock, Content, protected_since, seal_of
 from shoal.data.cache.range_locks import RangeLocks
-from shoal.data.packing import write_all
 from shoal.errors import UsageError
 from shoal.faults import faultpoint
 from shoal.formatting import in_units
 from shoal.logs import warn_on_screen, warn_once
+from shoal.storage.files import write_all
 
 LEAST_BYTES = 10**6
 _BLOCK = 4096

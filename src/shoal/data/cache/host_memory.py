@@ -30,7 +30,7 @@ from shoal.errors import UsageError
 from shoal.formatting import in_units
 from shoal.logs import log, warn_once
 from shoal.storage.decoding import try_decode_json
-from shoal.storage.files import make_private_directory
+from shoal.storage.files import make_private_directory, try_lock
 
 _NAME = "shoal-cache"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"  # another one on every host, and after each start
@@ -159,9 +159,8 @@ def _opened(member: _Attachment) -> int | None:
 
 def _read(file: int) -> list[_Attachment]:
     content = os.pread(file, os.fstat(file).st_size, 0)
-    return (
-        try_decode_json(content, list[_Attachment]) or []
-    )  # it may be empty, or cut off by a death
+    # It may be empty, or cut off by a death.
+    return try_decode_json(content, list[_Attachment]) or []
 
 
 def _write(file: int, descriptor: int) -> None:
@@ -183,15 +182,11 @@ def _has_it(member: _Attachment) -> bool:
 def _locked(file: int) -> bool:
     """Hold the list until the file is closed; whether that came about in time."""
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_PAUSE_S)
-        else:
-            return True
+    while not try_lock(file):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
 
 
 def _directory() -> Path:

@@ -202,10 +202,7 @@ class Lines(LineRecords):
     """Made by `lines`."""
 
     def __init__(
-        self,
-        paths: PathLike | Sequence[PathLike],
-        encoding: str,
-        options: Mapping[str, Any] | None,
+        self, paths: PathLike | Sequence[PathLike], encoding: str, options: Mapping[str, Any] | None
     ):
         super().__init__(paths, encoding, options)
         self._index([self._scan(number) for number in range(len(self.files))])

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.data.packing import write_all
 from shoal.data.readers.records import load_many
 from shoal.data.sources import SkipsBad, Source, load_sample
 from shoal.data.stalls import STALLS
 from shoal.errors import RecipeError, ShoalError, sendable
+from shoal.storage.files import write_all
 from shoal.system.processes import die_with_parent
 
 TURN = 16  # samples that a worker loads before the next one's are taken

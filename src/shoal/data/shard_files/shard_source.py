@@ -94,11 +94,7 @@ class ShardSource:
             yield
 
     def _looked_at(
-        self,
-        sample: int,
-        number: int,
-        needed: Collection[int],
-        look: Callable[[OpenShard], Found],
+        self, sample: int, number: int, needed: Collection[int], look: Callable[[OpenShard], Found]
     ) -> Found:
         """What `look` finds in shard `number`, for a sample; a damaged copy is fetched again, once.
 

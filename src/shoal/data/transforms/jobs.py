@@ -12,7 +12,6 @@ file a share while the pass runs. Next: `cleaning.py` and `statistics.py`, which
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -29,7 +28,7 @@ import xxhash
 from shoal.data.validate import require_whole
 from shoal.errors import UsageError
 from shoal.logs import log
-from shoal.storage.files import write_atomic
+from shoal.storage.files import try_lock, write_atomic
 from shoal.storage.run_dir import cache_directory
 from shoal.system.processes import die_with_parent
 
@@ -169,7 +168,7 @@ class _JobShares:
     @contextlib.contextmanager
     def _claim(self, number: int) -> Iterator[bool]:
         with open(self.place / f"{number:04}.lock", "ab") as file:
-            yield _locked(file)
+            yield try_lock(file)
 
 
 @contextlib.contextmanager
@@ -225,14 +224,6 @@ def _beside(claims: _JobShares, first: int) -> None:
         claims.work(first)
 
 
-def _locked(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _sweep(folder: Path) -> None:
     """Remove what was not used for long: results, parts of failed jobs, torn files."""
     now = time.time()
@@ -250,7 +241,7 @@ def _is_in_work(place: Path) -> bool:
     """Whether a process holds a share of this job."""
     for lock in place.glob("*.lock"):
         with lock.open("ab") as file:
-            if not _locked(file):
+            if not try_lock(file):
                 return True
     return False
 

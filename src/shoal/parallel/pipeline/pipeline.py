@@ -25,7 +25,6 @@ from shoal.logs import warn_once
 from shoal.parallel.pipeline.calls import CallInterceptor
 from shoal.parallel.pipeline.messages import Messages
 from shoal.parallel.pipeline.scheduled_stage import (
-    NoHooks,
     PipelineHooks,
     RoundState,
     ScheduledStage,
@@ -35,12 +34,7 @@ from shoal.parallel.pipeline.scheduled_stage import (
 )
 from shoal.parallel.pipeline.schedules import Action, order_work, post_receives_early, with_receives
 from shoal.parallel.pipeline.stage_runner import StageRunner
-from shoal.parallel.pipeline.stages import (
-    StagePlan,
-    rank_of_stage,
-    record,
-    recut,
-)
+from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage, record, recut
 from shoal.parallel.pipeline.tape import signature
 from shoal.plans.rules import fits_schedule
 
@@ -62,7 +56,7 @@ class PipelineOptions(NamedTuple):
     schedule: str
     device: str
     call: Callable[[nn.Module, Any], Any]
-    hooks: PipelineHooks = NoHooks()
+    hooks: PipelineHooks = PipelineHooks()
     stage_context: StageContext = StageContext()
 
 
@@ -164,10 +158,8 @@ class Pipeline:
         tape = self.plan.tape
         forwards = [partial(self.round.call, self.model, one) for one in inputs[:2]]
         stage_context = self.round.stage_context
-        with (
-            stage_context.alone(),
-            stage_context.context(),
-        ):  # outside of what records, as when a stage runs
+        # Outside of what records, as when a stage runs.
+        with stage_context.alone(), stage_context.context():
             made = record(self.model, forwards, self.num_stages, tape.seeds, like=tape)
         return recut(made, self.owners)
 

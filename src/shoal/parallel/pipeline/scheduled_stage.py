@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,38 +24,23 @@ from shoal.parallel.pipeline.stage_runner import StageRunner
 from shoal.parallel.pipeline.tape import Tape
 
 
-class PipelineHooks(Protocol):
-    """Called by `Pipeline.run` on this rank, in the schedule's order, for this rank's stages."""
+class PipelineHooks:
+    """Called by `Pipeline.run` on this rank, in the schedule's order, for this rank's stages.
+
+    These do nothing: gradients add up in p.grad.
+    """
 
     def enter(self, microbatch: int, block: int) -> None:
         """A stage's forward of this microbatch comes next: set seeds and buffers."""
-        ...
 
     def leave(self, stage: int, microbatch: int) -> None:
         """That forward is done; on the last stage the loss comes next."""
-        ...
 
     def back(self, microbatch: int) -> None:
         """A stage's backward of this microbatch comes next; it may compute forward again."""
-        ...
 
     def computed(self, stage: int, microbatch: int) -> None:
         """p.grad of the stage's parameters holds all that this microbatch adds to it."""
-        ...
-
-
-class NoHooks:
-    def enter(self, microbatch: int, block: int) -> None:
-        """Nothing to set."""
-
-    def leave(self, stage: int, microbatch: int) -> None:
-        """Nothing to keep."""
-
-    def back(self, microbatch: int) -> None:
-        """Nothing to set."""
-
-    def computed(self, stage: int, microbatch: int) -> None:
-        """Gradients add up in p.grad."""
 
 
 class StageContext(NamedTuple):

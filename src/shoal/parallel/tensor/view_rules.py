@@ -169,9 +169,7 @@ def expand_as(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def expand(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
-    x = args[0]
-    given = args[1:] or tuple(kwargs.values())
-    sizes = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    x, sizes = args[0], _sizes_given(args, kwargs)
     dim = x.cut.dim + len(sizes) - x.ndim
     if sizes[dim] not in (-1, x.shape[x.cut.dim]):
         raise CannotCut("it is expanded along the dim that is cut")
@@ -180,13 +178,17 @@ def expand(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPa
 
 
 def repeat(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:
-    x = args[0]
-    given = args[1:] or tuple(kwargs.values())
-    times = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    x, times = args[0], _sizes_given(args, kwargs)
     dim = x.cut.dim + len(times) - x.ndim
     if not times[dim]:
         raise CannotCut("nothing of it is kept", gathers=True)
     return region.part(x.local.repeat(times), Cut(dim, x.cut.packs * times[dim]))
+
+
+def _sizes_given(args: Args, kwargs: Kwargs) -> list[int]:
+    """Numbers that follow the tensor, or are a list of their own."""
+    given = args[1:] or tuple(kwargs.values())
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
 
 
 def repeat_interleave(region: CutRegion, func: Any, args: Args, kwargs: Kwargs) -> TensorPart:

@@ -135,10 +135,7 @@ class AggregatorClient:
     def sum(self, sum_: Sum) -> tuple[bool, bytes]:
         """Wait until all hosts have pushed: whether sums are finite, and the norms of blocks."""
         asked = self._requests.ask_all(
-            Sum,
-            **self._which(sum_),
-            want_norms=sum_.want_norms,
-            want_finite=sum_.want_finite,
+            Sum, **self._which(sum_), want_norms=sum_.want_norms, want_finite=sum_.want_finite
         )
         found = self._requests.answers(asked)
         norms = b"".join(bytes(frame) for _, frames in found for frame in frames)

@@ -92,11 +92,7 @@ class ServerClient:
                 self._poller.register(connection, zmq.POLLIN)
 
     def send(
-        self,
-        server: int,
-        kind: type[WorkerMessage],
-        payload: Payload = (),
-        **what: Any,
+        self, server: int, kind: type[WorkerMessage], payload: Payload = (), **what: Any
     ) -> None:
         """Send a message that has no reply."""
         request, frames = self._message(kind, payload, what)
@@ -142,11 +138,7 @@ class ServerClient:
         return pack(message, everything)
 
     def ask(
-        self,
-        server: int,
-        kind: type[WorkerMessage],
-        payload: Payload = (),
-        **what: Any,
+        self, server: int, kind: type[WorkerMessage], payload: Payload = (), **what: Any
     ) -> int:
         """Send a question; its number is what to wait for.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shoal.comm.wire import bytes_of, digest_of
 from shoal.logs import warn_on_screen
+from shoal.storage.files import write_all
 
 MOST_GROWTH = 4  # times the snapshot's bytes, then another is made
 LEAST_BYTES = 64 << 20
@@ -141,8 +142,7 @@ def write_record(
     parts = [memoryview(part).cast("B") for part in (head, lengths, *frames)]
     total = sum(len(part) for part in parts)
     for part in parts:
-        while part:
-            part = part[os.write(file.fileno(), part) :]
+        write_all(file.fileno(), part)
     return total
 
 

@@ -60,9 +60,8 @@ class ParameterViews:
 
 def parameter_addresses(layout: ServerLayout) -> dict[int, ParameterAddress]:
     """Of the parameters that are contiguous on one server, by their numbers. Pure."""
-    runs: dict[
-        int, list[tuple[int, int, ParameterAddress]]
-    ] = {}  # where in it, its bytes, and where it is
+    # Of each parameter its runs: where in it, its bytes, and where it is.
+    runs: dict[int, list[tuple[int, int, ParameterAddress]]] = {}
     for server in {*layout.holders}:
         for key, place in zip(layout.held_by(server), layout.value_places(server), strict=False):
             size = layout.keys[key].itemsize

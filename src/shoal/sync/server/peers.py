@@ -87,11 +87,7 @@ class Peers:
     is_long = False  # as a journal may be: a copy is always as long as the state
 
     def __init__(
-        self,
-        leader: Leader[Reply],
-        backups: Mapping[int, Backup],
-        server: Server,
-        reach: Endpoint,
+        self, leader: Leader[Reply], backups: Mapping[int, Backup], server: Server, reach: Endpoint
     ):
         self.leader, self._backups, self._secret = leader, backups, server.secret
         self._in_lockstep = server.bound == 0

@@ -188,11 +188,7 @@ class Leader(Generic[T]):
 class Backup:
     """The side of a shard that only keeps it. `redo` steps on a record, `snapshot` makes one."""
 
-    def __init__(
-        self,
-        redo: Callable[[Views], None],
-        snapshot: Callable[[], Frames],
-    ):
+    def __init__(self, redo: Callable[[Views], None], snapshot: Callable[[], Frames]):
         self.number, self.generation = 0, -1
         self._redo, self._snapshot = redo, snapshot
         self._waiting: deque[Views] = deque()

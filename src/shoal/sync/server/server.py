@@ -46,12 +46,7 @@ class Server(ServerCore):
     ):
         """With a journal, continue where a predecessor died."""
         super().__init__(
-            shard,
-            num_seats=num_seats,
-            num_pieces=num_pieces,
-            bound=bound,
-            secret=secret,
-            rule=rule,
+            shard, num_seats=num_seats, num_pieces=num_pieces, bound=bound, secret=secret, rule=rule
         )
         self.shard = shard
         self.journal: UpdateLog | None = journal
