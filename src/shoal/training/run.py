@@ -372,6 +372,7 @@ def _refuse_callbacks(plan: Plan, run: Run) -> None:
                 f"one. Leave {key} out, or the callbacks."
             )
 
+
 def check_evaluated(plan: Plan, source: Any) -> None:
     """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""
     waiting = _waiting_for_all(plan)
