@@ -20,6 +20,7 @@ class ShoalError(Exception):
     """The root of the tree."""
 
     exit_code = 1
+    trace = ""  # of the process in which it happened, as text
     shows_cause = True  # whether the traceback of what caused it helps: not of a server's absence
     outcome: Any = None  # the Outcome of the run that `shoal.train` was asked for, if it began
 

@@ -15,29 +15,29 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 3900,
-    "cluster": 4500,
+    "cli": 3100,
+    "cluster": 1600,
     "comm": 2800,
     "cost": 1150,
-    "data": 15000,
+    "data": 14900,
     "doctor": 500,
-    "elastic": 3400,
+    "elastic": 3000,
     "events": 1500,
-    "formats": 2450,
-    "inference": 700,
-    "launch": 2300,
+    "formats": 2350,
+    "inference": 750,
+    "launch": 1750,
     "numerics": 2100,
-    "parallel": 6800,
+    "parallel": 6650,
     "plans": 1250,
-    "slim": 3100,
+    "slim": 3050,
     "storage": 1450,
-    "sync": 11250,
-    "system": 850,
+    "sync": 11200,
+    "system": 900,
     "training": 6350,
-    "tuning": 2400,
+    "tuning": 2300,
     "verify": 2050,
 }
-ALL_LINES = 78_000  # of src without `testing/`
+ALL_LINES = 72_500  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.

@@ -1,6 +1,7 @@
 """A small model with something to prune and to quantise, for tests of verbs."""
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,13 @@ def small(width: int = 80, classes: int = 4, pause: float = 0.0) -> shoal.Run:
         batch_size=16,
         steps=40,
     )
+
+
+def unmeasured() -> shoal.Run:
+    def fails(logits: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no number")
+
+    return replace(small(), metrics={"accuracy": fails})
 
 
 def llama() -> shoal.Run:

@@ -275,6 +275,21 @@ def check_refused(done: Done, words: str) -> None:
     assert words in done.errors and "Traceback" not in done.errors and not done.output
 
 
+def test_a_failure_is_an_object_too_and_leaves_nothing(
+    command: Command, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = ("--from", checkpoint, "--out", tmp_path / "out", "--json")
+    done = command("prune", RECIPE, *out, "--sparsity", 2)
+    assert done.exit_code == done.json["exit_code"] == 2
+    assert done.json["error"].startswith("--sparsity 2: ")
+    unmeasured = RECIPE.replace(":small", ":unmeasured")
+    done = command("prune", unmeasured, *out, "--sparsity", 0.5)
+    assert done.exit_code == done.json["exit_code"] == 1
+    assert done.json["error"] == "ValueError: no number"
+    assert "slim_recipes.py" in done.errors and "slim/figures.py" not in done.errors
+    assert left(tmp_path) == {"weights"}
+
+
 @full
 @pytest.mark.parametrize(
     ("words", "told"),

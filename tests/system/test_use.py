@@ -115,6 +115,18 @@ def test_an_evaluation_under_any_plan(command: Command, classified: Finished, pl
         assert found == classified.evaluation
 
 
+def test_ranks_evaluate_tables(command: Command, tmp_path: Path) -> None:
+    run = used.tabled()
+    model = run.make_model().eval()
+    save_file(model.state_dict(), tmp_path / "tables.safetensors")
+    words = ("--from", tmp_path / "tables.safetensors", "--plan", "data=2", "--json")
+    said = command("evaluate", f"{USED}:tabled", *words)
+    assert said.code == 0, said.errors
+    with torch.no_grad():
+        wanted = run.loss(model(run.data.inputs), run.data.target)
+    assert said.answer["loss"] == pytest.approx(float(wanted))
+
+
 @pytest.mark.full
 def test_a_lost_rank_is_replaced_in_an_evaluation(
     command: Command, classified: Finished, tmp_path: Path

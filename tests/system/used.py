@@ -39,6 +39,20 @@ def classifier(width: int = 8, pause: float = 0.0, has_evaluate: bool = True) ->
     )
 
 
+def tabled() -> shoal.Run:
+    """An embedding with sparse gradients, which only servers or one rank can train."""
+    samples = shoal.data.tensors(torch.arange(30), torch.arange(30) % KINDS)
+    return shoal.Run(
+        model=lambda: nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Linear(4, KINDS)),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=samples,
+        evaluate=samples,
+        batch_size=10,
+        steps=2,
+    )
+
+
 class Embedded(nn.Module):
     """Causal, with positions for `length` tokens and no more."""
 

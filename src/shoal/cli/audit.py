@@ -50,7 +50,7 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
     if not found.num_marked and not found.problems:
         raise _nothing(record)
     if as_json:
-        print_json(found)
+        print_json(found, int(bool(found.problems)))
     else:
         if found.last_step:
             say(_counts(run, found))

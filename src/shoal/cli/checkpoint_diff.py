@@ -30,7 +30,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
         open_checkpoint(CheckpointReader, a), open_checkpoint(CheckpointReader, b)
     )
     if as_json:
-        print_json(found)
+        print_json(found, int(bool(found)))
     else:
         say(_differences(found))
     raise SystemExit(1 if found else 0)

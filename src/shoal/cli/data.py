@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.cli import options
 from shoal.cli.audit import audit
-from shoal.cli.output import as_json, in_json, print_json, say
+from shoal.cli.output import as_json, in_json, print_json, say, tell_failure
 from shoal.data.shard_files.format import (
     COMPRESSIONS,
     BadShards,
@@ -163,13 +163,13 @@ def show(path: str, sample: int, as_json: bool) -> None:
         lost = error
     shown = _shown(opened.place, opened.index, value)
     if as_json:
-        print_json(shown)
+        print_json(shown, 0 if lost is None else lost.exit_code)
     else:
         say(_summary(shown))
         for name, text in shown.origin.items():
             say(f"  {name:<8}  {text}")
     if lost is not None:
-        raise lost
+        raise SystemExit(tell_failure(lost))
     if not as_json:
         say(f"sample {sample}\n  {value}")
 

@@ -70,7 +70,7 @@ def distill(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) 
     change = model_table.later(
         "shoal.slim.distillation", "distill_recipe", recipe=recipe, **teacher, lessons=asked
     )
-    done = model_table.train_first(recipe, settings, given, change)
+    done = model_table.train_first(recipe, settings, given, change, as_json)
     from shoal.slim import distillation
     from shoal.slim.retraining import Training
 

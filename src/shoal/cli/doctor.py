@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import click
-import msgspec
 
+from shoal.cli.output import print_json
 from shoal.doctor.doctor import Finding, examine
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -21,10 +21,14 @@ def doctor(as_json: bool, quick: bool) -> None:
     checks: list[Finding] = []
     if as_json:
         checks += examine(Path("runs"), quick)
-        click.echo(msgspec.json.encode({"verdict": worst(checks), "checks": checks}).decode())
+        print_json({"verdict": worst(checks), "checks": checks}, _code(checks))
     else:
         _show(checks, quick)
-    raise SystemExit(1 if worst(checks) == "problem" else 0)
+    raise SystemExit(_code(checks))
+
+
+def _code(checks: list[Finding]) -> int:
+    return int(worst(checks) == "problem")
 
 
 def worst(checks: list[Finding]) -> str:

@@ -1,13 +1,12 @@
 """`shoal evaluate`: the loss and metrics of trained weights, on the ranks of a plan."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from shoal.cli import options
-from shoal.cli.output import print_json, say, tell_failure
+from shoal.cli.output import print_json, say
 
 
 @click.command(epilog=options.plan_help())
@@ -33,10 +32,8 @@ def evaluate(
     own error, 2 usage, plan or input.
     """
     options.refuse_unusable_process()
-    from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
     from shoal.launch import evaluate as launch
-    from shoal.launch.supervised import RunFailed
     from shoal.training.options import Recipe
 
     display = Display()
@@ -44,8 +41,6 @@ def evaluate(
         found = launch.evaluate(
             Recipe.named(recipe, settings), launch.EvaluateOptions(**given), run_dir, watch=display
         )
-    except (NotLoaded, RunFailed) as error:
-        sys.exit(tell_failure(error))
     finally:
         display.close()
     if as_json:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import tell_failure
+from shoal.cli.output import print_json
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
 
 def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
-    from shoal.cluster.local import NotLoaded, await_facts
+    from shoal.cluster.local import await_facts
     from shoal.cost.explain import Explanation
     from shoal.cost.text import format_explanation
     from shoal.system.fork_server import ForkServer
@@ -64,8 +64,6 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
         fork_server = ForkServer(prepare, directory / "recipe.log")
         try:
             await_facts(fork_server)
-        except NotLoaded as error:
-            return tell_failure(error)
         finally:
             fork_server.close()
         content = (directory / "explanation").read_bytes()
@@ -73,7 +71,7 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
     if given["svg"] is not None:
         _draw(found, recipe, given["svg"])
     if given["as_json"]:
-        print(msgspec.json.encode(found).decode(), flush=True)
+        print_json(found)
     else:
         click.echo(format_explanation(found, recipe))
     return 0

@@ -74,7 +74,7 @@ def fuse(
         )
     asked = {"recipe": recipe, "places": list(checkpoints), "settings": settings}
     change = model_table.later("shoal.slim.ensembles", "stack", **asked)
-    done = model_table.train_first(recipe, settings, given, change) if trains else None
+    done = model_table.train_first(recipe, settings, given, change, as_json) if trains else None
     from shoal.slim import fusing
     from shoal.slim.retraining import Training
 

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import print_json, say, showing_traceback
+from shoal.cli.output import print_json, say
 
 
 @click.command()
@@ -48,9 +48,8 @@ def generate(recipe: str, begin_from: str, prompt: str, as_json: bool, **given: 
     options.refuse_unusable_process()
     from shoal.inference import text
 
-    with showing_traceback():
-        found = text.generate(recipe, begin_from, prompt, **given)
+    found = text.generate(recipe, begin_from, prompt, **given)
     if as_json:
-        print_json({**found._asdict(), "exit_code": 0})
+        print_json(found._asdict())
     else:
         say(found.text)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say, tell_failure
+from shoal.cli.output import say
 
 
 @click.command()
@@ -36,7 +36,6 @@ def join(run: Path, address: str | None) -> None:
     options.refuse_unusable_process()
     from shoal.cluster.host_agent import join_run
     from shoal.cluster.invitation import read_invitation
-    from shoal.cluster.local import NotLoaded
     from shoal.comm.endpoint import interface_of
     from shoal.training.options import Recipe
 
@@ -51,11 +50,8 @@ def join(run: Path, address: str | None) -> None:
         recipe = Recipe.named(invitation.recipe, invitation.settings)
         return prepare_run(recipe, invitation.options, Path(invitation.run_dir), joins=True)
 
-    try:
-        farewell = join_run(
-            invitation, prepare, address, lambda text: say(f"shoal: {text}", is_error=True)
-        )
-    except NotLoaded as error:
-        sys.exit(tell_failure(error))
+    farewell = join_run(
+        invitation, prepare, address, lambda text: say(f"shoal: {text}", is_error=True)
+    )
     say(f"shoal: {farewell.how.rstrip('.') or 'the run did not begin'}.", is_error=True)
     sys.exit(farewell.exit_code)

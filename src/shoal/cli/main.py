@@ -4,11 +4,12 @@ import errno
 import importlib
 import signal
 import sys
+from contextlib import suppress
 
 import click
 
 from shoal import __version__
-from shoal.cli.output import say, tell
+from shoal.cli.output import print_json, reason, tell, tell_failure
 from shoal.errors import Ended, ShoalError, nearest
 from shoal.system.processes import let_idle_threads_sleep, stop_signals
 
@@ -103,7 +104,10 @@ def main() -> None:
 
 
 def run_here(arguments: list[str]) -> int:
-    """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n."""
+    """Run a command: 0 done, 1 the recipe's error, 2 usage, 128+n killed by signal n.
+
+    With --json a command that fails without a result prints an object, too: why, and the code.
+    """
     let_idle_threads_sleep()
     for number in stop_signals()[1:]:
         signal.signal(number, _leave)  # through every `with` and `finally`
@@ -113,21 +117,28 @@ def run_here(arguments: list[str]) -> int:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except click.ClickException as error:
         error.show()
-        return error.exit_code
+        code, why = error.exit_code, error.format_message()
     except (click.Abort, KeyboardInterrupt):
         when = " before the run began" if arguments[:1] in (["train"], ["run"]) else ""
-        tell(f"shoal: interrupted{when}.")
-        return 130
-    except ShoalError as error:
-        say(f"shoal: {error}", is_error=True)
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in _OF_THE_MACHINE:
-            raise
-        named = f": {error.filename}" if error.filename is not None else ""
-        say(f"shoal: {error.strerror}{named}. The command ended there.", is_error=True)
-        return 1
-    return 0
+        code, why = 130, f"interrupted{when}."
+        tell(f"shoal: {why}")
+    except Exception as error:  # noqa: BLE001 (a recipe's own code may fail in any way)
+        known = _in_a_sentence(error) if isinstance(error, OSError) else error
+        code, why = tell_failure(known), reason(known)
+    else:
+        return 0
+    if "--json" in arguments and arguments[0] != "run":  # whose arguments may be a script's
+        with suppress(OSError):  # standard output may be what failed
+            print_json({"error": why}, code)
+    return code
+
+
+def _in_a_sentence(error: OSError) -> Exception:
+    """What a disk or a directory refused; any other error of the system as it is."""
+    if error.errno not in _OF_THE_MACHINE:
+        return error
+    named = f": {error.filename}" if error.filename is not None else ""
+    return ShoalError(f"{error.strerror}{named}. The command ended there.")
 
 
 def _leave(number: int, frame: object) -> None:

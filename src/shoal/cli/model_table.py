@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from shoal.cli.outcome import print_outcome
-from shoal.cli.output import print_json, say, tell_failure
+from shoal.cli.output import print_json, say
 
 if TYPE_CHECKING:
     from shoal.launch.outcome import Outcome
@@ -37,13 +36,16 @@ def says_how_to_train(given: dict[str, Any]) -> bool:
 
 
 def train_first(
-    recipe: str, settings: dict[str, str], given: dict[str, Any], change: "Callable[[Run], Run]"
+    recipe: str,
+    settings: dict[str, str],
+    given: dict[str, Any],
+    change: "Callable[[Run], Run]",
+    as_json: bool,
 ) -> "Outcome":
     """Train what `change` makes of a recipe, as `shoal train` does, before torch is loaded here.
 
     A run that ends before its last step ends the command as it ends `shoal train`.
     """
-    from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
     from shoal.formats.new_output import refuse_existing
     from shoal.launch import train as launch
@@ -51,19 +53,16 @@ def train_first(
 
     refuse_existing(Path(given["out"]))
     display = Display()
-    try:
-        outcome = launch.train(
-            replace(Recipe.named(recipe, settings), is_named=False, change=change),
-            launch.Options(plan=given["plan"], resume=given["resume"]),
-            given["run_dir"],
-            watch=display,
-            prepared=partial(display.introduce, recipe),
-        )
-    except NotLoaded as error:
-        sys.exit(tell_failure(error))
+    outcome = launch.train(
+        replace(Recipe.named(recipe, settings), is_named=False, change=change),
+        launch.Options(plan=given["plan"], resume=given["resume"]),
+        given["run_dir"],
+        watch=display,
+        prepared=partial(display.introduce, recipe),
+    )
     display.close()
     if outcome.exit_code or not outcome.is_finished:
-        sys.exit(print_outcome(outcome, as_json=False))
+        sys.exit(print_outcome(outcome, as_json=as_json))
     return outcome
 
 
@@ -80,7 +79,7 @@ def later(module: str, function: str, **given: Any) -> "Callable[[Run], Run]":
 def print_table(result: "ModelTable", more: dict[str, Any], *, as_json: bool) -> None:
     """One JSON object, or a table and a few words."""
     if as_json:
-        print_json({**msgspec.to_builtins(result), "exit_code": 0})
+        print_json(result)
         return
     say(result.in_words())
     for name, value in more.items():

@@ -1,17 +1,16 @@
 """What verbs print: JSON, and texts with names from files."""
 
 import math
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import click
 import msgspec
 
-from shoal.errors import RecipeError
+from shoal.errors import RecipeError, ShoalError
 from shoal.storage.decoding import encode_json
 from shoal.system.streams import steady
+from shoal.system.traces import user_traceback
 
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of words."
@@ -24,9 +23,10 @@ def in_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def print_json(value: Any) -> None:
-    """One JSON object; numbers that are not finite become null."""
-    click.echo(encode_json(value).decode())
+def print_json(value: Any, exit_code: int = 0) -> None:
+    """One JSON object with the exit code; numbers that are not finite become null."""
+    fields: dict[str, Any] = msgspec.to_builtins(value)
+    click.echo(encode_json({**fields, "exit_code": exit_code}).decode())
 
 
 def say(text: str, is_error: bool = False) -> None:
@@ -36,27 +36,24 @@ def say(text: str, is_error: bool = False) -> None:
         click.echo("".join(shown), err=is_error)
 
 
-@contextmanager
-def showing_traceback() -> Iterator[None]:
-    """Print where a recipe's own code failed, before what is made of it is said."""
-    try:
-        yield
-    except RecipeError as error:
-        if error.__cause__ is not None:
-            cause = error.__cause__
-            tell("".join(traceback.format_exception(type(cause), cause, cause.__traceback__)))
-        raise
-
-
 def tell(text: str) -> None:
     """Print words for people, to standard error."""
     with steady():
         click.echo(text, err=True)
 
 
-def tell_failure(error: Any) -> int:
-    """Say why a recipe could not be prepared or a run failed; the exit code that this means."""
-    if error.trace:
+def tell_failure(error: Exception) -> int:
+    """Say why a command failed, after where the recipe's own code did; the exit code it means."""
+    if not isinstance(error, ShoalError):
+        tell(user_traceback(error))
+    elif error.trace:
         tell(error.trace)
-    say(f"shoal: {error}", is_error=True)
-    return int(error.exit_code)
+    elif isinstance(error, RecipeError) and error.__cause__ is not None:
+        tell(user_traceback(error.__cause__))
+    say(f"shoal: {reason(error)}", is_error=True)
+    return error.exit_code if isinstance(error, ShoalError) else 1
+
+
+def reason(error: Exception) -> str:
+    """Why a command failed, in words: with the kind of an error that is not Shoal's."""
+    return str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"

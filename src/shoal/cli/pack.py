@@ -31,7 +31,7 @@ def pack(checkpoint: str, out: str, unpack: bool, as_json: bool) -> None:
         say(result.note, is_error=True)
     if as_json:
         found = {"bytes_before": result.bytes_before, "bytes_after": result.bytes_after}
-        print_json({**found, "verified": result.verified, "out": result.out, "exit_code": 0})
+        print_json({**found, "verified": result.verified, "out": result.out})
         return
     if unpack:
         say(f"{out}: {in_units(result.bytes_after)}; every file has the hash that it had.")

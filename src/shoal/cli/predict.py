@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import print_json, say, showing_traceback
+from shoal.cli.output import print_json, say
 from shoal.errors import UsageError
 from shoal.storage.object_store import local_path
 
@@ -46,9 +46,8 @@ def predict(recipe: str, out: str, as_json: bool, **given: Any) -> None:
         raise UsageError(f"--out {out}: predictions are written to a disk. Give a path.")
     from shoal.inference import predictor
 
-    with showing_traceback():
-        found = predictor.predict(recipe, given.pop("begin_from"), path, **given)
+    found = predictor.predict(recipe, given.pop("begin_from"), path, **given)
     if as_json:
-        print_json({"samples": found.samples, "out": found.out, "exit_code": 0})
+        print_json({"samples": found.samples, "out": found.out})
     else:
         say(f"{found.out}: {found.samples} samples.")

@@ -64,7 +64,7 @@ def prune(recipe: str, settings: dict[str, str], train: bool, as_json: bool, **g
         )
     asked = {name: given[name] for name in ("sparsity", "how", "begin_from")}
     change = model_table.later("shoal.slim.pruning", "prune_in_training", **asked)
-    done = model_table.train_first(recipe, settings, given, change) if trains else None
+    done = model_table.train_first(recipe, settings, given, change, as_json) if trains else None
     from shoal.slim import pruning
     from shoal.slim.retraining import Training
 

@@ -44,7 +44,7 @@ def quantize(recipe: str, settings: dict[str, str], as_json: bool, **given: Any)
     if given["to"] == "qat-int8":
         module, begin_from = "shoal.slim.quantization", given["begin_from"]
         change = model_table.later(module, "quantize_in_training", begin_from=begin_from)
-        done = model_table.train_first(recipe, settings, given, change)
+        done = model_table.train_first(recipe, settings, given, change, as_json)
     elif model_table.says_how_to_train(given):
         raise UsageError(
             f"--plan, --run-dir and --resume have no effect with --to {given['to']}, which does "

@@ -9,7 +9,6 @@ import click
 
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
-from shoal.cli.output import tell_failure
 
 
 @click.command(epilog=options.plan_help())
@@ -112,21 +111,17 @@ def train(
     and 143 ended by a signal without one.
     """
     options.refuse_unusable_process()
-    from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
     from shoal.launch import train as launch
     from shoal.training.options import Recipe
 
     display = Display()
-    try:
-        outcome = launch.train(
-            Recipe.named(recipe, settings),
-            launch.Options(**given),
-            run_dir,
-            watch=display,
-            prepared=partial(display.introduce, recipe),
-        )
-    except NotLoaded as error:
-        sys.exit(tell_failure(error))
+    outcome = launch.train(
+        Recipe.named(recipe, settings),
+        launch.Options(**given),
+        run_dir,
+        watch=display,
+        prepared=partial(display.introduce, recipe),
+    )
     display.close()
     sys.exit(print_outcome(outcome, as_json=as_json))

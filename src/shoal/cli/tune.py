@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import say, tell, tell_failure
+from shoal.cli.output import say, tell
 from shoal.errors import RUN_AGAIN
 
 
@@ -102,16 +102,12 @@ def tune(
     75 stopped, to be gone on with.
     """
     options.refuse_unusable_process()
-    from shoal.cluster.local import NotLoaded
     from shoal.training.options import Recipe
     from shoal.tuning.results import as_json as encoded
     from shoal.tuning.results import in_text
     from shoal.tuning.tune import StudyOptions, run_study
 
-    try:
-        outcome = run_study(Recipe.named(recipe, settings), space, StudyOptions(**given), run_dir)
-    except NotLoaded as error:
-        sys.exit(tell_failure(error))
+    outcome = run_study(Recipe.named(recipe, settings), space, StudyOptions(**given), run_dir)
     if as_json:
         tell(in_text(outcome))
         click.echo(encoded(outcome).decode())

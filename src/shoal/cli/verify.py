@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import tell, tell_failure
+from shoal.cli.output import print_json, tell
 from shoal.errors import UsageError
 from shoal.events.events import (
     BusyEvent,
@@ -56,9 +56,7 @@ def verify(recipe: str, settings: dict[str, str], steps: int, **given: Any) -> N
 
 
 def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_dir: Any) -> int:
-    from shoal.cluster.local import NotLoaded
     from shoal.events.screen import Display
-    from shoal.launch.supervised import RunFailed
     from shoal.numerics.precision import environment_for
     from shoal.plans.plan import Plan
     from shoal.training.callbacks import has_callbacks
@@ -82,17 +80,13 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
         ):
             display(event)
 
-    try:
-        verdict = verification.verify(load, given["plan"], run_dir.path, watch)
-    except (NotLoaded, RunFailed) as error:
-        return tell_failure(error)
+    verdict = verification.verify(load, given["plan"], run_dir.path, watch)
     run_dir.describe(recipe=recipe, settings=settings, plan=verdict.plan)
     tell(in_words(verdict, recipe))
     code = 0 if verdict.passed else 1
     if given["as_json"]:
-        result = {"exit_code": code, "verdict": verdict.verdict, "passed": verdict.passed}
-        result |= msgspec.to_builtins(verdict)
-        print(msgspec.json.encode(result).decode(), flush=True)
+        result = {"verdict": verdict.verdict, "passed": verdict.passed}
+        print_json(result | msgspec.to_builtins(verdict), code)
     return code
 
 

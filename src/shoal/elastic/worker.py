@@ -233,7 +233,10 @@ def _trace_of(error: Exception, spec: WorkerSpec) -> str:
     """What the user sees; the log has all of it."""
     log = Path(spec.log)
     place = f"{log.parent.name}/{log.name}"
-    return f"{user_traceback(error)}(Frames of Shoal are left out; {place} has all.)\n"
+    shown = user_traceback(error)
+    if shown == "".join(traceback.format_exception(error)):
+        return shown
+    return f"{shown}(Frames of Shoal are left out; {place} has all.)\n"
 
 
 def _train(

@@ -15,6 +15,7 @@ from shoal.checkpoint.load import CheckpointReader
 from shoal.errors import BadCheckpoint, UsageError
 from shoal.formats.dcp import METADATA, open_dcp
 from shoal.formats.huggingface import INDEX, SINGLE, open_huggingface
+from shoal.formats.packed import is_pack
 from shoal.formats.safetensors import open_safetensors, require_file
 from shoal.formats.state_dict import open_state_dict
 from shoal.formats.weights import ForeignWeights, Weights
@@ -50,6 +51,11 @@ def open_foreign(path: Path) -> ForeignWeights | None:
         if (path / INDEX).exists() or (path / SINGLE).exists():
             return open_huggingface(path)
         return None
+    if is_pack(path):
+        raise UsageError(
+            f"{path} is packed. Unpack it first: shoal pack {path} --unpack --out DIRECTORY. "
+            "shoal.load reads it as it is."
+        )
     if path.suffix in PROGRAMS:
         raise UsageError(
             f"{path} is a program, which does not give its weights by name. Give the checkpoint "

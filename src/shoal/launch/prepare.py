@@ -8,7 +8,9 @@ Read next: `elastic/worker.py`, for what each rank does with it.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +28,7 @@ from shoal.elastic.worker import prepare_training, set_single_thread
 from shoal.errors import UsageError
 from shoal.logs import warn_on_screen
 from shoal.numerics.precision import environment_for
+from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.object_store import open_store
 from shoal.storage.store import Store
@@ -145,12 +148,23 @@ def prepare_evaluation(
     source = data_of(run, options.on_data)
     plan = resolve(run, options.plan, options.ranks)
     found: Facts = {"num_measured": len(source)}
+    if plan.sync != "server":
+        run = replace(run, model=partial(_with_dense_tables, run.model))
 
     def take(model: nn.Module) -> None:
         found["weights"] = take_weights(model, options.begin_from)
 
     facts, rank_main = prepare_training(run, plan, run_dir, begin=take, evaluates=source)
     return facts | found, rank_main
+
+
+def _with_dense_tables(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model to evaluate. No gradients are exchanged, so its tables are held as any embedding."""
+    model = make()
+    tables = tables_of(model) if isinstance(model, nn.Module) else {}  # else it is refused later
+    for module in tables.values():
+        module.sparse = False
+    return model
 
 
 def _plan_of(given: _Preparing) -> tuple[Plan, bool]:

@@ -32,6 +32,8 @@ from shoal.slim.figures import ModelTable, figures_of, first_piece, notes_of, nu
 from shoal.slim.lessons import (
     HIDDEN,
     LOGITS,
+    OUTPUT,
+    TAPPED,
     TARGET,
     TEACHER,
     LayerTaps,
@@ -162,11 +164,12 @@ def train_student(
     student = trained_model(outcome)
     if isinstance(student, StudentWithTaps):
         student = student.student
-    write_weights(run, student, place, name_of(recipe)[0])
     model = load(teacher, teacher_recipe, settings=teacher_settings)
     num_bytes = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
+    before = figures_of(run, model, num_bytes)  # which may fail: nothing is written
+    write_weights(run, student, place, name_of(recipe)[0])
     return DistillTable(
-        before=figures_of(run, model, num_bytes),
+        before=before,
         after=figures_of(run, load(place, run), num_bytes_at(place)),
         out=str(place),
         teacher=str(teacher),
@@ -191,8 +194,8 @@ class DistillationLoss:
             return self._loss(output, target)
         taught, own = target[TEACHER], target[TARGET]
         hidden: Any = ()
-        if isinstance(output, Mapping) and HIDDEN in output:
-            output, hidden = output[LOGITS], output[HIDDEN]
+        if isinstance(output, Mapping) and TAPPED in output:
+            output, hidden = output[OUTPUT], output[TAPPED]
         alpha = self._lessons.alpha
         task = self._loss(output, own)
         soft = divergence(answer_of(output), taught[LOGITS], own, self._lessons.temperature)
@@ -251,7 +254,7 @@ class StudentWithTaps(nn.Module):
             projection(layer.movedim(dim, -1)).movedim(-1, dim)
             for projection, layer, dim in zip(self.projections, heard.in_order(), self._dims)
         ]
-        return {LOGITS: output, HIDDEN: tuple(found)}
+        return {OUTPUT: output, TAPPED: tuple(found)}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from shoal.errors import RecipeError, UsageError, nearest
 from shoal.training.run import call_model
 
 TARGET, TEACHER = "shoal.target", "shoal.teacher"  # in the target of a lesson
-LOGITS, HIDDEN = "logits", "hidden"  # in the teacher's answers, and in a student's output
+LOGITS, HIDDEN = "logits", "hidden"  # in the teacher's answers
+OUTPUT, TAPPED = "shoal.output", "shoal.hidden"  # in what a student with taps gives
 Collate = Callable[[list[Any]], Any]
 
 

@@ -48,7 +48,9 @@ class Ramp(NamedTuple):
         """The sparsity at a step: a cubic, quick at first and slow where little is left."""
         if step >= self.end:
             return self.sparsity
-        share = max(0, step - self.begin) / (self.end - self.begin)
+        if step <= self.begin:
+            return 0.0
+        share = (step - self.begin) / (self.end - self.begin)
         return float(self.sparsity * (1 - (1 - share) ** 3))
 
 
@@ -140,10 +142,13 @@ def find_layers(model: nn.Module, pattern: Pattern | None = None) -> Layers:
         else:
             kept.append(name)
     if not prunable:
+        how = rows = ""
+        if pattern is not None:
+            how = f" {pattern.num_kept}:{pattern.num_neighbours}"
+            rows = f", with a multiple of {pattern.num_neighbours} weights for each output"
         raise UsageError(
-            f"The model, a {type(model).__name__}, has no layer that can be pruned"
-            f"{'' if pattern is None else f' {pattern.num_kept}:{pattern.num_neighbours}'}: a "
-            "linear or convolutional layer of torch.nn whose weight is its own."
+            f"The model, a {type(model).__name__}, has no layer that can be pruned{how}: a linear "
+            f"or convolutional layer of torch.nn whose weight is its own{rows}."
         )
     return Layers(prunable, kept)
 

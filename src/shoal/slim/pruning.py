@@ -23,6 +23,7 @@ from shoal.api import name_of
 from shoal.errors import UsageError, nearest
 from shoal.slim import masks
 from shoal.slim.figures import (
+    Figures,
     LoadedModel,
     ModelTable,
     figures_of,
@@ -90,12 +91,13 @@ def prune(
         else:
             zero_smallest(model, sparsity, pattern)
     before = load_trained(run, begin_from)
+    figures = figures_of(run, before.model, before.num_bytes)  # which may fail: nothing is written
     if how == "structured":
-        return _finish_smaller(run, before, model, place)
+        return _finish_smaller(run, before, figures, model, place)
     layers = find_layers(model, pattern)
     write_weights(run, model, place, name_of(recipe)[0])
     return PruneTable(
-        before=figures_of(run, before.model, before.num_bytes),
+        before=figures,
         after=figures_of(run, load(place, run), num_bytes_at(place)),
         out=str(place),
         sparsity=sparsity_of(layers.prunable),
@@ -164,17 +166,18 @@ def zero_smallest(model: nn.Module, sparsity: float, pattern: Pattern | None = N
         weight.mul_(part.view_as(weight))
 
 
-def _finish_smaller(run: Run, before: LoadedModel, model: nn.Module, place: Path) -> PruneTable:
+def _finish_smaller(
+    run: Run, before: LoadedModel, figures: Figures, model: nn.Module, place: Path
+) -> PruneTable:
     """Write a model of other shapes as a program."""
     any_batch = write_program(run, model, place)
     again = load(place) if any_batch else model
-    one = figures_of(run, before.model, before.num_bytes)
     after = figures_of(run, again, num_bytes_at(place))
     return PruneTable(
-        before=one,
+        before=figures,
         after=after,
         out=str(place),
-        sparsity=1 - after.parameters / one.parameters,
+        sparsity=1 - after.parameters / figures.parameters,
         kept=layers_of_one_width(before.model, model),
         notes=notes_of(run, before.note, "" if any_batch else _FIXED_BATCH),
     )

@@ -8,8 +8,9 @@
 
 None of these needs samples to choose its scales: those of weights come from the weights, those of
 activations from each batch. Other layers (convolutions, embeddings, weights that are tied, rows
-that groups of 32 do not divide) stay as they are, and are named. torchao's kernels for 4 bits are
-those of accelerators: on a CPU int4 saves memory on a disk, and is computed in full precision.
+of one number, or that groups of 32 do not divide) stay as they are, and are named. torchao's
+kernels for 4 bits are those of accelerators: on a CPU int4 saves memory on a disk, and is computed
+in full precision.
 """
 
 import shutil
@@ -43,7 +44,7 @@ from shoal.training.run import Run
 
 FORMS = ("int8", "int4", "dynamic-int8", "qat-int8")
 GROUP = 32  # numbers of a row that share a scale, of int4
-_OF_GROUPS = f", with a multiple of {GROUP} inputs"
+_INPUTS = {"int4": f"with a multiple of {GROUP} inputs"}
 
 
 class QuantizeTable(ModelTable, frozen=True, kw_only=True):
@@ -148,18 +149,21 @@ def unround(model: nn.Module) -> nn.Module:
 
 
 def _quantizable(model: nn.Module, to: str) -> set[str]:
-    """The linear layers whose weight is theirs alone, and is cut evenly by the groups of int4."""
+    """The linear layers whose weight is theirs alone, and whose rows torchao can cut.
+
+    A row of one number it takes for a whole: it finds one scale for all rows, which fits nothing.
+    """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen = set()
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or uses[id(module.weight)] != 1 or not name:
             continue
-        if to != "int4" or module.in_features % GROUP == 0:
+        if module.in_features % GROUP == 0 if to == "int4" else module.in_features > 1:
             chosen.add(name)
     if not chosen:
         raise UsageError(
             f"The model, a {type(model).__name__}, has no layer that can be quantised to {to}: a "
-            f"linear layer whose weight is its own{_OF_GROUPS if to == 'int4' else ''}."
+            f"linear layer whose weight is its own, {_INPUTS.get(to, 'with more than one input')}."
         )
     return chosen
 

@@ -18,11 +18,13 @@ _CALLS = ("_call_impl", "_wrapped_call_impl")  # of nn.Module, around every forw
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of an error and its causes, as text. An error that no code but Shoal's and that
-    of libraries had a part in keeps its frames."""
+    of libraries had a part in keeps its frames, unless it was in the forward of a model."""
     found = traceback.TracebackException.from_exception(error, compact=True)
     every = list(_chained(found))
     first = next(filter(None, map(_own_line, _chained(_without_ours(error, found)))), "")
-    if first or not all(one.stack for one in every):  # or it came from another process, as text
+    frames = [frame for one in every for frame in one.stack]
+    in_forward = any(map(_is_call, frames))  # of layers that are all of a library, say
+    if first or in_forward or not all(one.stack for one in every):  # or it came as text
         for one in every:
             one.stack[:] = _shown(one.stack)
     return f"{first}{''.join(found.format())}"
@@ -65,8 +67,11 @@ def _shown(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]
 
 
 def _is_hidden(frame: traceback.FrameSummary) -> bool:
-    is_call = frame.name in _CALLS and frame.filename.endswith("/torch/nn/modules/module.py")
-    return is_call or frame.filename.startswith((_PACKAGE, "<frozen"))
+    return _is_call(frame) or frame.filename.startswith((_PACKAGE, "<frozen"))
+
+
+def _is_call(frame: traceback.FrameSummary) -> bool:
+    return frame.name in _CALLS and frame.filename.endswith("/torch/nn/modules/module.py")
 
 
 def _is_of_a_library(frame: traceback.FrameSummary) -> bool:

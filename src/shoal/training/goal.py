@@ -3,6 +3,7 @@
 Studies (`tuning/`) and fused models (`slim/`) choose by it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Self
 
@@ -42,8 +43,9 @@ class Goal(NamedTuple):
             )
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The larger the better."""
-        return metrics[self.metric] * (1 if self.is_max else -1)
+        """The larger the better; what is not a number is worse than all others."""
+        value = metrics[self.metric] * (1 if self.is_max else -1)
+        return -math.inf if math.isnan(value) else value
 
     def is_better(self, value: float, than: float | None) -> bool:
         return than is None or (value > than if self.is_max else value < than)

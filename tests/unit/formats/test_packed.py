@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from shoal.errors import BadCheckpoint, UsageError
 from shoal.formats import packed
+from shoal.formats.open_weights import open_weights
 from shoal.formats.packed import PackReader, is_pack, unpack, unpacked, write_pack
 
 
@@ -93,6 +94,12 @@ def test_names_stay_inside(tmp_path: Path, name: str) -> None:
     (tmp_path / "pack").write_bytes(packed.MARK + index + tail)
     with pytest.raises(BadCheckpoint, match="plain name"):
         unpack(tmp_path / "pack", tmp_path / "out")
+
+
+def test_weights_in_a_pack_are_to_be_unpacked(tmp_path: Path) -> None:
+    write_pack(weights(tmp_path / "model.safetensors"), tmp_path / "pack")
+    with pytest.raises(UsageError, match="Unpack it first: shoal pack"):
+        open_weights(tmp_path / "pack")
 
 
 def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:

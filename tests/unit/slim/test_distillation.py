@@ -124,6 +124,28 @@ def test_hidden_layers_are_compared_through_a_projection() -> None:
     assert set(same.state_dict()) == {f"student.{name}" for name in run.make_model().state_dict()}
 
 
+class NamedOutputs(nn.Module):
+    """A model whose outputs have the names that hidden layers have elsewhere."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+@pytest.mark.parametrize("layers", [{}, {"body": "body"}])
+def test_outputs_may_have_any_names(layers: dict[str, str]) -> None:
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output["logits"], target) + output["hidden"].square().mean()
+
+    run = dataclasses.replace(run_of(), model=lambda: NamedOutputs(4), loss=loss)
+    plain, taught = losses(run), losses(distill(run, NamedOutputs(8), alpha=1e-9, hidden=layers))
+    assert taught == pytest.approx(plain, rel=1e-5)
+
+
 def test_records_tell_teachers_apart() -> None:
     one, other = (distill(run_of(), run_of(width=w).make_model()) for w in (4, 16))
     assert one.loss.__qualname__ != other.loss.__qualname__

@@ -81,6 +81,16 @@ def test_an_average_is_the_mean_of_the_weights(places: list[Path], tmp_path: Pat
         torch.testing.assert_close(tensor, (a[name] + b[name]) / 2)
 
 
+def test_a_model_without_numbers_is_never_the_best(places: list[Path], tmp_path: Path) -> None:
+    lost = recipe().make_model()
+    with torch.no_grad():
+        lost[0].weight.fill_(torch.nan)
+    bad = saved(lost, tmp_path / "lost")
+    found = fuse(recipe, [bad, *places[:2]], how="greedy", out=tmp_path / "out")
+    assert found.weights[0] == 0 and found.best_single.checkpoint != str(bad)
+    assert found.after.metrics["loss"] <= found.before.metrics["loss"]
+
+
 def test_greedy_leaves_out_what_does_not_help(places: list[Path], tmp_path: Path) -> None:
     table = fuse(recipe, places, how="greedy", out=tmp_path / "out")
     assert table.weights[2] == 0.0 and sum(table.weights) == pytest.approx(1.0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -42,11 +42,12 @@ def test_a_pattern_keeps_the_largest_of_each_group(num_kept: int, num_groups: in
 
 
 @given(st.floats(0.01, 0.99), st.integers(0, 50), st.integers(0, 50))
+@example(0.5, 1, 0)
 def test_the_ramp_grows_from_nothing_to_all(sparsity: float, begin: int, length: int) -> None:
     ramp = Ramp(sparsity, begin, begin + length)
     values = [ramp.at(step) for step in range(begin + length + 2)]
     assert values == sorted(values) and values[-1] == sparsity
-    assert all(value == 0 for value in values[: begin if length else 0])
+    assert all(value == 0 for value in values[:begin])
 
 
 def test_all_layers_are_ranked_together() -> None:
@@ -101,6 +102,8 @@ def test_weights_of_two_layers_and_tables_stay() -> None:
     assert list(layers.prunable) == ["0"] and layers.kept == ["3", "4", "table"]
     with pytest.raises(UsageError, match="no layer that can be pruned"):
         masks.find_layers(nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4)))
+    with pytest.raises(UsageError, match="a multiple of 4 weights for each output"):
+        masks.find_layers(nn.Sequential(nn.Linear(6, 4)), masks.Pattern(2, 4))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,16 @@ def run_of() -> shoal.Run:
     return dataclasses.replace(zoo.mlp(), model=Tied, data=shoal.data.tensors(tokens, tokens))
 
 
+@pytest.mark.parametrize("to", ["int8", "dynamic-int8", "qat-int8"])
+def test_a_layer_with_one_input_stays_as_it_is(to: str) -> None:
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    assert layers_kept(model, to) == ["0"]
+    quantize_model(model, to)
+    assert model(torch.ones(5, 1)).shape == (5, 1)
+    with pytest.raises(UsageError, match="with more than one input"):
+        quantize_model(nn.Sequential(nn.Linear(1, 8)), to)
+
+
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=24).filter(lambda x: len(x) % 2 == 0))
 def test_halves_of_bytes_come_back(values: list[int]) -> None:
     part = torch.tensor([values, values[::-1]], dtype=torch.int8)

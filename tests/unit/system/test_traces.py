@@ -10,6 +10,7 @@ from torch import nn
 from shoal.plans.plan import Plan
 from shoal.system.traces import user_traceback
 from shoal.training.recipe import load_recipe
+from shoal.training.run import call_model
 
 MODEL = """
     from torch import nn
@@ -61,6 +62,15 @@ def test_an_error_of_shoal_alone_keeps_its_frames() -> None:
     assert error.__traceback__ is not None and error.__traceback__.tb_next is not None
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without those of this file
     assert "plans/plan.py" in user_traceback(error)
+
+
+def test_a_forward_of_torch_alone_is_without_frames_of_shoal() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
+    error = raised_by(lambda: call_model(model, torch.ones(2, 3)))
+    assert error.__traceback__ is not None and error.__traceback__.tb_next is not None
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # without those of this file
+    text = user_traceback(error)
+    assert "training/run.py" not in text and "linear.py" in text and "RuntimeError: mat1" in text
 
 
 def test_the_text_of_another_process_is_kept() -> None:
