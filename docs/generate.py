@@ -93,7 +93,7 @@ def verbs() -> str:
     parts = list(commands(group, "shoal"))
     intro = (
         "`shoal VERB --help` prints the same. With `--json` the last line of standard output is "
-        "one JSON object."
+        "one JSON object with `exit_code`; where a verb fails without a result, `error` says why."
     )
     return page("Verbs", intro, "\n\n".join(parts))
 

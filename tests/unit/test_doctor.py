@@ -103,4 +103,5 @@ def test_json_is_one_object_on_one_line(monkeypatch):
     assert json.loads(line) == {
         "verdict": "note",
         "checks": [{"name": "cores", "verdict": "note", "value": "1 of 2", "advice": "taskset"}],
+        "exit_code": 0,
     }

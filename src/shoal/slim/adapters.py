@@ -75,7 +75,7 @@ def add_adapters(model: nn.Module, config: Any, trained: Sequence[str] = ()) -> 
         raise UsageError(
             f"lora: peft cannot put adapters into the model, a {type(model).__name__}: {error} "
             f"Linear layers: {', '.join(sorted({name.split('.')[-1] for name in linear}))}."
-        ) from error
+        ) from None  # it says all that peft does
     _refuse_missing(model, own.modules_to_save or ())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import UsageError
 from shoal.slim.adapters import read_lora
+from shoal.system.fork_server import needs_no_traceback
 from tests import zoo
 
 full = pytest.mark.full
@@ -78,8 +79,9 @@ def test_a_configuration_of_peft_is_taken_as_it_is(tmp_path: Path) -> None:
 )
 @full
 def test_bad_input_is_refused(lora: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match=why) as refused:
         shoal.slim.adapt(zoo.gpt(), lora=lora).make_model()
+    assert needs_no_traceback(refused.value)
 
 
 @full
