@@ -20,12 +20,13 @@ from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts, StartedRun
 from shoal.comm.endpoint import interface_of
 from shoal.elastic.membership import Membership, MembershipOptions
-from shoal.errors import UsageError, require
+from shoal.errors import RUN_AGAIN, UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
-from shoal.launch.backends import check_on, make_backend
+from shoal.launch.backends import JOIN_TIMEOUT_S, check_on, make_backend
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
+from shoal.plans.resize import size_rules
 from shoal.storage.object_client import redact_password
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import RunDir, lock_directory
@@ -110,7 +111,7 @@ def _train(
         if isinstance(event, TickEvent) and (moved := run_dir.moved()):
             watch(WarningEvent(text=moved))
 
-    result = run_supervised(
+    ended = run_supervised(
         prepare,
         run_dir.path,
         backend=make_backend(recipe, options),
@@ -120,6 +121,9 @@ def _train(
         can_resize=True,
         stop_timeout_s=options.stop_timeout_s,
     )
+    # What ended for want of a host can go on if there is a checkpoint.
+    is_vain = ended.exit_code == RUN_AGAIN and bool(ended.cause) and not saves.last_step
+    result = replace(ended, exit_code=1) if is_vain else ended
     return outcome_of(
         result,
         recipe,
@@ -145,6 +149,8 @@ def _members(started: StartedRun, options: Options) -> Membership:
             num_hosts=started.num_hosts,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             form_timeout_s=options.form_timeout_s,
+            rules=size_rules(Plan.parse(found["plan"])),
+            host_timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
         ),
     )
 
@@ -158,7 +164,7 @@ def refuse_contradictions(options: Options) -> None:
         RetentionPolicy.parse(options.keep)
     if (options.checkpoints or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
-    if options.join_timeout_s is not None and options.listen is None:
+    if options.join_timeout_s is not None and options.listen is None and options.on == "local":
         raise UsageError("--join-timeout has no effect without --listen ADDRESS.")
     if options.listen is not None:
         if options.plan is not None and Plan.parse(options.plan).hosts == 1:
