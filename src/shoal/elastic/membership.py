@@ -23,6 +23,7 @@ schedules. Its rules:
 Read next: `places.py`, `actions.py`, then `supervisor.py`, which carries them out.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shoal.elastic.actions import (
@@ -67,7 +68,7 @@ class MembershipOptions(NamedTuple):
     # it exits.
     scripts: bool = False
     hosts: tuple[int, ...] = ()  # of each seat at the start; empty: `host_of`
-    slots: tuple[int, ...] = ()  # ranks that each host has room for; empty: those that begin there
+    slots: Mapping[int, int] = {}  # ranks that each host has room for; empty: those at the start
     rules: SizeRules = SizeRules()  # of the plan
     host_timeout_s: float = 600.0  # for another host, if those that are left are too few
 

@@ -95,13 +95,13 @@ def places_at_first(size: RunSize, num_hosts: int) -> list[int]:
 
 
 def slots_at_first(
-    seats: Sequence[int], num_ranks: int, slots: Sequence[int] = ()
+    seats: Sequence[int], num_ranks: int, slots: Mapping[int, int]
 ) -> dict[int, int]:
-    """The slots of each host: as given, or as many as ranks begin there. Pure."""
-    hosts, ranks = sorted({*seats}), seats[:num_ranks]
-    if slots:
-        return dict(enumerate(slots))
-    return {host: ranks.count(host) if len(hosts) > 1 else UNLIMITED for host in hosts}
+    """The slots of each host: as given, and as many as ranks begin there at least. Pure."""
+    hosts, ranks = sorted({*seats, *slots}), seats[:num_ranks]
+    if len(hosts) == 1:
+        return dict.fromkeys(hosts, UNLIMITED)
+    return {host: max(ranks.count(host), slots.get(host, 0)) for host in hosts}
 
 
 def has_copies(held: Sequence[bool], size: RunSize, copies: int) -> bool:
