@@ -118,7 +118,8 @@ def test_two_hosts_train_the_bits_of_one(begin, cable, alone: Trained) -> None:
     check_same(trained, alone)
     check_ledger(trained, NUM_STEPS)
     assert code == 0, said
-    assert "this is host 1 of the run, with ranks 2, 3 and servers 1, 3" in said
+    assert "this is host 1 of the run" in said
+    assert "the run begins, with ranks 2, 3 and servers 1, 3 on this host" in said
     assert "the run ended after step 60" in said
     assert "waits for 1 more host: run `shoal join" in trained.errors
     assert modes == [0o600, 0o600]
@@ -358,7 +359,9 @@ def test_hosts_that_do_not_come_end_the_waiting(start) -> None:
 @pytest.mark.parametrize(
     ("plan", "options", "words"),
     [
-        ("data=2", ("--listen", "127.0.0.1"), "which has one host"),
+        ("data=2", ("--listen", "127.0.0.1"), "no effect for one host. Say with --nodes N"),
+        (SPANNING, ("--listen", "127.0.0.1", "--nodes", "3"), "hosts=2, and the run has 3"),
+        (SPANNING, ("--nodes", "2"), "--nodes has no effect without --listen"),
         (SPANNING, ("--listen", "203.0.113.7"), "is not an address of this machine"),
         (SPANNING, ("--listen", "nowhere"), "is not an IP address"),
         (SPANNING, ("--join-timeout", "5"), "no effect without --listen"),
@@ -384,7 +387,7 @@ def test_who_may_not_join(pool: Pool, start, tmp_path: Path, undisturbed: Traine
     empty.mkdir()
     refuse(empty, "holds no run that waits for hosts")
     refuse(tmp_path / "missing", "holds no run that waits for hosts")
-    refuse(undisturbed.run_dir, "is on one host, under 'data=3 pieces=3'")
+    refuse(undisturbed.run_dir, "under 'data=3 pieces=3', waits for no hosts")
     copy = tmp_path / "copy"
     shutil.copytree(run_dir, copy)
     refuse(copy, "which is not the same directory on this host")

@@ -146,7 +146,7 @@ class Display:
             self._say_once(f"not saved {event.step}", text)
 
     def _no_checkpoints(self, why: str) -> None:
-        told = f"no checkpoint will be made, since none can hold it: {escape(why)}"
+        told = f"no checkpoint will be made: {escape(why)}"
         self._say_once("unholdable", told)
 
     def _show_evaluation(self, event: EvaluatedEvent) -> None:
