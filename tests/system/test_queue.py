@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from shoal.cluster.engine import JobState
 from shoal.cluster.local_queue.engine import LocalQueue
 from shoal.cluster.local_queue.job_process import JobEnd, JobFiles
 from shoal.cluster.local_queue.journal import JobRequeued, JobStarted, Journal, read_journal
-from shoal.cluster.local_queue.protocol import JOURNAL, LOCK, SOCKET, queue_directory
+from shoal.cluster.local_queue.protocol import JOURNAL, LOCK, SOCKET, connect, queue_directory
 from shoal.storage.decoding import encode_json
 from shoal.storage.run_dir import owner_of
 from shoal.system.identity import ProcessIdentity, boot_id
@@ -123,7 +125,15 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
         if job.state not in ENDED:
             made.engine.stop(job.job.partition(":")[2], now=True)
     assert wait_until(lambda: not read_journal(queue_directory() / JOURNAL).active, LIMIT_S)
-    assert wait_until(lambda: not (queue_directory() / SOCKET).exists(), LIMIT_S)
+    assert wait_until(_is_quiet, LIMIT_S)
+
+
+def _is_quiet() -> bool:
+    """Whether no agent listens; one that was killed leaves its socket."""
+    connection = connect(queue_directory())
+    if connection is not None:
+        connection.close()
+    return connection is None
 
 
 def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
@@ -368,3 +378,25 @@ def test_a_plain_run_can_be_asked_followed_and_stopped(queue: Queue) -> None:
     assert said.result["state"] == "stopped" and said.result["checkpoint"]
     assert training.wait(LIMIT_S) == 75 and follow.wait(LIMIT_S) == 0
     assert queue.shoal("logs", "mine", "--rank", "7").exit_code == 2
+
+
+@pytest.mark.full
+def test_an_agent_that_is_killed_again_and_again_starts_no_job_twice(queue: Queue) -> None:
+    queue.shoal("queue", "--limit", "cores=1")
+    jobs = [queue.submit(LINE, "--plan", "data=1", "--set", f"seed={seed}") for seed in range(3)]
+    draw = random.Random(19)
+
+    def kill_and_look() -> bool:
+        states = {job.job: job.state for job in queue.engine.jobs()}
+        if all(states[job] == "done" for job in jobs):
+            return True
+        time.sleep(draw.uniform(0.0, 1.5))
+        with suppress(AssertionError, ProcessLookupError):
+            os.kill(queue.agent(), signal.SIGKILL)
+        return False
+
+    assert wait_until(kill_and_look, LIMIT_S)
+    for job in jobs:
+        assert queue.state(job).exit_code == 0
+        begun = [one for one in queue.events(job, "started") if one["member"] == 0]
+        assert len(begun) == 1, "it was started twice"
