@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.support.servers import _program as program
 
 LIMIT_S = 30.0
 GRACE_S = 20  # between the signal and the end of a job that is preempted
-REQUEUE_S = 2
+REQUEUE_S = 5
 NODES = 4
 CORES = 2  # of each node, whatever the machine has
 CONF = """\
