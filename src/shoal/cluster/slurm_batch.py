@@ -222,7 +222,7 @@ def exit_code_of(status: str) -> int:
 
 def meaning(word: str, code: int, reason: str) -> tuple[State, int | None, str]:
     """State, exit code and reason, from Slurm's words."""
-    word = word.split()[0] if word else ""  # "CANCELLED by 1000", as sacct says
+    word = (word.split() or [""])[0]  # of "CANCELLED by 1000", as sacct says
     if word in QUEUED:
         return "queued", None, in_words(reason)
     if word == "COMPLETED":
