@@ -36,6 +36,8 @@ NOT_PLAIN = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 
 FIRST = "exec {train}"
 OTHERS = """\
+trap 'exit 75' TERM
+until {python} -c '{listens}' 2>/dev/null; do sleep 2; done
 {agent} &
 agent=$!
 trap 'kill -TERM "$agent"' TERM
@@ -43,7 +45,7 @@ wait "$agent"; code=$?
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; code=$?; done
 [ "$code" = 1 ] && exit 75  # whether the run has failed is for pod 0 to say
 exit "$code\""""
-LISTENS = f"import socket; socket.create_connection((socket.gethostname(), {PORT}), 5)"
+LISTENS = "import socket; socket.create_connection(({host}, {port}), 5)"
 LIVES = "grep -q '^State:.[RSD]' /proc/1/status"  # it has not been stopped
 
 
@@ -191,11 +193,11 @@ def _service(name: str, options: KubernetesOptions) -> Manifest:
 
 def _job(request: JobRequest, name: str, options: KubernetesOptions) -> Manifest:
     """One template for all pods, which look at their index."""
-    first, others = _scripts(request, options)
+    first, others = _scripts(request, name, options)
     script = first
     if request.num_hosts > 1:
         script = f'if [ "${INDEX}" = 0 ]; then\n  {first}\nfi\n{others}'
-    ready = f'[ "${INDEX}" != 0 ] || {options.python} -c {shlex.quote(LISTENS)}'
+    ready = f'[ "${INDEX}" != 0 ] || {_readiness(options)}'
     pod = _pod(request, name, options, script, ready if request.num_hosts > 1 else "")
     metadata = _metadata(name, name, options) | {"annotations": {RUN_DIR: request.run_dir}}
     return {
@@ -214,11 +216,17 @@ def _job(request: JobRequest, name: str, options: KubernetesOptions) -> Manifest
     }
 
 
+def _readiness(options: KubernetesOptions) -> str:
+    """Whether pod 0 listens, asked inside it."""
+    listens = LISTENS.format(host="socket.gethostname()", port=PORT)
+    return f"{shlex.quote(options.python)} -c {shlex.quote(listens)}"
+
+
 def _job_set(request: JobRequest, name: str, options: KubernetesOptions) -> Manifest:
     """A job for pod 0 and one for the others; JobSet makes the service. All begin again together
     when one of the two has failed."""
-    first, others = _scripts(request, options)
-    ready = f"{options.python} -c {shlex.quote(LISTENS)}"
+    first, others = _scripts(request, name, options)
+    ready = _readiness(options) if request.num_hosts > 1 else ""
     parts = [("first", 1, first, ready, [1, 2])]
     if request.num_hosts > 1:
         parts.append(("others", request.num_hosts - 1, others, "", [2]))
@@ -287,12 +295,14 @@ def _deadline(request: JobRequest) -> Manifest:
     return {} if limit is None else {"activeDeadlineSeconds": max(1, round(limit))}
 
 
-def _scripts(request: JobRequest, options: KubernetesOptions) -> tuple[str, str]:
+def _scripts(request: JobRequest, name: str, options: KubernetesOptions) -> tuple[str, str]:
     """What pod 0 runs, and what the others run, as text for a shell."""
     shoal = [options.python, "-m", "shoal"]
     train = shlex.join([*shoal, "train", *request.arguments])
     agent = f"{shlex.join([*shoal, 'agent'])} < {SECRET_AT}/{INVITATION_FILE}"
-    return FIRST.format(train=train), OTHERS.format(agent=agent)
+    listens = LISTENS.format(host=f'"{first_address(name, options)}"', port=PORT)
+    others = OTHERS.format(agent=agent, listens=listens, python=shlex.quote(options.python))
+    return FIRST.format(train=train), others
 
 
 def _pod(

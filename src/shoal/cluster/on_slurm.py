@@ -162,6 +162,12 @@ class SlurmStarter:
         """salloc may leave the shell on the login node, which is no node of the allocation."""
         return self._here in self._nodes
 
+    @property
+    def peer(self) -> str:
+        """The address of another node, so that this one is reached where that leads to."""
+        other = next(node for node in self._nodes if node != self._here)
+        return ask("sinfo", "--noheader", f"--nodes={other}", "--format=%o").split()[0]
+
     def start(self, invitation: bytes, count: int) -> None:
         """On nodes that have no agent, those first that had the fewest."""
         free = [node for node in self._nodes if node not in self._agents and node != self._here]
