@@ -125,12 +125,16 @@ class Slurm:
             self.bring_back(node)
         assert wait_until(self._is_idle, LIMIT_S, 0.1), self.said("slurmctld")
 
-    def stop(self) -> None:
-        """End all jobs, then the daemons."""
+    def clear(self) -> None:
+        """End all jobs, and wait until their processes are gone."""
         with suppress(OSError, subprocess.SubprocessError):
             for state in ("pending", "running", "suspended"):
-                self.run("scancel", "--full", f"--state={state}", f"--user={getpass.getuser()}")
-            wait_until(lambda: not self.run("squeue", "-h", "-t", "R,CG,S").strip(), 10.0, 0.1)
+                self.run("scancel", f"--state={state}", f"--user={getpass.getuser()}")
+            wait_until(lambda: not self.run("squeue", "-h").strip(), LIMIT_S, 0.1)
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        self.clear()
         for name in sorted(self._daemons, reverse=True):  # slurmd first, munged last
             self._end(name, signal.SIGTERM)
 

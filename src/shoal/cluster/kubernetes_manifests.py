@@ -9,6 +9,7 @@ has failed is for pod 0 to say. Read next: `on_kubernetes.py`, which applies the
 """
 
 import json
+import os
 import re
 import secrets
 import shlex
@@ -125,14 +126,16 @@ def refuse_unusable(request: JobRequest, options: KubernetesOptions) -> None:
             f"--priority {request.priority} has no effect on Kubernetes, where priorities are "
             "classes with names. Name one: --on kubernetes:...,priority-class=NAME."
         )
-    mount = options.mount.rstrip("/")
-    if not mount.startswith("/"):
+    if not options.mount.startswith("/"):
         raise UsageError(f"mount={options.mount} must be an absolute path, as in mount=/runs.")
-    if not request.run_dir.startswith(f"{mount}/"):
-        raise UsageError(
-            f"The run directory {request.run_dir} is not on the volume, which pods find at {mount}."
-            f" Give one there: --run-dir {mount}/NAME."
-        )
+
+
+def run_dir_in_pods(request: JobRequest, options: KubernetesOptions) -> str:
+    """On the volume, by the same name as here, where only the record of the job is."""
+    mount = options.mount.rstrip("/")
+    if request.run_dir.startswith(f"{mount}/"):
+        return request.run_dir
+    return f"{mount}/{os.path.basename(request.run_dir)}"
 
 
 def yaml_text(documents: list[Manifest]) -> str:
@@ -298,7 +301,9 @@ def _deadline(request: JobRequest) -> Manifest:
 def _scripts(request: JobRequest, name: str, options: KubernetesOptions) -> tuple[str, str]:
     """What pod 0 runs, and what the others run, as text for a shell."""
     shoal = [options.python, "-m", "shoal"]
-    train = shlex.join([*shoal, "train", *request.arguments])
+    there = run_dir_in_pods(request, options)
+    words = [there if word == request.run_dir else word for word in request.arguments]
+    train = shlex.join([*shoal, "train", *words, "--nodes", str(request.num_hosts)])
     agent = f"{shlex.join([*shoal, 'agent'])} < {SECRET_AT}/{INVITATION_FILE}"
     listens = LISTENS.format(host=f'"{first_address(name, options)}"', port=PORT)
     others = OTHERS.format(agent=agent, listens=listens, python=shlex.quote(options.python))
@@ -335,6 +340,7 @@ def _pod(
 def _container(
     request: JobRequest, options: KubernetesOptions, script: str, ready: str
 ) -> Manifest:
+    cores = {"cpu": str(request.cores)} if request.cores else {}
     memory = {"memory": options.memory} if options.memory else {}
     gpus = {"nvidia.com/gpu": options.gpus} if options.gpus else {}
     probes: Manifest = {
@@ -350,7 +356,7 @@ def _container(
         "command": ["/bin/sh", "-c", script],
         "ports": [{"name": "shoal", "containerPort": PORT}],
         "resources": {
-            "requests": {"cpu": str(request.cores), **memory, **gpus},
+            "requests": {**cores, **memory, **gpus},
             "limits": {**memory, **gpus},
         },
         "securityContext": {

@@ -182,6 +182,8 @@ def meaning(kind: str, spec: Manifest, status: Manifest) -> tuple[State, int | N
             return "stopped", 75, "its time limit has passed; what it saved can be gone on from"
         return "failed", 2 if "exit code 2" in message else 1, message or failed.get("reason", "")
     if spec.get("suspend"):
+        if status.get("active", 0) or status.get("terminating", 0):
+            return "running", None, "it was asked to save and end"
         return "stopped", 75, "it was asked to save and end"
     if kind == "JobSet":
         jobs = status.get("replicatedJobsStatus", [])

@@ -106,7 +106,7 @@ class SlurmEngine:
         found = self.state(job)
         number = job_number(job)
         if has_ended(found):
-            raise UsageError(f"{found.job} has ended already: it is {found.state}.")
+            return
         # Without its right to be requeued, a job that saves and exits is not begun again.
         ask("scontrol", "update", f"jobid={number}", "requeue=0")
         if now or found.state == "queued":

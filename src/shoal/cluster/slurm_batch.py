@@ -16,7 +16,7 @@ from shoal.cluster.engine import JobRequest, JobState, State
 from shoal.errors import UsageError
 
 BATCH_FILE = "shoal.sbatch"  # in the run directory; its name says that a job is Shoal's
-OUTPUT_FILE = "slurm.log"  # beside it
+OUTPUT_FILE = "output.log"  # beside it, where `shoal logs` looks
 GRACE_S = 180  # between the signal and the time limit, for a run to save
 NICE_STEP = 1000  # of Slurm's priorities, for one of ours
 MOST_NICE = 2_147_483_645
@@ -37,7 +37,7 @@ OWN_OPTIONS = {
     "chdir": "run it in another directory",
     "cpus-per-task": "use --cores",
     "error": "see `shoal logs`",
-    "job-name": "use --name",
+    "job-name": "it is the recipe's",
     "nice": "use --priority",
     "nodes": "use --nodes",
     "ntasks": "one task runs on each node",
@@ -98,7 +98,7 @@ def batch_file(request: JobRequest, python: str, options: Mapping[str, str]) -> 
         "job-name": job_name(request.name),
         "nodes": str(request.num_hosts),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(request.cores),
+        **({"cpus-per-task": str(request.cores)} if request.cores else {"exclusive": ""}),
         **({} if request.time_limit_s is None else {"time": time_text(request.time_limit_s)}),
         "signal": f"B:TERM@{grace_s}",
         "requeue": "",
@@ -109,7 +109,8 @@ def batch_file(request: JobRequest, python: str, options: Mapping[str, str]) -> 
         "output": f"{request.run_dir}/{OUTPUT_FILE}".replace("%", "%%"),
     }
     head = [f"#SBATCH --{name}{value and '=' + quoted(value)}" for name, value in settings.items()]
-    step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--cpus-per-task={request.cores}"]
+    step = ["srun", "--nodes=1", "--ntasks=1", "--overlap"]
+    step += [f"--cpus-per-task={request.cores}"] if request.cores else []
     train = [python, "-m", "shoal", "train", *request.arguments]
     command = command_text([*step, "--unbuffered"], train)
     early_s = 3600 if request.time_limit_s is None else int(request.time_limit_s - grace_s) // 2

@@ -52,10 +52,15 @@ def test_the_file_says_what_was_asked_for() -> None:
         "--partition=gpu",
         "--exclusive",
         '--chdir="/home/someone/a project"',
-        "--output=/r/slurm.log",
+        "--output=/r/output.log",
     ]
     assert "    --plan 'data=4 zero=1' \\\n" in text
     assert "nice" not in text and "scontrol requeue" in text
+
+
+def test_all_cores_are_those_of_whole_nodes() -> None:
+    text = batch_file(JobRequest(**{**_fields(), "cores": 0}), "python", {})
+    assert "#SBATCH --exclusive\n" in text and "cpus-per-task" not in text
 
 
 def test_bash_reads_the_file() -> None:
