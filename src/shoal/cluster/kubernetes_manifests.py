@@ -171,7 +171,13 @@ def _scalar(value: Any) -> str:
     is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]*", value)
     if is_plain and value.lower() not in NOT_PLAIN:
         return str(value)
-    return json.dumps(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return f'"{"".join(map(_escaped, value))}"'
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1] if character < "\x7f" else f"\\U{ord(character):08x}"
 
 
 def _metadata(name: str, instance: str, options: KubernetesOptions) -> Manifest:
