@@ -261,8 +261,10 @@ def test_an_array_of_runs_as_the_page_shows(slurm: Slurm, tmp_path: Path) -> Non
     """The batch file of docs/how-to/slurm.md, with names of this test in it."""
     page = (ROOT / "docs" / "how-to" / "slurm.md").read_text()
     (text,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH --array.*?)```", page, re.S)
-    text = text.replace("shoal train recipes/digits.py:small", " ".join([*SHOAL, "train", "{r}"]))
-    text = text.format(r=f"{ROOT}/tests/system/tunable.py:line") if "{r}" in text else text
+    recipe = f"{ROOT}/tests/system/tunable.py:line"
+    shown = "shoal train recipes/digits.py:small"
+    assert shown in text
+    text = text.replace(shown, " ".join([*SHOAL, "train", recipe]))
     file = tmp_path / "array.sbatch"
     file.write_text(text)
     environment = os.environ | slurm.environment
