@@ -125,6 +125,11 @@ class Slurm:
             self.bring_back(node)
         assert wait_until(self._is_idle, LIMIT_S, 0.1), self.said("slurmctld")
 
+    @property
+    def pids(self) -> set[int]:
+        """Of the daemons."""
+        return {daemon.pid for daemon in self._daemons.values()}
+
     def clear(self) -> None:
         """End all jobs, and wait until their processes are gone."""
         with suppress(OSError, subprocess.SubprocessError):

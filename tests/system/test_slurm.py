@@ -31,16 +31,29 @@ pytestmark = pytest.mark.timeout(400)
 full = pytest.mark.full
 
 
+_clusters: list[Slurm] = []
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Slurm]:
     with start_slurm() as slurm:
+        _clusters.append(slurm)
         yield slurm
+        _clusters.remove(slurm)
+
+
+@pytest.fixture(scope="session")
+def kept_processes() -> Callable[[], frozenset[int]]:
+    """The daemons, some of which a test replaces."""
+    return lambda: frozenset(pid for slurm in _clusters for pid in slurm.pids)
 
 
 @pytest.fixture(autouse=True)
-def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+def slurm(cluster: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     """With nothing left of the test before, and nothing of this one."""
     monkeypatch.setenv("SLURM_CONF", cluster.conf)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # an agent that is killed leaves files
     yield cluster
     cluster.clear()
 
@@ -84,10 +97,8 @@ def request(run_dir: Path, *words: str, nodes: int = 1, **changes: object) -> Jo
 def wait_for(engine: SlurmEngine, job: str, *states: str) -> JobState:
     deadline = time.monotonic() + LIMIT_S
     while (found := engine.state(job)).state not in states:
-        assert time.monotonic() < deadline and not has_ended(found), (
-            found,
-            list(engine.output(job, follow=False))[-30:],
-        )
+        is_late = time.monotonic() > deadline or has_ended(found)
+        assert not is_late, "\n".join([str(found), *engine.output(job, follow=False)])
         time.sleep(0.2)
     return found
 
@@ -246,13 +257,15 @@ def test_what_slurm_refuses_is_said_and_nothing_is_left(slurm: Slurm, tmp_path: 
 @full
 @pytest.mark.parametrize("node", [True, False], ids=["in a step", "from the login node"])
 def test_agents_start_inside_an_allocation(
-    node: bool, slurm: Slurm, tmp_path: Path, expected: Callable[[int], bytes]
+    node: bool, tmp_path: Path, expected: Callable[[int], bytes]
 ) -> None:
     """By salloc, as the page on Slurm shows; the shell may be on a node of it, or not."""
     run_dir = tmp_path / "run"
     words = request(run_dir, settings={"pause": 0.0}).arguments
     step = ["srun", "--nodes=1", "--ntasks=1", "--overlap"] if node else []
-    slurm.run("salloc", "--nodes=2", "--ntasks-per-node=1", *step, *SHOAL, "train", *words)
+    command = ["salloc", "--nodes=2", "--ntasks-per-node=1", *step, *SHOAL, "train", *words]
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False, text=True)
+    assert done.returncode == 0, done.stderr
     assert weights(run_dir) == expected(60)
 
 

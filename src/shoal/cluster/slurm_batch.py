@@ -1,9 +1,11 @@
 """The batch file of a run on Slurm, and what Slurm's answers about it mean. Pure functions.
 
-The file runs `shoal train` as the first step of the job, on its first node, since Slurm tells steps
-of a preemption and not the batch file. It passes on the signal that comes before the time limit,
-and puts the job back into the queue if the run has saved (exit code 75), unless somebody stopped
-the job: `shoal stop` takes its right to be requeued away first. Read next: `on_slurm.py`.
+The file runs `shoal train` on the first node of the job. It passes on the signal that comes before
+the time limit, and puts the job back into the queue if the run has saved (exit code 75), unless
+somebody stopped the job: `shoal stop` takes its right to be requeued away first. Of a preemption
+Slurm tells the steps of a job and not its batch file, so one step is there only to be told.
+`shoal train` is no step itself, or Slurm's signals would end the srun of each agent, its children.
+Read next: `on_slurm.py`.
 """
 
 import math
@@ -72,11 +74,15 @@ ENDED_AS: dict[str, tuple[State, str]] = {
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 BODY = """\
-# `shoal train` is step 0 of the job. It gets SIGTERM before the time limit, through this file, and
-# from Slurm itself if the job is preempted; then it saves, and exits with 75.
+# Upon SIGTERM the run saves, and exits with 75.
 {command} &
 train=$!
-trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
+trap 'kill -TERM "$train"' TERM
+
+# Slurm sends SIGTERM to this file before the time limit; if the job is preempted, to its steps.
+{{ srun --nodes=1 --ntasks=1 --overlap sleep 366d; [ $? = 143 ] && kill -TERM "$train"; }} \\
+    >/dev/null 2>&1 &
+
 wait "$train"; code=$?
 while kill -0 "$train" 2>/dev/null; do wait "$train"; code=$?; done
 
@@ -109,21 +115,18 @@ def batch_file(request: JobRequest, python: str, options: Mapping[str, str]) -> 
         "output": f"{request.run_dir}/{OUTPUT_FILE}".replace("%", "%%"),
     }
     head = [f"#SBATCH --{name}{value and '=' + quoted(value)}" for name, value in settings.items()]
-    step = ["srun", "--nodes=1", "--ntasks=1", "--overlap"]
-    step += [f"--cpus-per-task={request.cores}"] if request.cores else []
-    train = [python, "-m", "shoal", "train", *request.arguments]
-    command = command_text([*step, "--unbuffered"], train)
+    command = command_text([python, "-m", "shoal", "train", *request.arguments])
     early_s = 3600 if request.time_limit_s is None else int(request.time_limit_s - grace_s) // 2
     body = BODY.format(command=command, early_s=early_s)
     what = f"# Written by `shoal submit`. `sbatch {BATCH_FILE}` submits it again.\n"
     return "\n".join(["#!/bin/bash", *head, "", what + body])
 
 
-def command_text(before: list[str], words: list[str]) -> str:
+def command_text(words: list[str]) -> str:
     """A command with exact quoting, each option in a line of its own with what follows it."""
-    lines = [shlex.join(before)]
-    for number, word in enumerate(words):
-        if word.startswith("--") or not number:
+    lines = [shlex.quote(words[0])]
+    for word in words[1:]:
+        if word.startswith("--"):
             lines.append(shlex.quote(word))
         else:
             lines[-1] += " " + shlex.quote(word)

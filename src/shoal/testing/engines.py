@@ -105,7 +105,7 @@ class EngineConformance:
         assert found.exit_code in (RUN_AGAIN, None)
         assert list((tmp_path / "run" / "checkpoints").iterdir())
         made = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        again = engine.submit(self.request(tmp_path, steps=made + 2))
+        again = engine.submit(self.request(tmp_path, steps=made + 2, pause=0.02))
         assert again != number
         self.wait(engine, again, "done")
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -71,7 +71,7 @@ def test_bash_reads_the_file() -> None:
 
 @given(st.lists(WORDS, max_size=6))
 def test_arguments_are_quoted_exactly(words: list[str]) -> None:
-    text = slurm_batch.command_text(["printf", r"%s\0"], ["python", *words])
+    text = slurm_batch.command_text(["printf", r"%s\0", "python", *words])
     done = subprocess.run(["bash", "-c", text], capture_output=True, check=True)
     assert done.stdout == b"".join(word.encode() + b"\0" for word in ["python", *words])
 
@@ -80,7 +80,7 @@ def test_arguments_are_quoted_exactly(words: list[str]) -> None:
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
 def test_only_a_run_that_saved_is_requeued(tmp_path: Path, code: int, state: str) -> None:
     """The file as bash runs it, with commands that stand for Slurm's and for the run."""
-    fakes = {"srun": f"exit {code}", "squeue": f"echo {state}", "sleep": "", "scancel": ""}
+    fakes = {"python": f"exit {code}", "squeue": f"echo {state}", "sleep": "", "srun": ""}
     fakes["scontrol"] = f"echo $* >> {tmp_path}/asked"
     for name, body in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -92,6 +92,19 @@ def test_only_a_run_that_saved_is_requeued(tmp_path: Path, code: int, state: str
     assert done.returncode == code
     is_requeued = (tmp_path / "asked").exists()
     assert is_requeued == (code in (75, 143) and state == "RUNNING")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(143, 75), (1, 0), (0, 0)])
+def test_a_preemption_reaches_the_run(tmp_path: Path, status: int, expected: int) -> None:
+    """Through the step that is there to be told; not if that cannot be started."""
+    fakes = {"python": "trap 'exit 75' TERM; for i in $(seq 9); do /bin/sleep 0.1; done"}
+    fakes |= {"srun": f"/bin/sleep 0.3; exit {status}", "squeue": "", "scontrol": "", "sleep": ""}
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    text = batch_file(REQUEST, "python", {})
+    assert subprocess.run(["bash", "-c", text], env=variables, check=False).returncode == expected
 
 
 @given(st.floats(min_value=1, max_value=1e8))
