@@ -16,7 +16,7 @@ CLASS_ATTRIBUTES = 15
 PACKAGE_LINES = {
     "checkpoint": 2000,
     "cli": 3900,
-    "cluster": 4500,
+    "cluster": 6200,
     "comm": 2800,
     "cost": 1150,
     "data": 15000,

@@ -150,7 +150,7 @@ class SlurmStarter:
         }
         cores = environment.get("SLURM_CPUS_PER_TASK", "")
         self._cores = [f"--cpus-per-task={cores}"] if cores else []
-        self._agents: dict[str, _Agent] = {}  # by their nodes
+        self._agents: dict[str, _SrunAgent] = {}  # by their nodes
         self._num_starts = dict.fromkeys(self._nodes, 0)
 
     @property
@@ -175,7 +175,7 @@ class SlurmStarter:
             self._num_starts[node] += 1
             words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node}"]
             command = [*words, *self._cores, "--unbuffered", sys.executable, *AGENT_COMMAND]
-            self._agents[node] = _Agent(node, command, self._environment, invitation)
+            self._agents[node] = _SrunAgent(node, command, self._environment, invitation)
 
     def poll(self) -> list[str]:
         ended = [agent for agent in self._agents.values() if agent.process.poll() is not None]
@@ -188,7 +188,7 @@ class SlurmStarter:
         self._agents.clear()
 
 
-class _Agent:
+class _SrunAgent:
     """An agent on another node: the process of srun that runs it, and what it printed."""
 
     def __init__(

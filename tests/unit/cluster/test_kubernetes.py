@@ -38,7 +38,7 @@ ALL = f"{ADDRESS},memory=8Gi,gpus=2,priority-class=high,namespace=lab,user=1234,
 REQUEST = JobRequest(
     name="charlm small",
     arguments=("recipes/charlm.py:small", "--plan", "data=4", "--run-dir", "/a/r-1", "--resume"),
-    directory="/home/someone",
+    directory="/projects/someone",
     run_dir="/a/r-1",
     num_hosts=3,
     cores=4,

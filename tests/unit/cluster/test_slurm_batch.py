@@ -28,7 +28,7 @@ from shoal.errors import UsageError
 REQUEST = JobRequest(
     name="charlm small",
     arguments=("recipe.py:small", "--plan", "data=4 zero=1", "--run-dir", "/r", "--resume"),
-    directory="/home/someone/a project",
+    directory="/projects/someone/a project",
     run_dir="/r",
     num_hosts=2,
     cores=4,
@@ -51,7 +51,7 @@ def test_the_file_says_what_was_asked_for() -> None:
         "--open-mode=append",
         "--partition=gpu",
         "--exclusive",
-        '--chdir="/home/someone/a project"',
+        '--chdir="/projects/someone/a project"',
         "--output=/r/output.log",
     ]
     assert "    --plan 'data=4 zero=1' \\\n" in text
