@@ -26,7 +26,14 @@ from shoal.errors import UsageError
     help="The IP address at which other hosts reach this one. Default: the one that leads to the "
     "first host.",
 )
-def agent(path: Path | None, address: str | None) -> None:
+@click.option(
+    "--new-invitation",
+    "new",
+    metavar="HOST:PORT",
+    help="Print an invitation with new keys, for a run that will listen there, and end. Write it "
+    "into a file that only you can read.",
+)
+def agent(path: Path | None, address: str | None, new: str | None) -> None:
     """Be a host of the run that an invitation names: an address and keys.
 
     What starts agents on other machines (ssh, srun, Ray) runs this command there and writes the
@@ -34,6 +41,11 @@ def agent(path: Path | None, address: str | None) -> None:
     file. Recipe, settings and files come from the first host. People use `shoal join RUN`.
     """
     options.refuse_unusable_process()
+    if new is not None:
+        from shoal.cluster.on_kubernetes import new_invitation
+
+        click.echo(new_invitation(new).encode(), nl=False)
+        return
     from shoal.cluster.invitation import MOST_BYTES, Invitation, read_private_invitation
     from shoal.comm.endpoint import interface_of
 

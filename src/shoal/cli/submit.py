@@ -10,7 +10,7 @@ from shoal.cli.output import print_json, say
 from shoal.cli.train import train
 
 # Options of `shoal train` that a job has its own of.
-_OWN = ("recipe", "on", "run_dir", "resume", "as_json")
+_OWN = ("recipe", "on", "nodes", "run_dir", "resume", "as_json")
 
 
 def _for_train() -> list[click.Parameter]:
@@ -49,7 +49,8 @@ def _time(context: click.Context, parameter: click.Parameter, text: str | None) 
     default="local",
     show_default=True,
     metavar="ENGINE",
-    help="What queues and starts it: `local`, the queue of this machine.",
+    help="What queues and starts it: `local`, the queue of this machine; `slurm`; `kubernetes`. "
+    "Options of theirs follow a colon, as in slurm:partition=gpu,account=lab.",
 )
 @click.option(
     "--nodes",

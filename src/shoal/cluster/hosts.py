@@ -94,7 +94,9 @@ class HostsBackend(NamedTuple):
         interface_of(address)
         if self.options.plan is not None:  # else the recipe has one, which is not known yet
             self._refuse_plan(Plan.parse(self.options.plan), address)
-        keys = new_keys()
+        prearranged = getattr(self.starter, "invitation", None)  # one that agents have already
+        port = prearranged and prearranged.endpoint[1]
+        keys = (prearranged and prearranged.keys) or new_keys()
         hold_keys(keys)  # before processes are forked
         with ExitStack() as held:
             sockets = str(held.enter_context(socket_directory(run_dir)))
@@ -106,7 +108,7 @@ class HostsBackend(NamedTuple):
             gathering = _Gathering(links, self.starter, run_dir, watch, self.timeout_s)
 
             def invite() -> None:
-                links.open()
+                links.open(port)
                 invitation = Invitation(links.address, keys, str(run_dir.absolute()))
                 if is_by_hand(self.starter):
                     write_invitation(invitation, run_dir)

@@ -7,6 +7,7 @@ own user wrote. All else comes through the channel (`host_channel.py`).
 """
 
 import ipaddress
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -33,17 +34,20 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shoal: str = __version__
 
     def __post_init__(self) -> None:
-        ip, port = self.endpoint
-        ipaddress.ip_address(ip)
+        host, port = self.endpoint
+        if ":" in host:
+            ipaddress.ip_address(host)
+        elif not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", host):
+            raise ValueError(f"{host!r} is no name or address of a machine")
         if (
-            self.address not in (f"tcp://{ip}:{port}", f"tcp://[{ip}]:{port}")
+            self.address not in (f"tcp://{host}:{port}", f"tcp://[{host}]:{port}")
             or not 0 < port < 2**16
         ):
             raise ValueError(f"{self.address!r} is no address")
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """IP address and port."""
+        """Name or IP address, and port."""
         ip, _, port = self.address.removeprefix("tcp://").rpartition(":")
         return ip.strip("[]"), int(port)
 

@@ -14,9 +14,12 @@ from shoal.cluster.agent_starter import AgentStarter, JoinByHand
 from shoal.cluster.backend import Backend
 from shoal.cluster.hosts import HostsBackend
 from shoal.cluster.local import LocalBackend
+from shoal.cluster.on_kubernetes import KubernetesStarter
+from shoal.cluster.on_slurm import SlurmStarter
 from shoal.cluster.ssh import SshStarter, read_hosts
 from shoal.comm.endpoint import interface_of
 from shoal.errors import UsageError, nearest
+from shoal.formatting import plural
 from shoal.plans.plan import Plan
 from shoal.training.options import Recipe
 
@@ -124,5 +127,27 @@ def _hosts(address: str, options: "Options") -> AgentStarter:
     return SshStarter(names, options.python)
 
 
-BACKENDS: dict[str, Factory] = {"local": _local}
+def _slurm(address: str, recipe: Recipe, options: "Options") -> Backend:
+    """The nodes of the allocation that this is in. The address, options of sbatch, has its effect
+    where jobs are submitted."""
+    return _on_engine("slurm", SlurmStarter(), recipe, options)
+
+
+def _kubernetes(address: str, recipe: Recipe, options: "Options") -> Backend:
+    """The pods of the job that this is in; as for Slurm."""
+    return _on_engine("kubernetes", KubernetesStarter(options.nodes or 1), recipe, options)
+
+
+def _on_engine(name: str, starter: AgentStarter, recipe: Recipe, options: "Options") -> Backend:
+    if options.nodes not in (None, starter.num_hosts):
+        raise UsageError(
+            f"--on {name} --nodes {options.nodes}: the job has {plural(starter.num_hosts, 'node')}."
+            " Leave --nodes out."
+        )
+    if starter.num_hosts == 1 and starter.is_host:
+        return LocalBackend()
+    return on_hosts(starter, recipe, options)
+
+
+BACKENDS: dict[str, Factory] = {"local": _local, "slurm": _slurm, "kubernetes": _kubernetes}
 STARTERS: dict[str, StarterFactory] = {"hosts": _hosts}

@@ -105,4 +105,20 @@ def _local(address: str) -> Engine:
     return LocalQueue()
 
 
-ENGINES: dict[str, EngineEntry] = {"local": EngineEntry(_local)}
+def _slurm(address: str) -> Engine:
+    from shoal.cluster.on_slurm import SlurmEngine
+
+    return SlurmEngine(address)
+
+
+def _kubernetes(address: str) -> Engine:
+    from shoal.cluster.on_kubernetes import KubernetesEngine
+
+    return KubernetesEngine(address)
+
+
+ENGINES: dict[str, EngineEntry] = {
+    "local": EngineEntry(_local),
+    "slurm": EngineEntry(_slurm, lambda on: "slurm"),
+    "kubernetes": EngineEntry(_kubernetes, lambda on: "kubernetes"),
+}
