@@ -45,6 +45,7 @@ from shoal.system.processes import describe_exit
 
 CONNECT_S = 60.0  # for Ray to answer
 END_S = 5.0  # for Ray to take back what it gave
+TELL_S = 4.0  # after which a wait for room is told
 REMIND_S = 15.0  # between two messages about what is missing
 CLIENT_PORT = 10001  # of `ray://`
 # What must be the same in all processes of a run, for the same bits.
@@ -232,7 +233,7 @@ class RayStarter:
                 "and smaller hosts (--on ray:hosts=N), add nodes, or wait longer with "
                 "--join-timeout."
             )
-        if now - self._told_at > REMIND_S:
+        if now - self._short_since > TELL_S and now - self._told_at > REMIND_S:
             self._told_at = now
             log.warning("%s. They wait for up to %g s.", what, self._timeout_s)
 

@@ -95,13 +95,14 @@ class RayEngine:
     def output(self, job: str, *, follow: bool) -> Iterator[str]:
         self._find(job)
         with _as_usage_error(self._place):
-            if not follow:
-                yield from self._client.get_job_logs(job).splitlines()
-                return
+            if follow:
+                parts = _in_turn(self._client.tail_job_logs(job))
+            else:
+                parts = iter([self._client.get_job_logs(job)])
             rest = ""
-            for text in _in_turn(self._client.tail_job_logs(job)):
+            for text in parts:
                 *lines, rest = (rest + text).split("\n")
-                yield from lines
+                yield from (line for line in lines if not _is_rays_own(line))
             yield from [rest] if rest else []
 
     @property
@@ -179,6 +180,11 @@ def printed_exit_code(output: str) -> int | None:
     return None
 
 
+def _is_rays_own(line: str) -> bool:
+    """Whether Ray wrote it before the command began."""
+    return line.startswith("Running entrypoint for job ") or " job_manager.py:" in line
+
+
 def refuse_large(directory: Path) -> None:
     """UsageError if more than the limit would travel."""
     total, largest = 0, (0, "")
@@ -223,11 +229,13 @@ def _without_address(is_given: bool) -> Iterator[None]:
 def _in_turn(parts: Any) -> Iterator[str]:
     """An asynchronous iterator, waited for here."""
     with asyncio.Runner() as runner:
-        while True:
-            try:
+        try:
+            while True:
                 yield runner.run(anext(parts))
-            except StopAsyncIteration:
-                return
+        except StopAsyncIteration:
+            return
+        finally:
+            runner.run(parts.aclose())
 
 
 def kill_job(job: str) -> int:
