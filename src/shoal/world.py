@@ -57,6 +57,14 @@ class World(NamedTuple):
         return "nccl" if self.device.startswith("cuda") else "gloo"
 
 
+CORES = "SHOAL_CORES"  # how many cores the hosts of a run have, where it has several
+
+
+def cores_of_run(environment: Mapping[str, str] = os.environ) -> int:
+    """The cores of all hosts of a run, by which `data=auto` is chosen."""
+    return _number(environment, CORES, default=cores()) or cores()
+
+
 def cores() -> int:
     """The cores this process may use, which a container or taskset may have narrowed."""
     return len(os.sched_getaffinity(0))

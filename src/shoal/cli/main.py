@@ -40,6 +40,7 @@ _GROUPS = {
     },
     "Elsewhere": {
         "join": "Take part in a run that spans hosts, from another host.",
+        "agent": "The same, as ssh and schedulers start it.",
         "warm": "Keep a warm process, so that the next commands start at once.",
     },
 }

@@ -1,12 +1,16 @@
 """Options that several verbs share, and what they mean."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from shoal.errors import UsageError
 from shoal.plans.plan import Plan, describe_keys
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def plan_help() -> str:
@@ -99,6 +103,54 @@ stop_timeout = click.option(
     help="When asked to stop: end ranks that get nothing done for so long. Default: 60, or twice "
     "the longest pause of the run, if that is more.",
 )
+
+
+_HOSTS = (
+    click.option(
+        "--nodes",
+        type=click.IntRange(min=1),
+        help="How many hosts the run has, where --on or --listen does not say.",
+    ),
+    click.option(
+        "--listen",
+        metavar="ADDRESS",
+        help="The IP address of this machine at which other hosts reach it. With --nodes N alone, "
+        "wait there for N - 1 others, which come by `shoal join RUN`.",
+    ),
+    click.option(
+        "--join-timeout",
+        "join_timeout_s",
+        type=click.FloatRange(min=0.1),
+        metavar="SECONDS",
+        help="How long to wait for hosts. Default: 600.",
+    ),
+    click.option(
+        "--slots",
+        type=click.IntRange(min=1),
+        help="How many ranks each host takes. Default: its cores.",
+    ),
+    click.option(
+        "--include",
+        multiple=True,
+        metavar="PATH",
+        help="A file or directory that travels to the hosts with the recipe and the modules beside "
+        "it. May be repeated.",
+    ),
+    click.option("--python", metavar="PATH", help="The Python of the other hosts, for ssh."),
+    click.option(
+        "--trust-network",
+        is_flag=True,
+        help="Let gradients cross hosts in clear text, by Gloo: nobody else listens there. "
+        "SHOAL_TRUST_NETWORK=1 says it for good.",
+    ),
+)
+
+
+def hosts(command: Command) -> Command:
+    """The options of a run on several hosts."""
+    for option in reversed(_HOSTS):
+        command = option(command)
+    return command
 
 
 def refuse_unusable_process() -> None:

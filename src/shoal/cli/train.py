@@ -22,7 +22,8 @@ from shoal.cli.output import tell_failure
     default="local",
     show_default=True,
     metavar="WHERE",
-    help="Where processes start: `local`, on this machine.",
+    help="Where processes start: `local`, on this machine; `hosts:a,b,c`, on hosts that ssh "
+    "reaches, this one among them as `localhost`.",
 )
 @options.run_dir
 @options.spares
@@ -79,19 +80,7 @@ from shoal.cli.output import tell_failure
     help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max". '
     "Default: last=2, or what the run had before --resume.",
 )
-@click.option(
-    "--listen",
-    metavar="ADDRESS",
-    help="Span hosts: with hosts=H in the plan, wait at this IP address of this machine for H - 1 "
-    "others, which come by `shoal join RUN`.",
-)
-@click.option(
-    "--join-timeout",
-    "join_timeout_s",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    help="With --listen: how long to wait for them. Default: 600.",
-)
+@options.hosts
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def train(

@@ -7,13 +7,17 @@ machine and to write some bytes to it, and no key is on a command line, in an en
 file. Read next: `host_agent.py`, for what the agent does; `hosts.py`, for who answers it.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 AGENT_COMMAND = ("-m", "shoal", "agent")  # of the Python that the other machine has
 
 
 class AgentStarter(Protocol):
-    """Starts host agents. Called by the first host's side, from one thread."""
+    """Starts host agents. Called by the first host's side, from one thread.
+
+    A starter may also have `peer`, the name or address of another host: this machine listens at the
+    address that leads there, unless `--listen` names one.
+    """
 
     @property
     def num_hosts(self) -> int:
@@ -37,3 +41,20 @@ class AgentStarter(Protocol):
     def close(self) -> None:
         """End the agents that are left, and give back what was held for them."""
         ...
+
+
+class JoinByHand(NamedTuple):
+    """People start the agents, with `shoal join RUN`: the invitation is in the run directory."""
+
+    num_hosts: int
+    is_host: bool = True
+    is_by_hand: bool = True
+
+    def start(self, invitation: bytes, count: int) -> None:
+        """They are told to, by an event."""
+
+    def poll(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """They end when the run does."""

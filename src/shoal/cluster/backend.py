@@ -4,7 +4,7 @@ A back end prepares the run where its processes will be, and starts, ends and re
 supervisor decides which (`elastic/`). `shoal.testing.backends` has the tests that each must pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +24,8 @@ class StartedRun(NamedTuple):
     reach: Endpoint  # where members of the run find the supervisor
     num_hosts: int = 1
     end: Callable[[int, str], None] = lambda exit_code, cause: None  # once the run has ended
+    hosts: tuple[int, ...] = ()  # of each seat, if there are several (`placement.py`)
+    slots: Mapping[int, int] = {}  # how many ranks each host takes then
 
 
 class Backend(Protocol):

@@ -11,21 +11,50 @@ from typing import Any
 
 import msgspec
 
+from shoal.cluster.bundle import BundledFile
 from shoal.system.fork_server import SignalWorker, SpawnWorker, WorkerExited, WorkerStarted
+from shoal.training.options import StartOptions
 
 BEAT_S = 0.2  # between heartbeats
 RESEND_S = 1.0  # after which a packet that was not acknowledged is sent again
 MOST_BYTES = 4 << 20  # of a packet
+PROOF = ".hosts"  # a file in the run directory by which a host knows that it sees it
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
-    """I want to join. `facts` is what my preparation found, `log` a file that I just wrote in the
-    run directory."""
+    """I want to join; `versions` are of what all hosts need alike."""
 
     name: str
     address: str
+    cores: int
+    versions: dict[str, str]
+
+
+class NeedFiles(msgspec.Struct, frozen=True, tag="need"):
+    """Send the files that travel, from this byte on."""
+
+    start: int
+
+
+class HostPrepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """I can start members. `facts` is what my preparation found, to be compared."""
+
     facts: dict[str, Any]
-    log: str
+    sees_run_dir: bool
+    sees_checkpoints: bool
+
+
+class HostFailed(msgspec.Struct, frozen=True, tag="host-failed"):
+    """I could not prepare, and leave."""
+
+    why: str
+
+
+class HostLog(msgspec.Struct, frozen=True, tag="log"):
+    """The end of a log that the first host does not see."""
+
+    name: str
+    content: bytes
 
 
 class MembersGone(msgspec.Struct, frozen=True, tag="gone"):
@@ -35,19 +64,50 @@ class MembersGone(msgspec.Struct, frozen=True, tag="gone"):
 
 
 class JoinAccepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """You are this host. If I am silent for longer than `timeout_s`, end your members and exit."""
+    """You are this host. If I am silent for longer than `timeout_s`, end your members, and try to
+    join again for `rejoin_s`."""
 
     host: int
-    seats: str  # of this host, for the screen
     timeout_s: float
+    rejoin_s: float
 
 
 class JoinRefused(msgspec.Struct, frozen=True, tag="refused"):
     why: str
 
 
+class PrepareHost(msgspec.Struct, frozen=True, tag="prepare"):
+    """Prepare this run. Paths are absolute, and the first host's."""
+
+    recipe: str  # its name in records
+    spec: str  # by which it is found in the directory
+    settings: dict[str, str]
+    options: StartOptions
+    directory: str
+    run_dir: str
+    proof: str  # what the file PROOF in the run directory holds, and the draft in the checkpoints'
+    needs_run_dir: bool
+    needs_checkpoints: bool
+    files: tuple[BundledFile, ...]
+
+
+class FilePart(msgspec.Struct, frozen=True, tag="part"):
+    start: int
+    content: bytes
+
+
+class SeatsTaken(msgspec.Struct, frozen=True, tag="seats"):
+    """The run begins, with these on your host."""
+
+    seats: str
+
+
 class EndMembers(msgspec.Struct, frozen=True, tag="end"):
-    """End your members, and report it with `MembersGone`."""
+    """End your members, send their logs if I do not see them, and report it with `MembersGone`."""
+
+
+class JoinAgain(msgspec.Struct, frozen=True, tag="again"):
+    """You are no host any more: end your members, and ask to join again, as a new one."""
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag="run-ended"):
@@ -57,8 +117,28 @@ class RunEnded(msgspec.Struct, frozen=True, tag="run-ended"):
     how: str
 
 
-FromHost = JoinRequest | MembersGone | WorkerStarted | WorkerExited
-ToHost = JoinAccepted | JoinRefused | SpawnWorker | SignalWorker | EndMembers | RunEnded
+FromHost = (
+    JoinRequest
+    | NeedFiles
+    | HostPrepared
+    | HostFailed
+    | HostLog
+    | MembersGone
+    | WorkerStarted
+    | WorkerExited
+)
+ToHost = (
+    JoinAccepted
+    | JoinRefused
+    | PrepareHost
+    | FilePart
+    | SeatsTaken
+    | SpawnWorker
+    | SignalWorker
+    | EndMembers
+    | JoinAgain
+    | RunEnded
+)
 
 encode = msgspec.msgpack.Encoder().encode
 FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)

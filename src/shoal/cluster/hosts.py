@@ -1,380 +1,457 @@
-"""The processes of all hosts of a run, as one `Processes` for the supervisor.
+"""The back end of several hosts, over anything that starts agents on them (`agent_starter.py`).
 
-The first host, number 0, is that of `shoal train`. The others join through a socket that needs the
-run's keys, and start and signal their members as it requests (`host_agent.py`). A host is accepted
-if its preparation found the same facts as the first one's. If a host is silent for too long, or its
-fork server ends, the run ends, since no other host can fill its seats.
+The first host, number 0, is that of the command. It prepares the run, listens, has agents started,
+and sends each the run and its files (`host_links.py`). When all have prepared the same, each rank
+and server gets its host (`placement.py`). For the supervisor all of it is one `Processes`. A host
+that is lost is reported, and the starter is asked for another, which is reported when it has
+prepared.
 
-Cost: a small message to each host and back, five times a second. Read next: `host_channel.py`.
+Read next: `host_agent.py`, for the other hosts' side.
 """
 
 import math
+import os
+import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
 
-from shoal import __version__
-from shoal.cluster.backend import StartedRun
-from shoal.cluster.host_channel import (
-    FROM_HOST,
-    MOST_BYTES,
-    PACKET,
-    EndMembers,
-    HostChannel,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    MembersGone,
-    Packet,
-    RunEnded,
-    ToHost,
-    encode,
-)
-from shoal.cluster.invitation import KEYS, Invitation, remove_invitation, write_invitation
+from shoal.cluster.agent_starter import AgentStarter
+from shoal.cluster.backend import Facts, StartedRun
+from shoal.cluster.bundle import find_modules, make_bundle
+from shoal.cluster.checkpoint_proof import CheckpointProof
+from shoal.cluster.host_channel import PROOF, PrepareHost, RunEnded, SeatsTaken
+from shoal.cluster.host_links import HostLinks, JoinRules, Preparation, RemoteHost, comparable_facts
+from shoal.cluster.invitation import Invitation, remove_invitation, write_invitation
 from shoal.cluster.local import prepared_fork_server
-from shoal.comm.endpoint import Endpoint, host_environment
+from shoal.cluster.placement import Placement, clear_text, describe_seats, place
+from shoal.comm.endpoint import (
+    Endpoint,
+    address_towards,
+    hold_keys,
+    host_environment,
+    interface_of,
+    is_loopback,
+    resolve_name,
+)
 from shoal.comm.unix import socket_directory
-from shoal.comm.wire import BadFrame, Context, decode, listen, make_keys
+from shoal.comm.wire import new_keys
 from shoal.errors import FormError, UsageError
-from shoal.events.events import HostJoinedEvent, HostLeftEvent, HostsMissingEvent, OnEvent
+from shoal.events.events import (
+    HostJoinedEvent,
+    HostLeftEvent,
+    HostsMissingEvent,
+    OnEvent,
+    WarningEvent,
+)
 from shoal.formatting import plural
+from shoal.logs import log
 from shoal.plans.plan import Plan
-from shoal.plans.resize import RunSize, host_of, size_of
+from shoal.plans.resize import size_of
+from shoal.storage.files import write_private
 from shoal.system.fork_server import (
     ForkServer,
     Prepare,
     Report,
     SignalWorker,
     SpawnWorker,
-    WorkerExited,
+    WorkerMain,
     WorkerSpec,
-    WorkerStarted,
 )
-from shoal.training.options import StartOptions
+from shoal.training.options import KEEPS_NOTHING, StartOptions
+from shoal.world import CORES, cores
 
-GRACE_S = 2.0  # for hosts to end their members, and to receive `RunEnded`
 REMIND_S = 30.0  # between two messages about missing hosts
 TURN_S = 0.1  # between two turns at the most, in which packets are sent
-_NOT_COMPARED = ("cuts", "run")  # text for the screen; and fields that are compared one by one
+ASK_S = 1.0  # between two questions to the starter
+_COUNT = struct.Struct("<q")
+_NOWHERE = "192.0.2.1"  # reserved for examples: only asked by which address packets would leave
 
 
 class HostsBackend(NamedTuple):
-    """The back end of several hosts: this one, and those that join."""
+    """Starts the processes of a run on several hosts."""
 
-    address: str
+    starter: AgentStarter
+    address: str | None  # of this host; None: the one that leads to the others
     timeout_s: float  # for hosts to join
     heartbeat_timeout_s: float
     recipe: str
     settings: dict[str, str]
     options: StartOptions  # for the preparation
+    include: tuple[str, ...] = ()  # files that travel beside the recipe's own
+    slots: int | None = None  # of each host; None: its cores
+    trust_network: bool = False
 
     @contextmanager
     def start(self, prepare: Prepare, run_dir: Path, watch: OnEvent) -> Iterator[StartedRun]:
-        """Prepare here, then wait until all other hosts have joined."""
+        """Prepare here and on all other hosts, which have to come first."""
+        address = self.address or _address_of(self.starter)
+        interface_of(address)
+        keys = new_keys()
+        hold_keys(keys)  # before processes are forked
         with ExitStack() as held:
-            sockets = held.enter_context(socket_directory(run_dir))
-            output = run_dir / "logs" / "recipe.log"
-            own, facts = held.enter_context(prepared_fork_server(prepare, output))
-            joined = gather_hosts(own, facts, self, run_dir, watch, str(sockets))
-            hosts = held.enter_context(joined)
+            sockets = str(held.enter_context(socket_directory(run_dir)))
+            reach = Endpoint(sockets, address, keys)
+            links = HostLinks(reach, self._rules(), run_dir / "logs")
+            held.callback(self._end, links, run_dir)
+            count = _CoreCount(self._counts_cores)
+            held.callback(count.close)
+            gathering = _Gathering(links, self.starter, run_dir, watch, self.timeout_s)
+
+            def invite() -> None:
+                links.open()
+                invitation = Invitation(links.address, keys, str(run_dir.absolute()))
+                if is_by_hand(self.starter):
+                    write_invitation(invitation, run_dir)
+                self.starter.start(invitation.encode(), gathering.num_others)
+                gathering.invitation = invitation.encode()
+                if self._counts_cores:
+                    gathering.wait(lambda host: True)
+                count.send(sum(self._slots(links).values()))
+
+            own, facts = held.enter_context(
+                prepared_fork_server(
+                    count.before(self._listing(prepare)),
+                    run_dir / "logs" / "recipe.log",
+                    meanwhile=invite,
+                    turn=links.turn,
+                )
+            )
+            proof = held.enter_context(CheckpointProof(self.options.checkpoints))
+            plan = Plan.parse(facts["plan"])
+            self._refuse_plan(plan)
+            links.prepare(self._preparation(facts, run_dir, proof))
+            gathering.wait(lambda host: host.is_prepared)
+            placement = self._place(plan, links, address)
+            hosts = Hosts(own, links, gathering, host_environment(address, sockets))
+            hosts.begin(plan, placement, watch)
 
             def end(exit_code: int, cause: str) -> None:
-                hosts.run_ended = RunEnded(exit_code, cause)
+                links.run_ended = RunEnded(exit_code, cause)
 
-            yield StartedRun(hosts, facts, hosts.reach, hosts.num_hosts, end)
-
-
-class _RemoteHost:
-    """The first host's record of another host."""
-
-    def __init__(self, number: int, socket: bytes, request: JoinRequest, now: float):
-        self.number, self.socket, self.channel = number, socket, HostChannel(now)
-        self.name = f"host {number} ({request.name}, {request.address})"
-        self.pids: dict[int, int] = {}
-        self.lost = ""  # how it was lost; empty while it is connected
-
-
-@contextmanager
-def gather_hosts(
-    fork_server: ForkServer,
-    facts: dict[str, Any],
-    listening: HostsBackend,
-    run_dir: Path,
-    watch: OnEvent,
-    sockets: str,
-) -> Iterator["Hosts"]:
-    """Invite hosts, and wait until all have joined. They are dismissed when the block ends.
-
-    `sockets` is the directory for Unix sockets of this host.
-    """
-    plan = Plan.parse(facts["plan"])
-    if plan.hosts == 1:
-        raise UsageError(
-            f"--listen has no effect under {facts['plan'] or 'data=1'!r}, which has one host. Add "
-            "hosts=H to the plan, or leave --listen out."
-        )
-    try:
-        reach = Endpoint(sockets, listening.address, make_keys(run_dir / KEYS))
-        hosts = Hosts(fork_server, facts, reach, run_dir, listening.heartbeat_timeout_s)
-        try:
-            invitation = Invitation(
-                address=hosts.address,
-                directory=str(Path.cwd()),
-                run_dir=str(run_dir),
-                recipe=listening.recipe,
-                settings=listening.settings,
-                options=msgspec.structs.replace(listening.options, plan=facts["plan"]),
+            yield StartedRun(
+                hosts, facts, reach, self.starter.num_hosts, end, placement, self._slots(links)
             )
-            write_invitation(invitation, run_dir)
-            hosts.gather(watch, listening.timeout_s)
-            yield hosts
-        finally:
-            hosts.dismiss()
-    finally:
+
+    def _end(self, links: HostLinks, run_dir: Path) -> None:
+        links.dismiss()
+        self.starter.close()
         remove_invitation(run_dir)
+        with suppress(OSError):
+            (run_dir / PROOF).unlink(missing_ok=True)
+
+    @property
+    def _counts_cores(self) -> bool:
+        """Whether the plan may depend on the cores of all hosts, which must be here first then."""
+        return self.options.plan is None or Plan.parse(self.options.plan).data is None
+
+    def _rules(self) -> JoinRules:
+        starter = self.starter
+        num_others = starter.num_hosts - starter.is_host
+        return JoinRules(
+            starter.num_hosts, num_others, self.heartbeat_timeout_s, self.timeout_s, self.slots
+        )
+
+    def _slots(self, links: HostLinks) -> dict[int, int]:
+        own = {0: self.slots or cores()} if self.starter.is_host else {}
+        return own | links.cores
+
+    def _listing(self, prepare: Prepare) -> Prepare:
+        """In the fork server: prepare, and find the files that the recipe was loaded from."""
+
+        def listed() -> tuple[Facts, WorkerMain]:
+            facts, main = prepare()
+            return {**facts, "sources": find_modules(Path.cwd(), _file_of(self.recipe))}, main
+
+        return listed
+
+    def _refuse_plan(self, plan: Plan) -> None:
+        if plan.hosts not in (1, self.starter.num_hosts):
+            raise UsageError(
+                f"The plan adds up gradients on hosts={plan.hosts}, and the run has "
+                f"{self.starter.num_hosts}. Give as many with --nodes, or leave hosts out."
+            )
+
+    def _preparation(self, facts: Facts, run_dir: Path, proof: CheckpointProof) -> Preparation:
+        bundle = make_bundle(facts.pop("sources"), self.include)
+        saves = facts.get("run", {}).get("save_every", {}).get("value") is not None
+        options, directory = self.options, Path.cwd()
+        place = options.checkpoints
+        if place is not None and "://" not in place:
+            place = str(Path(place).absolute())
+        message = PrepareHost(
+            recipe=self.recipe,
+            spec=_spec_below(self.recipe, directory),
+            settings=self.settings,
+            options=msgspec.structs.replace(options, plan=facts["plan"], checkpoints=place),
+            directory=str(directory),
+            run_dir=str(run_dir.absolute()),
+            proof=proof.token,
+            needs_run_dir=not self.starter.is_host,
+            needs_checkpoints=saves or options.resume or place is not None,
+            files=bundle.files,
+        )
+        write_private(run_dir / PROOF, proof.token.encode(), replace=True)
+        return Preparation(message, bundle, comparable_facts(facts), proof.show)
+
+    def _place(self, plan: Plan, links: HostLinks, address: str) -> Placement:
+        slots = self._slots(links)
+        placement = place(plan, slots)
+        if idle := sorted({*slots} - {*placement}):
+            raise UsageError(
+                f"The plan {str(plan)!r} has {plural(plan.num_ranks, 'rank')} and the run "
+                f"{plural(len(slots), 'host')}: nothing would run on host {idle[0]}. Use more "
+                "ranks, or fewer hosts."
+            )
+        if not (self.trust_network or is_loopback(address)):
+            refuse_clear_text(plan, placement)
+        return placement
+
+
+def refuse_clear_text(plan: Plan, placement: Placement) -> None:
+    """Refuse to send a model over a network that others may listen to."""
+    if what := clear_text(plan, placement):
+        raise UsageError(
+            f"Under {str(plan)!r} {what} would cross the network in clear text: Gloo, which moves "
+            "them between hosts, does not encrypt. If nobody else listens on that network, say so "
+            "with --trust-network; else use sync=server, whose messages are encrypted, or keep the "
+            "ranks on one host."
+        )
+
+
+def is_by_hand(starter: AgentStarter) -> bool:
+    """Whether a person starts the agents, with `shoal join`."""
+    return bool(getattr(starter, "is_by_hand", False))
+
+
+def _address_of(starter: AgentStarter) -> str:
+    """The address of this host that leads to the others: to the starter's `peer`, if it has one."""
+    peer = getattr(starter, "peer", "")
+    return address_towards(resolve_name(peer) if peer else _NOWHERE, 9)
+
+
+def _file_of(recipe: str) -> Path | None:
+    where = recipe.rpartition(":")[0]
+    return Path(where) if where.endswith(".py") else None
+
+
+def _spec_below(recipe: str, directory: Path) -> str:
+    """The recipe, by a path relative to the directory, which hosts may have elsewhere."""
+    file = _file_of(recipe)
+    if file is None:
+        return recipe
+    return f"{os.path.relpath(file.resolve(), directory)}:{recipe.rpartition(':')[2]}"
+
+
+class _CoreCount:
+    """Gives the fork server the number of cores of all hosts, once it is known."""
+
+    def __init__(self, waits: bool):
+        self._ends = os.pipe()
+        self._waits = waits
+
+    def before(self, prepare: Prepare) -> Prepare:
+        """In the fork server: prepare once the count has come."""
+
+        def prepare_then() -> tuple[Facts, WorkerMain]:
+            content = os.read(self._ends[0], _COUNT.size) if self._waits else b""
+            self.close()
+            if content:
+                os.environ[CORES] = str(_COUNT.unpack(content)[0])
+            return prepare()
+
+        return prepare_then
+
+    def send(self, count: int) -> None:
+        os.write(self._ends[1], _COUNT.pack(count))
+
+    def close(self) -> None:
+        ends, self._ends = self._ends, (-1, -1)
+        for end in ends:
+            if end >= 0:
+                os.close(end)
+
+
+class _Gathering:
+    """Waits for hosts, with events of those that come and go, and asks the starter for others."""
+
+    def __init__(
+        self,
+        links: HostLinks,
+        starter: AgentStarter,
+        run_dir: Path,
+        watch: OnEvent,
+        timeout_s: float,
+    ):
+        self.invitation = b""
+        self.num_others = starter.num_hosts - starter.is_host
+        self._links, self._starter, self._run_dir, self._watch = links, starter, run_dir, watch
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._known: set[str] = set()
+        self._told_at = self._asked_at = 0.0
+
+    def wait(self, is_there: Callable[[RemoteHost], bool]) -> None:
+        """Until as many hosts are there as the run is to have."""
+        while True:
+            self._tell({host.name for host in self._links.live})
+            found = [host for host in self._links.live if is_there(host)]
+            if len(found) == self.num_others:
+                return
+            now = time.monotonic()
+            self._refuse_hopeless(now)
+            if now > self._deadline:
+                raise FormError(self._too_late(self.num_others - len(found)))
+            self._links.turn(TURN_S)
+            self._links.forget_lost()  # before the run begins another host may take its place
+
+    def _tell(self, names: set[str]) -> None:
+        now = time.monotonic()
+        for name in sorted(names ^ self._known):
+            self._watch(HostJoinedEvent(name=name) if name in names else HostLeftEvent(name=name))
+        missing = self.num_others - len(names)
+        if missing and (names != self._known or now - self._told_at > REMIND_S):
+            self._told_at = now
+            where = str(self._run_dir) if is_by_hand(self._starter) else ""
+            self._watch(HostsMissingEvent(count=missing, run_dir=where))
+        self._known = names
+
+    def _refuse_hopeless(self, now: float) -> None:
+        """Agents that were started and have ended will not come; people may try again."""
+        refused = self._links.take_refused()
+        if is_by_hand(self._starter):
+            for why in refused:
+                self._watch(WarningEvent(text=why))
+            return
+        if refused:
+            raise UsageError(refused[0])
+        if now - self._asked_at > TURN_S:
+            self._asked_at = now
+            if ended := self._starter.poll():
+                raise FormError(ended[0])
+
+    def _too_late(self, missing: int) -> str:
+        began = f"{plural(missing, 'host')} of {self._starter.num_hosts} did not come within "
+        if is_by_hand(self._starter):
+            return (
+                f"{began}{self._timeout_s:g} s. Run `shoal join {self._run_dir}` on each of them "
+                "meanwhile; --join-timeout gives them longer."
+            )
+        return (
+            f"{began}{self._timeout_s:g} s: their agents were started, and cannot reach this host "
+            f"at {self._links.address}, or are slow. --listen ADDRESS names another address, "
+            "--join-timeout gives them longer."
+        )
+
+    def replace(self, count: int) -> None:
+        """Ask for other hosts in the place of lost ones."""
+        self._starter.start(self.invitation, count)
+
+    def ask(self) -> None:
+        """Say what became of agents that were started in the place of lost ones."""
+        now = time.monotonic()
+        if now - self._asked_at > ASK_S:
+            self._asked_at = now
+            for told in (*self._links.take_refused(), *self._starter.poll()):
+                log.warning("%s", told)
 
 
 class Hosts:
-    """`Processes` on all hosts; call `gather` first, and `dismiss` at the end."""
+    """`Processes` on all hosts."""
 
     def __init__(
         self,
         own: ForkServer,
-        facts: dict[str, Any],
-        reach: Endpoint,
-        run_dir: Path,
-        timeout_s: float,
+        links: HostLinks,
+        gathering: _Gathering,
+        variables: dict[str, str],
     ):
-        plan = Plan.parse(facts["plan"])
-        self.reach, self.num_hosts, self.run_ended = reach, plan.hosts, RunEnded(1, "")
-        self._own, self._run_dir, self._timeout_s = own, run_dir, timeout_s
-        self._size, self._facts = size_of(plan), comparable_facts(facts)
-        self._variables = host_environment(reach.address, run_dir / KEYS)
-        self._hosts: dict[bytes, _RemoteHost] = {}  # by their sockets
-        self._reports: deque[Report] = deque()
+        self._own, self._links, self._gathering = own, links, gathering
+        self._variables = variables  # of processes of this host
+        self._shared: dict[str, str] = {}  # of processes of all hosts
         self._host_numbers: dict[int, int] = {}  # member -> its host
-        self._is_closing = False
-        self._context: Context = zmq.Context()
-        self._router, self.address = listen(self._context, *reach.place, MOST_BYTES)
+
+    def begin(self, plan: Plan, placement: Placement, watch: OnEvent) -> None:
+        """Tell the hosts that the run begins, and who sits there."""
+        self._links.begin()
+        for host in self._links.live:
+            seats = describe_seats(host.number, size_of(plan), placement)
+            self._links.send(host, SeatsTaken(seats))
+        if blind := [host.name for host in self._links.live if not host.sees_checkpoints]:
+            self._shared = {KEEPS_NOTHING: "1"}
+            watch(
+                WarningEvent(
+                    text=f"No checkpoints are kept: {blind[0]} does not see the run directory. "
+                    "--checkpoints URL-or-shared-directory names a place that all hosts see."
+                )
+            )
 
     @property
     def poll_sources(self) -> list[Any]:
-        return [*self._own.poll_sources, self._router]
+        return [*self._own.poll_sources, *self._links.poll_sources]
 
     @property
     def pids(self) -> dict[int, int]:
         """The pids of members, each as its host knows it."""
         found = dict(self._own.pids)
-        for host in self._hosts.values():
+        for host in self._links.hosts.values():
             found |= host.pids
         return found
 
-    def gather(self, watch: OnEvent, timeout_s: float) -> None:
-        """Wait until all hosts have joined; `watch` receives joins, exits and missing hosts."""
-        deadline, told_at, known = time.monotonic() + timeout_s, 0.0, set[str]()
-        while True:
-            names = {host.name for host in self._hosts.values()}
-            for name in sorted(names ^ known):
-                watch(HostJoinedEvent(name=name) if name in names else HostLeftEvent(name=name))
-            missing, now = self.num_hosts - 1 - len(names), time.monotonic()
-            if not missing:
-                return
-            if now > deadline:
-                raise FormError(
-                    f"{plural(missing, 'host')} of {self.num_hosts} did not come within "
-                    f"{timeout_s:g} s. Run `shoal join {self._run_dir}` on each of them meanwhile; "
-                    "--join-timeout gives them longer."
-                )
-            if names != known or now - told_at > REMIND_S:
-                known, told_at = names, now
-                watch(HostsMissingEvent(count=missing, run_dir=str(self._run_dir)))
-            self._turn(TURN_S)
-            # Before the run begins another host may take its place.
-            self._hosts = {s: host for s, host in self._hosts.items() if not host.lost}
-
     def spawn(self, spec: WorkerSpec) -> None:
         self._host_numbers[spec.number] = spec.host
-        host = self._host_of(spec.number)
-        if host is None:
-            self._own.spawn(
-                msgspec.structs.replace(spec, variables=spec.variables | self._variables)
-            )
-        else:
-            self._send_message(host, SpawnWorker(spec))
+        spec = msgspec.structs.replace(spec, variables=spec.variables | self._shared)
+        if spec.host == 0:
+            own = msgspec.structs.replace(spec, variables=spec.variables | self._variables)
+            self._own.spawn(own)
+        elif (host := self._host(spec.host)) is not None:
+            self._links.send(host, SpawnWorker(spec))
 
     def kill(self, number: int, signal_number: int = 9) -> None:
-        host = self._host_of(number)
-        if host is None:
+        host_number = self._host_numbers.get(number, 0)
+        if host_number == 0:
             self._own.kill(number, signal_number)
-        else:
-            self._send_message(host, SignalWorker(number, signal_number))
+        elif (host := self._host(host_number)) is not None:
+            self._links.send(host, SignalWorker(number, signal_number))
 
     def next_report(self, timeout_s: float | None = None) -> Report | None:
-        """The next report of any host; EOFError when a host is lost."""
+        """The next report of any host. EOFError when the fork server of this one is gone."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        links = self._links
         while True:
+            self._replace_lost()
             left_s = max(0.0, deadline - time.monotonic())
-            self._turn(0.0 if self._reports else min(TURN_S, left_s))
-            if any(host.lost for host in self._hosts.values()):
-                raise EOFError("a host is lost")
+            links.turn(0.0 if links.reports else min(TURN_S, left_s), self._own.poll_sources)
+            links.report_lost()
             while (report := self._own.next_report(0)) is not None:
-                self._reports.append(report)
-            if self._reports:
-                return self._reports.popleft()
+                links.reports.append(report)
+            if links.reports:
+                return links.reports.popleft()
             if not left_s:
                 return None
 
+    def _replace_lost(self) -> None:
+        """The supervisor goes on without the hosts whose loss it knows: ask for others."""
+        if self._links.is_closing:
+            return
+        if not self._links.reports and (num_lost := self._links.forget_lost()):
+            self._gathering.replace(num_lost)
+        self._gathering.ask()
+
+    def _host(self, number: int) -> RemoteHost | None:
+        return next((h for h in self._links.hosts.values() if h.number == number), None)
+
     def describe_loss(self) -> str:
-        lost = [f"{host.name} {host.lost}" for host in self._hosts.values() if host.lost]
+        lost = [f"{host.name} {host.lost}" for host in self._links.hosts.values() if host.lost]
         if not lost:
             return self._own.describe_loss()
         return f"{'; '.join(lost)}. No other host can fill its seats. Go on with --resume"
 
     def close(self) -> None:
         """End the members of all hosts."""
-        if self._is_closing:
-            return
-        self._is_closing = True
         self._own.close()
-        for host in self._hosts.values():
-            self._send_message(host, EndMembers())
-        self._wait(lambda: all(host.lost for host in self._hosts.values()))
-
-    def dismiss(self) -> None:
-        """End all members, and send all hosts how the run ended."""
-        self.close()
-        there = [
-            host for host in self._hosts.values() if host.channel.silent_s(time.monotonic()) < 1
-        ]
-        for host in there:
-            self._send_message(host, self.run_ended)
-        self._wait(lambda: all(host.channel.is_acknowledged for host in there))
-        self._router.close(linger=500)
-        self._context.term()
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + GRACE_S
-        while not is_done() and time.monotonic() < deadline:
-            self._turn(0.02)
-
-    def _turn(self, timeout_s: float | None) -> None:
-        """Receive packets of the hosts, and send those that are due."""
-        poller = zmq.Poller()
-        # The fork server of this host has ended by then, and cannot be polled.
-        for source in [self._router] if self._is_closing else self.poll_sources:
-            poller.register(source, zmq.POLLIN)
-        poller.poll(None if timeout_s is None else int(1000 * timeout_s))
-        now = time.monotonic()
-        while self._router.poll(0):
-            socket, *frames = self._router.recv_multipart()
-            with suppress(BadFrame):  # not a packet of a host
-                self._handle(socket, decode(frames[-1], PACKET), now)
-        for host in self._hosts.values():
-            for packet in host.channel.due(now):
-                self._send_packet(host, packet)
-            silent_s = host.channel.silent_s(now)
-            if silent_s > self._timeout_s:
-                host.lost = host.lost or f"was silent for {silent_s:.1f} s"
-
-    def _handle(self, socket: bytes, packet: Packet, now: float) -> None:
-        host = self._hosts.get(socket)
-        if host is None:
-            self._admit(socket, packet, now)
-            return
-        content = host.channel.receive(packet, now)
-        if content is None:
-            return
-        match message := decode(content, FROM_HOST):
-            case WorkerStarted():
-                host.pids[message.number] = message.pid
-                self._reports.append(message)
-            case WorkerExited():
-                host.pids.pop(message.number, None)
-                self._reports.append(message)
-            case MembersGone():
-                host.pids.clear()
-                host.lost = host.lost or message.how
-
-    def _admit(self, socket: bytes, packet: Packet, now: float) -> None:
-        """Accept a host, or refuse it with a reason."""
-        if packet.number != 1:
-            return  # a heartbeat of a host that was refused
-        request = decode(packet.content, FROM_HOST)
-        if not isinstance(request, JoinRequest):
-            return
-        free = {*range(1, self.num_hosts)} - {host.number for host in self._hosts.values()}
-        host = _RemoteHost(min(free, default=0), socket, request, now)
-        host.channel.receive(packet, now)
-        if why := self._why_refused(request, bool(free)):
-            self._send_message(host, JoinRefused(why))
-            return
-        self._hosts[socket] = host
-        seats = describe_seats(host.number, self._size, self.num_hosts)
-        self._send_message(host, JoinAccepted(host.number, seats, self._timeout_s))
-
-    def _why_refused(self, request: JoinRequest, has_room: bool) -> str:
-        """Why a host is refused; empty if it is accepted."""
-        if self._is_closing:
-            return "The run has ended."
-        if not has_room:
-            return (
-                f"The run has all of its {self.num_hosts} hosts already. hosts=H in the plan says "
-                "how many there are."
-            )
-        if not (self._run_dir / request.log).exists():
-            return (
-                f"The first host does not see {request.log} in the run directory, which this one "
-                "wrote there. It must lie on a file system that all hosts see."
-            )
-        return describe_difference(self._facts, request.facts)
-
-    def _host_of(self, member: int) -> _RemoteHost | None:
-        """The other host that a member is on; None if it is on this one."""
-        number = self._host_numbers.get(member, 0)
-        return next((host for host in self._hosts.values() if host.number == number), None)
-
-    def _send_message(self, host: _RemoteHost, message: ToHost) -> None:
-        self._send_packet(host, host.channel.wrap(encode(message), time.monotonic()))
-
-    def _send_packet(self, host: _RemoteHost, packet: Packet) -> None:
-        with suppress(zmq.ZMQError):  # it has gone, or will be sent this again
-            self._router.send_multipart([host.socket, encode(packet)], zmq.NOBLOCK)
-
-
-def describe_seats(host: int, size: RunSize, num_hosts: int) -> str:
-    """The ranks and servers of a host, in words."""
-    own = [seat for seat in range(sum(size)) if host_of(seat, size, num_hosts) == host]
-    ranks = [seat for seat in own if size.server_of(seat) is None]
-    servers = [server for seat in own if (server := size.server_of(seat)) is not None]
-    return f"{_listed('rank', ranks)} and {_listed('server', servers)}"
-
-
-def _listed(name: str, numbers: Sequence[int]) -> str:
-    return f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def comparable_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same on all hosts: versions, and what the preparation found of the run."""
-    versions = {"shoal": __version__, "torch": version("torch")}
-    fields = {name: field["value"] for name, field in facts.get("run", {}).items()}
-    rest = {name: value for name, value in facts.items() if name not in _NOT_COMPARED}
-    return versions | fields | rest
-
-
-def describe_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What differs first, in a sentence; empty if nothing does. Pure."""
-    for name in {**own, **theirs}:
-        if own.get(name) != theirs.get(name):
-            here, there = (str(found.get(name))[:200] for found in (own, theirs))
-            return (
-                f"{name} is {here} on the first host and {there} on this one. All hosts of a run "
-                "need the same recipe, data, and versions of Shoal and torch."
-            )
-    return ""
+        self._links.end_members()

@@ -1,40 +1,38 @@
-"""The invitation in a run directory for hosts that join the run, and the keys beside it.
+"""The invitation to a run: where it listens, and the keys that both sides show.
 
-Only the user of the run can read them, and they are removed when it ends. A host loads the recipe
-that the invitation names, so it follows only one that its own user wrote. The directory must be on
-a file system that all hosts see under one path; else an error says so here.
+A starter writes it to the standard input of `shoal agent`. For `shoal join` it lies in the run
+directory, with the keys beside it: only the user of the run can read them, and they are removed
+when it ends. A host loads the recipe that the run names, so it follows only an invitation that its
+own user wrote. All else comes through the channel (`host_channel.py`).
 """
 
 import ipaddress
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from shoal import __version__
+from shoal.comm.wire import Keys, are_whole, load_keys, write_keys
 from shoal.errors import UsageError
 from shoal.plans.plan import Plan
 from shoal.storage.decoding import decode_json
-from shoal.storage.files import read_private, write_private
+from shoal.storage.files import MOST_PRIVATE_BYTES, read_private, write_private
 from shoal.storage.run_dir import read_description
-from shoal.training.options import StartOptions
 
 INVITATION = "join.json"
 KEYS = "keys"
+MOST_BYTES = MOST_PRIVATE_BYTES
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str  # where hosts connect
-    directory: str  # in which the run was started
-    run_dir: str  # as seen from there
-    recipe: str
-    settings: dict[str, str]
-    options: StartOptions
+    keys: Keys | None = None  # None in the run directory, which has them in a file of their own
+    run_dir: str = ""  # of the run, as seen from the first host
     shoal: str = __version__
 
     def __post_init__(self) -> None:
-        if self.options.plan is None:
-            raise ValueError("it names no plan")
         ip, port = self.endpoint
         ipaddress.ip_address(ip)
         if (
@@ -49,6 +47,25 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ip, _, port = self.address.removeprefix("tcp://").rpartition(":")
         return ip.strip("[]"), int(port)
 
+    def encode(self) -> bytes:
+        """In one line."""
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def decode(cls, content: bytes, place: str) -> Self:
+        """UsageError if it is none, or of another version of Shoal."""
+        again = "Start the run again."
+        shoal = decode_json(content, _Version, place, way_out=again).shoal
+        if shoal != __version__:
+            raise UsageError(
+                f"The run was started by Shoal {shoal}, and this host has {__version__}. Install "
+                "one version on all hosts."
+            )
+        found = decode_json(content, cls, place, way_out=again)
+        if found.keys is not None and not are_whole(found.keys):
+            raise UsageError(f"{place} does not hold the keys of a run. {again}")
+        return found
+
 
 class _Version(msgspec.Struct):
     """The version, which is checked before the rest is decoded."""
@@ -57,8 +74,11 @@ class _Version(msgspec.Struct):
 
 
 def write_invitation(invitation: Invitation, run_dir: Path) -> None:
-    """Write it for hosts to find."""
-    write_private(run_dir / INVITATION, msgspec.json.encode(invitation), replace=True)
+    """Write it for hosts to find, with the keys in a file of their own."""
+    if invitation.keys is not None:
+        write_keys(invitation.keys, run_dir / KEYS)
+    public = msgspec.structs.replace(invitation, keys=None)
+    write_private(run_dir / INVITATION, public.encode(), replace=True)
 
 
 def remove_invitation(run_dir: Path) -> None:
@@ -77,22 +97,23 @@ def read_invitation(run_dir: Path) -> Invitation:
         raise UsageError(_why_none(run_dir)) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. {way_out}") from error
-    again = "Start the run again."
-    shoal = decode_json(content, _Version, str(path), way_out=again).shoal
-    if shoal != __version__:
+    found = Invitation.decode(content, str(path))
+    if not _is_same(Path(found.run_dir), run_dir):
         raise UsageError(
-            f"The run in {run_dir} was started by Shoal {shoal}, and this host has "
-            f"{__version__}. Install one version on all hosts."
+            f"The run keeps its files in {found.run_dir}, which is not the same directory on this "
+            "host. It must lie on a file system that all hosts see under one path."
         )
-    found = decode_json(content, Invitation, str(path), way_out=again)
-    there = Path(found.directory) / found.run_dir
-    if not _is_same(there, run_dir):
-        raise UsageError(
-            f"The run was started in {found.directory} and keeps its files in {found.run_dir} "
-            "there, which is not the same directory on this host. It must lie on a file system "
-            "that all hosts see under one path."
-        )
-    return found
+    return msgspec.structs.replace(found, keys=load_keys(run_dir / KEYS))
+
+
+def read_private_invitation(path: Path) -> Invitation:
+    """One that a secret was mounted as, or that was copied here."""
+    way_out = "Give a file that only you can read."
+    try:
+        content = read_private(path, way_out, is_chosen=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. {way_out}") from error
+    return Invitation.decode(content, str(path))
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -106,17 +127,13 @@ def _is_same(one: Path, other: Path) -> bool:
 def _why_none(run_dir: Path) -> str:
     try:
         plan = read_description(run_dir).plan
-        num_hosts = Plan.parse(plan).hosts
+        Plan.parse(plan)
     except (OSError, UsageError):
         return (
             f"{run_dir} holds no run that waits for hosts. Give the directory that `shoal train "
             "--listen` names. It must lie on a file system that all hosts see."
         )
-    if num_hosts == 1:
-        return (
-            f"The run in {run_dir} is on one host, under {plan or 'data=1'!r}. To span several, "
-            "start it with hosts=H in its plan and --listen ADDRESS."
-        )
     return (
-        f"The run in {run_dir} waits for no hosts: it has ended, or was started without --listen."
+        f"The run in {run_dir}, under {plan or 'data=1'!r}, waits for no hosts: it has ended, or "
+        "was started without --listen ADDRESS and --nodes N."
     )

@@ -25,6 +25,7 @@ from shoal.system.processes import WAIT_PAGE, SampleWait, describe_exit, readabl
 
 FIRST_S = 30.0  # after which the user hears that a recipe is not ready; then at doubling times
 LOOK_S = 1.0
+TURN_S = 0.02
 TAIL_BYTES = 4096  # of its output, if the process that loads a recipe dies
 
 
@@ -57,16 +58,17 @@ def prepared_fork_server(
     output: Path,
     start: Start | None = None,
     meanwhile: Callable[[], object] = lambda: None,
+    turn: Callable[[], object] | None = None,
 ) -> Iterator[tuple[ForkServer, Facts]]:
     """A fork server that has prepared, and what it found; it ends with the block.
 
-    `meanwhile` is done here while it prepares.
+    `meanwhile` is done here while it prepares; then `turn`, several times a second until it has.
     """
     WAIT_PAGE.open()
     fork_server = ForkServer(partial(_prepare, prepare), output, start)
     try:
         meanwhile()
-        _tell_of_wait(fork_server)
+        _tell_of_wait(fork_server, turn)
         yield fork_server, await_facts(fork_server)
     finally:
         fork_server.close()
@@ -82,14 +84,16 @@ def _prepare(prepare: Prepare) -> tuple[Facts, WorkerMain]:
         WAIT_PAGE.end()
 
 
-def _tell_of_wait(fork_server: ForkServer) -> None:
+def _tell_of_wait(fork_server: ForkServer, turn: Callable[[], object] | None) -> None:
     """While the recipe is prepared, which may load samples: a source may hang, or be slow.
 
     A sample has its limit, as in training. What else a recipe does may take as long as it likes.
     """
     began = time.monotonic()
     next_s = FIRST_S
-    while not readable([fork_server.fileno()], min(next_s, LOOK_S)):
+    while not readable([fork_server.fileno()], min(next_s, LOOK_S if turn is None else TURN_S)):
+        if turn is not None:
+            turn()
         now, wait = time.monotonic(), WAIT_PAGE.read()
         is_lost = wait is not None and now - wait.since_s >= wait.limit_s
         if now - began < next_s and not is_lost:

@@ -1,23 +1,23 @@
 """Where a process listens for others of its run, and the keys that both sides show.
 
 A run on one host uses Unix sockets in a directory of its own. A run on several hosts has an address
-on each; its processes get that address and the path of the keys, never the keys, through
-environment variables.
+on each; its processes get that address through environment variables, and the keys by being forked
+from a process that holds them.
 """
 
 import ipaddress
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from shoal.comm.wire import Keys, load_keys
+from shoal.comm.wire import Keys
 from shoal.errors import UsageError
 
 _SOCKETS, _ADDRESS, _KEYS = "SHOAL_SOCKETS", "SHOAL_ADDRESS", "SHOAL_KEYS"
+_held: list[Keys] = []  # the keys of the run that this process is of, if it spans hosts
 
 
 class Endpoint(NamedTuple):
@@ -38,18 +38,29 @@ class Endpoint(NamedTuple):
         return {_SOCKETS: self.sockets} | ({} if self.keys else _loopback_interface())
 
 
-def host_environment(address: str, keys: Path) -> dict[str, str]:
-    """The environment variables of one host's processes. Gloo is given a network interface."""
-    where = str(keys.absolute())  # a recipe may go elsewhere
-    return {_ADDRESS: address, _KEYS: where, "GLOO_SOCKET_IFNAME": interface_of(address)}
+def hold_keys(keys: Keys) -> None:
+    """Keep the run's keys in memory, for this process and those that are forked from it."""
+    _held[:] = [keys]
+
+
+def host_environment(address: str, sockets: str) -> dict[str, str]:
+    """The environment variables of one host's processes, which are forked from one that holds the
+    keys. Gloo is given a network interface."""
+    own = {_SOCKETS: sockets, _ADDRESS: address, _KEYS: "held"}
+    return own | {"GLOO_SOCKET_IFNAME": interface_of(address)}
 
 
 def endpoint_from(environment: Mapping[str, str]) -> Endpoint:
-    """The endpoint that `Endpoint.told` and `host_environment` wrote into an environment."""
+    """The endpoint that `Endpoint` and `host_environment` wrote into an environment."""
     sockets = environment.get(_SOCKETS, "")
     if _KEYS not in environment:
         return Endpoint(sockets)
-    return Endpoint(sockets, environment[_ADDRESS], load_keys(Path(environment[_KEYS])))
+    if not _held:
+        raise UsageError(
+            "This process is of a run on several hosts, and does not hold its keys: only processes "
+            "that are forked from a host's own do."
+        )
+    return Endpoint(sockets, environment[_ADDRESS], _held[0])
 
 
 def _loopback_interface() -> dict[str, str]:
@@ -75,6 +86,19 @@ def interface_of(address: str) -> str:
             f"it; it has {known}."
         )
     return found[wanted]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether packets to an address never leave this machine."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def resolve_name(host: str) -> str:
+    """The IP address of a name; UsageError if it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{host!r} is not the name or address of a machine: {error}.") from error
 
 
 def address_towards(address: str, port: int) -> str:

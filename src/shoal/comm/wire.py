@@ -207,10 +207,20 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [("server_public", self.server_public), ("client_public", self.client_public)]
 
 
+def new_keys() -> Keys:
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    return Keys(*(half.decode() for half in (*server, *client)))
+
+
 def make_keys(path: Path) -> Keys:
     """New keys, in a new file that only this user may read."""
-    server, client = zmq.curve_keypair(), zmq.curve_keypair()
-    keys = Keys(*(half.decode() for half in (*server, *client)))
+    keys = new_keys()
+    write_keys(keys, path)
+    return keys
+
+
+def write_keys(keys: Keys, path: Path) -> None:
+    """Write keys to a new file that only this user may read."""
     try:
         write_private(path, msgspec.json.encode(keys))
     except OSError as error:
@@ -218,7 +228,6 @@ def make_keys(path: Path) -> Keys:
             f"Cannot write the run's keys to {path}: {error.strerror}. Each run makes keys of its "
             "own, in a file that is not there yet and a directory that is, on a disk with room."
         ) from error
-    return keys
 
 
 def load_keys(path: Path) -> Keys:
@@ -231,7 +240,7 @@ def load_keys(path: Path) -> Keys:
             f"Cannot read the run's keys in {path}: {error.strerror}. {way_out}"
         ) from error
     keys = try_decode_json(content, Keys)
-    if keys is None or not _are_whole(keys):
+    if keys is None or not are_whole(keys):
         raise UsageError(
             f"{path} does not hold the keys of a run, or they are damaged. Give the file that the "
             "run wrote; if this is it, remove it and start the run again."
@@ -239,7 +248,7 @@ def load_keys(path: Path) -> Keys:
     return keys
 
 
-def _are_whole(keys: Keys) -> bool:
+def are_whole(keys: Keys) -> bool:
     """Whether each secret has its public half beside it."""
     try:
         return (
@@ -253,13 +262,15 @@ def _are_whole(keys: Keys) -> bool:
 # ---- sockets
 
 
-def listen(context: Context, place: str, keys: Keys | None, most_bytes: int) -> tuple[Socket, str]:
+def listen(
+    context: Context, place: str, keys: Keys | None, most_bytes: int, port: int | None = None
+) -> tuple[Socket, str]:
     """A ROUTER, and the address that others connect to.
 
-    With keys `place` is a name or address of this machine, of which a free port is taken; without,
-    a directory of this user's own. `most_bytes` bounds each frame of a payload, before memory is
-    taken for it; all of them together are bounded by `unpack`. End the context with `destroy` or
-    `term`: the thread that checks keys ends with it.
+    With keys `place` is a name or address of this machine, of which this port or a free one is
+    taken; without, a directory of this user's own. `most_bytes` bounds each frame of a payload,
+    before memory is taken for it; all of them together are bounded by `unpack`. End the context
+    with `destroy` or `term`: the thread that checks keys ends with it.
     """
     _allow_many_files()
     socket = context.socket(zmq.ROUTER)
@@ -280,7 +291,7 @@ def listen(context: Context, place: str, keys: Keys | None, most_bytes: int) -> 
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         ip = _resolve(place)
         socket.setsockopt(zmq.IPV6, ":" in ip)
-        socket.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")
+        socket.bind(f"tcp://{f'[{ip}]' if ':' in ip else ip}:{port or '*'}")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         socket.close()

@@ -45,6 +45,7 @@ class MembershipOptions(NamedTuple):
 
     num_spares: int = 1  # of each host
     num_hosts: int = 1
+    hosts: tuple[int, ...] = ()  # of each seat, if there are several
     heartbeat_timeout_s: float = 10.0
     form_timeout_s: float = 30.0
     regroup_after_s: float = 2.0
@@ -69,7 +70,7 @@ class Membership:
         self.generation = -1
         self.step = 0
         self.over = False
-        self._roster = Roster(options.num_hosts)
+        self._roster = Roster(sorted({*options.hosts}) or range(options.num_hosts))
         self.members = self._roster.members
         self.seats: Seats = []
         self._announced: Seats = []  # in the newest generation
@@ -290,6 +291,8 @@ class Membership:
         return [Kill(number) for number in doomed]
 
     def _host_of(self, seat: int) -> int:
+        if seat < len(self.options.hosts):
+            return self.options.hosts[seat]
         return host_of(seat, self.size, self.options.num_hosts)
 
     @property

@@ -1,6 +1,6 @@
 """The members of a run, numbered in the order of their start, each on one host. Pure."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from shoal.elastic.actions import Action, MemberState, Spawn
 
@@ -8,9 +8,9 @@ from shoal.elastic.actions import Action, MemberState, Spawn
 class Roster:
     """Members in `taken` have a seat, or just left one; the others are spares."""
 
-    def __init__(self, num_hosts: int):
+    def __init__(self, hosts: Sequence[int]):
         self.members: dict[int, MemberState] = {}
-        self._num_hosts, self._next = num_hosts, 0
+        self._hosts, self._next = hosts, 0
 
     def spawn(self, now: float, host: int) -> Spawn:
         number, self._next = self._next, self._next + 1
@@ -22,7 +22,7 @@ class Roster:
     ) -> list[Action]:
         """Spawn until each host has as many spares as wanted there."""
         spawned: list[Action] = []
-        for host in range(self._num_hosts):
+        for host in self._hosts:
             num_missing = wanted(host) - len(self.spares(host, taken))
             spawned += [self.spawn(now, host) for _ in range(num_missing)]
         return spawned

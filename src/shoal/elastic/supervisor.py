@@ -72,6 +72,8 @@ from shoal.events.sinks import JsonLinesSink
 from shoal.logs import warn_once
 from shoal.system.fork_server import (
     ForkServerReady,
+    HostJoined,
+    HostLost,
     PreparationFailed,
     Processes,
     WorkerExited,
@@ -258,6 +260,10 @@ class Supervisor:
                     now = time.monotonic()
                     self._read_messages()  # what it sent before it ended
                     self._execute(self.members.exited(report.number, report.status, now))
+                case HostLost():
+                    raise EOFError(report.how)
+                case HostJoined():
+                    self._record(WarningEvent(text=f"Host {report.host} came too late."))
                 case ForkServerReady() | PreparationFailed():
                     raise AssertionError("the fork server prepares once")
 

@@ -49,6 +49,7 @@ from shoal.system.traces import user_traceback
 from shoal.training.build import BuiltModel, build_model, why_not_resizable
 from shoal.training.callbacks import has_callbacks
 from shoal.training.checkpointing import Checkpointer, CheckpointSettings
+from shoal.training.options import KEEPS_NOTHING
 from shoal.training.own_loop import CustomLoop
 from shoal.training.pretrained import InitialWeights
 from shoal.training.run import Run
@@ -84,7 +85,7 @@ def prepare_training(
     def rank_main(spec: WorkerSpec) -> int:
         def train(seat: SupervisedSeat) -> None:
             checkpointer = None
-            if keeping is not None:
+            if keeping is not None and KEEPS_NOTHING not in spec.variables:
                 checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.emit)
             if plan.num_servers:
                 empty_tables(model)
@@ -125,8 +126,6 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> dict[str, Any]:
         "cuts": _cuts_in_words(prepared, plan),
         "alone": why_not_resizable(run, plan, model) if can_resize(plan) else "",
     }
-    if plan.hosts > 1:  # whose first weights must be equal
-        facts["first_weights"] = _digest(model)
     return facts
 
 
@@ -137,7 +136,8 @@ def _recovers(run: Run, plan: Plan) -> bool:
     return can_recover(plan, run.meets_every) and not is_apart
 
 
-def _digest(model: nn.Module) -> str:
+def digest_weights(model: nn.Module) -> str:
+    """By which hosts know that their first weights are equal."""
     found = [t.detach() for t in (*model.parameters(), *model.buffers())]
     dense = [t for t in found if t.layout == torch.strided and t.device.type == "cpu"]
     return f"{digest_of([bytes_of(t.contiguous()) for t in dense]):016x}"

@@ -290,8 +290,9 @@ def _balanced(event: BalancedEvent) -> str:
 
 
 def _missing(event: HostsMissingEvent) -> str:
+    waits = f"shoal: waits for {plural(event.count, 'more host')}"
     join = escape(f"`shoal join {event.run_dir}`")
-    return f"shoal: waits for {plural(event.count, 'more host')}: run {join} there"
+    return f"{waits}: run {join} there" if event.run_dir else waits
 
 
 # The sentence for an event that is shown each time, whatever else there was.

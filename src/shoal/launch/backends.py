@@ -1,37 +1,96 @@
 """Where the processes of a run start, by the name that `on=` and `--on` take.
 
 A back end (`cluster/backend.py`) is one line in BACKENDS: its name, and the function that makes it.
-What follows the name after a colon is the back end's own, as in `hosts:a,b,c`.
+What only starts agents on other machines (`cluster/agent_starter.py`) is one line in STARTERS; the
+back end of several hosts does the rest. What follows the name after a colon is its own, as in
+`hosts:a,b,c`.
 """
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shoal.cluster.agent_starter import AgentStarter, JoinByHand
 from shoal.cluster.backend import Backend
 from shoal.cluster.hosts import HostsBackend
 from shoal.cluster.local import LocalBackend
+from shoal.cluster.ssh import SshStarter, read_hosts
+from shoal.comm.endpoint import interface_of
 from shoal.errors import UsageError, nearest
+from shoal.plans.plan import Plan
 from shoal.training.options import Recipe
 
 if TYPE_CHECKING:
     from shoal.launch.train import Options
 
 JOIN_TIMEOUT_S = 600.0
+TRUST = "SHOAL_TRUST_NETWORK"  # set to 1, it stands for --trust-network
 Factory = Callable[[str, Recipe, "Options"], Backend]
+StarterFactory = Callable[[str, "Options"], AgentStarter]
 
 
 def make_backend(recipe: Recipe, options: "Options") -> Backend:
     """The back end that a run is asked to use."""
     name, address = check_on(options.on)
-    return BACKENDS[name](address, recipe, options)
+    if name in BACKENDS:
+        return BACKENDS[name](address, recipe, options)
+    return on_hosts(STARTERS[name](address, options), recipe, options)
 
 
 def check_on(on: str) -> tuple[str, str]:
     """The name of a back end that there is, and what follows it."""
     name, _, address = on.partition(":")
-    if name not in BACKENDS:
-        raise UsageError(f"--on {on}: there is no such back end. {nearest(name, BACKENDS)}")
+    known = [*BACKENDS, *STARTERS]
+    if name not in known:
+        raise UsageError(f"--on {on}: there is no such back end. {nearest(name, known)}")
     return name, address
+
+
+def on_hosts(starter: AgentStarter, recipe: Recipe, options: "Options") -> HostsBackend:
+    """The back end of several hosts, whose agents this starts."""
+    if not recipe.is_named:
+        raise UsageError(
+            "Other hosts load the recipe by its name, and this one has none that they could find. "
+            "Give it as file.py:function or module:function."
+        )
+    if starter.num_hosts < 2 and starter.is_host:
+        raise UsageError("A run on several hosts needs two at least. Leave --on out for one.")
+    return HostsBackend(
+        starter=starter,
+        address=options.listen,
+        timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        recipe=recipe.name,
+        settings=dict(recipe.settings),
+        options=options.start_options(),
+        include=options.include,
+        slots=options.slots,
+        trust_network=options.trust_network or os.environ.get(TRUST, "") not in ("", "0"),
+    )
+
+
+def refuse_without_hosts(options: "Options") -> None:
+    """Refuse options of a run on several hosts that is on one, and addresses of other machines."""
+    if options.listen is not None:
+        interface_of(options.listen)
+    if options.spans_hosts:
+        if options.on == "local":
+            _num_joining(options)
+        return
+    given = {
+        "--join-timeout": options.join_timeout_s,
+        "--nodes": options.nodes,
+        "--slots": options.slots,
+        "--include": options.include or None,
+        "--python": options.python,
+        "--trust-network": options.trust_network or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{name} has no effect without --listen ADDRESS or --on WHERE: the run is on this "
+                "machine alone."
+            )
 
 
 def _local(address: str, recipe: Recipe, options: "Options") -> Backend:
@@ -40,19 +99,30 @@ def _local(address: str, recipe: Recipe, options: "Options") -> Backend:
         raise UsageError(f"--on local:{address}: local is this machine, and takes no address.")
     if options.listen is None:
         return LocalBackend()
-    if not recipe.is_named:
+    return on_hosts(JoinByHand(_num_joining(options)), recipe, options)
+
+
+def _num_joining(options: "Options") -> int:
+    """How many hosts a run has that is joined by hand: `--nodes`, or hosts=H in its plan."""
+    in_plan = 1 if options.plan is None else Plan.parse(options.plan).hosts
+    found = options.nodes or in_plan
+    if found == 1:
         raise UsageError(
-            "Other hosts load the recipe by its name, and this one has none that they could find. "
-            "Give it as file.py:function, in a file that all hosts see."
+            "--listen has no effect for one host. Say with --nodes N how many there are, or leave "
+            "--listen out."
         )
-    return HostsBackend(
-        address=options.listen,
-        timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        recipe=recipe.name,
-        settings=dict(recipe.settings),
-        options=options.start_options(),
-    )
+    return found
+
+
+def _hosts(address: str, options: "Options") -> AgentStarter:
+    names = read_hosts(address)
+    if options.nodes not in (None, len(names)):
+        raise UsageError(
+            f"--on hosts:{address} names {len(names)} hosts, and --nodes says {options.nodes}. "
+            "Leave --nodes out."
+        )
+    return SshStarter(names, options.python)
 
 
 BACKENDS: dict[str, Factory] = {"local": _local}
+STARTERS: dict[str, StarterFactory] = {"hosts": _hosts}

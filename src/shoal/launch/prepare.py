@@ -22,7 +22,7 @@ from shoal.cluster.backend import Facts
 from shoal.data.orders import order_name
 from shoal.data.sources import as_source
 from shoal.data.transforms.normalizing import save_run_statistics
-from shoal.elastic.worker import prepare_training, set_single_thread
+from shoal.elastic.worker import digest_weights, prepare_training, set_single_thread
 from shoal.errors import UsageError
 from shoal.logs import warn_on_screen
 from shoal.numerics.precision import environment_for
@@ -110,6 +110,8 @@ def prepare_run(
 
     def look_at(model: nn.Module) -> InitialWeights | None:
         found["unholdable"] = _unholdable(model, preparing.who_asks)
+        if options.spans:
+            found["first_weights"] = digest_weights(model)
         begins = options.begin_from is not None and not has_checkpoint
         return _beginning(model, preparing) if begins else None
 

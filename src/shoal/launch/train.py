@@ -18,11 +18,10 @@ import msgspec
 from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts, StartedRun
-from shoal.comm.endpoint import interface_of
 from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.errors import UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
-from shoal.launch.backends import check_on, make_backend
+from shoal.launch.backends import check_on, make_backend, refuse_without_hosts
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
@@ -45,10 +44,21 @@ class Options(StartOptions, frozen=True, kw_only=True):
     stop_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] | None = None
     listen: str | None = None
     join_timeout_s: Annotated[float, msgspec.Meta(ge=0.1)] | None = None
+    nodes: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    slots: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    include: tuple[str, ...] = ()
+    python: str | None = None
+    trust_network: bool = False
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the run is on several hosts, or may be."""
+        return self.listen is not None or self.on.partition(":")[0] != "local"
 
     def start_options(self) -> StartOptions:
         names = StartOptions.__struct_fields__
-        return StartOptions(**{name: getattr(self, name) for name in names})
+        own = {name: getattr(self, name) for name in names}
+        return StartOptions(**own | {"spans": self.spans_hosts})
 
 
 def train(
@@ -70,6 +80,8 @@ def train(
         new_data = str(Path(options.new_data).resolve())
         begin_from = options.begin_from or new_data
         options = msgspec.structs.replace(options, new_data=new_data, begin_from=begin_from)
+    if options.spans_hosts:  # which may work in another directory
+        options = msgspec.structs.replace(options, begin_from=_place_of(options.begin_from))
     with ExitStack() as held:
         directory = held.enter_context(RunDir(run_dir, recipe.name, resume=options.resume))
         if directory.is_resumed:
@@ -142,7 +154,7 @@ def _members(started: StartedRun, options: Options) -> Membership:
         found["num_servers"],
         MembershipOptions(
             num_spares=options.spares,
-            num_hosts=started.num_hosts,
+            hosts=started.hosts,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             form_timeout_s=options.form_timeout_s,
         ),
@@ -158,15 +170,7 @@ def refuse_contradictions(options: Options) -> None:
         RetentionPolicy.parse(options.keep)
     if (options.checkpoints or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
-    if options.join_timeout_s is not None and options.listen is None:
-        raise UsageError("--join-timeout has no effect without --listen ADDRESS.")
-    if options.listen is not None:
-        if options.plan is not None and Plan.parse(options.plan).hosts == 1:
-            raise UsageError(
-                f"--listen has no effect under {options.plan!r}, which has one host. Add hosts=H "
-                "to the plan, or leave --listen out."
-            )
-        interface_of(options.listen)
+    refuse_without_hosts(options)
     if options.replay is not None and options.new_data is None:
         raise UsageError("--replay has no effect without --new-data RUN.")
     if options.begin_from is None:
@@ -221,6 +225,12 @@ def _as_it_began(
     own |= {name: bool(own[name]) for name in ("partial", "tensorboard")}
     settings = {**known, **recipe.settings}
     return replace(recipe, settings=settings), Options(**own)
+
+
+def _place_of(where: str | None) -> str | None:
+    """The same place from any directory."""
+    path = None if where is None else local_path(where)
+    return where if path is None else str(path.absolute())
 
 
 def _place(where: str | None) -> str | None:

@@ -99,9 +99,7 @@ class HostJoined(msgspec.Struct, frozen=True, tag="host-joined"):
     num_slots: int
 
 
-Report = (
-    ForkServerReady | PreparationFailed | WorkerStarted | WorkerExited | HostLost | HostJoined
-)
+Report = ForkServerReady | PreparationFailed | WorkerStarted | WorkerExited | HostLost | HostJoined
 WorkerMain = Callable[[WorkerSpec], int]
 Prepare = Callable[[], tuple[dict[str, Any], WorkerMain]]
 

@@ -24,6 +24,7 @@ SETTABLE = (
     *("evaluate_every", "save_every", "check_every", "loaders"),
 )
 
+KEEPS_NOTHING = "SHOAL_KEEPS_NOTHING"  # set for ranks of which some do not see the checkpoints
 DEFAULT_KEEP = "last=2"  # checkpoints, if nothing else is asked for
 WhichData = Literal["evaluate", "train"]  # of a Run, to measure a trained model on
 # What a run remembers in run.json, and resumes with if it is not given again.
@@ -50,6 +51,7 @@ class StartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     replay: float | None = None
     tensorboard: bool = False
     begun: dict[str, Any] | None = None  # what run.json says of a run that is resumed
+    spans: bool = False  # several hosts, whose first weights must be equal
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,14 @@ class Recipe:
     @classmethod
     def named(cls, spec: str, settings: Mapping[str, str]) -> Self:
         """Of `file.py:function` or `module:function`."""
-        return cls(spec, partial(_found, spec), settings)
+        return cls(spec, partial(find_named, spec), settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For a caller who pickles an Outcome, as pools of processes do: what can be imported goes
         along by its name; a Run or a function of a notebook stays where it was made."""
         given, _ = self.find()
         spec = given if isinstance(given, str) else _importable(given)
-        find = partial(_left_behind, self.name) if spec is None else partial(_found, spec)
+        find = partial(_left_behind, self.name) if spec is None else partial(find_named, spec)
         return type(self), (self.name, find, dict(self.settings), self.is_named, self.change)
 
     def load(self) -> "tuple[Run, Sequence[Any]]":
@@ -84,7 +86,7 @@ class Recipe:
         return run if self.change is None else self.change(run), callbacks
 
 
-def _found(spec: str) -> "tuple[Given, Sequence[Any]]":
+def find_named(spec: str) -> "tuple[Given, Sequence[Any]]":
     return spec, ()
 
 

@@ -27,7 +27,7 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart
 from shoal.training.callbacks import check_callbacks, check_plan, has_callbacks
-from shoal.world import cores
+from shoal.world import cores_of_run
 
 MOST_LOADERS = 256  # of a rank
 MINIMISED = "loss"  # the name of what is minimised, where a loss has named parts
@@ -320,7 +320,7 @@ def resolve(run: Run, plan: str | Plan | None, ranks: int | None) -> Plan:
     _refuse_custom_step(chosen, run)
     _refuse_callbacks(chosen, run)
     check_evaluated(chosen, run.evaluate)
-    return chosen.resolve(ranks=ranks, cores=cores(), batch_size=run.batch_size)
+    return chosen.resolve(ranks=ranks, cores=cores_of_run(), batch_size=run.batch_size)
 
 
 def _refuse_between_windows(plan: Plan, run: Run) -> None:
@@ -371,6 +371,7 @@ def _refuse_callbacks(plan: Plan, run: Run) -> None:
                 "are at different steps, and callbacks act alike on all of them after the same "
                 f"one. Leave {key} out, or the callbacks."
             )
+
 
 def check_evaluated(plan: Plan, source: Any) -> None:
     """Refuse to evaluate a source in quarantine where a rank without samples stops the others."""
