@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -99,22 +99,40 @@ def _address(word: str, text: str) -> str:
     return f"{'ray://' if is_client else ''}{host}:{port}"
 
 
-def choose_num_hosts(
-    num_seats: int, most: int, nodes: Sequence[RayNode], strategy: Strategy
-) -> int:
-    """How many hosts a run with so many seats gets, if the user does not say: with PACK as few as
-    have room now, with SPREAD as many. At `most` one a node, and one a replica. If there is no room
-    now: as few as could ever have it, else one a node. Pure."""
-    counts = range(1, max(1, min(most, len(nodes), num_seats)) + 1)
+class RaySize(NamedTuple):
+    """How many hosts a run gets, and how many CPUs each."""
+
+    num_hosts: int
+    cpus: int
+
+
+def choose_size(
+    place: RayPlace, num_ranks: int | None, most: int, nodes: Sequence[RayNode]
+) -> RaySize:
+    """A CPU for each rank, on `most` hosts at the most. Pure.
+
+    If the user does not say how many hosts: with PACK as few as have room now, with SPREAD as many,
+    and one a node at the most; if there is no room now, as if all nodes were idle. If a plan has as
+    many ranks as there are cores (None), all nodes that have free ones.
+    """
+    if num_ranks is None:
+        free = [node.free_cpus for node in nodes if node.free_cpus >= 1]
+        room = free or [node.cpus for node in nodes if node.cpus >= 1] or [1.0]
+        cpus = place.cpus or int(sorted(room)[-min(place.num_hosts or len(room), len(room))])
+        return RaySize(place.num_hosts or sum(one >= cpus for one in room) or 1, cpus)
+    if place.num_hosts is not None:
+        return RaySize(place.num_hosts, place.cpus or math.ceil(num_ranks / place.num_hosts))
+    counts = range(1, max(1, min(most, len(nodes), num_ranks)) + 1)
     for room in ([node.free_cpus for node in nodes], [node.cpus for node in nodes]):
         fitting = [
-            count
+            RaySize(count, cpus)
             for count in counts
-            if num_seats % count == 0 and sum(cpus >= num_seats // count for cpus in room) >= count
+            if (cpus := place.cpus or math.ceil(num_ranks / count)) * count >= num_ranks
+            and sum(one >= cpus for one in room) >= count
         ]
         if fitting:
-            return fitting[0] if strategy == "PACK" else fitting[-1]
-    return max(count for count in counts if num_seats % count == 0)
+            return fitting[0] if place.strategy == "PACK" else fitting[-1]
+    return RaySize(counts[-1], place.cpus or math.ceil(num_ranks / counts[-1]))
 
 
 def describe_shortage(asked: Sequence[float], nodes: Sequence[RayNode]) -> str:
@@ -132,18 +150,21 @@ class RayStarter:
 
     is_host = False
 
-    def __init__(self, place: RayPlace, num_seats: int, most_hosts: int, timeout_s: float):
-        """`num_seats` of a run, for which there are CPUs; it has `most_hosts` at the most. Agents
-        that find no room in `timeout_s` are given up."""
+    def __init__(
+        self, place: RayPlace, num_ranks: int | None, most_hosts: int, timeout_s: float, python: str
+    ):
+        """A run has `most_hosts` at the most, each with CPUs for its part of `num_ranks` (None: as
+        many as there are). Agents that find no room in `timeout_s` are given up. `python` runs
+        them; if empty, that of Ray's workers."""
         if find_spec("ray") is None:
             raise UsageError(
                 "--on ray: ray is not installed, and this needs it. Install it with: "
                 "pip install 'shoal-ml[ray]'"
             )
-        self._place, self._num_seats, self._most = place, num_seats, most_hosts
-        self._timeout_s = timeout_s
+        self._place, self._num_ranks, self._most = place, num_ranks, most_hosts
+        self._timeout_s, self._python = timeout_s, python
         self._connection: ConnectedToRay | None = None
-        self._num_hosts = place.num_hosts
+        self._size: RaySize | None = None
         self._unread = b""
         self._ended: list[str] = []
         self._short_since: float | None = None
@@ -161,13 +182,26 @@ class RayStarter:
         self._send(ConnectToRay(place.address, CONNECT_S))
 
     @property
-    def num_hosts(self) -> int:
-        if self._num_hosts is None:
+    def size(self) -> RaySize:
+        if self._size is None:
             nodes = self.connect().nodes
-            self._num_hosts = choose_num_hosts(
-                self._num_seats, self._most, nodes, self._place.strategy
-            )
-        return self._num_hosts
+            self._size = choose_size(self._place, self._num_ranks, self._most, nodes)
+        return self._size
+
+    @property
+    def num_hosts(self) -> int:
+        return self.size.num_hosts
+
+    @property
+    def slots(self) -> int:
+        """How many ranks each host takes."""
+        return self.size.cpus
+
+    @property
+    def peer(self) -> str:
+        """This machine listens at the address by which Ray knows it, or that leads to Ray."""
+        found = self.connect()
+        return found.own_address or found.head.rpartition(":")[0]
 
     def connect(self) -> ConnectedToRay:
         """Wait until Ray has answered. UsageError says why it does not."""
@@ -175,18 +209,18 @@ class RayStarter:
         while self._connection is None:
             left_s = deadline - time.monotonic()
             if left_s < 0:
+                self.close()
                 raise UsageError(f"{self._place.name} did not answer within {CONNECT_S:g} s.")
             for message in self._read(left_s):
                 self._handle(message)
         return self._connection
 
     def start(self, invitation: bytes, count: int) -> None:
-        cpus = self._place.cpus or math.ceil(self._num_seats / self.num_hosts)
         variables = {name: os.environ[name] for name in _SHARED_VARIABLES if name in os.environ}
-        self.connect()
         self._num_starts += 1
         self._short_since = None
-        self._send(AskForAgents(invitation, count, cpus, self._place.strategy, variables))
+        strategy = self._place.strategy
+        self._send(AskForAgents(invitation, count, self.slots, strategy, self._python, variables))
 
     def poll(self) -> list[str]:
         """Agents that ended; FormError if those of the beginning find no room in time."""
@@ -196,7 +230,8 @@ class RayStarter:
         return ended
 
     def close(self) -> None:
-        if self._process.stdin is None or self._process.stdin.closed:
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
             return
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # at which it ends
@@ -214,11 +249,21 @@ class RayStarter:
             case ConnectedToRay():
                 self._connection = message
             case AgentEnded():
-                self._ended.append(message.how)
+                self._ended.append(f"{self._place.name}: {message.how}{self._way_in(message.how)}")
             case NoRoom():
                 self._note_shortage(message)
             case RayFailed():
+                self.close()
                 raise self._why_failed(message.why)
+
+    def _way_in(self, how: str) -> str:
+        """What to do where the nodes of a cluster do not reach a client from outside."""
+        if not self._place.address.startswith("ray://") or "No answer came from" not in how:
+            return ""
+        return (
+            f" Its nodes must reach this machine. If they cannot, run the command among them: "
+            f"shoal submit --on {self._place.address}"
+        )
 
     def _note_shortage(self, message: NoRoom) -> None:
         now = time.monotonic()

@@ -29,6 +29,7 @@ class AskForAgents(msgspec.Struct, frozen=True, tag=True):
     count: int
     cpus: float
     strategy: Strategy
+    python: str  # that runs the agents; empty: that of Ray's workers
     variables: dict[str, str]  # of the agents, beside those that their node has
 
 

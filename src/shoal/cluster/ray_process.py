@@ -53,14 +53,16 @@ class HostActor:
     """In a worker of Ray. Its methods run in one thread, which lives as long as the worker: the
     kernel kills the agent when the thread that started it ends."""
 
-    async def run_agent(self, invitation: bytes, variables: dict[str, str]) -> tuple[int, str]:
+    async def run_agent(
+        self, invitation: bytes, python: str, variables: dict[str, str]
+    ) -> tuple[int, str]:
         """Run an agent to its end: its exit code, and what it printed last."""
         # Ray's own variables, a token among them, are no business of a recipe.
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         own.pop("OMP_NUM_THREADS", None)  # Ray sets it
         with tempfile.TemporaryFile() as output:
             agent = subprocess.Popen(
-                [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *AGENT_COMMAND],
+                [python or sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *AGENT_COMMAND],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -150,6 +152,13 @@ def _nodes() -> list[RayNode]:
     ]
 
 
+def _has_room(group: Any) -> bool:
+    """Whether all bundles of a group are on nodes."""
+    from ray.util.placement_group import placement_group_table
+
+    return bool(placement_group_table(group).get("state") == "CREATED")
+
+
 class _Bundle(NamedTuple):
     """A part of a placement group, for one agent at a time."""
 
@@ -161,6 +170,7 @@ class _Bundle(NamedTuple):
 class _Agent(NamedTuple):
     bundle: _Bundle
     actor: Any
+    order: AskForAgents
 
 
 class _Gang:
@@ -171,7 +181,7 @@ class _Gang:
         self._agents: dict[Any, _Agent] = {}  # by the future of their end
         self._free: list[_Bundle] = []  # whose agent has ended
         self._looked_at = time.monotonic()
-        self._is_short = False
+        self._is_short = self._has_begun = False
 
     def serve(self, orders: "queue.Queue[ToRay | None]") -> None:
         try:
@@ -187,22 +197,29 @@ class _Gang:
             self._end()
 
     def _start(self, order: AskForAgents) -> None:
-        """Into bundles whose agent ended, which Ray moves if their node died, or into new ones."""
-        import ray
+        """Into bundles whose agent ended, which Ray moves if their node died, or into new ones:
+        of one group at the beginning, since no agent is of use without the others."""
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundles, self._free = self._free[: order.count], self._free[order.count :]
         missing = order.count - len(bundles)
-        if missing:
-            group = placement_group([{"CPU": order.cpus}] * missing, strategy=order.strategy)
-            bundles += [_Bundle(group, number, order.cpus) for number in range(missing)]
-        kind = ray.remote(num_cpus=order.cpus, max_restarts=0)(HostActor)
+        sizes = [1] * missing if self._has_begun else [missing]
+        self._has_begun = True
+        for size in sizes if missing else []:
+            group = placement_group([{"CPU": order.cpus}] * size, strategy=order.strategy)
+            bundles += [_Bundle(group, number, order.cpus) for number in range(size)]
         for bundle in bundles:
-            place = PlacementGroupSchedulingStrategy(bundle.group, bundle.number)
-            actor = kind.options(scheduling_strategy=place).remote()
-            ended = actor.run_agent.remote(order.invitation, order.variables)
-            self._agents[ended] = _Agent(bundle, actor)
+            self._run_agent(bundle, order)
+
+    def _run_agent(self, bundle: _Bundle, order: AskForAgents) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        kind = ray.remote(num_cpus=bundle.cpus, max_restarts=0)(HostActor)
+        place = PlacementGroupSchedulingStrategy(bundle.group, bundle.number)
+        actor = kind.options(scheduling_strategy=place).remote()
+        ended = actor.run_agent.remote(order.invitation, order.python, order.variables)
+        self._agents[ended] = _Agent(bundle, actor, order)
 
     def _collect(self) -> None:
         import ray
@@ -211,21 +228,36 @@ class _Gang:
             return
         for ended in ray.wait(list(self._agents), timeout=0)[0]:
             agent = self._agents.pop(ended)
-            self._free.append(agent.bundle)
             try:
                 code, printed = ray.get(ended)
                 how = f"the agent {describe_exit(code)}" + (f": {printed}" if printed else "")
             except ray.exceptions.RayError as error:
-                how = f"Ray lost the agent's actor: {_words(error)}"
+                how = f"the actor of an agent was lost: {_words(error)}"
             ray.kill(agent.actor)
             self._answer(AgentEnded(how))
+            self._reuse(agent.bundle)
+
+    def _reuse(self, bundle: _Bundle) -> None:
+        """Another agent may have been asked for before Ray found this one's node dead. The two
+        would wait for the same CPUs, so it moves here."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for ended, agent in self._agents.items():
+            if agent.bundle.group.bundle_count == 1 and not _has_room(agent.bundle.group):
+                del self._agents[ended]
+                ray.kill(agent.actor)
+                remove_placement_group(agent.bundle.group)
+                self._run_agent(bundle, agent.order)
+                return
+        self._free.append(bundle)
 
     def _tell_of_room(self) -> None:
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
         groups = {agent.bundle.group.id: agent.bundle.group for agent in self._agents.values()}
-        placed = {key: group.wait(0) for key, group in groups.items()}
+        placed = {key: _has_room(group) for key, group in groups.items()}
         waiting = [
             agent.bundle.cpus
             for agent in self._agents.values()
