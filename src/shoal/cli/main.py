@@ -38,6 +38,13 @@ _GROUPS = {
     "Data": {
         "data": "Build, show and check data.",
     },
+    "Jobs": {
+        "submit": "Queue a training, to be run when there is room.",
+        "status": "Show how a job or a run stands.",
+        "queue": "List the jobs that run and wait.",
+        "logs": "Print what a job or one of its ranks has printed.",
+        "stop": "Let a job save itself and end.",
+    },
     "Elsewhere": {
         "join": "Take part in a run that spans hosts, from another host.",
         "agent": "The same, as ssh and schedulers start it.",

@@ -19,11 +19,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A run to start when there is room."""
 
     name: str  # for people
-    arguments: tuple[str, ...]  # of `shoal train`, with --run-dir and --resume
+    arguments: tuple[str, ...]  # what follows `shoal train`; with --run-dir and --resume
     directory: str  # to run it in
     run_dir: str  # absolute
     num_hosts: int = 1
-    cores: int = 1  # of each host
+    cores: int = 1  # of each host; 0: all that one has
     time_limit_s: float | None = None
     priority: int = 0  # larger goes first
 

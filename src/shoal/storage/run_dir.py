@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import IO, Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -132,7 +132,7 @@ class RunDir:
         for name in LOGS_BEFORE_A_RUN:
             for log in (self.path / "logs").glob(name):
                 log.unlink(missing_ok=True)
-        _remove_empty(self._made)
+        remove_empty(self._made)
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -207,7 +207,61 @@ def lock_directory(path: Path) -> Iterator[None]:
         with suppress(OSError):
             (path / OWNER).unlink(missing_ok=True)
         _unlock(lock)
-        _remove_empty(made)
+        remove_empty(made)
+
+
+class RunOwner(NamedTuple):
+    """The process that holds the lock of a run directory."""
+
+    pid: int
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+
+def owner_of(path: Path) -> RunOwner | None:
+    """Who holds the lock of a run directory; None if no run is under way there.
+
+    The lock itself is not tried, which could keep a run from it that begins just then. What a
+    host that is out of sight says of itself is believed.
+    """
+    try:
+        words = (path / OWNER).read_text("utf-8", "replace").split()
+    except OSError:
+        return None
+    if len(words) != 4 or not words[1].isdigit():
+        return None
+    owner = RunOwner(int(words[1]), words[3])
+    return owner if not owner.is_here or _has_open(owner.pid, path / OWNER) else None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process of this host has a file open; that of another user is believed to."""
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    for link in links:
+        with suppress(OSError):
+            if link.samefile(path):
+                return True
+    return False
+
+
+def make_run_dir(path: Path | None, recipe: str) -> tuple[Path, list[Path]]:
+    """Make the directory of a run that begins later, or find the one given; and what was made."""
+    _refuse_unwritable(recipe, "recipe")
+    _refuse_unwritable(str(path or ""), "run directory")
+    try:
+        if path is None:
+            return _next_free(recipe)
+        return path, [] if path.is_dir() else _make(path)
+    except OSError as error:
+        raise _unwritable(path or Path("runs"), error) from error
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -259,7 +313,7 @@ def _make(path: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _remove_empty(made: list[Path]) -> None:
+def remove_empty(made: list[Path]) -> None:
     """Remove empty directories, the innermost first."""
     with suppress(OSError):  # not empty: another run uses it
         for folder in reversed(made):

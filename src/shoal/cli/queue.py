@@ -1,0 +1,42 @@
+"""`shoal queue`: the jobs of an engine, in the order of their turn."""
+
+import click
+
+from shoal.cli.output import print_json, say
+from shoal.cli.status import fields_of
+
+
+@click.command()
+@click.option("--on", default="local", show_default=True, metavar="ENGINE", help="Whose jobs.")
+@click.option("--all", "is_all", is_flag=True, help="Those that have ended as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def queue(on: str, is_all: bool, as_json: bool) -> None:
+    """List the jobs that run and wait, in the order of their turn.
+
+    \b
+    shoal queue
+    shoal queue --all --json
+
+    Exit codes: 0 shown, 2 there is no such engine.
+    """
+    from pathlib import Path
+
+    from shoal.formatting import table
+    from shoal.launch.engines import make_engine
+    from shoal.launch.run_status import RunStatus, read_run
+
+    found = [job for job in make_engine(on).jobs() if is_all or job.state in ("queued", "running")]
+    runs = [read_run(Path(job.run_dir)) if job.run_dir else RunStatus() for job in found]
+    pairs = list(zip(found, runs, strict=True))
+    if as_json:
+        print_json({"jobs": [fields_of(*pair) for pair in pairs], "exit_code": 0})
+        return
+    rows = [
+        (
+            *(job.job, job.state, str(job.priority), f"{run.step}/{run.num_steps or '?'}"),
+            *(job.run_dir, job.reason),
+        )
+        for job, run in pairs
+    ]
+    head = ("job", "state", "priority", "step", "run directory", "why")
+    say(table([head, *rows], numbers=[2]) if rows else "no jobs")
