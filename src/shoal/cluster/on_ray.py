@@ -6,9 +6,11 @@ no host itself: its node offers its CPUs to Ray, so ranks there are an actor's t
 a process of its own (`ray_process.py`), and this starter only writes to it and reads from it.
 
 What follows `ray:` is a list of words: `pack` or `spread`, `hosts=N`, `cpus=N`, and the address of
-the cluster (`10.0.0.1:6379`, or `ray://10.0.0.1:10001` for a client from outside, which the nodes
-must be able to reach too). Cost: about two seconds to connect, beside the preparation of the run.
-Read next: `agent_starter.py`; `ray_jobs.py`, for `shoal submit --on ray`.
+the cluster (`10.0.0.1:6379`; or `ray://10.0.0.1:10001` for a client from outside, which the nodes
+must be able to reach too; or the dashboard's, `http://10.0.0.1:8265`, for `shoal submit`).
+
+Cost: about two seconds to connect. Read next: `agent_starter.py`; `ray_jobs.py`, for `shoal submit
+--on ray`.
 """
 
 import math
@@ -86,7 +88,15 @@ def parse_place(text: str) -> RayPlace:
     return RayPlace(**found)
 
 
+def inside_of(text: str) -> str:
+    """What `--on` is for a run inside of the cluster, which needs no address: the rest of it."""
+    words = [word for word in text.split(",") if parse_place(word).address == "auto"]
+    return ":".join(filter(None, ("ray", ",".join(words))))
+
+
 def _address(word: str, text: str) -> str:
+    if word.startswith(("http://", "https://")):
+        return word.rstrip("/")
     is_client = word.startswith(("//", "ray://"))
     host, _, port = word.removeprefix("ray:").removeprefix("//").rpartition(":")
     if is_client and not host:
@@ -156,6 +166,11 @@ class RayStarter:
         """A run has `most_hosts` at the most, each with CPUs for its part of `num_ranks` (None: as
         many as there are). Agents that find no room in `timeout_s` are given up. `python` runs
         them; if empty, that of Ray's workers."""
+        if place.address.startswith("http"):
+            raise UsageError(
+                f"--on ray:{place.address}: that is Ray's dashboard, which `shoal submit` takes. "
+                "Give host:port of Ray's first node (6379 by default)."
+            )
         if find_spec("ray") is None:
             raise UsageError(
                 "--on ray: ray is not installed, and this needs it. Install it with: "

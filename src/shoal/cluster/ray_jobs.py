@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from shoal.cluster.engine import JobRequest, JobState, State
-from shoal.cluster.on_ray import RayPlace
+from shoal.cluster.on_ray import RayPlace, parse_place
 from shoal.errors import RUN_AGAIN, UsageError, require
 from shoal.formatting import in_units
 
@@ -38,9 +38,11 @@ _EXIT_LINE = "shoal: exit code "
 class RayEngine:
     """Runs as jobs of Ray."""
 
-    def __init__(self, place: RayPlace):
+    def __init__(self, address: str):
+        """`address` is what follows `ray:`."""
+        self._place = parse_place(address)
+        self._name = f"ray:{address}" if address else "ray"  # as `--on` has it
         require("ray", extra="ray")
-        self._place = place
         self._connection: Any = None
 
     def describe(self, request: JobRequest) -> str:
@@ -108,6 +110,7 @@ class RayEngine:
     @property
     def _client(self) -> Any:
         if self._connection is None:
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # or it prints
             logging.getLogger("ray").setLevel(logging.ERROR)
             jobs = require("ray.job_submission", extra="ray")
             logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
@@ -128,14 +131,14 @@ class RayEngine:
             with suppress(RuntimeError):
                 printed = printed_exit_code(self._client.get_job_logs(found.submission_id))
         state, code = job_state(str(found.status.value), found.driver_exit_code, printed)
-        reason = (found.message or "").splitlines()[:1] if state in ("failed", "queued") else []
+        reason = last_words(found.message or "") if state in ("failed", "queued") else ""
         return JobState(
-            job=f"ray:{found.submission_id}",
+            job=f"{self._name}:{found.submission_id}",
             state=state,
             run_dir=found.metadata[_RUN_DIR],
             name=found.metadata.get(_NAME, ""),
             exit_code=code,
-            reason="".join(reason),
+            reason=reason,
         )
 
 
@@ -178,6 +181,12 @@ def printed_exit_code(output: str) -> int | None:
         if line.startswith(_EXIT_LINE) and line.removeprefix(_EXIT_LINE).isdigit():
             return int(line.removeprefix(_EXIT_LINE))
     return None
+
+
+def last_words(message: str) -> str:
+    """Of what Ray says of a job, which ends with the job's output if that failed. Pure."""
+    lines = [line.strip() for line in message.splitlines()]
+    return next((one for one in reversed(lines) if one and not one.startswith(_EXIT_LINE)), "")
 
 
 def _is_rays_own(line: str) -> bool:

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
+
 from shoal.cluster.agent_starter import AGENT_COMMAND
 from shoal.cluster.ray_messages import (
     TO_RAY,
@@ -42,6 +44,7 @@ from shoal.system.processes import describe_exit
 TURN_S = 0.1
 LOOK_S = 2.0  # between two looks at what waits for resources
 TAIL_CHARACTERS = 600  # of what an agent printed last
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # which Ray sets for the command of a job
 # An agent begins as this, which then becomes `shoal agent`: it must not outlive its actor.
 _WITH_PARENT = (
     "import os, sys; from shoal.system.processes import die_with_parent; "
@@ -115,6 +118,7 @@ def _connect(order: ConnectToRay) -> ConnectedToRay:
     import ray
 
     _probe(order.address, min(10.0, order.connect_timeout_s))
+    _forget_working_directory()
     ray.init(
         address=order.address, log_to_driver=False, logging_level="ERROR", configure_logging=False
     )
@@ -133,6 +137,16 @@ def _probe(address: str, timeout_s: float) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
         except OSError as error:
             raise ConnectionError(f"nothing answers at {host}:{port}: {error}") from None
+
+
+def _forget_working_directory() -> None:
+    """A job of Ray hands its own working directory to all that it starts, which takes time on each
+    node. Agents get their files from the run."""
+    if (text := os.environ.get(_JOB_CONFIG)) is not None:
+        config = msgspec.json.decode(text)
+        if isinstance(config, dict) and isinstance(config.get("runtime_env"), dict):
+            config["runtime_env"].pop("working_dir", None)
+            os.environ[_JOB_CONFIG] = msgspec.json.encode(config).decode()
 
 
 def _nodes() -> list[RayNode]:

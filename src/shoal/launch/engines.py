@@ -105,4 +105,19 @@ def _local(address: str) -> Engine:
     return LocalQueue()
 
 
-ENGINES: dict[str, EngineEntry] = {"local": EngineEntry(_local)}
+def _ray(address: str) -> Engine:
+    from shoal.cluster.ray_jobs import RayEngine
+
+    return RayEngine(address)
+
+
+def _inside_of_ray(on: str) -> str:
+    from shoal.cluster.on_ray import inside_of
+
+    return inside_of(on.partition(":")[2])
+
+
+ENGINES: dict[str, EngineEntry] = {
+    "local": EngineEntry(_local),
+    "ray": EngineEntry(_ray, _inside_of_ray),
+}
