@@ -148,10 +148,10 @@ def choose_size(
 def describe_shortage(asked: Sequence[float], nodes: Sequence[RayNode]) -> str:
     """What is asked for, and what is there. Pure."""
     offers = ", ".join(f"{node.name} {node.free_cpus:g} of {node.cpus:g}" for node in nodes)
+    each, wait = (" each", "wait") if len(asked) > 1 else ("", "waits")
     return (
-        f"{plural(len(asked), 'host')} with {max(asked):g} CPUs each wait for room, and "
-        f"{plural(len(nodes), 'node')} of Ray "
-        f"{'has' if len(nodes) == 1 else 'have'} free CPUs: {offers or 'none'}"
+        f"{plural(len(asked), 'host')} with {max(asked):g} CPUs{each} {wait} for room. Free CPUs "
+        f"of {plural(len(nodes), 'node')}: {offers or 'none'}"
     )
 
 
@@ -289,13 +289,14 @@ class RayStarter:
         what = f"{self._place.name}: {describe_shortage(message.asked, message.nodes)}"
         if now - self._short_since > self._timeout_s and self._num_starts == 1:
             raise FormError(
-                f"{what}. They waited for {self._timeout_s:g} s. Ask for fewer ranks, or for more "
+                f"{what}. None came in {self._timeout_s:g} s. Ask for fewer ranks, or for more "
                 "and smaller hosts (--on ray:hosts=N), add nodes, or wait longer with "
                 "--join-timeout."
             )
         if now - self._short_since > TELL_S and now - self._told_at > REMIND_S:
             self._told_at = now
-            log.warning("%s. They wait for up to %g s.", what, self._timeout_s)
+            limit = f" The limit is {self._timeout_s:g} s." if self._num_starts == 1 else ""
+            log.warning("%s.%s", what, limit)
 
     def _why_failed(self, why: str) -> UsageError | FormError:
         if self._connection is not None:

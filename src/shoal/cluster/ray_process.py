@@ -43,6 +43,7 @@ from shoal.system.processes import describe_exit
 
 TURN_S = 0.1
 LOOK_S = 2.0  # between two looks at what waits for resources
+ATTEMPTS = 5  # to start an agent, each of which ends with the node that it was given
 TAIL_CHARACTERS = 600  # of what an agent printed last
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # which Ray sets for the command of a job
 # An agent begins as this, which then becomes `shoal agent`: it must not outlive its actor.
@@ -55,6 +56,9 @@ _WITH_PARENT = (
 class HostActor:
     """In a worker of Ray. Its methods run in one thread, which lives as long as the worker: the
     kernel kills the agent when the thread that started it ends."""
+
+    async def begin(self) -> None:
+        """Does nothing: whoever waits for it knows that the actor runs."""
 
     async def run_agent(
         self, invitation: bytes, python: str, variables: dict[str, str]
@@ -183,8 +187,10 @@ class _Bundle(NamedTuple):
 
 class _Agent(NamedTuple):
     bundle: _Bundle
-    actor: Any
     order: AskForAgents
+    actor: Any
+    began: Any  # the future of its beginning
+    num_attempts: int
 
 
 class _Gang:
@@ -195,7 +201,7 @@ class _Gang:
         self._agents: dict[Any, _Agent] = {}  # by the future of their end
         self._free: list[_Bundle] = []  # whose agent has ended
         self._looked_at = time.monotonic()
-        self._is_short = self._has_begun = False
+        self._is_short = self._has_gang = False
 
     def serve(self, orders: "queue.Queue[ToRay | None]") -> None:
         try:
@@ -217,23 +223,24 @@ class _Gang:
 
         bundles, self._free = self._free[: order.count], self._free[order.count :]
         missing = order.count - len(bundles)
-        sizes = [1] * missing if self._has_begun else [missing]
-        self._has_begun = True
+        sizes = [1] * missing if self._has_gang else [missing]
+        self._has_gang = True
         for size in sizes if missing else []:
             group = placement_group([{"CPU": order.cpus}] * size, strategy=order.strategy)
             bundles += [_Bundle(group, number, order.cpus) for number in range(size)]
         for bundle in bundles:
             self._run_agent(bundle, order)
 
-    def _run_agent(self, bundle: _Bundle, order: AskForAgents) -> None:
+    def _run_agent(self, bundle: _Bundle, order: AskForAgents, num_attempts: int = 1) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = ray.remote(num_cpus=bundle.cpus, max_restarts=0)(HostActor)
         place = PlacementGroupSchedulingStrategy(bundle.group, bundle.number)
         actor = kind.options(scheduling_strategy=place).remote()
+        began = actor.begin.remote()
         ended = actor.run_agent.remote(order.invitation, order.python, order.variables)
-        self._agents[ended] = _Agent(bundle, actor, order)
+        self._agents[ended] = _Agent(bundle, order, actor, began, num_attempts)
 
     def _collect(self) -> None:
         import ray
@@ -246,10 +253,26 @@ class _Gang:
                 code, printed = ray.get(ended)
                 how = f"the agent {describe_exit(code)}" + (f": {printed}" if printed else "")
             except ray.exceptions.RayError as error:
-                how = f"the actor of an agent was lost: {_words(error)}"
+                how = _why_lost(str(error))
+                if not self._has_begun(agent) and agent.num_attempts < ATTEMPTS:
+                    # Ray gave it to a node that was dead already, and has found out now.
+                    self._run_agent(agent.bundle, agent.order, agent.num_attempts + 1)
+                    continue
             ray.kill(agent.actor)
             self._answer(AgentEnded(how))
             self._reuse(agent.bundle)
+
+    def _has_begun(self, agent: _Agent) -> bool:
+        """Whether its actor ran at some time."""
+        import ray
+
+        if not ray.wait([agent.began], timeout=0)[0]:
+            return False
+        try:
+            ray.get(agent.began)
+        except ray.exceptions.RayError:
+            return False
+        return True
 
     def _reuse(self, bundle: _Bundle) -> None:
         """Another agent may have been asked for before Ray found this one's node dead. The two
@@ -270,12 +293,10 @@ class _Gang:
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
-        groups = {agent.bundle.group.id: agent.bundle.group for agent in self._agents.values()}
-        placed = {key: _has_room(group) for key, group in groups.items()}
         waiting = [
             agent.bundle.cpus
             for agent in self._agents.values()
-            if not placed[agent.bundle.group.id]
+            if not self._has_begun(agent) and not _has_room(agent.bundle.group)
         ]
         if waiting or self._is_short:
             self._answer(NoRoom(waiting, _nodes()))
@@ -292,6 +313,15 @@ class _Gang:
         for group in {bundle.group.id: bundle.group for bundle in bundles}.values():
             remove_placement_group(group)
         ray.shutdown()
+
+
+def _why_lost(text: str) -> str:
+    """Why an actor is gone, without Ray's numbers of it. Pure."""
+    if "node has died" in text or "node was terminated" in text:
+        return "the node of an agent died"
+    if "temporarily unavailable" in text:
+        return "the node of an agent cannot be reached"
+    return f"the actor of an agent was lost: {' '.join(text.split())[:TAIL_CHARACTERS]}"
 
 
 def _words(error: BaseException) -> str:
