@@ -52,6 +52,11 @@ class RayCluster:
         """All of the namespace, by their numbers outside."""
         return frozenset({self._process.pid, *descendants(self._process.pid)})
 
+    def enter(self, directory: Path) -> list[str]:
+        """What a command begins with that runs inside, with `environment`."""
+        target = ["nsenter", "--target", str(self._first), "--net", "--pid", "--mount"]
+        return [*target, f"--wd={directory}"]
+
     def start(
         self,
         *words: str,
@@ -60,11 +65,10 @@ class RayCluster:
         output: Path | None = None,
     ) -> "subprocess.Popen[str]":
         """A command of Shoal inside; `output` gets what it prints, else it can be read here."""
-        enter = ["nsenter", "--target", str(self._first), "--net", "--pid", "--mount"]
         stream = subprocess.PIPE if output is None else output.open("w")
         try:
             return subprocess.Popen(
-                [*enter, f"--wd={directory}", sys.executable, "-m", "shoal", *words],
+                [*self.enter(directory), sys.executable, "-m", "shoal", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.PIPE if output is None else subprocess.STDOUT,
@@ -202,9 +206,8 @@ def _main(num_cpus: list[int]) -> None:
 def nodes_of(cluster: RayCluster) -> list[dict[str, object]]:
     """What Ray says of its nodes."""
     script = "import ray,json; ray.init(log_to_driver=False); print(json.dumps(ray.nodes()))"
-    enter = ["nsenter", "--target", str(cluster._first), "--net", "--pid", "--mount"]
     done = subprocess.run(
-        [*enter, sys.executable, "-c", script],
+        [*cluster.enter(ROOT), sys.executable, "-c", script],
         capture_output=True,
         text=True,
         check=True,

@@ -19,7 +19,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from shoal.cluster.ray_messages import (
     ToRay,
     encode_line,
 )
+from shoal.comm.endpoint import is_loopback
 from shoal.errors import FormError, UsageError, nearest
 from shoal.formatting import plural
 from shoal.logs import log
@@ -50,6 +51,10 @@ END_S = 5.0  # for Ray to take back what it gave
 TELL_S = 4.0  # after which a wait for room is told
 REMIND_S = 15.0  # between two messages about what is missing
 CLIENT_PORT = 10001  # of `ray://`
+NOT_PRIVATE = (
+    "Ray's messages, which bring the keys of a run to its nodes, are not encrypted. If nobody else "
+    "listens on that network, say so with --trust-network; else set up Ray's TLS (RAY_USE_TLS=1)."
+)
 # What must be the same in all processes of a run, for the same bits.
 _SHARED_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA")
 
@@ -155,13 +160,27 @@ def describe_shortage(asked: Sequence[float], nodes: Sequence[RayNode]) -> str:
     )
 
 
+def sends_in_private(found: ConnectedToRay, environment: Mapping[str, str]) -> bool:
+    """Whether nobody else reads what Ray sends: all nodes are this machine, or it has TLS."""
+    if environment.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return True
+    return all(node.name == found.own_address or is_loopback(node.name) for node in found.nodes)
+
+
 class RayStarter:
     """Starts host agents on a Ray cluster."""
 
     is_host = False
 
     def __init__(
-        self, place: RayPlace, num_ranks: int | None, most_hosts: int, timeout_s: float, python: str
+        self,
+        place: RayPlace,
+        num_ranks: int | None,
+        most_hosts: int,
+        timeout_s: float,
+        *,
+        python: str = "",
+        trusts_network: bool = False,
     ):
         """A run has `most_hosts` at the most, each with CPUs for its part of `num_ranks` (None: as
         many as there are). Agents that find no room in `timeout_s` are given up. `python` runs
@@ -178,6 +197,7 @@ class RayStarter:
             )
         self._place, self._num_ranks, self._most = place, num_ranks, most_hosts
         self._timeout_s, self._python = timeout_s, python
+        self._trusts_network = trusts_network
         self._connection: ConnectedToRay | None = None
         self._size: RaySize | None = None
         self._unread = b""
@@ -262,6 +282,9 @@ class RayStarter:
     def _handle(self, message: FromRay) -> None:
         match message:
             case ConnectedToRay():
+                if not (self._trusts_network or sends_in_private(message, os.environ)):
+                    self.close()
+                    raise UsageError(NOT_PRIVATE)
                 self._connection = message
             case AgentEnded():
                 self._ended.append(f"{self._place.name}: {message.how}{self._way_in(message.how)}")

@@ -67,7 +67,7 @@ def on_hosts(starter: AgentStarter, recipe: Recipe, options: "Options") -> Hosts
         options=options.start_options(),
         include=options.include,
         slots=options.slots or getattr(starter, "slots", None),
-        trust_network=options.trust_network or os.environ.get(TRUST, "") not in ("", "0"),
+        trust_network=_trusts_network(options),
     )
 
 
@@ -140,7 +140,18 @@ def _ray(address: str, options: "Options") -> AgentStarter:
     )
     num_ranks = None if plan.data is None else plan.num_ranks
     timeout_s = options.join_timeout_s or JOIN_TIMEOUT_S
-    return RayStarter(place, num_ranks, plan.data or 1, timeout_s, options.python or "")
+    return RayStarter(
+        place,
+        num_ranks,
+        plan.data or 1,
+        timeout_s,
+        python=options.python or "",
+        trusts_network=_trusts_network(options),
+    )
+
+
+def _trusts_network(options: "Options") -> bool:
+    return options.trust_network or os.environ.get(TRUST, "") not in ("", "0")
 
 
 BACKENDS: dict[str, Factory] = {"local": _local}

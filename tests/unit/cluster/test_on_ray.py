@@ -20,9 +20,10 @@ from shoal.cluster.on_ray import (
     describe_shortage,
     inside_of,
     parse_place,
+    sends_in_private,
 )
 from shoal.cluster.ray_jobs import RayEngine, job_state, last_words, printed_exit_code
-from shoal.cluster.ray_messages import RayNode
+from shoal.cluster.ray_messages import ConnectedToRay, RayNode
 from shoal.errors import UsageError
 from shoal.launch.engines import run_on
 
@@ -121,10 +122,20 @@ def test_a_shortage_says_what_is_there_and_what_is_asked() -> None:
     )
 
 
+def test_keys_cross_a_network_only_if_nobody_else_reads_them() -> None:
+    def found(*names: str) -> ConnectedToRay:
+        return ConnectedToRay("10.0.0.1", "10.0.0.1:6379", [RayNode(n, 1.0, 1.0) for n in names])
+
+    assert sends_in_private(found("10.0.0.1", "10.0.0.1"), {})
+    assert sends_in_private(found("127.0.0.1"), {})
+    assert not sends_in_private(found("10.0.0.1", "10.0.0.2"), {"RAY_USE_TLS": "0"})
+    assert sends_in_private(found("10.0.0.1", "10.0.0.2"), {"RAY_USE_TLS": "1"})
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"ray is not installed.*shoal-ml\[ray\]"):
-        RayStarter(RayPlace(), 2, 2, 1.0, "")
+        RayStarter(RayPlace(), 2, 2, 1.0)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"ray is not installed.*shoal-ml\[ray\]"):
         RayEngine("")
@@ -132,7 +143,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_dashboard_starts_no_agents() -> None:
     with pytest.raises(UsageError, match="which `shoal submit` takes"):
-        RayStarter(parse_place("http://head:8265"), 2, 2, 1.0, "")
+        RayStarter(parse_place("http://head:8265"), 2, 2, 1.0)
 
 
 @pytest.mark.parametrize(
