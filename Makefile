@@ -24,7 +24,9 @@ test: .venv/.ready servers ## the quick suite
 	@$(BIN)/pytest -m "not full" $(COMPUTING)
 	@$(BIN)/pytest -m "not full" $(WAITING)
 
+# Ray is large, and most of its tests take minutes: it is installed for the long matrix alone.
 test-full: .venv/.ready servers ## the quick suite and the long matrix
+	@$(PIP) --no-build-isolation -e '.[ray]' || echo "ray cannot be installed: it is not tested."
 	@$(BIN)/pytest $(COMPUTING)
 	@$(BIN)/pytest $(WAITING)
 

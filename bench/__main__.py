@@ -26,7 +26,7 @@ BENCHES = (
     *("recovery", "host-loss", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
     *("load", "resume", "straggler", "shared", "diloco", "server", "async-straggler"),
-    *("sparse", "tune", "distill", "prune", "quantize"),
+    *("sparse", "tune", "distill", "prune", "quantize", "submit"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

@@ -82,15 +82,17 @@ class Watched:
             self._steps += [Step(int(pid), int(ns) / 1e9) for pid, ns in pairs]
         return self._steps
 
-    def wait_for(self, what: str, found: Callable[[list[Step]], float | None]) -> float:
+    def wait_for(
+        self, what: str, found: Callable[[list[Step]], float | None], limit_s: float = PATIENCE_S
+    ) -> float:
         """Ask `found` of the steps again and again until it answers."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + limit_s
         while (answer := found(self.steps())) is None:
             code = self.process.poll()
             if code is not None and (answer := found(self.steps())) is None:
                 raise harness.ArmFailed(f"It ended with code {code} before {what}:\n{self.said()}")
             if time.monotonic() > deadline:
-                raise harness.ArmFailed(f"Not within {PATIENCE_S:g} s: {what}.\n{self.said()}")
+                raise harness.ArmFailed(f"Not within {limit_s:g} s: {what}.\n{self.said()}")
             time.sleep(POLL_S)
         return answer
 

@@ -115,4 +115,5 @@ def submit(
         click.echo(state.job)
 
 
-submit.params += _for_train()
+_known = {parameter.name for parameter in submit.params}
+submit.params += [parameter for parameter in _for_train() if parameter.name not in _known]

@@ -16,7 +16,8 @@ class AgentStarter(Protocol):
     """Starts host agents. Called by the first host's side, from one thread.
 
     A starter may also have `peer`, the name or address of another host: this machine listens at the
-    address that leads there, unless `--listen` names one.
+    address that leads there, unless `--listen` names one. And `slots`, how many ranks each host
+    takes, unless `--slots` says it; else as many as it has cores.
     """
 
     @property

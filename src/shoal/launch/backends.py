@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shoal.cluster.agent_starter import AgentStarter, JoinByHand
 from shoal.cluster.backend import Backend
 from shoal.cluster.hosts import HostsBackend
@@ -67,8 +69,8 @@ def on_hosts(starter: AgentStarter, recipe: Recipe, options: "Options") -> Hosts
         settings=dict(recipe.settings),
         options=options.start_options(),
         include=options.include,
-        slots=options.slots,
-        trust_network=options.trust_network or os.environ.get(TRUST, "") not in ("", "0"),
+        slots=options.slots or getattr(starter, "slots", None),
+        trust_network=_trusts_network(options),
     )
 
 
@@ -149,5 +151,33 @@ def _on_engine(name: str, starter: AgentStarter, recipe: Recipe, options: "Optio
     return on_hosts(starter, recipe, options)
 
 
+def _ray(address: str, options: "Options") -> AgentStarter:
+    """`ray`, `ray:spread,hosts=2`, `ray:10.0.0.1:6379`, `ray://10.0.0.1:10001`."""
+    from shoal.cluster.on_ray import RayStarter, parse_place
+
+    place = parse_place(address)
+    plan = Plan.parse(options.plan or "")
+    in_plan = None if plan.hosts == 1 else plan.hosts
+    place = msgspec.structs.replace(
+        place,
+        num_hosts=place.num_hosts or options.nodes or in_plan,
+        cpus=place.cpus or options.slots,
+    )
+    num_ranks = None if plan.data is None else plan.num_ranks
+    timeout_s = options.join_timeout_s or JOIN_TIMEOUT_S
+    return RayStarter(
+        place,
+        num_ranks,
+        plan.data or 1,
+        timeout_s,
+        python=options.python or "",
+        trusts_network=_trusts_network(options),
+    )
+
+
+def _trusts_network(options: "Options") -> bool:
+    return options.trust_network or os.environ.get(TRUST, "") not in ("", "0")
+
+
 BACKENDS: dict[str, Factory] = {"local": _local, "slurm": _slurm, "kubernetes": _kubernetes}
-STARTERS: dict[str, StarterFactory] = {"hosts": _hosts}
+STARTERS: dict[str, StarterFactory] = {"hosts": _hosts, "ray": _ray}

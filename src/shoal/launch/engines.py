@@ -117,8 +117,21 @@ def _kubernetes(address: str) -> Engine:
     return KubernetesEngine(address)
 
 
+def _ray(address: str) -> Engine:
+    from shoal.cluster.ray_jobs import RayEngine
+
+    return RayEngine(address)
+
+
+def _inside_of_ray(on: str) -> str:
+    from shoal.cluster.on_ray import inside_of
+
+    return inside_of(on.partition(":")[2])
+
+
 ENGINES: dict[str, EngineEntry] = {
     "local": EngineEntry(_local),
     "slurm": EngineEntry(_slurm, lambda on: "slurm"),
     "kubernetes": EngineEntry(_kubernetes, lambda on: "kubernetes"),
+    "ray": EngineEntry(_ray, _inside_of_ray),
 }
