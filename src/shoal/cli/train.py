@@ -3,13 +3,17 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
 from shoal.cli.output import tell_failure
+
+if TYPE_CHECKING:
+    from shoal.events.screen import Display
+    from shoal.launch.outcome import Outcome
 
 
 @click.command(epilog=options.plan_help())
@@ -92,6 +96,11 @@ from shoal.cli.output import tell_failure
     metavar="SECONDS",
     help="With --listen: how long to wait for them. Default: 600.",
 )
+@click.option(
+    "--trust-network",
+    is_flag=True,
+    help="Let gradients cross hosts in clear, through Gloo: the network between them is your own.",
+)
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def train(
@@ -116,9 +125,23 @@ def train(
     from shoal.events.screen import Display
     from shoal.launch import train as launch
     from shoal.training.options import Recipe
+    from shoal.world import launched_world
 
     display = Display()
     try:
+        if (world := launched_world()) is not None:
+            from shoal.launch.rank import train_as_rank
+
+            code = train_as_rank(
+                Recipe.named(recipe, settings),
+                launch.Options(**given),
+                run_dir,
+                world,
+                watch=display,
+                prepared=partial(display.introduce, recipe),
+                show=partial(_show, display, as_json),
+            )
+            sys.exit(code)
         outcome = launch.train(
             Recipe.named(recipe, settings),
             launch.Options(**given),
@@ -128,5 +151,9 @@ def train(
         )
     except NotLoaded as error:
         sys.exit(tell_failure(error))
+    sys.exit(_show(display, as_json, outcome))
+
+
+def _show(display: "Display", as_json: bool, outcome: "Outcome") -> int:
     display.close()
-    sys.exit(print_outcome(outcome, as_json=as_json))
+    return print_outcome(outcome, as_json=as_json)
