@@ -9,7 +9,7 @@ import click
 
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
-from shoal.cli.output import tell_failure
+from shoal.cli.output import leave_at_once, tell_failure
 
 if TYPE_CHECKING:
     from shoal.events.screen import Display
@@ -141,7 +141,7 @@ def train(
                 prepared=partial(display.introduce, recipe),
                 show=partial(_show, display, as_json),
             )
-            sys.exit(code)
+            leave_at_once(code)
         outcome = launch.train(
             Recipe.named(recipe, settings),
             launch.Options(**given),

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from shoal.world import World
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.02
+_PREFIX = "shoal-ranks-"  # of directories among temporary files
 # What names a job of a launcher. MPICH names none.
 _JOBS = {
     "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -102,6 +103,7 @@ def launcher_store(world: World, place: MeetingPlace, timeout_s: float) -> Itera
     with ExitStack() as held:
         directory = _job_directory(place.job)
         if world.rank == 0:
+            _remove_left_behind()
             _make_anew(directory)
             held.callback(shutil.rmtree, directory, ignore_errors=True)
             server = StoreServer(Endpoint(str(directory)))
@@ -164,7 +166,16 @@ def _await_holder(file: Path, timeout_s: float) -> str:
 
 def _job_directory(job: str) -> Path:
     name = hashlib.sha256(job.encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"shoal-ranks-{os.geteuid()}-{name}"
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.geteuid()}-{name}"
+
+
+def _remove_left_behind() -> None:
+    """Remove what killed jobs of this user left on this host."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.geteuid()}-*"):
+        with suppress(OSError, UsageError, msgspec.DecodeError):
+            refuse_open(str(directory))
+            if not msgspec.json.decode((directory / "store").read_bytes(), type=_Holder).is_there():
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _make_anew(directory: Path) -> None:

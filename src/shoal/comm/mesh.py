@@ -177,7 +177,7 @@ class LauncherSeat:
         self._form_timeout_s = float(named) if form_timeout_s is None else form_timeout_s
         self._store = store
         self._held = ExitStack()  # what to close with the seat
-        self._owns_group = False
+        self._groups: list[Group] = []  # that this seat formed
         self._stop = 0  # the signal that asks for it
         self._handlers: dict[int, Any] = {}  # of signals, before ours
 
@@ -204,10 +204,13 @@ class LauncherSeat:
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             wait_for_ranks(store, f"shoal/{restart}", world, timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=timeout_s))
-            self._owns_group = True
-        group = Group(dist.group.WORLD)
+            self._groups.append(Group(dist.group.WORLD))
+        group = self._groups[0] if self._groups else Group(dist.group.WORLD)
         check(group)
-        return Mesh.form(group, axes, world.device)
+        mesh = Mesh.form(group, axes, world.device)
+        if self._groups:
+            self._groups += [mesh.world, mesh.data, mesh.tensor, mesh.pipeline]
+        return mesh
 
     def reform(self, lost: GroupLost) -> Mesh:
         raise lost
@@ -230,7 +233,10 @@ class LauncherSeat:
     def close(self) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        if self._owns_group:
-            self._owns_group = False
+        if self._groups:
             leave_group()
+            # Whoever still has the trainer has the mesh: Gloo's threads must not outlive it, since
+            # a process that exits while they run may abort.
+            while self._groups:
+                self._groups.pop().handle = None
         self._held.close()

@@ -192,10 +192,8 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         faults.arm(spec.number)
         set_rank_threads()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = [str(script), *arguments]
-        sys.path.insert(0, str(script.resolve().parent))
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            run_script(script, arguments)
         except StopNow:
             return 0
         except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
@@ -203,6 +201,14 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         return 0
 
     return {}, rank_main
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run a user's script as Python would, in this process, which is a rank."""
+    set_rank_threads()
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def set_rank_threads() -> None:
