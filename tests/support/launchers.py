@@ -7,7 +7,6 @@ install; the Makefile's target `servers` does.
 """
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,12 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from shoal.world import _LAUNCHERS
 from tests.support.servers import _program as program
 
 BIN = Path(sys.executable).parent
 SHOAL = str(BIN / "shoal")
-LIMIT_S = 50.0
+LIMIT_S = 120.0
 _LOOPBACK = ("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo")
 _NAMES = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
 
@@ -53,8 +54,9 @@ class Launching:
         try:
             output, errors = self.process.communicate(timeout=timeout_s)
         except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            for each in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    each.kill()
             self.process.kill()
             raise
         return Launched(self.process.returncode, output, errors)
@@ -89,8 +91,6 @@ def launch(
 
 def pid_of_rank(launching: Launching, rank: int) -> int:
     """The process of a rank, found by its environment among all below the launcher."""
-    import psutil
-
     wanted = {f"{names[0]}={rank}" for names in _LAUNCHERS.values()}
     for process in psutil.Process(launching.process.pid).children(recursive=True):
         with suppress(psutil.Error, OSError):

@@ -85,9 +85,16 @@ def test_each_process_is_a_rank_and_the_bits_are_those_of_one_supervisor(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
-@pytest.mark.parametrize("plan", ["data=4", "data=2 pipeline=2", "tensor=2 zero=1"])
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("launcher", "plan"),
+    [
+        ("mpirun", "data=4"),
+        ("mpirun", "data=2 pipeline=2"),
+        ("mpiexec", "tensor=2 zero=1"),
+        ("torchrun", "data=2 pipeline=2"),
+    ],
+)
 def test_plans_of_four_ranks(
     launcher: str, plan: str, tmp_path: Path, reference: Reference
 ) -> None:
@@ -98,7 +105,7 @@ def test_plans_of_four_ranks(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -121,7 +128,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_unlike_commands_are_refused(tmp_path: Path) -> None:
     command = [SHOAL, "train", LINE, "--run-dir", "run"]
     words = words_of("mpirun", 1)
@@ -133,7 +140,7 @@ def test_unlike_commands_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_unlike_recipes_are_refused(tmp_path: Path) -> None:
     done = launch("mpirun", 2, tmp_path, "train", f"{SCRIPT}:unlike", "--run-dir", "run", **ROOT)
     assert done.exit_code == 2
@@ -142,7 +149,7 @@ def test_unlike_recipes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_an_error_of_one_rank_is_told_once_with_its_name(tmp_path: Path) -> None:
     words = ("train", f"{SCRIPT}:fails_on_one", "--run-dir", "run")
     done = launch("mpirun", 2, tmp_path, *words, **ROOT)
@@ -157,7 +164,7 @@ def test_an_error_of_one_rank_is_told_once_with_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("launcher", "rank"), [("mpirun", 1), ("mpirun", 0), ("mpiexec", 1), ("torchrun", 1)]
 )
@@ -169,9 +176,9 @@ def test_a_killed_rank_ends_all_with_its_name(launcher: str, rank: int, tmp_path
         )
     else:
         launching = start(launcher, 3, tmp_path, *words)
-    assert wait_until(has_steps(tmp_path / "run", 4), 40.0)
+    assert wait_until(has_steps(tmp_path / "run", 4), 100.0)
     os.kill(pid_of_rank(launching, rank), signal.SIGKILL)
-    done = launching.wait(30.0)
+    done = launching.wait(60.0)
     assert done.exit_code != 0
     if rank:
         assert f"shoal: rank {rank} was lost after step" in done.errors, done.errors
@@ -181,14 +188,14 @@ def test_a_killed_rank_ends_all_with_its_name(launcher: str, rank: int, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
 def test_a_signal_stops_all_after_a_saved_step_and_resume_goes_on(
     launcher: str, tmp_path: Path, reference: Reference
 ) -> None:
     given = ["train", LINE, "--set", "pause=0.05", "--set", "steps=60", "--run-dir", "run"]
     launching = start(launcher, 2, tmp_path, *given, "--json")
-    assert wait_until(has_steps(tmp_path / "run", 4), 40.0)
+    assert wait_until(has_steps(tmp_path / "run", 4), 100.0)
     os.kill(pid_of_rank(launching, 1), signal.SIGTERM)  # one of them is enough
     done = launching.wait()
     assert done.exit_code == (1 if launcher == "torchrun" else 75), done.errors  # its own code
@@ -205,7 +212,7 @@ def test_a_signal_stops_all_after_a_saved_step_and_resume_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_from_and_callbacks(tmp_path: Path, reference: Reference) -> None:
     expected = reference("data=2")
     words = ("train", f"{SCRIPT}:told", "--from", str(expected), "--run-dir", "run")
@@ -216,9 +223,11 @@ def test_from_and_callbacks(tmp_path: Path, reference: Reference) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
-@pytest.mark.parametrize("how", ["python", "shoal run"])
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [("mpirun", "python"), ("mpiexec", "shoal run"), ("torchrun", "python"), ("mpiexec", "python")],
+)
 def test_a_script_of_ones_own(launcher: str, how: str, tmp_path: Path) -> None:
     words = words_of(launcher, 2)
     if how == "python":
@@ -245,7 +254,7 @@ def test_clear_text_between_hosts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -273,7 +282,7 @@ def test_bad_variables_and_ranks_that_do_not_come_are_named(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_srun(tmp_path: Path, reference: Reference) -> None:
     words = [SHOAL, "train", LINE, "--run-dir", "run"]
     with start_slurm() as slurm:
