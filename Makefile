@@ -34,11 +34,12 @@ test-full: .venv/.ready servers ## the quick suite and the long matrix
 servers: ## install the servers that tests talk to, where that can be done
 	@command -v redis-server >/dev/null && command -v memcached >/dev/null && \
 	  command -v slurmctld >/dev/null && command -v munged >/dev/null && \
+	  command -v mpirun.openmpi >/dev/null && command -v mpiexec.hydra >/dev/null && \
 	  ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || \
 	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq \
-	    redis-server memcached postgresql slurmctld slurmd slurm-client munge >/dev/null; }; } || \
-	echo "redis-server, memcached, PostgreSQL or Slurm is missing: what needs them is not tested."
+	    redis-server memcached postgresql slurmctld slurmd slurm-client munge openmpi-bin mpich >/dev/null; }; } || \
+	echo "redis-server, memcached, PostgreSQL, Slurm or MPI is missing: what needs them is not tested."
 
 lint: .venv/.ready ## ruff on everything, mypy strict on src
 	@$(BIN)/ruff check .

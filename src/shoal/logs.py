@@ -4,14 +4,16 @@ import io
 import logging
 import sys
 from collections import deque
+from typing import TextIO
 
 log = logging.getLogger("shoal")
 for_the_screen: deque[str] = deque(maxlen=16)  # said to the log, and not on the screen yet
 
 
-def set_up(prefix: str = "", level: int = logging.INFO) -> None:
-    """Send the package's log to standard error, each line led by `prefix` (a rank, say)."""
-    handler = logging.StreamHandler(sys.stderr)
+def set_up(prefix: str = "", level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send the package's log to a stream, standard error by default, each line led by `prefix` (a
+    rank, say)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(level)
@@ -44,8 +46,8 @@ class PrintedLines(io.TextIOWrapper):
     printed between two heartbeats than the deque holds, the first lines are in the log alone.
     """
 
-    def __init__(self) -> None:
-        output = open(1, "wb", closefd=False)  # noqa: SIM115 (for the process's life)
+    def __init__(self, descriptor: int = 1) -> None:
+        output = open(descriptor, "wb", closefd=False)  # noqa: SIM115 (for the process's life)
         super().__init__(output, "utf-8", "backslashreplace", line_buffering=True)
         self._begun = ""
 

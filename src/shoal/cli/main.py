@@ -12,6 +12,7 @@ from shoal import __version__
 from shoal.cli.output import print_json, reason, tell, tell_failure
 from shoal.errors import Ended, ShoalError, nearest
 from shoal.system.processes import let_idle_threads_sleep, stop_signals
+from shoal.world import launched_world
 
 _GROUPS = {
     "Train": {
@@ -102,13 +103,22 @@ def verbs() -> None:
 def main() -> None:
     """Run the command of this process's arguments, in the warm process if there is one."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] in _WARM and not {"-h", "--help"} & set(arguments):
+    is_warm = arguments and arguments[0] in _WARM and not {"-h", "--help"} & set(arguments)
+    if is_warm and not (arguments[0] in ("train", "run") and _is_launched()):
         from shoal.cluster.warm import run_warm
 
         code = run_warm(arguments)
         if code is not None:
             sys.exit(code)
     sys.exit(run_here(arguments))
+
+
+def _is_launched() -> bool:
+    """Whether a launcher started several of this command: each is a rank then, in this process."""
+    try:
+        return launched_world() is not None
+    except ShoalError:  # the verb says what is wrong
+        return True
 
 
 def run_here(arguments: list[str]) -> int:

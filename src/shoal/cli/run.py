@@ -75,7 +75,18 @@ def run(script: Path, arguments: tuple[str, ...], **given: Any) -> None:
     """
     options.refuse_unusable_process()
     from shoal.storage.run_dir import RunDir
+    from shoal.world import launched_world
 
+    if (world := launched_world()) is not None:
+        if given["ranks"] not in (None, world.num_ranks):
+            raise UsageError(
+                f"--ranks {given['ranks']}: {world.launcher} started {world.num_ranks} processes, "
+                "and each of them is a rank. Leave --ranks out."
+            )
+        from shoal.elastic.worker import run_script
+
+        run_script(script, arguments)
+        return
     with RunDir(given["run_dir"], script.name, resume=given["resume"]) as run_dir:
         if run_dir.is_resumed and (began := run_dir.record().get("script")) != str(script):
             what = "a recipe" if began is None else f"the script {began}"

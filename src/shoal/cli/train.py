@@ -3,12 +3,17 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
+from shoal.cli.output import leave_at_once
+
+if TYPE_CHECKING:
+    from shoal.events.screen import Display
+    from shoal.launch.outcome import Outcome
 
 
 @click.command(epilog=options.plan_help())
@@ -103,14 +108,33 @@ def train(
     from shoal.events.screen import Display
     from shoal.launch import train as launch
     from shoal.training.options import Recipe
+    from shoal.world import launched_world
 
     display = Display()
+    asked = launch.Options(**given)
+    if (world := launched_world()) is not None and not asked.spans_hosts:
+        from shoal.launch.rank import train_as_rank
+
+        code = train_as_rank(
+            Recipe.named(recipe, settings),
+            asked,
+            run_dir,
+            world,
+            watch=display,
+            prepared=partial(display.introduce, recipe),
+            show=partial(_show, display, as_json),
+        )
+        leave_at_once(code)
     outcome = launch.train(
         Recipe.named(recipe, settings),
-        launch.Options(**given),
+        asked,
         run_dir,
         watch=display,
         prepared=partial(display.introduce, recipe),
     )
+    sys.exit(_show(display, as_json, outcome))
+
+
+def _show(display: "Display", as_json: bool, outcome: "Outcome") -> int:
     display.close()
-    sys.exit(print_outcome(outcome, as_json=as_json))
+    return print_outcome(outcome, as_json=as_json)

@@ -14,18 +14,23 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from shoal.comm.collectives import Group
-from shoal.comm.rendezvous import form_group, join_store, leave_group, serve_store, wait_for_ranks
+from shoal.comm.launcher_store import launcher_store, meeting_place
+from shoal.comm.rendezvous import form_group, leave_group, wait_for_ranks
 from shoal.comm.wire import Keys
-from shoal.errors import GroupLost, PlanError, UsageError
+from shoal.errors import GroupLost, PlanError
 from shoal.events.events import Event
 from shoal.events.step import StepInfo
 from shoal.logs import log
 from shoal.plans.resize import RunSize
 from shoal.world import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 FORM_TIMEOUT_S = 30.0
 
@@ -163,20 +168,27 @@ class Seat(Protocol):
 class LauncherSeat:
     """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
 
-    def __init__(self, world: World):
+    def __init__(
+        self, world: World, store: "dist.Store | None" = None, form_timeout_s: float | None = None
+    ):
+        """`store` is where ranks meet, if it is open already."""
         self.world, self.step = world, 0
-        self._form_timeout_s = float(os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S))
-        self._owns_group = False
-        self._stop = False
-        self._handler: Any = None  # of SIGTERM, before ours
+        named = os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S)
+        self._form_timeout_s = float(named) if form_timeout_s is None else form_timeout_s
+        self._store = store
+        self._held = ExitStack()  # what to close with the seat
+        self._groups: list[Group] = []  # that this seat formed
+        self._stop = 0  # the signal that asks for it
+        self._handlers: dict[int, Any] = {}  # of signals, before ours
 
-    def stop_on_term(self) -> None:
-        """Let SIGTERM stop the training after a step that all ranks agree on."""
+    def stop_on_term(self, *more: signal.Signals) -> None:
+        """Let SIGTERM, and more signals, stop the training after a step that all ranks agree on."""
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, self._request_stop)
+            for number in (signal.SIGTERM, *more):
+                self._handlers[number] = signal.signal(number, self._request_stop)
 
-    def _request_stop(self, *_: object) -> None:
-        self._stop = True
+    def _request_stop(self, number: int, frame: object) -> None:
+        self._stop = number
 
     def form(self, axes: Axes, check: Check = accept) -> Mesh:
         world = self.world
@@ -185,19 +197,20 @@ class LauncherSeat:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            host, port = _master()
-            if world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-                store, _ = serve_store(host, port)
-                store.set_timeout(timedelta(seconds=self._form_timeout_s))
-            else:
-                store = join_store(host, port, self._form_timeout_s)
+            timeout_s = self._form_timeout_s
+            store = self._store or self._held.enter_context(
+                launcher_store(world, meeting_place(world), timeout_s)
+            )
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            wait_for_ranks(store, f"shoal/{restart}", world, self._form_timeout_s)
-            form_group(store, f"shoal/{restart}", world, timedelta(seconds=self._form_timeout_s))
-            self._owns_group = True
-        group = Group(dist.group.WORLD)
+            wait_for_ranks(store, f"shoal/{restart}", world, timeout_s)
+            form_group(store, f"shoal/{restart}", world, timedelta(seconds=timeout_s))
+            self._groups.append(Group(dist.group.WORLD))
+        group = self._groups[0] if self._groups else Group(dist.group.WORLD)
         check(group)
-        return Mesh.form(group, axes, world.device)
+        mesh = Mesh.form(group, axes, world.device)
+        if self._groups:
+            self._groups += [mesh.world, mesh.data, mesh.tensor, mesh.pipeline]
+        return mesh
 
     def reform(self, lost: GroupLost) -> Mesh:
         raise lost
@@ -212,23 +225,18 @@ class LauncherSeat:
         log.info("%s", event)
 
     def asked(self) -> RankRequests:
-        return RankRequests(stop=self._stop)
+        return RankRequests(stop=bool(self._stop))
 
     def finish(self, meets: bool = False) -> bool:
         return True
 
     def close(self) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-        if self._owns_group:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        if self._groups:
             leave_group()
-
-
-def _master() -> tuple[str, int]:
-    try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise UsageError(
-            "The launcher started several ranks but MASTER_ADDR and MASTER_PORT do not say where "
-            "they meet. Set them to the first host's address and a free port, or use torchrun."
-        ) from None
+            # Whoever still has the trainer has the mesh: Gloo's threads must not outlive it, since
+            # a process that exits while they run may abort.
+            while self._groups:
+                self._groups.pop().handle = None
+        self._held.close()

@@ -12,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from torch import nn
 from shoal import faults, logs
 from shoal.checkpoint.export import write_safetensors
 from shoal.comm.endpoint import endpoint_from
+from shoal.comm.mesh import Seat
 from shoal.comm.wire import bytes_of, digest_of
 from shoal.elastic.messages import Failed
 from shoal.elastic.seat import SupervisedSeat, report_failure
@@ -52,10 +53,38 @@ from shoal.training.checkpointing import Checkpointer, CheckpointSettings
 from shoal.training.options import KEEPS_NOTHING
 from shoal.training.own_loop import CustomLoop
 from shoal.training.pretrained import InitialWeights
+from shoal.training.rank_check import facts_of
 from shoal.training.run import Run
 from shoal.training.trainer import Trainer
 
 MoreHooks = Callable[[Trainer, Path], Sequence[Hook]]
+
+
+class ReportingSeat(Seat, Protocol):
+    """A seat that says how a run of Shoal's goes."""
+
+    recovers: bool
+
+    def report_by(
+        self,
+        *,
+        summarise: Callable[[], dict[str, Any]],
+        progress: Callable[[], ProgressEvent | None],
+        before_pause: Callable[[], None],
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class PreparedTraining:
+    """What each member of a prepared run does: `member` as a process that the fork server made,
+    `train` in a seat that there is; `describe` gives what ranks may compare (`rank_check.py`)."""
+
+    member: WorkerMain
+    train: Callable[[ReportingSeat], None]
+    describe: Callable[[], dict[str, str]]
+
+    def __call__(self, spec: WorkerSpec) -> int:
+        return self.member(spec)
 
 
 def prepare_training(
@@ -68,7 +97,7 @@ def prepare_training(
     tensorboard: bool = False,
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
     evaluates: Any = None,
-) -> tuple[dict[str, Any], WorkerMain]:
+) -> tuple[dict[str, Any], PreparedTraining]:
     """In the fork server: build what all ranks share. Returns facts and the main of a member.
 
     The plan is resolved. With `keeping` there are checkpoints; `begin` finds the first weights for
@@ -82,25 +111,25 @@ def prepare_training(
     facts = _facts(run, plan, prepared)
     facts["begins"] = "" if beginning is None else str(beginning)
 
-    def rank_main(spec: WorkerSpec) -> int:
-        def train(seat: SupervisedSeat) -> None:
-            checkpointer = None
-            if keeping is not None and KEEPS_NOTHING not in spec.variables:
-                checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.emit)
-            if plan.num_servers:
-                empty_tables(model)
-            if evaluates is not None:
-                bare = replace(run, callbacks=())
-                _evaluate(Trainer(bare, plan, seat, built=prepared, num_steps=0), seat, evaluates)
-                return
-            loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
-            trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
-            _train(trainer, seat, run_dir, tensorboard, more_hooks)
+    def train(seat: ReportingSeat, keeps: bool = True) -> None:
+        checkpointer = None
+        if keeping is not None and keeps:
+            checkpointer = Checkpointer(keeping._replace(beginning=beginning), seat.emit)
+        if plan.num_servers:
+            empty_tables(model)
+        if evaluates is not None:
+            bare = replace(run, callbacks=())
+            _evaluate(Trainer(bare, plan, seat, built=prepared, num_steps=0), seat, evaluates)
+            return
+        loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
+        trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
+        _train(trainer, seat, run_dir, tensorboard, more_hooks)
 
+    def rank_main(spec: WorkerSpec) -> int:
         def work(seat: SupervisedSeat) -> None:
             number = seat.server_number() if plan.num_servers else None
             if number is None:
-                train(seat)
+                train(seat, KEEPS_NOTHING not in spec.variables)
             elif plan.hosts > 1 and number >= plan.num_servers:  # whose size does not change
                 serve_aggregator(number - plan.num_servers, seat, run, plan, model)
             else:
@@ -109,7 +138,7 @@ def prepare_training(
 
         return run_in_seat(spec, _recovers(run, plan), work)
 
-    return facts, rank_main
+    return facts, PreparedTraining(rank_main, train, lambda: facts_of(run, plan, model))
 
 
 def _facts(run: Run, plan: Plan, prepared: BuiltModel) -> dict[str, Any]:
@@ -164,10 +193,8 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         faults.arm(spec.number)
         set_rank_threads()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = [str(script), *arguments]
-        sys.path.insert(0, str(script.resolve().parent))
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            run_script(script, arguments)
         except StopNow:
             return 0
         except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
@@ -175,6 +202,14 @@ def prepare_script(script: Path, arguments: Sequence[str]) -> tuple[dict[str, An
         return 0
 
     return {}, rank_main
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run a user's script as Python would, in this process, which is a rank."""
+    set_rank_threads()
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def set_rank_threads() -> None:
@@ -216,23 +251,27 @@ def run_in_seat(spec: WorkerSpec, recovers: bool, work: Callable[[SupervisedSeat
 
 def _report_failure(spec: WorkerSpec, step: int, error: Exception) -> int:
     """Report the error being handled to the supervisor. Returns its exit code."""
-    step = error.step if isinstance(error, AllWorkersLost) else step
-    own = isinstance(error, ShoalError)
-    message = str(error) if own else f"{type(error).__name__}: {error}"
-    trace = "" if needs_no_traceback(error) else _trace_of(error, spec)
-    code = error.exit_code if isinstance(error, ShoalError) else 1
-    ranks = error.ranks if isinstance(error, NotFinite) else ()
-    failed = Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code, ranks)
+    failed = describe_failure(error, step, Path(spec.log))
     keys = endpoint_from(spec.variables).keys
     report_failure(spec.variables["SHOAL_CONTROL"], spec.variables["SHOAL_MEMBER"], failed, keys)
     with suppress(OSError):  # the disk may be what failed
         traceback.print_exc()
-    return code
+    return failed.exit_code
 
 
-def _trace_of(error: Exception, spec: WorkerSpec) -> str:
+def describe_failure(error: Exception, step: int, log: Path) -> Failed:
+    """A member's error, to be sent; the log has its whole traceback."""
+    step = error.step if isinstance(error, AllWorkersLost) else step
+    own = isinstance(error, ShoalError)
+    message = str(error) if own else f"{type(error).__name__}: {error}"
+    trace = "" if needs_no_traceback(error) else _trace_of(error, log)
+    code = error.exit_code if isinstance(error, ShoalError) else 1
+    ranks = error.ranks if isinstance(error, NotFinite) else ()
+    return Failed(step, sendable(message)[-8_000:], sendable(trace)[-32_000:], code, ranks)
+
+
+def _trace_of(error: Exception, log: Path) -> str:
     """What the user sees; the log has all of it."""
-    log = Path(spec.log)
     place = f"{log.parent.name}/{log.name}"
     shown = user_traceback(error)
     if shown == "".join(traceback.format_exception(error)):
@@ -242,7 +281,7 @@ def _trace_of(error: Exception, spec: WorkerSpec) -> str:
 
 def _train(
     trainer: Trainer,
-    seat: SupervisedSeat,
+    seat: ReportingSeat,
     run_dir: Path,
     tensorboard: bool,
     more_hooks: MoreHooks,
@@ -288,7 +327,7 @@ def _train(
         scribe.close()
 
 
-def _evaluate(trainer: Trainer, seat: SupervisedSeat, source: Any) -> None:
+def _evaluate(trainer: Trainer, seat: ReportingSeat, source: Any) -> None:
     """Measure the model as it was loaded; every rank has the answer, and tells it at the end."""
     found: dict[str, float] = {}
     seat.report_by(
@@ -303,7 +342,7 @@ def _evaluate(trainer: Trainer, seat: SupervisedSeat, source: Any) -> None:
 class _EndOfTraining:
     """Writes the model when the training is over."""
 
-    def __init__(self, trainer: Trainer, seat: SupervisedSeat, run_dir: Path):
+    def __init__(self, trainer: Trainer, seat: ReportingSeat, run_dir: Path):
         self._trainer, self._seat, self._run_dir = trainer, seat, run_dir
 
     def after_step(self, info: StepInfo) -> None:
@@ -337,7 +376,7 @@ class _EvaluationReports:
     """The scribe reports each evaluation. A new scribe reports the last one again, since the scribe
     before may have died before it did."""
 
-    def __init__(self, seat: SupervisedSeat, tells: Callable[[], bool]):
+    def __init__(self, seat: ReportingSeat, tells: Callable[[], bool]):
         self._seat, self._tells = seat, tells
         self._unreported: StepInfo | None = None
 

@@ -24,7 +24,12 @@ from shoal.cluster.backend import Facts
 from shoal.data.orders import order_name
 from shoal.data.sources import as_source
 from shoal.data.transforms.normalizing import save_run_statistics
-from shoal.elastic.worker import digest_weights, prepare_training, set_single_thread
+from shoal.elastic.worker import (
+    PreparedTraining,
+    digest_weights,
+    prepare_training,
+    set_single_thread,
+)
 from shoal.errors import UsageError
 from shoal.logs import warn_on_screen
 from shoal.numerics.precision import environment_for
@@ -91,7 +96,7 @@ def prepare_run(
     run_dir: Path,
     *,
     joins: bool = False,
-) -> tuple[Facts, WorkerMain]:
+) -> tuple[Facts, PreparedTraining]:
     """In the process that ranks are forked from. `joins` is true on all hosts but the first."""
     if options.plan is not None:  # before the recipe computes anything
         os.environ.update(environment_for(Plan.parse(options.plan).precision))

@@ -7,8 +7,8 @@ imported where the recipe is.
 Read next: `prepare.py`, for what a run starts from; `supervised.py`, for who watches it.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,6 +81,16 @@ def train(
     NotLoaded if the recipe cannot be prepared. Call this from the main thread of a process without
     other threads (`fresh.py`).
     """
+    with opened_run(recipe, options, run_dir) as (recipe, options, directory):
+        return _train(recipe, options, directory, watch, prepared)
+
+
+@contextmanager
+def opened_run(
+    recipe: Recipe, options: Options, run_dir: Path | None
+) -> Iterator[tuple[Recipe, Options, RunDir]]:
+    """The locked directory of a run, with the recipe and the options that it began or begins
+    with."""
     refuse_contradictions(options)
     if options.new_data is not None:
         new_data = str(Path(options.new_data).resolve())
@@ -97,7 +107,7 @@ def train(
             held.enter_context(lock_directory(Path(options.checkpoints)))
         if options.tensorboard:
             require("tensorboardX", extra="tensorboard")
-        return _train(recipe, options, directory, watch, prepared)
+        yield recipe, options, directory
 
 
 def _train(
@@ -117,9 +127,7 @@ def _train(
 
     def begin(found: Facts) -> None:
         facts.update(found)
-        own = {name: getattr(options, name) for name in REMEMBERED}
-        own["begin_from"] = _place(options.begin_from)
-        run_dir.describe(recipe=recipe.name, settings=dict(recipe.settings), **own, **found)
+        describe_run(run_dir, recipe, options, found)
         prepared(found, run_dir.path)
 
     def observe(event: Event) -> None:
@@ -146,14 +154,22 @@ def _train(
         recipe,
         facts,
         saves,
-        files=RunFiles(
-            run_dir.path,
-            run_dir.where(),
-            run_dir.moved(),
-            options.checkpoints or str(run_dir.path / CHECKPOINTS_DIR),
-        ),
+        files=files_of(run_dir, options),
         keep=RetentionPolicy.parse(options.keep or DEFAULT_KEEP),
     )
+
+
+def describe_run(run_dir: RunDir, recipe: Recipe, options: Options, found: Facts) -> None:
+    """Write run.json: the run begins."""
+    own = {name: getattr(options, name) for name in REMEMBERED}
+    own["begin_from"] = _place(options.begin_from)
+    run_dir.describe(recipe=recipe.name, settings=dict(recipe.settings), **own, **found)
+
+
+def files_of(run_dir: RunDir, options: Options) -> RunFiles:
+    """Where the files of a run are now."""
+    store = options.checkpoints or str(run_dir.path / CHECKPOINTS_DIR)
+    return RunFiles(run_dir.path, run_dir.where(), run_dir.moved(), store)
 
 
 def _members(started: StartedRun, options: Options) -> Membership:

@@ -1,5 +1,6 @@
 """Where the store listens: at the address that ranks are told, and at no other."""
 
+import gc
 import socket
 from collections.abc import Iterator
 
@@ -51,8 +52,11 @@ def test_rank_0_of_a_launcher_listens_at_its_address_alone(
         raise FormError("rank 1 did not come")
 
     monkeypatch.setattr(mesh, "wait_for_ranks", come)
+    seat = LauncherSeat(World(0, 2, 0, 2, "srun"))
     with pytest.raises(FormError, match="rank 1 did not come"):
-        LauncherSeat(World(0, 2, 0, 2, "srun")).form(Axes())
+        seat.form(Axes())
+    seat.close()
+    gc.collect()  # what the error holds
     assert seen == [{address}]
 
 

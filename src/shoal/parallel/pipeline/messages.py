@@ -37,13 +37,17 @@ class Messages:
     """What one rank sends and receives, in training and evaluation."""
 
     def __init__(self, group: Group, device: torch.device):
-        assert group.handle is not None  # there are other ranks
-        # Called directly, since torch's isend and irecv look up the group and rank each time.
-        self.group, self.handle, self.device = group, group.handle, device
+        self.group, self.device = group, device
         # Sends whose tensors are kept: as many as 1f1b has under way there and back. An older one
         # has arrived, unless the other rank is that far behind.
         self._most_leaving = 2 * group.num_ranks
         self._leaving: deque[list[tuple[dist.Work, Tensor]]] = deque()
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """Called directly, since torch's isend and irecv look up the group and rank each time."""
+        assert self.group.handle is not None  # there are other ranks
+        return self.group.handle
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Start sending; the tensors must not change until `drain`."""
