@@ -12,6 +12,7 @@ import pytest
 from shoal.data.transforms import jobs
 from shoal.data.transforms.jobs import PassJob, run_job, split_samples
 from shoal.errors import RecipeError, UsageError
+from shoal.storage.files import try_lock
 
 NUM = 3000
 
@@ -177,7 +178,7 @@ def test_what_nobody_has_used_for_long_goes(cache: Path) -> None:
         age(cache / f"test-{name}.parts", days)
     run_job(job("used"))
     with open(cache / "test-working.parts" / "0000.lock", "ab") as file:
-        assert jobs._locked(file)
+        assert try_lock(file)
         run_job(job("new"))
     found = {path.name for path in cache.iterdir()}
     names = ("used.bin", "young.bin", "new.bin", "working.parts", "fresh.parts")
