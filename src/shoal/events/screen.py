@@ -311,8 +311,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     ResizedEvent: lambda event: f"[bold green]{escape(resized_in_words(event))}[/]",
     NotResizedEvent: lambda event: f"[bold yellow]the run keeps its size[/]: {escape(event.why)}",
     HostLostEvent: lambda event: (
-        f"[bold yellow]{escape(event.how)}, after step {event.step}[/]: "
-        f"{escape(event.then)}"
+        f"[bold yellow]{escape(event.how)}, after step {event.step}[/]: {escape(event.then)}"
     ),
     HostAddedEvent: lambda event: (
         f"[bold green]host {event.host} came, after step {event.step}[/]: {escape(event.then)}"
