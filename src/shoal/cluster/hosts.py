@@ -121,7 +121,7 @@ class HostsBackend(NamedTuple):
                     count.before(self._listing(prepare)),
                     run_dir / "logs" / "recipe.log",
                     meanwhile=invite,
-                    turn=links.turn,
+                    turn=gathering.turn,
                 )
             )
             proof = held.enter_context(CheckpointProof(self.options.checkpoints))
@@ -301,16 +301,22 @@ class _Gathering:
     def wait(self, is_there: Callable[[RemoteHost], bool]) -> None:
         """Until as many hosts are there as the run is to have."""
         while True:
-            self._tell({host.name for host in self._links.live})
-            found = [host for host in self._links.live if is_there(host)]
-            if len(found) == self.num_others:
+            self.turn(TURN_S)
+            if len([host for host in self._links.live if is_there(host)]) == self.num_others:
                 return
-            now = time.monotonic()
-            self._refuse_hopeless(now)
-            if now > self._deadline:
-                raise FormError(self._too_late(self.num_others - len(found)))
-            self._links.turn(TURN_S)
-            self._links.forget_lost()  # before the run begins another host may take its place
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        """Hear of hosts, and raise what keeps the run from having all. While all are here, they
+        prepare, which may take as long as it likes."""
+        self._tell({host.name for host in self._links.live})
+        now, missing = time.monotonic(), self.num_others - len(self._links.live)
+        self._refuse_hopeless(now)
+        if not missing:
+            self._deadline = now + self._timeout_s
+        if now > self._deadline:
+            raise FormError(self._too_late(missing))
+        self._links.turn(timeout_s)
+        self._links.forget_lost()  # before the run begins another host may take its place
 
     def _tell(self, names: set[str]) -> None:
         now = time.monotonic()
