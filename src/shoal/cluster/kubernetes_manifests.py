@@ -41,9 +41,9 @@ trap 'exit 75' TERM
 until {python} -c '{listens}' 2>/dev/null; do sleep 2; done
 {agent} &
 agent=$!
-trap 'kill -TERM "$agent"' TERM
+trap 'told=yes; kill -TERM "$agent" 2>/dev/null' TERM
 wait "$agent"; code=$?
-while kill -0 "$agent" 2>/dev/null; do wait "$agent"; code=$?; done
+while [ "$told" ]; do told=; wait "$agent"; code=$?; done
 [ "$code" = 1 ] && exit 75  # whether the run has failed is for pod 0 to say
 exit "$code\""""
 LISTENS = "import socket; socket.create_connection(({host}, {port}), 5)"

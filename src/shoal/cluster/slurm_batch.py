@@ -77,14 +77,14 @@ BODY = """\
 # Upon SIGTERM the run saves, and exits with 75.
 {command} &
 train=$!
-trap 'kill -TERM "$train"' TERM
+trap 'told=yes; kill -TERM "$train" 2>/dev/null' TERM
 
 # Slurm sends SIGTERM to this file before the time limit; if the job is preempted, to its steps.
 {{ srun --nodes=1 --ntasks=1 --overlap sleep 366d; [ $? = 143 ] && kill -TERM "$train"; }} \\
     >/dev/null 2>&1 &
 
 wait "$train"; code=$?
-while kill -0 "$train" 2>/dev/null; do wait "$train"; code=$?; done
+while [ "$told" ]; do told=; wait "$train"; code=$?; done  # a signal ends a wait, and not the run
 
 # A run that has saved goes on by itself. So does one that had no time to save anything, unless the
 # time limit is too short for that. A job that was cancelled, or stopped by `shoal stop`, does not.

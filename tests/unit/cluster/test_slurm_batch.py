@@ -1,7 +1,9 @@
 """The batch file of a run on Slurm, and what Slurm's words about it mean; no Slurm is needed."""
 
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from shoal.cluster.slurm_batch import (
     time_text,
 )
 from shoal.errors import UsageError
+from tests.support.leaks import wait_until
 
 REQUEST = JobRequest(
     name="charlm small",
@@ -105,6 +108,25 @@ def test_a_preemption_reaches_the_run(tmp_path: Path, status: int, expected: int
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     text = batch_file(REQUEST, "python", {})
     assert subprocess.run(["bash", "-c", text], env=variables, check=False).returncode == expected
+
+
+def test_a_signal_at_the_end_of_a_run_does_not_hide_how_it_ended(tmp_path: Path) -> None:
+    """The run ends while its shell cannot look, and a signal comes before it does."""
+    fakes = {"python": f"/bin/sleep 0.5; touch {tmp_path}/ended", "srun": "exit 1"}
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(
+        ["bash", "-c", batch_file(REQUEST, "python", {})], env=variables
+    ) as shell:
+        time.sleep(0.2)
+        shell.send_signal(signal.SIGSTOP)
+        assert wait_until((tmp_path / "ended").exists, 30.0)
+        time.sleep(0.2)
+        shell.send_signal(signal.SIGTERM)
+        shell.send_signal(signal.SIGCONT)
+        assert shell.wait(30) == 0
 
 
 @given(st.floats(min_value=1, max_value=1e8))
