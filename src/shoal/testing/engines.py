@@ -31,7 +31,7 @@ class EngineConformance:
     """Inherit, and give `engine` and `recipe`."""
 
     recipe = ""
-    limit_s = 50.0  # for a job to start, and again to end
+    limit_s = 120.0  # for a job to start, and again to end
     more: tuple[str, ...] = ()  # options of `shoal train`, as in ("--on", "slurm")
     unknown = "999999"  # an id that no job has
 
@@ -105,7 +105,7 @@ class EngineConformance:
         assert found.exit_code in (RUN_AGAIN, None)
         assert list((tmp_path / "run" / "checkpoints").iterdir())
         made = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        again = engine.submit(self.request(tmp_path, steps=made + 2))
+        again = engine.submit(self.request(tmp_path, steps=made + 2, pause=0.02))
         assert again != number
         self.wait(engine, again, "done")
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import psutil
-
+from shoal.cluster.affinity import allow_cores
 from shoal.cluster.slots import CoreRequest, Cores, HeldCores, assign_cores
 from shoal.elastic.control import send_request
 from shoal.errors import RUN_AGAIN, ShoalError, UsageError
@@ -386,12 +385,3 @@ def _as_it_ended(trial: TrialRun, end: TrialEnd | None) -> TrialVerdict:
 def _value(trial: TrialRun) -> float | None:
     """The value of a trial that made its last step: that of its last report."""
     return trial.reports[-1].value if trial.reports else None
-
-
-def allow_cores(pid: int, cores: Cores) -> None:
-    """Let a trial's processes use these cores, whatever they had before."""
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for one in [process, *process.children(recursive=True)]:
-            with suppress(psutil.Error, OSError):
-                one.cpu_affinity(list(cores))
