@@ -61,7 +61,7 @@ def check_hosts(trained: Trained, lost: int) -> None:
     (told,) = [e for e in trained.events("host-lost") if e["host"] == lost]
     later = [e for e in trained.events("seat") if e["time"] > told["time"]]
     assert later and lost not in {e["host"] for e in later}
-    assert told["step"] > 0 and told["how"] == "was silent for 1.0 s"
+    assert told["step"] > 0 and told["how"] == f"host {lost} was silent for 1.0 s"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 
 from shoal.cli.main import run_here
 from shoal.cluster.invitation import INVITATION, KEYS, Invitation, write_invitation
-from shoal.comm.wire import make_keys
+from shoal.comm.wire import new_keys
 from shoal.elastic.control import ControlSocket
 from shoal.testing.ranks import Pool
-from shoal.training.options import StartOptions
 from tests.support.faults import Training
 from tests.unit.checkpoint.made import make, tensors
 
@@ -62,9 +61,7 @@ def test_keys_and_sockets_are_for_their_owner_whatever_the_umask(
 ) -> None:
     before = os.umask(umask)
     try:
-        make_keys(tmp_path / KEYS)
-        options = StartOptions(plan="data=2 sync=server hosts=2")
-        written = Invitation("tcp://10.0.0.1:81", str(tmp_path), ".", "a.py:b", {}, options)
+        written = Invitation("tcp://10.0.0.1:81", new_keys(), str(tmp_path))
         write_invitation(written, tmp_path)
         control = ControlSocket(tmp_path)
     finally:

@@ -8,10 +8,10 @@ import pytest
 
 from shoal.cli.main import run_here
 from shoal.cluster.invitation import Invitation, write_invitation
+from shoal.comm.wire import new_keys
 from shoal.data.ledger import mark
 from shoal.data.orders import Sequential, Shuffled, Weighted, order_name
 from shoal.training.lineage import batches_of, read_record
-from shoal.training.options import StartOptions
 from tests.unit.checkpoint.made import make, tensors
 
 # What the run names, in three ways: by file, by module, and by modules that commands import.
@@ -128,8 +128,7 @@ def test_nobody_joins_by_an_invitation_of_another_user(
     run: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     """Whose recipe this host would load: its mode alone says nothing about who wrote it."""
-    invitation = Invitation("tcp://127.0.0.1:81", str(run.parent), "run", "r.py:f", {}, PLAIN)
-    write_invitation(invitation, run)
+    write_invitation(Invitation("tcp://127.0.0.1:81", new_keys(), str(run.absolute())), run)
     if what == "link":
         (run / "join.json").rename(run / "elsewhere.json")
         (run / "join.json").symlink_to("elsewhere.json")
@@ -140,5 +139,3 @@ def test_nobody_joins_by_an_invitation_of_another_user(
     assert ("is a link" if what == "link" else "belongs to user 65534") in said
     assert not traps_that_ran(run)
 
-
-PLAIN = StartOptions(plan="data=2 sync=server hosts=2")

@@ -19,7 +19,7 @@ import shoal
 from shoal.checkpoint import manifest as manifests
 from shoal.cli.main import run_here
 from shoal.cluster.invitation import INVITATION, Invitation, read_invitation, write_invitation
-from shoal.comm.wire import load_keys, make_keys
+from shoal.comm.wire import load_keys, make_keys, new_keys
 from shoal.data import packing
 from shoal.data.cache.host_memory import _Attachment
 from shoal.data.cache.host_memory import _read as members_in
@@ -43,7 +43,6 @@ from shoal.storage.run_dir import read_description
 from shoal.storage.store import SEAL, DirectoryStore
 from shoal.sync.server.journal import records_of, write_record
 from shoal.training.lineage import audit_run, batches_of, missed_samples, read_record, select_new
-from shoal.training.options import StartOptions
 from shoal.training.recipe import provenance
 from shoal.training.resume import newest, plan_to_resume, refuse_changes
 from tests.mutations import mutated
@@ -162,10 +161,8 @@ def metrics(folder: Path) -> Case:
 
 @case
 def invitation(folder: Path) -> Case:
-    options = StartOptions(plan="data=2 sync=server hosts=2", keep="last=2", new_data_missed=[1])
     run = made_run(folder)
-    written = Invitation("tcp://10.0.0.1:81", str(folder), "run", "a.py:b", {"a": "b"}, options)
-    write_invitation(written, run)
+    write_invitation(Invitation("tcp://10.0.0.1:81", new_keys(), str(run)), run)
 
     def read() -> None:
         found = read_invitation(run)

@@ -90,8 +90,8 @@ def make_bundle(modules: Iterable[str], include: Iterable[str]) -> Bundle:
         if len(content) > MOST_BYTES:
             raise UsageError(
                 f"The files that travel to the hosts have more than {MOST_BYTES >> 20} MB with "
-                f"{path}, which is the most. Put data where all hosts see it, in a shared directory "
-                "or an object store, and include less."
+                f"{path}, which is the most. Put data where all hosts see it, in a shared "
+                "directory or an object store, and include less."
             )
         files.append(BundledFile(path, len(own), hashlib.sha256(own).hexdigest()))
     return Bundle(tuple(files), bytes(content))

@@ -13,7 +13,6 @@ of members are sent to the first host then, unless it sees them. Read next: `hos
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +51,7 @@ from shoal.cluster.host_links import comparable_facts, own_versions
 from shoal.cluster.host_members import HostMembers
 from shoal.cluster.invitation import Invitation
 from shoal.cluster.local import NotLoaded, prepared_fork_server
+from shoal.cluster.scratch import scratch_directory
 from shoal.comm.endpoint import address_towards, hold_keys, host_environment
 from shoal.comm.wire import BadFrame, Context, decode
 from shoal.comm.wire import connect as connect_to
@@ -108,8 +108,8 @@ def serve_run(invitation: Invitation, options: AgentOptions) -> RunEnded:
     address = options.address or address_towards(*invitation.endpoint)
     patience_s, rejoin_s, why = ANSWER_S, 0.0, ""
     while True:
-        with tempfile.TemporaryDirectory(prefix="shoal-agent-", dir=options.scratch) as scratch:
-            session = _Session(invitation, address, Path(scratch), options.tell, patience_s)
+        with scratch_directory("shoal-agent-", options.scratch) as scratch:
+            session = _Session(invitation, address, scratch, options.tell, patience_s)
             try:
                 ended = session.serve(options.prepare)
             except _CutOff as error:

@@ -84,7 +84,7 @@ def _prepare(prepare: Prepare) -> tuple[Facts, WorkerMain]:
         WAIT_PAGE.end()
 
 
-def _tell_of_wait(fork_server: ForkServer, turn: Callable[[], object] | None) -> None:
+def _tell_of_wait(fork_server: ForkServer, turn: Callable[[], object] | None = None) -> None:
     """While the recipe is prepared, which may load samples: a source may hang, or be slow.
 
     A sample has its limit, as in training. What else a recipe does may take as long as it likes.

@@ -303,13 +303,14 @@ class Membership:
         lost = [seat for seat, place in enumerate(self._places.seats) if place == host]
         if self.over or host not in self._places.rooms:
             return []
-        gone, what = self._roster.lose(host), f"host {host} {how}"
+        gone = self._roster.lose(host)
+        what = how if how.startswith("host ") else f"host {host} {how}"
         self._places.lose(host)
         self._leaving -= gone
         self._ending -= gone
         cancelled, self._refused_count = self._cancel_resize(what), None
         if not lost:
-            told = HostGone(host, how, "no rank was there")
+            told = HostGone(host, what, "no rank was there")
             return [told, *cancelled, *self._fill_seats(now), *self._continue_resize(now)]
         for seat in lost:
             self.seats[seat] = None
@@ -317,12 +318,12 @@ class Membership:
         self._lost_at = now if self._lost_at is None else self._lost_at
         self._replaced.append((None, what))
         if given_up := self._count_failure(what, now):
-            return [HostGone(host, how, "the run ends"), *cancelled, *given_up]
+            return [HostGone(host, what, "the run ends"), *cancelled, *given_up]
         before = self.size
         then, actions = self._repair(now)
         if before != self.size:
             then += f": {describe_change(before, self.size, self.options.rules.replica)}"
-        return [HostGone(host, how, then), *cancelled, *actions]
+        return [HostGone(host, what, then), *cancelled, *actions]
 
     def host_joined(self, host: int, num_slots: int, now: float) -> list[Action]:
         """Another host came, under a number of its own: it gets the seats that wait for one, or

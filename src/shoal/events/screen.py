@@ -146,7 +146,7 @@ class Display:
             self._say_once(f"not saved {event.step}", text)
 
     def _no_checkpoints(self, why: str) -> None:
-        told = f"no checkpoint will be made, since none can hold it: {escape(why)}"
+        told = f"no checkpoint will be made: {escape(why)}"
         self._say_once("unholdable", told)
 
     def _show_evaluation(self, event: EvaluatedEvent) -> None:
@@ -311,7 +311,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     ResizedEvent: lambda event: f"[bold green]{escape(resized_in_words(event))}[/]",
     NotResizedEvent: lambda event: f"[bold yellow]the run keeps its size[/]: {escape(event.why)}",
     HostLostEvent: lambda event: (
-        f"[bold yellow]host {event.host} {escape(event.how)}, after step {event.step}[/]: "
+        f"[bold yellow]{escape(event.how)}, after step {event.step}[/]: "
         f"{escape(event.then)}"
     ),
     HostAddedEvent: lambda event: (

@@ -10,7 +10,8 @@
 
 A new back end gives these two and inherits the tests. They are about what the supervisor relies on:
 facts of the preparation, processes that start with their variables and log, reports of each start
-and end, signals that arrive, a lost agent that is noticed, and that nothing runs after the block.
+and end, signals that arrive, a lost agent that is noticed (by EOFError, or by HostLost where there
+are others), and that nothing runs after the block.
 Cost: a second each.
 """
 
@@ -25,7 +26,7 @@ import pytest
 
 from shoal.cluster.backend import Backend, StartedRun
 from shoal.cluster.local import NotLoaded
-from shoal.system.fork_server import Report, WorkerExited, WorkerSpec, WorkerStarted
+from shoal.system.fork_server import HostLost, Report, WorkerExited, WorkerSpec, WorkerStarted
 
 LIMIT_S = 30.0
 
@@ -48,6 +49,8 @@ def reports(started: StartedRun, num_exits: int) -> Iterator[Report]:
     while num_exits:
         report = started.processes.next_report(max(0.0, deadline - time.monotonic()))
         assert report is not None, "no report came in time"
+        if isinstance(report, HostLost):
+            raise EOFError(report.how)
         num_exits -= isinstance(report, WorkerExited)
         yield report
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from shoal.cluster.agent_starter import JoinByHand
 from shoal.cluster.backend import Backend, StartedRun
-from shoal.cluster.host_agent import join_run
+from shoal.cluster.host_agent import AgentOptions, serve_run
 from shoal.cluster.hosts import HostsBackend
 from shoal.cluster.invitation import read_invitation
 from shoal.cluster.local import LocalBackend
+from shoal.cluster.ssh import SshStarter
 from shoal.errors import UsageError
 from shoal.events.events import Event, HostsMissingEvent, OnEvent
 from shoal.launch.backends import BACKENDS, make_backend
@@ -42,6 +44,7 @@ class JoinedHosts:
         self._pool, self._directory = pool, directory
         self.agents: list[Command] = []
         self._backend = HostsBackend(
+            starter=JoinByHand(2),
             address="127.0.0.1",
             timeout_s=30.0,
             heartbeat_timeout_s=1.5,
@@ -77,16 +80,14 @@ class JoinedHosts:
 
 def serve_host(run_dir: str) -> int:
     """The agent of another host, as `shoal join` runs it."""
-    ended = join_run(
-        read_invitation(Path(run_dir)), TestHosts().prepare, "127.0.0.1", lambda text: None
-    )
-    return ended.exit_code
+    options = AgentOptions(lambda here: TestHosts().prepare(), lambda text: None, "127.0.0.1")
+    return serve_run(read_invitation(Path(run_dir)), options).exit_code
 
 
 class TestHosts(BackendConformance):
     """All processes are on the host that joins."""
 
-    plan, host = "data=4 sync=server hosts=2", 1
+    plan, host = "data=2 sync=server", 1
 
     @pytest.fixture
     def backend(self, pool: Pool, tmp_path: Path) -> Iterator[Backend]:
@@ -106,7 +107,12 @@ def made(on: str, **options: Any) -> Backend:
 
 def test_a_back_end_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(made("local"), LocalBackend)
-    assert isinstance(made("local", listen="127.0.0.1"), HostsBackend)
+    joined = made("local", listen="127.0.0.1", nodes=3)
+    assert isinstance(joined, HostsBackend) and joined.starter.num_hosts == 3
+    spread = made("hosts:localhost,b", nodes=2)
+    assert isinstance(spread, HostsBackend) and isinstance(spread.starter, SshStarter)
+    with pytest.raises(UsageError, match="names 2 hosts, and --nodes says 3"):
+        made("hosts:localhost,b", nodes=3)
     with pytest.raises(UsageError, match=r"no such back end\. Did you mean 'local'\?"):
         made("locl")
     with pytest.raises(UsageError, match="takes no address"):

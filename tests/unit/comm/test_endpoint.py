@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.comm import endpoint
 from shoal.comm.endpoint import (
     Endpoint,
     address_towards,
     endpoint_from,
+    hold_keys,
     host_environment,
     interface_of,
 )
@@ -34,11 +36,15 @@ def test_an_address_of_another_machine(address: str, words: str) -> None:
         interface_of(address)
 
 
-def test_what_is_told_holds_no_secret_and_is_understood(tmp_path: Path) -> None:
+def test_what_is_told_holds_no_secret_and_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = make_keys(tmp_path / "keys")
-    told = Endpoint("/s", "127.0.0.1", keys).environment() | host_environment(
-        "127.0.0.1", tmp_path / "keys"
-    )
+    told = Endpoint("/s", "127.0.0.1", keys).environment() | host_environment("127.0.0.1", "/s")
+    monkeypatch.setattr(endpoint, "_held", [])
+    with pytest.raises(UsageError, match="does not hold its keys"):
+        endpoint_from(told)
+    hold_keys(keys)
     assert keys.client_secret not in str(told) and keys.server_secret not in str(told)
     assert endpoint_from(told) == Endpoint("/s", "127.0.0.1", keys)
     assert endpoint_from(told).place == ("127.0.0.1", keys)
