@@ -49,7 +49,7 @@ LARGE_CLASSES = {
     "GradientBuckets": (11, 16),
     "Batches": (15, 19),
     "ShardSource": (21, 10),
-    "Membership": (30, 31),
+    "Membership": (40, 39),
     "SupervisedSeat": (35, 28),
     "Supervisor": (29, 23),
     "_Recorder": (30, 19),
