@@ -234,13 +234,8 @@ def test_a_token_is_honoured(tmp_path: Path) -> None:
         done = guarded.run(*given, directory=tmp_path)
         assert done.returncode == 0, done.stderr
         wrong = {"RAY_AUTH_TOKEN": "another-token-of-no-worth"}
-        refused = guarded.run(
-            *given[:4],
-            *words(tmp_path / "two", "data=2")[4:],
-            *given[-6:],
-            directory=tmp_path,
-            environment=wrong,
-        )
+        given = words(tmp_path / "two", "data=2", "--on", "ray:hosts=1")
+        refused = guarded.run(*given, directory=tmp_path, environment=wrong)
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert "RAY_AUTH_TOKEN_PATH" in refused.stderr
         logs = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.log"))
@@ -255,7 +250,9 @@ class TestEngine(EngineConformance):
     unknown = "shoal-999"
 
     @pytest.fixture
-    def engine(self, cluster: RayCluster) -> Iterator[RayEngine]:
+    def engine(self, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEngine]:
+        for name, value in (("RAY_BACKEND_LOG_LEVEL", "error"), ("RAY_CLIENT_MODE", "0")):
+            monkeypatch.setenv(name, value)  # as Ray, or the engine, sets it
         with inside(cluster):
             yield RayEngine(f"http://127.0.0.1:{DASHBOARD}")
 

@@ -15,7 +15,6 @@ Cost: about two seconds to connect. Read next: `agent_starter.py`; `ray_jobs.py`
 
 import math
 import os
-import selectors
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ from shoal.comm.endpoint import is_loopback
 from shoal.errors import FormError, UsageError, nearest
 from shoal.formatting import plural
 from shoal.logs import log
-from shoal.system.processes import describe_exit
+from shoal.system.processes import describe_exit, readable
 
 CONNECT_S = 60.0  # for Ray to answer
 END_S = 5.0  # for Ray to take back what it gave
@@ -167,6 +166,56 @@ def sends_in_private(found: ConnectedToRay, environment: Mapping[str, str]) -> b
     return all(node.name == found.own_address or is_loopback(node.name) for node in found.nodes)
 
 
+class _RayProcess:
+    """The process that talks to Ray, started here, and the pipes to it."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+        self._has_ended = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "shoal.cluster.ray_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the supervisor
+        )
+
+    def send(self, message: ToRay) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `read` finds it
+            self._process.stdin.write(encode_line(message))
+            self._process.stdin.flush()
+
+    def read(self, timeout_s: float) -> list[FromRay]:
+        """What has come; at the end of the stream, that it failed."""
+        assert self._process.stdout is not None
+        if self._has_ended or self._process.stdout.closed:
+            return []
+        source = self._process.stdout.fileno()
+        if not readable([source], timeout_s):
+            return []
+        content = os.read(source, 1 << 16)
+        if not content:
+            self._has_ended = True
+            status = describe_exit(self._process.wait())
+            return [RayFailed(f"the process that talks to it {status}")]
+        *lines, self._unread = (self._unread + content).split(b"\n")
+        return [FROM_RAY.decode(line) for line in lines]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # at which it ends
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # at which Ray takes back what it gave
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
 class RayStarter:
     """Starts host agents on a Ray cluster."""
 
@@ -200,21 +249,12 @@ class RayStarter:
         self._trusts_network = trusts_network
         self._connection: ConnectedToRay | None = None
         self._size: RaySize | None = None
-        self._unread = b""
         self._ended: list[str] = []
         self._short_since: float | None = None
         self._told_at = 0.0
         self._num_starts = 0
-        self._has_ended = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cluster.ray_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the supervisor
-        )
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
-        self._send(ConnectToRay(place.address, CONNECT_S))
+        self._process = _RayProcess()
+        self._process.send(ConnectToRay(place.address, CONNECT_S))
 
     @property
     def size(self) -> RaySize:
@@ -246,7 +286,7 @@ class RayStarter:
             if left_s < 0:
                 self.close()
                 raise UsageError(f"{self._place.name} did not answer within {CONNECT_S:g} s.")
-            for message in self._read(left_s):
+            for message in self._process.read(left_s):
                 self._handle(message)
         return self._connection
 
@@ -255,29 +295,19 @@ class RayStarter:
         self._num_starts += 1
         self._short_since = None
         strategy = self._place.strategy
-        self._send(AskForAgents(invitation, count, self.slots, strategy, self._python, variables))
+        self._process.send(
+            AskForAgents(invitation, count, self.slots, strategy, self._python, variables)
+        )
 
     def poll(self) -> list[str]:
         """Agents that ended; FormError if those of the beginning find no room in time."""
-        for message in self._read(0):
+        for message in self._process.read(0):
             self._handle(message)
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        if self._process.stdin.closed:
-            return
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()  # at which it ends
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # at which Ray takes back what it gave
-            self._process.wait()
-        self._selector.close()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.close()
 
     def _handle(self, message: FromRay) -> None:
         match message:
@@ -331,22 +361,3 @@ class RayStarter:
         if "token" in why.lower():
             way_out = "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with its token."
         return UsageError(f"{self._place.name} cannot be used: {why.rstrip('.')}. {way_out}")
-
-    def _send(self, message: ToRay) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `_read` finds it
-            self._process.stdin.write(encode_line(message))
-            self._process.stdin.flush()
-
-    def _read(self, timeout_s: float) -> list[FromRay]:
-        """What has come; at the end of the stream, that it failed."""
-        if self._has_ended or not self._selector.select(timeout_s):
-            return []
-        assert self._process.stdout is not None
-        content = os.read(self._process.stdout.fileno(), 1 << 16)
-        if not content:
-            self._has_ended = True
-            status = describe_exit(self._process.wait())
-            return [RayFailed(f"the process that talks to it {status}")]
-        *lines, self._unread = (self._unread + content).split(b"\n")
-        return [FROM_RAY.decode(line) for line in lines]

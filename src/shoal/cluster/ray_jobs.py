@@ -90,7 +90,7 @@ class RayEngine:
             self._client.stop_job(job)
             if now and found.status == "RUNNING":
                 self._client.submit_job(
-                    entrypoint=_python(f"-m shoal.cluster.ray_jobs {job}"),
+                    entrypoint=_python(f"-P -m shoal.cluster.ray_jobs {job}"),
                     submission_id=f"{job}-kill-{secrets.token_hex(2)}",
                 )
 
@@ -162,7 +162,7 @@ def job_state(status: str, exit_code: int | None, printed: int | None) -> tuple[
 
 def entrypoint(job: str, arguments: tuple[str, ...]) -> str:
     """The shell command of a job. The shell waits at SIGTERM, which the command gets too. Pure."""
-    command = _python(shlex.join(["-m", "shoal", "train", *arguments]))
+    command = _python(shlex.join(["-P", "-m", "shoal", "train", *arguments]))
     return (
         f"trap : TERM INT; export {_JOB}={job}; {command}; "
         f'code=$?; echo "{_EXIT_LINE}$code"; exit $code'

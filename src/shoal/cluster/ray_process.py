@@ -49,7 +49,8 @@ _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # which Ray sets for the command of
 # An agent begins as this, which then becomes `shoal agent`: it must not outlive its actor.
 _WITH_PARENT = (
     "import os, sys; from shoal.system.processes import die_with_parent; "
-    "die_with_parent(int(sys.argv[1])); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+    "die_with_parent(int(sys.argv[1])); "
+    "os.execv(sys.executable, [sys.executable, '-P', *sys.argv[2:]])"
 )
 
 
@@ -68,8 +69,9 @@ class HostActor:
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         own.pop("OMP_NUM_THREADS", None)  # Ray sets it
         with tempfile.TemporaryFile() as output:
+            begin = [python or sys.executable, "-P", "-c", _WITH_PARENT, str(os.getpid())]
             agent = subprocess.Popen(
-                [python or sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *AGENT_COMMAND],
+                [*begin, *AGENT_COMMAND],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -185,7 +187,7 @@ class _Bundle(NamedTuple):
     cpus: float
 
 
-class _Agent(NamedTuple):
+class _RayAgent(NamedTuple):
     bundle: _Bundle
     order: AskForAgents
     actor: Any
@@ -198,7 +200,7 @@ class _Gang:
 
     def __init__(self, answer: Callable[[FromRay], None]):
         self._answer = answer
-        self._agents: dict[Any, _Agent] = {}  # by the future of their end
+        self._agents: dict[Any, _RayAgent] = {}  # by the future of their end
         self._free: list[_Bundle] = []  # whose agent has ended
         self._looked_at = time.monotonic()
         self._is_short = self._has_gang = False
@@ -240,7 +242,7 @@ class _Gang:
         actor = kind.options(scheduling_strategy=place).remote()
         began = actor.begin.remote()
         ended = actor.run_agent.remote(order.invitation, order.python, order.variables)
-        self._agents[ended] = _Agent(bundle, order, actor, began, num_attempts)
+        self._agents[ended] = _RayAgent(bundle, order, actor, began, num_attempts)
 
     def _collect(self) -> None:
         import ray
@@ -262,7 +264,7 @@ class _Gang:
             self._answer(AgentEnded(how))
             self._reuse(agent.bundle)
 
-    def _has_begun(self, agent: _Agent) -> bool:
+    def _has_begun(self, agent: _RayAgent) -> bool:
         """Whether its actor ran at some time."""
         import ray
 

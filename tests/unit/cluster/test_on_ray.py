@@ -178,7 +178,7 @@ def test_the_shell_of_a_job_outlives_sigterm_and_says_how_it_ended(
         ["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as shell:
         assert shell.stdout is not None
-        assert shell.stdout.readline() == "-m shoal train a b.py:line --resume shoal-1\n"
+        assert shell.stdout.readline() == "-P -m shoal train a b.py:line --resume shoal-1\n"
         time.sleep(0.1)  # Ray signals all processes of a job, the shell first
         subprocess.run(["kill", "-TERM", "--", f"-{shell.pid}"], check=True)
         output = shell.stdout.read()
