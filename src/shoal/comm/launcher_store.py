@@ -109,10 +109,12 @@ def launcher_store(world: World, place: MeetingPlace, timeout_s: float) -> Itera
             server = StoreServer(Endpoint(str(directory)))
             held.callback(server.close)
             write_atomic(directory / "store", msgspec.json.encode(_Holder.of(server.address)))
-        address = _await_holder(directory / "store", timeout_s)
+        holder = _await_holder(directory / "store", timeout_s)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         held.callback(context.term)
-        store = StoreClient(context, address, None, timeout_s)
+        store = StoreClient(
+            context, holder.address, None, timeout_s, is_lost=lambda: not holder.is_there()
+        )
         held.callback(store.close)
         yield store
 
@@ -139,13 +141,14 @@ class _Holder(msgspec.Struct):
 
     def is_there(self) -> bool:
         try:
-            return bool(psutil.Process(self.pid).create_time() == self.started_at)
+            found = psutil.Process(self.pid)
+            return bool(found.create_time() == self.started_at and found.status() != "zombie")
         except psutil.Error:
             return False
 
 
-def _await_holder(file: Path, timeout_s: float) -> str:
-    """The address of the store, once rank 0 serves it."""
+def _await_holder(file: Path, timeout_s: float) -> _Holder:
+    """Who holds the store, once rank 0 serves it."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -153,7 +156,7 @@ def _await_holder(file: Path, timeout_s: float) -> str:
             refuse_open(str(file.parent))
             found = msgspec.json.decode(content, type=_Holder)
             if found.is_there():
-                return found.address
+                return found
         except (OSError, msgspec.DecodeError):
             pass  # rank 0 has not come so far, or is removing what an earlier job has left
         if time.monotonic() > deadline:

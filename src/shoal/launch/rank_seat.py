@@ -149,6 +149,12 @@ class RankSeat(LauncherSeat):
             self._tell()
         return True
 
+    def close(self) -> None:
+        # A launcher signals those that are left when one has ended; what is left to do is bounded,
+        # and tells why.
+        self._handlers = dict.fromkeys(self._handlers, signal.SIG_IGN)
+        super().close()
+
     def _request_stop(self, number: int, frame: object) -> None:
         if self._stop:  # the second ends at once
             raise Ended(128 + number)
