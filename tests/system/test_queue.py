@@ -18,7 +18,7 @@ import pytest
 from shoal.cluster.engine import JobState
 from shoal.cluster.local_queue.engine import LocalQueue
 from shoal.cluster.local_queue.job_process import JobEnd, JobFiles
-from shoal.cluster.local_queue.journal import JobRequeued, JobStarted, Journal, read_journal
+from shoal.cluster.local_queue.journal import JobRequeued, JobStarted, QueueJournal, read_journal
 from shoal.cluster.local_queue.protocol import JOURNAL, LOCK, SOCKET, connect, queue_directory
 from shoal.storage.decoding import encode_json
 from shoal.storage.run_dir import owner_of
@@ -282,7 +282,7 @@ def test_what_an_agent_finds_of_jobs_that_are_gone(queue: Queue, how: str) -> No
     job = queue.submit(LINE, "--plan", "data=1", "--set", "steps=3", "--run-dir", "mine")
     queue.wait(job, "done")
     assert wait_until(lambda: not (queue_directory() / SOCKET).exists(), 20.0)
-    journal = Journal(queue_directory() / JOURNAL)
+    journal = QueueJournal(queue_directory() / JOURNAL)
     boot = "another" if how == "machine went down" else boot_id()
     process = ProcessIdentity(1 << 22, 1, boot)
     journal.append(

@@ -14,9 +14,9 @@ from shoal.cluster.local_queue.journal import (
     JobResized,
     JobStarted,
     JobSubmitted,
-    Journal,
     JournalRecord,
     LimitsSet,
+    QueueJournal,
     QueueLimits,
     ResizeAsked,
     StopAsked,
@@ -55,7 +55,7 @@ RECORDS: list[JournalRecord] = [
 
 
 def test_it_says_what_happened(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = QueueJournal(tmp_path / "journal")
     for record in RECORDS:
         journal.append(record)
     journal.close()
@@ -67,7 +67,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
 
 
 def test_cut_at_any_byte_it_says_what_was_whole_and_goes_on(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = QueueJournal(tmp_path / "journal")
     ends = [0]
     for record in RECORDS:
         journal.append(record)
@@ -79,14 +79,14 @@ def test_cut_at_any_byte_it_says_what_was_whole_and_goes_on(tmp_path: Path) -> N
         torn.write_bytes(content[:length])
         num_whole = sum(end <= length for end in ends[1:])
         assert read_journal(torn) == fold(RECORDS[:num_whole])
-        again = Journal(torn)
+        again = QueueJournal(torn)
         again.append(submitted(9))
         again.close()
         assert read_journal(torn) == fold([*RECORDS[:num_whole], submitted(9)])
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = QueueJournal(tmp_path / "journal")
     journal.append(*RECORDS)
     journal.close()
     lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
@@ -99,7 +99,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_not_half_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = QueueJournal(tmp_path / "journal")
     journal.append(submitted(1))
     write = os.write
 
@@ -123,14 +123,14 @@ def test_a_long_journal_is_written_again_with_what_counts(
 ) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 2000)
     monkeypatch.setattr(module, "KEPT", 3)
-    journal = Journal(tmp_path / "journal")
+    journal = QueueJournal(tmp_path / "journal")
     for job in range(1, 21):
         journal.append(submitted(job))
         if job != 5:
             journal.append(JobEnded(job=job, state="done", exit_code=0, reason="", at=0.0))
     journal.close()
     length = (tmp_path / "journal").stat().st_size
-    Journal(tmp_path / "journal").close()
+    QueueJournal(tmp_path / "journal").close()
     found = read_journal(tmp_path / "journal")
     assert (tmp_path / "journal").stat().st_size < length
     assert sorted(found.jobs) == [5, 18, 19, 20] and found.next_job == 21
