@@ -15,7 +15,7 @@ CLASS_ATTRIBUTES = 15
 # Lines of each package: raised on purpose, with a reason in the commit.
 PACKAGE_LINES = {
     "checkpoint": 2000,
-    "cli": 3650,
+    "cli": 3700,
     "cluster": 6600,
     "comm": 3100,
     "cost": 1150,
@@ -47,8 +47,6 @@ EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry p
 LARGE_CLASSES = {
     "GradientBuckets": (11, 16),
     "Batches": (15, 19),
-    "RayStarter": (11, 16),
-    "QueueAgent": (22, 8),
     "ShardSource": (21, 10),
     "Membership": (40, 39),
     "SupervisedSeat": (35, 28),

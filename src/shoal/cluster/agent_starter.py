@@ -9,7 +9,7 @@ file. Read next: `host_agent.py`, for what the agent does; `hosts.py`, for who a
 
 from typing import NamedTuple, Protocol
 
-AGENT_COMMAND = ("-m", "shoal", "agent")  # of the Python that the other machine has
+AGENT_COMMAND = ("-P", "-m", "shoal", "agent")  # of the Python that the other machine has
 
 
 class AgentStarter(Protocol):

@@ -3,7 +3,7 @@
 Each host runs one command, and reads the invitation from its standard input, so no key is on a
 command line. ssh's own configuration decides about users, ports, keys and jumps; BatchMode keeps it
 from asking. `localhost` and this machine's own name mean this machine. SHOAL_SSH names another
-command than `ssh`, called as `COMMAND HOST PYTHON -m shoal agent`.
+command than `ssh`, called as `COMMAND HOST PYTHON -P -m shoal agent`.
 
 Read next: `agent_starter.py`, for what a starter promises.
 """
@@ -30,7 +30,7 @@ NOT_CONNECTED = 255  # ssh's exit code for its own failures
 NOT_FOUND = 127  # the shell's, for a command that is not there
 
 
-class _Agent(NamedTuple):
+class _SshAgent(NamedTuple):
     host: str
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
@@ -50,7 +50,7 @@ class SshStarter:
         self._others = [host for host in hosts if not is_this_machine(host)]
         self.num_hosts, self.is_host = len(hosts), len(self._others) < len(hosts)
         self._python = python or sys.executable
-        self._agents: list[_Agent] = []
+        self._agents: list[_SshAgent] = []
         self._next = 0  # of the hosts, whose agent is started next
 
     @property
@@ -90,7 +90,7 @@ class SshStarter:
         with suppress(BrokenPipeError):  # it has ended, and `poll` says why
             process.stdin.write(invitation)
             process.stdin.close()
-        self._agents.append(_Agent(host, process, output))
+        self._agents.append(_SshAgent(host, process, output))
 
     def poll(self) -> list[str]:
         ended = [agent for agent in self._agents if agent.process.poll() is not None]
@@ -112,7 +112,7 @@ class SshStarter:
         self._agents = []
 
 
-def _why_ended(agent: _Agent, python: str) -> str:
+def _why_ended(agent: _SshAgent, python: str) -> str:
     code, said = agent.process.returncode, agent.last_words()
     began = f"{agent.host}: "
     if code == NOT_CONNECTED:

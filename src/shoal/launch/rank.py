@@ -36,7 +36,7 @@ from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
 from shoal.launch.outcome import Outcome, outcome_of
 from shoal.launch.prepare import prepare_run
 from shoal.launch.rank_peers import RankPeers, RanksGone, name_ranks
-from shoal.launch.rank_seat import RankSeat, RunRecord
+from shoal.launch.rank_seat import RankSeat, RankRecord
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import OWNER, RunDir
@@ -187,7 +187,7 @@ class _Rank:
             )
             self._tell("job", job)
             facts, training = self._prepare(recipe, job)
-            record = held.enter_context(RunRecord(directory, self._watch))
+            record = held.enter_context(RankRecord(directory, self._watch))
             try:
                 describe_run(directory, recipe, options, facts)
                 prepared(facts, directory.path)
@@ -247,7 +247,7 @@ class _Rank:
         return found
 
     def _train(
-        self, training: PreparedTraining, job: _RankJob, record: "RunRecord | None"
+        self, training: PreparedTraining, job: _RankJob, record: "RankRecord | None"
     ) -> RankEnd:
         """Train with the others; tells them how it ended here."""
         log = Path(job.run_dir) / "logs" / f"rank-{self._world.rank:03d}.log"
@@ -335,7 +335,7 @@ def _outcome(
     result: SupervisorResult,
     recipe: Recipe,
     facts: Facts,
-    record: "RunRecord",
+    record: "RankRecord",
     directory: RunDir,
     options: Options,
 ) -> Outcome:
