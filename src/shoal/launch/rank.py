@@ -36,7 +36,7 @@ from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
 from shoal.launch.outcome import Outcome, outcome_of
 from shoal.launch.prepare import prepare_run
 from shoal.launch.rank_peers import RankPeers, RanksGone, name_ranks
-from shoal.launch.rank_seat import RankSeat, RankRecord
+from shoal.launch.rank_seat import RankRecord, RankSeat
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import OWNER, RunDir
