@@ -94,6 +94,7 @@ class HostsBackend(NamedTuple):
         interface_of(address)
         if self.options.plan is not None:  # else the recipe has one, which is not known yet
             self._refuse_plan(Plan.parse(self.options.plan), address)
+        make_bundle((), self.include)  # what cannot travel is refused before anything starts
         keys = new_keys()
         hold_keys(keys)  # before processes are forked
         with ExitStack() as held:
