@@ -23,7 +23,8 @@ from bench.harness import Row
 
 BENCHES = (
     *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
-    *("recovery", "startup", "checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
+    *("recovery", "host-loss", "startup"),
+    *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
     *("load", "resume", "straggler", "shared", "diloco", "server", "async-straggler"),
     *("sparse", "tune", "distill", "prune", "quantize"),
 )

@@ -38,6 +38,17 @@ class Host(NamedTuple):
         """Cut the cable."""
         _ip("-n", self.namespace, "link", "set", self.interface, "down")
 
+    def plug(self) -> None:
+        """Put the cable in again."""
+        _ip("-n", self.namespace, "link", "set", self.interface, "up")
+
+    def silence_towards(self, other: "Host") -> None:
+        """Drop what this host sends to another, and nothing else."""
+        _ip("-n", self.namespace, "route", "add", "blackhole", f"{other.address}/32")
+
+    def speak_to(self, other: "Host") -> None:
+        _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
+
     def num_bytes(self) -> int:
         """What has left this host through the cable."""
         words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]

@@ -20,11 +20,8 @@ schedules. Its rules:
   for, or once another host came;
 - a run that is smaller than was asked for grows when a host comes.
 
-Read next: `places.py`, `actions.py`, then `supervisor.py`, which carries them out.
+Read next: `places.py`, `actions.py`; `supervisor.py` carries them out.
 """
-
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from shoal.elastic.actions import (
     Action,
@@ -48,30 +45,13 @@ from shoal.elastic.failures import (
     describe_missing,
     describe_want,
 )
+from shoal.elastic.membership_options import MembershipOptions as MembershipOptions
 from shoal.elastic.places import Places, has_copies, places_at_first, slots_at_first
 from shoal.elastic.resize_barrier import ResizeBarrier, Seats, assign_seats, keep_ranks
 from shoal.elastic.roster import Roster
 from shoal.errors import RUN_AGAIN
-from shoal.plans.resize import RunSize, SizeRules, describe_change
+from shoal.plans.resize import RunSize, describe_change
 from shoal.system.processes import describe_exit
-
-
-class MembershipOptions(NamedTuple):
-    """How many processes there are beside the seats, and how long is waited for each."""
-
-    num_spares: int = 1  # of each host
-    num_hosts: int = 1
-    heartbeat_timeout_s: float = 10.0
-    form_timeout_s: float = 30.0
-    regroup_after_s: float = 2.0
-    # Members run the user's program, which may train several times or never, and are done when
-    # it exits.
-    scripts: bool = False
-    hosts: tuple[int, ...] = ()  # of each seat at the start; empty: `host_of`
-    slots: Mapping[int, int] = {}  # ranks that each host has room for; empty: those at the start
-    rules: SizeRules = SizeRules()  # of the plan
-    host_timeout_s: float = 600.0  # for another host, if those that are left are too few
-
 
 _DEFAULTS = MembershipOptions()
 
@@ -306,16 +286,14 @@ class Membership:
         gone = self._roster.lose(host)
         what = how if how.startswith("host ") else f"host {host} {how}"
         self._places.lose(host)
-        self._leaving -= gone
-        self._ending -= gone
+        self._leaving, self._ending = self._leaving - gone, self._ending - gone
         cancelled, self._refused_count = self._cancel_resize(what), None
         if not lost:
             told = HostGone(host, what, "no rank was there")
             return [told, *cancelled, *self._fill_seats(now), *self._continue_resize(now)]
         for seat in lost:
             self.seats[seat] = None
-        self._wants_group = True
-        self._lost_at = now if self._lost_at is None else self._lost_at
+        self._wants_group, self._lost_at = True, self._lost_at or now
         self._replaced.append((None, what))
         if given_up := self._count_failure(what, now):
             return [HostGone(host, what, "the run ends"), *cancelled, *given_up]
@@ -342,10 +320,8 @@ class Membership:
     def saved(self, now: float) -> list[Action]:
         """A checkpoint is complete: where no rank can join, all begin again from it with the hosts
         that have come."""
-        count, num_ranks = self._best_count(), self.size.num_ranks
-        if self.options.rules.in_place or self._wants_group or self.over:
-            return []
-        if count is None or count <= num_ranks or count == self._refused_count:
+        can_grow = (self._best_count() or 0) > self.size.num_ranks
+        if self.options.rules.in_place or self._wants_group or self.over or not can_grow:
             return []
         self._wants_group, self._lost_at = True, now
         self._replaced.append((None, "another host came"))
@@ -365,9 +341,9 @@ class Membership:
         if self._deadline is not None and now > self._deadline:
             return self._give_up(self._describe_missing(), 1)
         if self._host_deadline is not None and now > self._host_deadline:
-            waited_s = self.options.host_timeout_s
-            why = describe_want(self._failures.last, self.size, self.num_slots, waited_s)
-            return self._give_up(why, RUN_AGAIN)
+            why, waited_s = self._failures.last, self.options.host_timeout_s
+            want = describe_want(why, self.size, self.num_slots, waited_s)
+            return self._give_up(want, RUN_AGAIN)
         # Ranks may see the loss of a host before its silence tells of it.
         is_one = len(self._places.rooms) == 1
         echo_s = ECHO_S if is_one else ECHO_S + self.options.heartbeat_timeout_s
@@ -379,7 +355,9 @@ class Membership:
             actions += self._cancel_resize(late)
         waited_s = 0.0 if self._broken_at is None else now - self._broken_at
         broken = self._broken_at is not None and waited_s > self.options.regroup_after_s
-        fate = self._roster.suspects() or self._silent(now)  # is known soon
+        since = now - self.options.regroup_after_s
+        silent = [] if is_one else self._roster.silent(self.seats, since)  # a host may be lost
+        fate = self._roster.suspects() or silent  # which is known soon
         if broken and None not in self.seats and not actions and not fate:
             what = f"the group broke: {self._why_broken}"
             if self.options.scripts and not self.recovers:
@@ -398,14 +376,6 @@ class Membership:
         for number in doomed:
             self.members[number].suspected = f"was ended, since {why}"
         return [Kill(number) for number in doomed]
-
-    def _silent(self, now: float) -> list[int]:
-        """Seated members of several hosts that were not heard of for a while: one may be lost."""
-        if len(self._places.rooms) == 1:
-            return []
-        seated = [n for n in self.seats if n is not None and n in self.members]
-        since = now - self.options.regroup_after_s
-        return [n for n in seated if self.members[n].ready and self.members[n].last_heard < since]
 
     def _best_count(self) -> int | None:
         """The most ranks, up to those asked for, that the hosts have room for; None if too few."""
@@ -430,23 +400,23 @@ class Membership:
 
     def _drop_ranks(self, count: int, now: float) -> None:
         """Go on with fewer ranks, at once: survivors fill the first seats."""
-        before, num_ranks = self.size, self.size.num_ranks
+        num_ranks = self.size.num_ranks
         self._last_ranks = [n for n in self.seats[:num_ranks] if n is not None]
-        kept = [*keep_ranks(self.seats[:num_ranks], count), *range(num_ranks, self.num_seats)]
-        self._reorder(kept)
+        kept = keep_ranks(self.seats[:num_ranks], count)
+        self._reorder([*kept, *range(num_ranks, self.num_seats)])
         self._leaving |= {*self._last_ranks} - {*self.seats}
-        self._note_change(before, now)
-        self.sizes.append(before._replace(num_ranks=count))
+        self._note_change(now)
+        self.sizes.append(self.size._replace(num_ranks=count))
 
     def _reorder(self, order: list[int]) -> None:
         """Give each seat the member and the place of another."""
         self.seats = [self.seats[seat] for seat in order]
         self._places.seats = [self._places.seats[seat] for seat in order]
 
-    def _note_change(self, before: RunSize, now: float) -> None:
-        """Tell of another size once its group has formed."""
+    def _note_change(self, now: float) -> None:
+        """Tell of another size than the present one once its group has formed."""
         pending = self._pending_barrier
-        before = before if pending is None or pending.before is None else pending.before
+        before = (pending and pending.before) or self.size
         self._pending_barrier = ResizeBarrier(since=now, step=self.step, before=before)
 
     def _restart(self, now: float) -> list[Action]:
@@ -464,15 +434,14 @@ class Membership:
         """Give all seats a place, for members that are all new; or wait for another host."""
         count, before = self._best_count(), self.size
         if count is None:
-            if self._host_deadline is None:
-                self._host_deadline = now + self.options.host_timeout_s
+            self._host_deadline = self._host_deadline or now + self.options.host_timeout_s
             return []
         size = before._replace(num_ranks=count)
         if size == before:
             self._places.fill(size)
         else:
             self._places.spread(before, size, self.options.rules.replica)
-            self._note_change(before, now)
+            self._note_change(now)
         self.sizes, self.seats = [size], [None] * sum(size)
         self._host_deadline, self._deadline = None, now + self.options.form_timeout_s
         return self._fill_seats(now)
@@ -482,9 +451,8 @@ class Membership:
         rules, count = self.options.rules, self._best_count()
         if self.is_resizing or self._wants_group or self.over or not rules.in_place:
             return []
-        if count in (None, self.size.num_ranks, self._refused_count):
+        if count is None or count in (self.size.num_ranks, self._refused_count):
             return []
-        assert count is not None
         wanted = self.size._replace(num_ranks=count)
         return self.resize(wanted, now, rules.repartitions, asked=False)
 
@@ -533,8 +501,8 @@ class Membership:
             coming = self._places.of_newcomers(self.size, wanted)
             newcomers = self._roster.choose(coming, self._taken)
             if newcomers is None:
-                hosts = self._places.hosts
-                return self._roster.spawn_spares(now, hosts, self._taken, coming.count)
+                there = self._places.hosts
+                return self._roster.spawn_spares(now, there, self._taken, coming.count)
             if not barrier.is_requested:
                 barrier.is_requested = True
                 return [PauseRanks(self.generation)]
@@ -568,8 +536,7 @@ class Membership:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
         if self.is_waiting:
             return []
-        actions: list[Action] = []
-        places = self._places.seats
+        actions, places = list[Action](), self._places.seats
         for seat, member in enumerate(self.seats):
             own = self._roster.ready_spares(places[seat], self._taken)
             if member is None and (ready := self._stayers(seat) or own):
@@ -577,8 +544,7 @@ class Membership:
                 places[seat] = self.members[ready[0]].host
                 self._leaving.discard(ready[0])
         empty = [place for place, member in zip(places, self.seats) if member is None]
-        hosts = self._places.hosts
-        actions += self._roster.spawn_spares(now, hosts, self._taken, empty.count)
+        actions += self._roster.spawn_spares(now, self._places.hosts, self._taken, empty.count)
         can_form = self._wants_group and self._all_seated_ready() and not self._ending
         if can_form and self.seats != self._announced:
             actions += self._announce(now)
@@ -628,10 +594,7 @@ class Membership:
         return [GiveUp(cause, exit_code)]
 
     def _describe_missing(self) -> str:
-        def waited_for(number: int | None) -> bool:
-            if number is None or number not in self.members or not self.members[number].ready:
-                return True
-            return self.generation >= 0 and number not in self._arrived
-
-        missing = [seat for seat, number in enumerate(self.seats) if waited_for(number)]
+        ready = {number for number, member in self.members.items() if member.ready}
+        came = ready & self._arrived if self.generation >= 0 else ready
+        missing = [seat for seat, number in enumerate(self.seats) if number not in came]
         return describe_missing(self.size, missing, self.options.form_timeout_s)

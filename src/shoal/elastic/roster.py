@@ -54,3 +54,8 @@ class Roster:
 
     def suspects(self) -> list[int]:
         return [number for number, member in self.members.items() if member.suspected]
+
+    def silent(self, seats: Sequence[int | None], since: float) -> list[int]:
+        """Members in these seats that were ready, and not heard of since."""
+        seated = [(n, self.members[n]) for n in seats if n is not None and n in self.members]
+        return [n for n, member in seated if member.ready and member.last_heard < since]

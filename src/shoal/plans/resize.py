@@ -3,10 +3,7 @@
 A plan can be resized if the state of a rank is also held by another rank or by servers; under local
 steps, at the end of a window, when all have agreed. The batch and its pieces do not change, so the
 training result does not depend on the size, except under local steps, where each replica makes its
-own steps.
-
-A run on several hosts also changes its size when one is lost or comes: `size_rules` says to which
-sizes, and how. Read next: `elastic/membership.py`, which decides when.
+own steps. A run on several hosts also changes its size when one is lost or comes (`size_rules`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +52,7 @@ class SizeRules(NamedTuple):
 
 def size_rules(plan: Plan) -> SizeRules:
     """The rules of a resolved plan. Pure."""
-    counts = tuple(smaller.num_ranks for smaller in _other_sizes(plan))
+    counts = tuple(other.num_ranks for other in _other_sizes(plan))
     in_lockstep = plan.local_steps == 1 and (plan.sync != "server" or plan.waits_for_all)
     return SizeRules(
         counts=counts,
@@ -68,8 +65,8 @@ def size_rules(plan: Plan) -> SizeRules:
 
 
 def smaller_plan(plan: Plan, num_slots: int) -> Plan | None:
-    """A resolved plan with the most replicas that fit into so many slots, up to those it has; its
-    pieces stay, so batches and results do. None if none is legal. Pure."""
+    """A plan with the most replicas that fit into the slots, up to those it has, and the same
+    pieces, so that results stay; None if none is legal. Pure."""
     count = size_rules(plan).largest(min(num_slots, plan.num_ranks))
     return None if count is None else with_size(plan, size_of(plan)._replace(num_ranks=count))
 
@@ -221,7 +218,6 @@ def describe_lost_state(before: Plan, after: Plan) -> str:
 
 def describe_change(before: RunSize, after: RunSize, replica: int = 1) -> str:
     """The change of size, as a message; `replica` is the number of ranks of one."""
-    units = (replica, 1)
-    pairs = zip(("data", "servers"), before, after, units)
+    pairs = zip(("data", "servers"), before, after, (replica, 1))
     changes = [f"{name} {old // u} -> {new // u}" for name, old, new, u in pairs if old != new]
     return ", ".join(changes) or f"data {after.num_ranks // replica}, servers {after.num_servers}"
