@@ -51,7 +51,8 @@ def torchrun_on(hosts: Sequence[Host], folder: Path) -> list[str]:
         f"ip netns exec {host.namespace} env GLOO_SOCKET_IFNAME={host.interface} {sys.executable} "
         f"-m torch.distributed.run --nnodes=2:{NUM_HOSTS} --nproc-per-node=1 --max-restarts=3 "
         f"--rdzv-backend=c10d --rdzv-endpoint={hosts[0].address}:{PORT} --rdzv-id=bench "
-        f"--rdzv-conf={keeps} --local-addr={host.address} --monitor-interval=0.01 {JOB} &"
+        f"--rdzv-conf={keeps},is_host={int(host is hosts[0])} "
+        f"--local-addr={host.address} --monitor-interval=0.01 {JOB} &"
         for host in hosts
     ]
     return ["sh", "-c", "\n".join([*lines, "wait"])]

@@ -194,19 +194,18 @@ sys.exit(run_here(["agent"]))'
     killed = tmp_path / "killed"
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
     killed.chmod(0o755)
-    (first / "notes" / "large").write_bytes(bytes(65 << 20))
+    (first / "large").write_bytes(bytes(65 << 20))
     for given, words in [
         ({"on": "localhost,nowhere"}, "nowhere: ssh cannot connect: ssh: Could not resolve"),
         ({"python": "/usr/bin/nopython"}, "b: there is no /usr/bin/nopython"),
         ({"python": str(other)}, "and this host has 9.9. Install one version on all hosts"),
         ({"python": str(killed)}, "b: the agent was killed by SIGKILL"),
         ({"include": ("absent",)}, "--include absent: there is no such file or directory"),
-        ({}, "have more than 64 MB"),
+        ({"include": ("large",)}, "have more than 64 MB"),
     ]:
         trained = begin("data=4", **given).wait()
         assert trained.exit_code == 2 and words in trained.errors, trained.errors
         assert not trained.run_dir.exists()
-    (first / "notes" / "large").unlink()
     trained = begin("data=4", include=()).wait()
     assert trained.exit_code == 2, trained.errors
     assert "host 1 (" in trained.last_words and "notes/seed.txt" in trained.last_words
