@@ -41,7 +41,7 @@ TELL_S = 0.1
 MOST_LINE = 2000
 
 
-class RunRecord:
+class LauncherRecord:
     """What rank 0 keeps and shows of a run. Use it in a `with` block."""
 
     def __init__(self, directory: RunDir, watch: OnEvent):
@@ -98,7 +98,7 @@ class RankSeat(LauncherSeat):
         form_timeout_s: float,
         *,
         check: Check,
-        record: RunRecord | None,
+        record: LauncherRecord | None,
     ):
         super().__init__(peers.world, store, form_timeout_s)
         self.summary: dict[str, Any] = {}
