@@ -112,7 +112,7 @@ def test_plans_of_four_ranks(
         (["--plan", "data=3"], "The plan needs 3 ranks, and there are 2."),
         (["--plan", "data=2 sync=server servers=1"], "needs parameter servers, and mpirun starts"),
         (["--ranks", "3"], "--ranks 3: mpirun started 2 processes"),
-        (["--listen", "127.0.0.1", "--plan", "auto"], "--listen"),
+        (["--listen", "127.0.0.1"], "--listen starts processes elsewhere"),
         (["--set", "nothing=1"], "--set nothing"),
         (["--plan", "data=two"], "data=two is not possible"),
     ],

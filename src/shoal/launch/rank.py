@@ -36,7 +36,11 @@ from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
 from shoal.launch.outcome import Outcome, outcome_of
 from shoal.launch.prepare import prepare_run
 from shoal.launch.rank_peers import RankPeers, RanksGone, name_ranks
+<<<<<<< HEAD
 from shoal.launch.rank_seat import RankRecord, RankSeat
+=======
+from shoal.launch.rank_seat import LauncherRecord, RankSeat
+>>>>>>> mpi
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import OWNER, RunDir
@@ -187,7 +191,11 @@ class _Rank:
             )
             self._tell("job", job)
             facts, training = self._prepare(recipe, job)
+<<<<<<< HEAD
             record = held.enter_context(RankRecord(directory, self._watch))
+=======
+            record = held.enter_context(LauncherRecord(directory, self._watch))
+>>>>>>> mpi
             try:
                 describe_run(directory, recipe, options, facts)
                 prepared(facts, directory.path)
@@ -225,7 +233,8 @@ class _Rank:
     def _prepare(self, recipe: Recipe, job: _RankJob) -> tuple[Facts, PreparedTraining]:
         """Prepare the run, as all do; NotLoaded if one of them could not."""
         run_dir, failed, found = Path(job.run_dir), None, None
-        with _printing_to(run_dir / "logs" / f"recipe-{self._world.rank:03d}.log") as log:
+        log = run_dir / "logs" / f"recipe-{self._world.rank:03d}.log"
+        with _printing_to(log) as output:
             try:
                 if self._world.rank:
                     _refuse_other_place(job, run_dir)
@@ -234,8 +243,8 @@ class _Rank:
                 )
                 _refuse_servers(found[0], self._world)
             except Exception as error:  # noqa: BLE001 (the recipe may fail in any way)
-                traceback.print_exc(file=log)
-                failed = describe_failure(error, -1, run_dir / "logs" / Path(log.name).name)
+                traceback.print_exc(file=output)
+                failed = describe_failure(error, -1, log)
         self._tell("prepared", failed)
         told = self._peers.await_all("prepared")
         failures = {r: msgspec.msgpack.decode(c, type=Failed | None) for r, c in told.items()}
@@ -247,7 +256,11 @@ class _Rank:
         return found
 
     def _train(
+<<<<<<< HEAD
         self, training: PreparedTraining, job: _RankJob, record: "RankRecord | None"
+=======
+        self, training: PreparedTraining, job: _RankJob, record: "LauncherRecord | None"
+>>>>>>> mpi
     ) -> RankEnd:
         """Train with the others; tells them how it ended here."""
         log = Path(job.run_dir) / "logs" / f"rank-{self._world.rank:03d}.log"
@@ -335,7 +348,11 @@ def _outcome(
     result: SupervisorResult,
     recipe: Recipe,
     facts: Facts,
+<<<<<<< HEAD
     record: "RankRecord",
+=======
+    record: "LauncherRecord",
+>>>>>>> mpi
     directory: RunDir,
     options: Options,
 ) -> Outcome:
