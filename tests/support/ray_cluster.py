@@ -15,14 +15,14 @@ a module.
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.support.leaks import descendants
@@ -91,7 +91,7 @@ class RayCluster:
         try:
             out, errors = command.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            command.kill()
+            end_command(command)
             out, errors = command.communicate()
             raise AssertionError(f"{words} took {timeout_s:g} s:\n{out}\n{errors}") from None
         return subprocess.CompletedProcess(words, command.returncode, out, errors)
@@ -203,18 +203,13 @@ def _main(num_cpus: list[int]) -> None:
             print(f"done {number}", file=answers, flush=True)
 
 
-def nodes_of(cluster: RayCluster) -> list[dict[str, object]]:
-    """What Ray says of its nodes."""
-    script = "import ray,json; ray.init(log_to_driver=False); print(json.dumps(ray.nodes()))"
-    done = subprocess.run(
-        [*cluster.enter(ROOT), sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=cluster.environment,
-    )
-    found: list[dict[str, object]] = msgspec.json.decode(done.stdout.splitlines()[-1])
-    return found
+def end_command(command: "subprocess.Popen[str]") -> None:
+    """Kill what was started inside, and `nsenter`, which waits for it."""
+    for pid in _children(command.pid) if command.poll() is None else []:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    command.kill()
+    command.wait()
 
 
 def _reap_others() -> None:

@@ -15,7 +15,7 @@ from shoal.cluster.ray_jobs import RayEngine
 from shoal.testing.engines import EngineConformance
 from shoal.testing.ranks import Pool
 from tests.support.leaks import wait_until
-from tests.support.ray_cluster import CLIENTS, DASHBOARD, RayCluster, start_ray
+from tests.support.ray_cluster import CLIENTS, DASHBOARD, RayCluster, end_command, start_ray
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:line"
@@ -139,8 +139,7 @@ def test_a_node_is_lost_and_another_comes(cluster: RayCluster, tmp_path: Path) -
         assert wait_until(lambda: "go on: data 4 -> 3" in (tmp_path / "out").read_text(), LIMIT_S)
         assert command.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()
     finally:
-        command.kill()
-        command.wait()
+        end_command(command)
     told = (tmp_path / "out").read_text()
     assert "came, after step" in told, told
     alone = cluster.run(
@@ -176,11 +175,7 @@ def test_a_command_that_is_killed_leaves_no_agents(cluster: RayCluster, tmp_path
     given = words(run_dir, "data=2", "--on", "ray:hosts=2", steps=100000, pause=0.01)
     command = cluster.start(*given, directory=tmp_path, output=tmp_path / "out")
     assert wait_until(lambda: num_steps(run_dir) > 2, LIMIT_S), (tmp_path / "out").read_text()
-    # `nsenter` waits for the command, whose number it does not tell.
-    for pid in cluster.processes():
-        if RECIPE in psutil.Process(pid).cmdline() and psutil.Process(pid).ppid() == command.pid:
-            psutil.Process(pid).kill()
-    command.wait(LIMIT_S)  # the fixture sees that nothing is left
+    end_command(command)  # the fixture sees that nothing is left
 
 
 def test_verbs(cluster: RayCluster, tmp_path: Path) -> None:

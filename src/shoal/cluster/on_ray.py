@@ -358,6 +358,9 @@ class RayStarter:
             "Start a cluster (`ray start --head`), or name the one there is: --on ray:HOST:PORT, "
             "or RAY_ADDRESS in the environment."
         )
-        if "token" in why.lower():
-            way_out = "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with its token."
+        if "token" in why.lower() or os.environ.get("RAY_AUTH_MODE") == "token":
+            way_out += (
+                " Its token may be another one: RAY_AUTH_MODE=token takes that of "
+                "RAY_AUTH_TOKEN, of the file RAY_AUTH_TOKEN_PATH, or of ~/.ray/auth_token."
+            )
         return UsageError(f"{self._place.name} cannot be used: {why.rstrip('.')}. {way_out}")
